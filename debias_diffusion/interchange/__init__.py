@@ -1,0 +1,10 @@
+"""The encoder in and out of the formats that people load."""
+
+from .transformers_folder import (
+    export_text_encoder,
+    import_text_encoder,
+    load_text_encoder,
+    to_transformers,
+)
+
+__all__ = ["export_text_encoder", "import_text_encoder", "load_text_encoder", "to_transformers"]

@@ -1,0 +1,329 @@
+"""One interface over CLIP-family two-towers from open_clip: load, encode images, encode text, save.
+
+The towers are open_clip's own modules; only the text tower's forward is ours, because it need not compute what a causal
+mask hides (see `TextTower`).
+"""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import open_clip
+import torch
+import torch.nn.functional as F
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.transformer import ResidualAttentionBlock
+from safetensors.torch import save_file
+from torch import nn
+
+from .errors import UserError, near_matches
+from .positions import FACTOR, KEEP, stretch_positions
+from .tokens import CaptionTokenizer, TokenBatch, clip_tokenizer, load_tokenizer
+
+CONFIG_FILE = "open_clip_config.json"
+WEIGHTS_FILE = "open_clip_model.safetensors"
+TOKENIZER_FOLDER = "tokenizer"
+
+# Captions of like length are attended together; more a group wastes padding, fewer waste calls.
+_ATTENTION_GROUP = 32
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def block_forward(block: ResidualAttentionBlock, hidden_states: torch.Tensor, attend: Attention) -> torch.Tensor:
+    """One transformer block with its attention given as a function.
+
+    Args:
+        block: open_clip's block, whose weights are used where they are.
+        hidden_states: [..., width], any leading shape.
+        attend: (query, key, value), each [..., heads, width / heads], to the attended values of the same shape.
+    """
+    attention = block.attn
+    qkv = F.linear(block.ln_1(hidden_states), attention.in_proj_weight, attention.in_proj_bias)
+    query, key, value = (part.unflatten(-1, (attention.num_heads, -1)) for part in qkv.chunk(3, dim=-1))
+    attended = attention.out_proj(attend(query, key, value).flatten(-2))
+    hidden_states = hidden_states + block.ls_1(attended)
+    return hidden_states + block.ls_2(block.mlp(block.ln_2(hidden_states)))
+
+
+class _Layout:
+    """Where each caption's tokens lie, in a packed batch and in the padded groups that attend together.
+
+    Packed rows are the prefix, then the captions' tokens. Built on the CPU once a forward pass.
+    """
+
+    def __init__(self, tokens: TokenBatch, device: torch.device):
+        self.n_prefix = len(tokens.prefix_ids)
+        lengths, n_prefix = tokens.lengths, tokens.n_prefix
+        starts = lengths.cumsum(0) - lengths
+        within = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+        # A caption's own tokens follow the part of the prefix it sees.
+        self.positions = torch.cat([torch.arange(self.n_prefix), within + n_prefix.repeat_interleave(lengths)]).to(
+            device
+        )
+        self.last = (self.n_prefix + starts + lengths - 1).to(device)
+        order = sorted(range(len(lengths)), key=lambda i: (n_prefix[i] > 1, lengths[i]))
+        self.groups = [
+            self._group(torch.tensor(order[i : i + _ATTENTION_GROUP]), starts, lengths, n_prefix, device)
+            for i in range(0, len(order), _ATTENTION_GROUP)
+        ]
+
+    @staticmethod
+    def _group(members, starts, lengths, n_prefix, device):
+        """(rows of the members' tokens among the captions' tokens, their slots in the padded group, members,
+        longest text, longest prefix, mask [members, 1, text, prefix + text])."""
+        size, text, prefix = len(members), int(lengths[members].max()), int(n_prefix[members].max())
+        inside = torch.arange(text) < lengths[members, None]
+        rows = (starts[members, None] + torch.arange(text))[inside]
+        slots = torch.arange(size * text).view(size, text)[inside]
+        seen = (torch.arange(prefix) < n_prefix[members, None])[:, None, None].expand(size, 1, text, prefix)
+        causal = torch.ones(text, text, dtype=torch.bool).tril().expand(size, 1, text, text)
+        mask = torch.cat([seen, causal], dim=-1)
+        return rows.to(device), slots.to(device), size, text, prefix, mask.to(device)
+
+
+class TextTower:
+    """A causal CLIP text tower that computes a caption up to its EOT and the shared beginning once.
+
+    Under a causal mask nothing after EOT changes the pooled state, so it is not computed. And `[SOT, PAD, PAD, ...]`
+    begins every row, so its states are computed once for the longest prefix, and each caption attends to as much of
+    them as it has pads. Values and gradients are those of the padded rows (up to rounding).
+
+    Args:
+        tower: the module that holds the text tower's parts: an `open_clip.CLIP`, or a `CustomTextCLIP`'s `text`.
+    """
+
+    def __init__(self, tower: nn.Module):
+        self.tower = tower
+
+    @property
+    def context_length(self) -> int:
+        return self.tower.positional_embedding.shape[0]
+
+    def __call__(self, tokens: TokenBatch) -> torch.Tensor:
+        """[batch, embed_dim] features of each caption's EOT, projected, not normalised."""
+        tower = self.tower
+        ids = torch.cat([tokens.prefix_ids, tokens.ids])
+        layout = _Layout(tokens, ids.device)
+        # [longest prefix + sum of lengths, width]
+        hidden_states = tower.token_embedding(ids) + tower.positional_embedding[layout.positions]
+        for block in tower.transformer.resblocks:
+            hidden_states = block_forward(block, hidden_states, lambda q, k, v: _attend(layout, q, k, v))
+        return self.project(tower.ln_final(hidden_states[layout.last]))
+
+    def project(self, pooled: torch.Tensor) -> torch.Tensor:
+        """[batch, width] -> [batch, embed_dim]"""
+        projection = self.tower.text_projection
+        if projection is None:
+            return pooled
+        return projection(pooled) if isinstance(projection, nn.Linear) else pooled @ projection
+
+
+def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of packed rows [rows, heads, head_dim]: the prefix to itself, captions to it and to themselves."""
+    n = layout.n_prefix
+    prefix_qkv = [x[:n].transpose(0, 1)[None] for x in (query, key, value)]
+    prefix_out = F.scaled_dot_product_attention(*prefix_qkv, is_causal=True)[0].transpose(0, 1)
+    query, prefix_key, key, prefix_value, value = query[n:], key[:n], key[n:], value[:n], value[n:]
+    out = torch.zeros_like(query)
+    for rows, slots, size, text, prefix, mask in layout.groups:
+
+        def pad(x, rows=rows, slots=slots, size=size, text=text):
+            # Every slot is written once, so that forward and backward are plain, deterministic copies.
+            padded = x.new_zeros(size * text, *x.shape[1:]).index_copy(0, slots, x.index_select(0, rows))
+            return padded.unflatten(0, (size, text)).transpose(1, 2)
+
+        def behind(shared, own, size=size, prefix=prefix):
+            shared = shared[:prefix].transpose(0, 1).expand(size, -1, -1, -1)
+            return torch.cat([shared, own], dim=2)
+
+        # [members, heads, text, head_dim]
+        attended = F.scaled_dot_product_attention(
+            pad(query), behind(prefix_key, pad(key)), behind(prefix_value, pad(value)), attn_mask=mask
+        )
+        attended = attended.transpose(1, 2).flatten(0, 1).index_select(0, slots)
+        out = out.index_copy(0, rows, attended.to(out.dtype))
+    return torch.cat([prefix_out, out])
+
+
+class Backbone(nn.Module):
+    """A two-tower CLIP: images and captions to features in one space.
+
+    Made by `load_backbone`. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
+
+    Attributes:
+        model: open_clip's own module; its state dict is what is saved.
+        text: the text tower, sharing `model`'s weights.
+        tokenizer: CaptionTokenizer for the model's window.
+        preprocess: open_clip's validation transform, PIL image -> [3, height, width].
+        config: what `open_clip_config.json` holds.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: CaptionTokenizer, config: dict):
+        super().__init__()
+        self.model = model
+        self.text = TextTower(getattr(model, "text", model))
+        self.tokenizer = tokenizer
+        self.config = config
+        preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
+        self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
+
+    @property
+    def context_length(self) -> int:
+        return self.text.context_length
+
+    @property
+    def kept_positions(self) -> int:
+        """How many first rows of the position table stay as they are in training."""
+        return self.config.get("debias_diffusion", {}).get("keep", 0)
+
+    @property
+    def logit_scale(self) -> nn.Parameter:
+        return self.model.logit_scale
+
+    def tokenize(self, captions: list[str]) -> TokenBatch:
+        return self.tokenizer(captions)
+
+    def encode_image(self, images: torch.Tensor) -> torch.Tensor:
+        """[batch, 3, height, width] preprocessed images -> [batch, embed_dim]"""
+        return self.model.encode_image(images)
+
+    def encode_text(self, tokens: TokenBatch) -> torch.Tensor:
+        """Tokens -> [batch, embed_dim]"""
+        return self.text(tokens)
+
+    def stretch(self, keep: int = KEEP, factor: int = FACTOR) -> None:
+        """Stretches the text tower's positions in place (see `stretch_positions`)."""
+        tower = self.text.tower
+        table = stretch_positions(tower.positional_embedding.detach(), keep, factor)
+        tower.positional_embedding = nn.Parameter(table)
+        tower.context_length = len(table)
+        if hasattr(tower, "num_pos"):
+            tower.num_pos = len(table)
+        tower.register_buffer(
+            "attn_mask", torch.full((len(table),) * 2, -torch.inf).triu_(1).to(table), persistent=False
+        )
+        self.tokenizer = CaptionTokenizer(self.tokenizer.tokenizer, len(table))
+        self.tokenizer.tokenizer.model_max_length = len(table)
+        self.config["model_cfg"]["text_cfg"]["context_length"] = len(table)
+        self.config["debias_diffusion"] = {"keep": keep, "factor": factor}
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Writes an open_clip folder that `open_clip.create_model("local-dir:" + folder)` loads, and the tokenizer."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.state_dict().items()}
+        save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
+        self.tokenizer.tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+
+
+def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
+    """Loads a CLIP two-tower.
+
+    Args:
+        model: an open_clip name ("ViT-B-16"; "ViT-B-16-quickgelu" for OpenAI's weights), an open_clip folder such as
+            training leaves, or "hf-hub:owner/name".
+        pretrained: for a name: an open_clip tag ("openai", "laion2b_s34b_b88k") or a file of weights. None gives random
+            weights from torch's current seed.
+
+    Raises:
+        UserError: the model or the weights are unknown, or the text tower is not a causal, EOT-pooled CLIP one.
+    """
+    config, source = _find_config(model)
+    _check_text_config(model, config["model_cfg"])
+    if source is None:
+        _check_pretrained(model, pretrained)
+    elif pretrained is not None:
+        raise UserError(f"{model!r} brings its own weights; leave out pretrained={pretrained!r}, or give a model name.")
+    with _quiet_logging():
+        try:
+            clip = open_clip.create_model(source or model, pretrained=pretrained, weights_only=True)
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0][:300]
+            raise UserError(
+                f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded: {reason}"
+            ) from error
+    config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
+    _check_blocks(model, getattr(clip, "text", clip))
+    context_length = config["model_cfg"]["text_cfg"].get("context_length", open_clip.tokenizer.DEFAULT_CONTEXT_LENGTH)
+    return Backbone(clip, CaptionTokenizer(_tokenizer(source, context_length), context_length), config)
+
+
+def _find_config(model: str) -> tuple[dict, str | None]:
+    """(contents of open_clip_config.json, open_clip's name of the folder or hub repository or None for a plain name)."""
+    if model.startswith("hf-hub:"):
+        return {"model_cfg": deepcopy(open_clip.factory._get_hf_config(model[7:])["model_cfg"])}, model
+    folder = Path(model.removeprefix("local-dir:"))
+    if (folder / CONFIG_FILE).is_file():
+        return json.loads((folder / CONFIG_FILE).read_text()), f"local-dir:{folder}"
+    if folder.is_dir() or model.startswith("local-dir:"):
+        raise UserError(f"The folder {os.fspath(folder)!r} holds no {CONFIG_FILE}; give an open_clip folder.")
+    model_cfg = open_clip.get_model_config(model)
+    if model_cfg is None:
+        raise UserError(
+            f"Unknown model {model!r}.{near_matches(model, open_clip.list_models())} Give an open_clip model name "
+            "(`python -c 'import open_clip; print(open_clip.list_models())'` lists them) or an open_clip folder."
+        )
+    return {"model_cfg": deepcopy(model_cfg)}, None
+
+
+def _check_text_config(model: str, model_cfg: dict) -> None:
+    text_cfg = model_cfg["text_cfg"]
+    unfit = [key for key in ("hf_model_name", "no_causal_mask", "embed_cls") if text_cfg.get(key)]
+    if text_cfg.get("pool_type", "argmax") != "argmax":
+        unfit.append(f"pool_type={text_cfg['pool_type']}")
+    if "multimodal_cfg" in model_cfg:
+        unfit.append("multimodal_cfg")
+    if unfit:
+        raise UserError(
+            f"The text tower of {model!r} cannot be used ({', '.join(unfit)}): it must have a causal mask and pool at EOT, "
+            "as OpenAI's and LAION's CLIP models do, for example ViT-B-16 or ViT-L-14."
+        )
+
+
+def _check_blocks(model: str, tower: nn.Module) -> None:
+    if not all(type(block) is ResidualAttentionBlock for block in tower.transformer.resblocks):
+        raise UserError(f"The text tower of {model!r} has blocks of its own kind; only plain CLIP blocks can be used.")
+
+
+def _check_pretrained(model: str, pretrained: str | None) -> None:
+    """Weights must exist, and fit the model's activation: a state dict cannot tell QuickGELU from GELU."""
+    if pretrained is None or os.path.isfile(pretrained):
+        return
+    tags = open_clip.list_pretrained_tags_by_model(model)
+    if pretrained not in tags:
+        raise UserError(
+            f"No weights {pretrained!r} for {model!r}.{near_matches(pretrained, tags)} "
+            f"Give a file or one of: {', '.join(tags) or '(no tags for this model)'}."
+        )
+    quick = open_clip.get_pretrained_cfg(model, pretrained).get("quick_gelu", False)
+    if quick != bool(open_clip.get_model_config(model).get("quick_gelu")):
+        other = f"{model}-quickgelu" if quick else model.removesuffix("-quickgelu")
+        raise UserError(
+            f"The weights {pretrained!r} were trained {'with' if quick else 'without'} QuickGELU, which {model!r} "
+            f"{'lacks' if quick else 'has'}. Use --model {other}."
+        )
+
+
+def _tokenizer(source: str | None, context_length: int):
+    """The tokenizer saved beside the weights, or CLIP's own."""
+    folder = Path((source or "").removeprefix("local-dir:")) / TOKENIZER_FOLDER
+    if source and folder.is_dir():
+        return load_tokenizer(folder)
+    return clip_tokenizer(context_length)
+
+
+@contextlib.contextmanager
+def _quiet_logging() -> Iterator[None]:
+    """open_clip warns that random weights are random; whoever asked for them knows."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(previous)

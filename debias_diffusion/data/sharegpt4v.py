@@ -1,0 +1,91 @@
+"""ShareGPT4V's JSON: a list of {"image": path, "conversations": [question, {"value": caption}]}."""
+
+import json
+import os
+from dataclasses import dataclass
+
+from ..errors import UserError
+
+SHAPE = '[{"image": "a/b.jpg", "conversations": [{"value": "question"}, {"value": "caption"}]}, ...]'
+
+
+@dataclass(frozen=True)
+class Record:
+    """One image and its caption. `sample_id` seeds everything drawn for it."""
+
+    sample_id: str
+    image: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that was left out: where it stands, which kind of fault, and what was found."""
+
+    where: str
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Captions:
+    """What a data file holds: the usable `records` in their order, and the `bad` ones."""
+
+    records: list[Record]
+    bad: list[BadRecord]
+
+
+def read_sharegpt4v(path: str | os.PathLike) -> Captions:
+    """Reads a data file in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`).
+
+    Newlines and other runs of white space in captions become one space. A record without an image path or with an
+    empty caption is left out and named in `bad`.
+
+    Raises:
+        UserError: the file is missing, is not JSON, is not a list of such records, or holds no usable one.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = json.load(file)
+    except FileNotFoundError:
+        raise UserError(f"Data file {os.fspath(path)!r} is not there. Give a JSON file of the shape {SHAPE}") from None
+    except IsADirectoryError:
+        raise UserError(f"Data file {os.fspath(path)!r} is a folder. Give the JSON file itself.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"Data file {os.fspath(path)!r} is not JSON ({error}). It must have the shape {SHAPE}"
+        ) from None
+    if not isinstance(entries, list):
+        raise UserError(
+            f"Data file {os.fspath(path)!r} holds a {type(entries).__name__}, not a list. It must have the shape {SHAPE}"
+        )
+    records, bad = [], []
+    for index, entry in enumerate(entries):
+        try:
+            records.append(_record(entry))
+        except ValueError as error:
+            kind, _, detail = str(error).partition(": ")
+            bad.append(BadRecord(f"entry {index}", kind, detail))
+    if not records:
+        first = f" The first fault: {bad[0].where}, {bad[0].kind} ({bad[0].detail})." if bad else ""
+        raise UserError(
+            f"Data file {os.fspath(path)!r} has {len(entries)} entries and none is usable.{first} "
+            f"It must have the shape {SHAPE}"
+        )
+    return Captions(records, bad)
+
+
+def _record(entry) -> Record:
+    """One entry as a Record. Raises ValueError("kind: detail") for an entry of another shape."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"not an object: found {type(entry).__name__}")
+    image = entry.get("image")
+    if not isinstance(image, str) or not image:
+        raise ValueError(f"no image path: found {image!r}")
+    try:
+        caption = entry["conversations"][1]["value"]
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(f"no caption: image {image}") from None
+    if not isinstance(caption, str) or not caption.strip():
+        raise ValueError(f"empty or non-text caption: image {image}")
+    return Record(sample_id=image, image=image, caption=" ".join(caption.split()))

@@ -1,0 +1,22 @@
+"""The one kind of error a user causes, and how it is worded."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something the user gave cannot be used.
+
+    The message says what was given, what is allowed and what to do. The command line prints it without a traceback.
+    """
+
+
+def near_matches(name: str, allowed: Iterable[str], most: int = 3) -> str:
+    """A hint that names the allowed values closest to `name`, or an empty string where none is close.
+
+    >>> near_matches("ViT-B16", ["ViT-B-16", "RN50"])
+    ' Did you mean ViT-B-16?'
+    """
+    by_lower = {candidate.lower(): candidate for candidate in allowed}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=most, cutoff=0.6)
+    return f" Did you mean {' or '.join(by_lower[match] for match in close)}?" if close else ""
