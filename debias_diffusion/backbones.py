@@ -124,7 +124,7 @@ class TextTower:
 
 
 def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention of packed rows [rows, heads, head_dim]: the prefix to itself, captions to it and to themselves."""
+    """Causal attention of packed rows [rows, heads, head_dim]: the prefix to itself, captions to both."""
     n = layout.n_prefix
     prefix_qkv = [x[:n].transpose(0, 1)[None] for x in (query, key, value)]
     prefix_out = F.scaled_dot_product_attention(*prefix_qkv, is_causal=True)[0].transpose(0, 1)
@@ -161,11 +161,13 @@ class Backbone(nn.Module):
         tokenizer: CaptionTokenizer for the model's window.
         preprocess: open_clip's validation transform, PIL image -> [3, height, width].
         config: what `open_clip_config.json` holds.
+        random_weights: whether nothing was loaded into it.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: CaptionTokenizer, config: dict):
+    def __init__(self, model: nn.Module, tokenizer: CaptionTokenizer, config: dict, random_weights: bool = False):
         super().__init__()
         self.model = model
+        self.random_weights = random_weights
         self.text = TextTower(getattr(model, "text", model))
         self.tokenizer = tokenizer
         self.config = config
@@ -251,11 +253,12 @@ def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
     _check_blocks(model, getattr(clip, "text", clip))
     context_length = config["model_cfg"]["text_cfg"].get("context_length", open_clip.tokenizer.DEFAULT_CONTEXT_LENGTH)
-    return Backbone(clip, CaptionTokenizer(_tokenizer(source, context_length), context_length), config)
+    tokenizer = CaptionTokenizer(_tokenizer(source, context_length), context_length)
+    return Backbone(clip, tokenizer, config, random_weights=source is None and pretrained is None)
 
 
 def _find_config(model: str) -> tuple[dict, str | None]:
-    """(contents of open_clip_config.json, open_clip's name of the folder or hub repository or None for a plain name)."""
+    """(contents of open_clip_config.json, open_clip's name of the folder or hub repository; None for a plain name)."""
     if model.startswith("hf-hub:"):
         return {"model_cfg": deepcopy(open_clip.factory._get_hf_config(model[7:])["model_cfg"])}, model
     folder = Path(model.removeprefix("local-dir:"))
@@ -281,8 +284,8 @@ def _check_text_config(model: str, model_cfg: dict) -> None:
         unfit.append("multimodal_cfg")
     if unfit:
         raise UserError(
-            f"The text tower of {model!r} cannot be used ({', '.join(unfit)}): it must have a causal mask and pool at EOT, "
-            "as OpenAI's and LAION's CLIP models do, for example ViT-B-16 or ViT-L-14."
+            f"The text tower of {model!r} cannot be used ({', '.join(unfit)}): it must have a causal mask and pool at "
+            "EOT, as OpenAI's and LAION's CLIP models do, for example ViT-B-16 or ViT-L-14."
         )
 
 

@@ -1,7 +1,7 @@
 """The losses: symmetric InfoNCE, image features rebuilt from their principal components, and the two together.
 
-All of them take features of the GLOBAL batch. A term whose name ends in `_loss` is part of the total; everything else in
-a report is only logged.
+All of them take features of the GLOBAL batch. A term whose name ends in `_loss` is part of the total; everything else
+in a report is only logged.
 """
 
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ def check_components(components: int, batch: int, dim: int) -> None:
     """Raises UserError unless `components` < min(batch - 1, dim): otherwise rebuilding changes nothing."""
     if not 1 <= components < min(batch - 1, dim):
         raise UserError(
-            f"components is {components}, but must be at least 1 and less than {min(batch - 1, dim)}, the smaller of the "
-            f"global batch less one ({batch - 1}) and the features' dimension ({dim}). Take a larger batch or fewer "
+            f"components is {components}, but must be at least 1 and less than {min(batch - 1, dim)}, the smaller of "
+            f"the global batch less one ({batch - 1}) and the features' dimension ({dim}). Take a larger batch or fewer "
             "components."
         )
 
@@ -99,7 +99,8 @@ def dual_caption_objective(
         short_weight: w, in [0, 1].
 
     Returns:
-        (losses, report): the terms, already weighted, whose sum is L; and the unweighted losses and the scale, detached.
+        (losses, report): the terms, already weighted, whose sum is L; and the unweighted losses and the scale,
+        detached.
 
     Example:
         >>> f = Features(*torch.randn(3, 8, 16))

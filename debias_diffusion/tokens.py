@@ -153,6 +153,10 @@ class CaptionTokenizer:
         ]
         return [row[: self.context_length - 2] for row in ids]
 
+    def count(self, caption: str) -> int:
+        """How many tokens the whole caption has, SOT and EOT included; may exceed the window."""
+        return len(self.tokenizer(clean(caption), verbose=False)["input_ids"])
+
     def n_post(self, text_ids: list[int]) -> int:
         """How many PADs follow EOT in the literal row: the room for a prefix (Algorithm 1, line 9)."""
         return self.context_length - 2 - len(text_ids)

@@ -57,7 +57,8 @@ def read_sharegpt4v(path: str | os.PathLike) -> Captions:
         ) from None
     if not isinstance(entries, list):
         raise UserError(
-            f"Data file {os.fspath(path)!r} holds a {type(entries).__name__}, not a list. It must have the shape {SHAPE}"
+            f"Data file {os.fspath(path)!r} holds a {type(entries).__name__}, not a list. "
+            f"It must have the shape {SHAPE}"
         )
     records, bad = [], []
     for index, entry in enumerate(entries):

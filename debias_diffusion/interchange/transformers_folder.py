@@ -150,8 +150,8 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
     """Loads a text encoder and its tokenizer, ready for a diffusers pipeline.
 
     Args:
-        path: a folder written by `export_text_encoder`, any transformers folder of a CLIPTextModel (its tokenizer beside
-            or in it), a folder left by training, or a hub id of the first two.
+        path: a folder written by `export_text_encoder`, any transformers folder of a CLIPTextModel (its tokenizer
+            beside or in it), an open_clip folder such as training leaves, or a hub id of the first two.
 
     Returns:
         (text_encoder, tokenizer): a CLIPTextModel, or a CLIPTextModelWithProjection where the folder says so; in eval
@@ -208,7 +208,8 @@ def import_text_encoder(backbone: Backbone, text_encoder: TextEncoder) -> None:
     for key in ("hidden_size", "num_hidden_layers", "max_position_embeddings", "vocab_size", "hidden_act"):
         if getattr(ours, key) != getattr(theirs, key):
             raise UserError(
-                f"The encoder's {key} is {getattr(theirs, key)}, the backbone's is {getattr(ours, key)}; they must be equal."
+                f"The encoder's {key} is {getattr(theirs, key)}, the backbone's is {getattr(ours, key)}; they must be "
+                "equal."
             )
     state = text_encoder.state_dict()
     if not any(name.startswith("text_model.") for name in state):

@@ -1,0 +1,173 @@
+"""`debias-diffusion`: train, export, generate, evaluate.
+
+Each command's options are the fields of one dataclass, whose docstring is their help. Values come from YAML
+(`--config file.yaml`) and from the command line, the later the stronger.
+"""
+
+import dataclasses
+import difflib
+import re
+import sys
+import warnings
+from importlib.metadata import version
+
+from debias_diffusion.errors import UserError, near_matches
+
+# command -> (summary, the function that gives (dataclass of options, what runs them)), or further commands. Functions,
+# because importing what a command needs takes seconds, and only one command runs.
+
+
+def _train():
+    from debias_diffusion.training import TrainConfig, train
+
+    return TrainConfig, train
+
+
+def _export():
+    from .export import ExportConfig, export
+
+    return ExportConfig, export
+
+
+def _generate():
+    from .generate import GenerateConfig, generate
+
+    return GenerateConfig, lambda config: print(f"Wrote {generate(config)}")
+
+
+def _retrieval():
+    from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+
+    return RetrievalConfig, evaluate_retrieval
+
+
+def _robustness():
+    from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
+
+    return RobustnessConfig, evaluate_robustness
+
+
+def _generation():
+    from debias_diffusion.eval.generation import GenerationConfig, evaluate_generation
+
+    return GenerationConfig, evaluate_generation
+
+
+EVALUATIONS = {
+    "retrieval": ("recall of retrieval with whole captions", _retrieval),
+    "robustness": ("recall when sentences are moved or the first is removed", _robustness),
+    "generation": ("FID and DINO score of pictures drawn from captions", _generation),
+}
+COMMANDS = {
+    "train": ("fine-tune a CLIP model on long captions, so that its text encoder reads all of them", _train),
+    "export": ("write a trained text encoder as a transformers folder", _export),
+    "generate": ("draw a picture from a prompt of any length", _generate),
+    "evaluate": ("measure what an encoder reads: " + ", ".join(EVALUATIONS), EVALUATIONS),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs one command. Exits with 2 and one message on stderr for whatever the user got wrong."""
+    try:
+        _run("debias-diffusion", COMMANDS, sys.argv[1:] if arguments is None else arguments)
+    except UserError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _run(program: str, commands: dict, arguments: list[str]) -> None:
+    """Finds the command in the first argument, or prints what there is to choose from."""
+    first = arguments[0] if arguments else "--help"
+    if first in ("-h", "--help"):
+        print(f"usage: {program} COMMAND [options]\n")
+        print("\n".join(f"  {name:<12}{summary}" for name, (summary, _) in commands.items()))
+        print(f"\n`{program} COMMAND --help` lists a command's options.")
+    elif first == "--version":
+        print(f"debias-diffusion {version('debias-diffusion')}")
+    elif first not in commands:
+        raise UserError(
+            f"Unknown command {first!r}.{near_matches(first, commands)} Choose one of: {', '.join(commands)}."
+        )
+    elif isinstance(commands[first][1], dict):
+        _run(f"{program} {first}", commands[first][1], arguments[1:])
+    else:
+        options, command = commands[first][1]()
+        _quiet_libraries()
+        command(_parse(f"{program} {first}", commands[first][0], options, arguments[1:]))
+
+
+def _parse(program: str, summary: str, options: type, arguments: list[str]):
+    """The command line as an instance of the dataclass `options`."""
+    from jsonargparse import ActionConfigFile, ArgumentParser
+
+    class Parser(ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None):
+            _fail(_explain(str(message), program, [option[2:] for a in self._actions for option in a.option_strings]))
+
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    parser = Parser(prog=program, description=summary[0].upper() + summary[1:] + ".")
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
+    if "prompt" in fields:
+        parser.add_argument("prompt", type=str, help="what to draw, in up to 20,000 characters")
+    parser.add_class_arguments(options, as_group=False, skip={"prompt"} & set(fields))
+    flags = [name for name, field in fields.items() if field.type in (bool, "bool")]
+    values = parser.parse_args(_normalise(arguments, flags)).as_dict()
+    return options(**{name: values[name] for name in fields})
+
+
+def _explain(message: str, program: str, known: list[str]) -> str:
+    """A parser's message in one line: the nearest option where one is unknown, the type where a value does not fit."""
+    message = re.sub(r"\s+", " ", message).strip()
+    patterns = (
+        r"[Uu]nrecognized arguments: --([\w-]+)",
+        r"[Kk]ey ['\"]([\w.-]+)['\"] is not",
+        r"Option '([\w.-]+)' is not",
+    )
+    unknown = next((match for pattern in patterns if (match := re.search(pattern, message))), None)
+    if unknown:
+        close = difflib.get_close_matches(unknown[1].replace("-", "_"), known, n=2, cutoff=0.6)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        return f"Unknown option {unknown[1]!r}.{hint} `{program} --help` lists all."
+    types = re.findall(r"Expected an? <class '(\w+)'>", message)
+    wrong = re.search(r'Parser key "(\w+)".*(?:Given|Got) value: (.*)', message)
+    if wrong and types:
+        expected = " or ".join("null" if name == "NoneType" else name for name in types)
+        return f"{wrong[1]} must be {expected}, got {wrong[2]!r}. `{program} --help` says more."
+    return f"{message} (`{program} --help` lists the options)"
+
+
+def _normalise(arguments: list[str], flags: list[str]) -> list[str]:
+    """`--check-data` as `--check_data=true`: dashes and underscores both work, and a flag needs no value."""
+    normalised = []
+    for position, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            following = arguments[position + 1] if position + 1 < len(arguments) else ""
+            if name in flags and not equals and following.lower() not in ("true", "false"):
+                equals, value = "=", "true"
+            argument = f"--{name}{equals}{value}"
+        normalised.append(argument)
+    return normalised
+
+
+def _fail(message: str):
+    """One message, no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _quiet_libraries() -> None:
+    """Keeps libraries' remarks to developers off a user's screen; our own messages and progress bars stay."""
+    import transformers
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    main()

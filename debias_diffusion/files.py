@@ -1,0 +1,100 @@
+"""Files that are either whole or not there."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from .errors import UserError
+
+
+def sha256(path: str | os.PathLike) -> str:
+    """A file's sha256, in hexadecimal."""
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def write_json(path: str | os.PathLike, content) -> None:
+    """Writes `content` to `path` so that a killed run leaves the old file or the new one, never half of one.
+
+    Raises:
+        ValueError: `content` holds NaN or an infinity, which JSON does not have.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@contextmanager
+def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
+    """A folder to fill, which takes its place at `path` only when it is complete and on the disk.
+
+    What stood at `path` before is replaced. After a failure `path` is as it was; after a kill between the two renames
+    `restore_folder` puts the old one back.
+    """
+    path = Path(path)
+    restore_folder(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary, old = path.with_name(f".{path.name}.tmp"), _old(path)
+    for leftover in (temporary, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            _sync(file)
+        if path.exists():
+            os.replace(path, old)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def restore_folder(path: str | os.PathLike) -> None:
+    """Puts the old folder back if a kill came after it was moved away and before the new one took its place."""
+    path = Path(path)
+    if _old(path).exists() and not path.exists():
+        os.replace(_old(path), path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def explain_full_disk(folder: Path) -> Iterator[None]:
+    """Turns a full disk into a UserError that says what is safe."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # safetensors tells an operating system's error only in words
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
+            raise UserError(
+                f"No space left on the disk of {str(folder)!r}. The last complete checkpoint is unharmed: make room and "
+                "start the same command again."
+            ) from error
+        raise

@@ -1,0 +1,129 @@
+"""Reading all of a data set without training, and naming what is wrong with it."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from ..captions import split_sentences
+from ..data import BadRecord, ImageFolder, Record, read_sharegpt4v
+from ..data.dataset import UNREADABLE, unreadable
+from ..errors import UserError
+from ..tokens import CaptionTokenizer
+from .config import TrainConfig
+
+BAD_RECORDS = "bad-records.jsonl"
+_LOOKED_FOR = 200  # images whose presence is checked before a run
+_NAMED = 10  # bad records shown; all are in the file
+
+
+class _Everything(Dataset):
+    """(sentences, tokens of the whole caption, fault or None) of every record."""
+
+    def __init__(self, records: list[Record], images: ImageFolder, tokenizer: CaptionTokenizer):
+        self.records, self.images, self.tokenizer = records, images, tokenizer
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> tuple[int, int, BadRecord | None]:
+        record = self.records[index]
+        fault = None
+        try:
+            self.images.open(record.image)
+        except UNREADABLE as error:
+            fault = unreadable(record, error)
+        return len(split_sentences(record.caption)), self.tokenizer.count(record.caption), fault
+
+
+def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
+    """Decodes every image and tokenizes every caption, prints what was found, names every bad record in a file.
+
+    Returns:
+        {"pairs", "usable", "bad": {kind: count}, "sentences_mean", "tokens_mean", "tokens_p95", "over_window"}
+
+    Raises:
+        UserError: more than `config.max_bad` of the records are unusable.
+    """
+    captions = read_sharegpt4v(config.data)
+    everything = _Everything(captions.records, ImageFolder(config.images), tokenizer)
+    loader = DataLoader(everything, batch_size=None, num_workers=config.workers)
+    found = list(tqdm(loader, desc="reading", unit=" pairs", total=len(everything)))
+    sentences, tokens = np.array([row[0] for row in found]), np.array([row[1] for row in found])
+    bad = [*captions.bad, *(row[2] for row in found if row[2] is not None)]
+    report = {
+        "pairs": len(captions.records) + len(captions.bad),
+        "usable": len(captions.records) + len(captions.bad) - len(bad),
+        "bad": dict(Counter(record.kind for record in bad)),
+        "sentences_mean": round(float(sentences.mean()), 1),
+        "tokens_mean": round(float(tokens.mean()), 1),
+        "tokens_p95": round(float(np.percentile(tokens, 95)), 1),
+        "over_window": int((tokens > tokenizer.context_length).sum()),
+    }
+    print(
+        f"{report['usable']} of {report['pairs']} pairs can be used.\n"
+        f"Captions: {report['sentences_mean']} sentences and {report['tokens_mean']} tokens on average, 95% within "
+        f"{report['tokens_p95']:.0f}; {report['over_window']} are longer than the window of {tokenizer.context_length} "
+        "and would be cut."
+    )
+    report_bad(bad, Path(config.output))
+    check_share(len(bad), report["pairs"], config)
+    return report
+
+
+def look_for_images(records: list[Record], images: ImageFolder, max_bad: float) -> int:
+    """How many of some images, spread evenly over the data, are missing.
+
+    Raises:
+        UserError: all of them are, or more than the share of `max_bad`.
+    """
+    looked_for = records[:: max(1, len(records) // _LOOKED_FOR)]
+    missing = [record.image for record in looked_for if not _is_there(record, images)]
+    if len(missing) == len(looked_for):
+        raise UserError(
+            f"The image folder {str(images.root)!r} holds none of the images, for example {missing[0]!r}. Give the "
+            "folder that the data file's image paths start from."
+        )
+    if len(missing) > max(1, max_bad * len(looked_for)):
+        raise UserError(
+            f"Of {len(looked_for)} images looked for in {str(images.root)!r}, {len(missing)} are missing, for example "
+            f"{missing[0]!r}; --max-bad allows a share of {max_bad:g}. `train --check-data` names them all."
+        )
+    return len(missing)
+
+
+def _is_there(record: Record, images: ImageFolder) -> bool:
+    try:
+        return images.path(record.image).is_file()
+    except ValueError:
+        return False
+
+
+def report_bad(bad: list[BadRecord], output: Path) -> None:
+    """Prints the bad records by kind and the first ten by name, and adds all to the output folder's file."""
+    if not bad:
+        return
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(record.kind for record in bad).most_common())
+    print(f"{len(bad)} records cannot be used ({kinds}):")
+    for record in bad[:_NAMED]:
+        print(f"  {record.where}: {record.kind} ({record.detail})")
+    append_bad(bad, output)
+    print(f"  all of them: {output / BAD_RECORDS}")
+
+
+def append_bad(bad: list[BadRecord], output: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / BAD_RECORDS, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in bad)
+
+
+def check_share(bad: int, records: int, config: TrainConfig) -> None:
+    """Raises UserError when more than the allowed share of records is unusable."""
+    if bad > config.max_bad * records:
+        raise UserError(
+            f"{bad} of {records} records cannot be used, more than the share of {config.max_bad:g} that --max-bad "
+            f"allows. They are named in {str(Path(config.output) / BAD_RECORDS)!r}: mend them, or raise --max-bad."
+        )
