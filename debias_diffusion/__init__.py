@@ -1,0 +1,17 @@
+"""CLIP text encoders that read long prompts to the end: how they are learned, and how they leave."""
+
+from importlib import import_module
+
+_HOMES = {
+    "load_text_encoder": ".interchange",
+    "split_sentences": ".captions",
+    "stretch_positions": ".positions",
+}
+__all__ = ["load_text_encoder", "split_sentences", "stretch_positions"]
+
+
+def __getattr__(name: str):
+    # On first use, because the libraries behind some names take seconds to import.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -245,7 +245,7 @@ def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
     with _quiet_logging():
         try:
             clip = open_clip.create_model(source or model, pretrained=pretrained, weights_only=True)
-        except (RuntimeError, OSError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever a wrong or hostile file makes the libraries raise
             reason = str(error).splitlines()[0][:300]
             raise UserError(
                 f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded: {reason}"

@@ -24,7 +24,7 @@ from .config import TrainConfig
 from .folder import RunFolder
 from .plan import PROBE, print_plan
 from .schedule import learning_rate
-from .step import MAX_LOGIT_SCALE, Optimizer, backward
+from .step import MAX_LOGIT_SCALE, Optimizer, autocast, backward
 from .stop import StopRequest
 
 
@@ -45,7 +45,7 @@ def train(config: TrainConfig) -> Path | None:
     if config.check_data:
         check_data(config, prepare_backbone(config).tokenizer)
         return None
-    accelerator = Accelerator(mixed_precision="no" if config.precision == "fp32" else config.precision)
+    accelerator = Accelerator()
     folder = RunFolder(config.output)
     with folder.owned(accelerator.is_main_process):
         return _Run(config, accelerator, folder).run()
@@ -158,7 +158,7 @@ class _Run:
         # A step draws random numbers only where the model drops patches; then a resumed run draws the same.
         torch.manual_seed((config.seed << 32) + state.step * accelerator.num_processes + accelerator.process_index)
         rate = learning_rate(state.step, self.batches.total_steps, config.learning_rate, config.warmup)
-        report = backward(self.backbone, self.recipe, batch.to(accelerator.device), accelerator)
+        report = backward(self.backbone, self.recipe, batch.to(accelerator.device), accelerator, config.precision)
         if not math.isfinite(report["loss"]):
             raise UserError(
                 f"The loss of step {state.step + 1} is {report['loss']}. The step was not applied, and the last "
@@ -199,7 +199,7 @@ class _Run:
         if self.main and self.held_out:
             device, batch_size = self.accelerator.device, min(64, self.config.batch)
             self.backbone.eval()
-            with self.accelerator.autocast():
+            with autocast(self.config.precision, device):
                 image, text, bad = encode_pairs(
                     self.backbone, self.held_out, self.images, batch_size, device, progress=False
                 )

@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..recipes import Recipe
 from .checkpoint import KEEP
 from .config import TrainConfig
-from .step import encode
+from .step import autocast, encode
 
 GB = 1e9
 PROBE = 2  # samples that the estimate is measured on
@@ -38,7 +38,7 @@ class Cost:
     disk_bytes: int
 
 
-def measure(backbone: Backbone, probe: Batch, batch: int, accelerator: Accelerator) -> Cost:
+def measure(backbone: Backbone, probe: Batch, batch: int, accelerator: Accelerator, precision: str) -> Cost:
     """Runs the towers forward and backward on `probe` and scales up to `batch` samples over all processes."""
     parameters = sum(p.numel() * p.element_size() for p in backbone.parameters())
     weights = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
@@ -55,7 +55,10 @@ def measure(backbone: Backbone, probe: Batch, batch: int, accelerator: Accelerat
     for _ in range(2):  # the first run also pays for what happens only once
         saved.clear()
         started = time.perf_counter()
-        with accelerator.autocast(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        with (
+            autocast(precision, accelerator.device),
+            torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+        ):
             features = encode(backbone, probe)
         features.float().square().sum().backward()
         if accelerator.device.type == "cuda":
@@ -109,7 +112,7 @@ def print_plan(
     Raises:
         UserError: the disk has no room for the checkpoints.
     """
-    cost = measure(backbone, probe, config.batch, accelerator)
+    cost = measure(backbone, probe, config.batch, accelerator, config.precision)
     free_disk = check_disk(Path(config.output), cost.disk_bytes)
     memory, free = cost.state_bytes + cost.activation_bytes, free_memory(accelerator.device)
     stretched = backbone.config["debias_diffusion"]

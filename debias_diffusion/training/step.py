@@ -21,7 +21,14 @@ def encode(backbone: Backbone, batch: Batch) -> torch.Tensor:
     return torch.stack([image, long_text, short_text], dim=1)
 
 
-def backward(backbone: Backbone, recipe: Recipe, batch: Batch, accelerator: Accelerator) -> dict[str, float]:
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Mixed precision for "bf16", nothing for "fp32". Not accelerate's, which is fixed for the life of a process."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def backward(
+    backbone: Backbone, recipe: Recipe, batch: Batch, accelerator: Accelerator, precision: str = "fp32"
+) -> dict[str, float]:
     """Leaves the gradients of the global batch's loss in the parameters, the same on every process.
 
     Every process gathers all features, computes the whole loss and its gradient with respect to all features, and
@@ -31,7 +38,7 @@ def backward(backbone: Backbone, recipe: Recipe, batch: Batch, accelerator: Acce
     Returns:
         The loss and what the recipe reports.
     """
-    with accelerator.autocast():
+    with autocast(precision, accelerator.device):
         local = encode(backbone, batch)
     features = accelerator.gather(local.detach().to(backbone.logit_scale.dtype)).requires_grad_()
     losses, report = recipe.losses(Features(*features.unbind(1)), backbone.logit_scale.exp())

@@ -1,0 +1,62 @@
+from collections import Counter
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from debias_diffusion.training.batches import GlobalBatches
+from debias_diffusion.training.schedule import learning_rate
+
+sizes = st.integers(1, 40).flatmap(lambda batch: st.tuples(st.integers(batch, 100), st.just(batch)))
+
+
+@given(sizes, st.integers(1, 5), st.integers(0, 1000))
+def test_every_record_comes_once_an_epoch_and_never_twice_in_a_batch(size, epochs, seed):
+    records, batch = size
+    batches = GlobalBatches(records, batch, epochs, seed)
+    steps = list(batches.iterate())
+    assert len(steps) == batches.total_steps == records * epochs // batch
+    assert all(len(step) == batch for step in steps)
+    assert all(len({index for _, index in step}) == batch for step in steps)
+    seen = Counter(chain.from_iterable(steps))
+    assert set(seen.values()) == {1}
+    assert len(seen) + batches.dropped == records * epochs
+    whole = [epoch for epoch in range(epochs) if sum(e == epoch for e, _ in seen) == records]
+    assert len(whole) >= epochs - 1
+    order = [key[0] for key in chain.from_iterable(steps)]
+    assert order == sorted(order)
+
+
+@given(sizes, st.integers(0, 1000), st.data())
+def test_any_start_and_any_number_of_processes_see_the_same(size, seed, data):
+    records, batch = size
+    world = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
+    start = data.draw(st.integers(0, records * 3 // batch))
+    batches = GlobalBatches(records, batch, 3, seed)
+    shared = [list(batches.iterate(start, rank, world)) for rank in range(world)]
+    together = [list(chain.from_iterable(parts)) for parts in zip(*shared, strict=True)]
+    assert together == list(batches.iterate())[start:]
+
+
+def test_epochs_and_seeds_differ():
+    steps = [list(GlobalBatches(50, 50, 2, seed).iterate()) for seed in (0, 1)]
+    orders = [[index for _, index in step] for run in steps for step in run]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_max_steps_ends_a_run_early():
+    batches = GlobalBatches(10, 3, 5, 0, max_steps=4)
+    assert len(list(batches.iterate())) == batches.total_steps == 4
+    assert batches.dropped == 50 - 12
+
+
+def test_learning_rate_warms_up_to_the_peak_and_ends_at_nothing():
+    rates = [learning_rate(step, 1000, 2.0, 200) for step in range(1000)]
+    assert rates[0] == pytest.approx(2.0 / 200)
+    assert rates[199] == max(rates) == 2.0
+    assert rates[600] == pytest.approx(1.0)
+    assert rates[999] == pytest.approx(0, abs=1e-4)
+    assert all(a <= b for a, b in zip(rates[:200], rates[1:200], strict=False))
+    assert all(a >= b for a, b in zip(rates[200:], rates[201:], strict=False))
+    assert learning_rate(0, 10, 2.0, 0) == 2.0

@@ -1,0 +1,99 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.objectives import (
+    Features,
+    contrastive_loss,
+    dual_caption_objective,
+    rebuild_from_components,
+)
+
+
+def features(batch=9, dim=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, dim, generator=generator, dtype=torch.float64)
+
+
+def literal_info_nce(image, text, scale, smoothing):
+    """Cross-entropies written out, one pair at a time."""
+    total, n = 0.0, len(image)
+    for rows, columns in ((image, text), (text, image)):
+        for i in range(n):
+            logits = torch.stack([scale * rows[i] @ columns[j] for j in range(n)])
+            log_p = logits - torch.logsumexp(logits, 0)
+            target = torch.full((n,), smoothing / n, dtype=torch.float64)
+            target[i] += 1 - smoothing
+            total = total - (target * log_p).sum() / (2 * n)
+    return total
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_contrastive_loss_is_the_written_out_one(smoothing):
+    image, text = features(seed=1).requires_grad_(), features(seed=2)
+    ours = contrastive_loss(image, text, torch.tensor(3.0), smoothing)
+    theirs = literal_info_nce(image, text, 3.0, smoothing)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(x, image)[0] for x in (ours, theirs)), rtol=0, atol=1e-12)
+
+
+def test_contrastive_loss_of_closed_forms():
+    same = torch.ones(5, 3)
+    assert contrastive_loss(same, same, torch.tensor(2.0)).item() == pytest.approx(math.log(5))
+    eye = torch.eye(4, dtype=torch.float64)
+    expected = math.log(1 + 3 * math.exp(-7))
+    assert contrastive_loss(eye, eye, torch.tensor(7.0)).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("batch", "dim"), [(9, 6), (6, 30), (7, 7)])
+def test_rebuilding_equals_the_svd_and_its_gradient_leaves_the_basis_out(batch, dim):
+    x = features(batch, dim).requires_grad_()
+    rebuilt = rebuild_from_components(x, 3)
+    mean = x.mean(0)
+    basis = torch.linalg.svd((x - mean).detach(), full_matrices=False).Vh[:3].T
+    expected = mean + (x - mean) @ basis @ basis.T
+    torch.testing.assert_close(rebuilt, expected, rtol=0, atol=1e-12)
+    direction = features(batch, dim, seed=5)
+    ours, theirs = (torch.autograd.grad((y * direction).sum(), x)[0] for y in (rebuilt, expected))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_features_within_the_components_are_rebuilt_whole():
+    low_rank = features(12, 2) @ features(2, 20, seed=3) + features(1, 20, seed=4)
+    torch.testing.assert_close(rebuild_from_components(low_rank, 2), low_rank, rtol=0, atol=1e-12)
+
+
+def test_repeated_images_do_not_break_the_decomposition():
+    # An SVD of this fails to converge or has NaN gradients in trainers that differentiate it.
+    x = features(1, 16).expand(8, 16).float().clone().requires_grad_()
+    rebuilt = rebuild_from_components(x, 4)
+    rebuilt.square().sum().backward()
+    torch.testing.assert_close(rebuilt, x, rtol=0, atol=1e-5)
+    assert x.grad.isfinite().all() and x.grad.abs().sum() > 0
+
+
+def test_half_precision_is_computed_in_float32():
+    x = features(9, 6).bfloat16()
+    assert rebuild_from_components(x, 3).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("batch", "dim", "components"), [(8, 100, 7), (100, 8, 8), (8, 8, 0), (256, 512, 255)])
+def test_components_that_change_nothing_are_refused(batch, dim, components):
+    limit = min(batch - 1, dim)
+    with pytest.raises(UserError, match=rf"components is {components}.*less than {limit}.*\({batch - 1}\).*\({dim}\)"):
+        rebuild_from_components(torch.zeros(batch, dim), components)
+
+
+def test_the_two_losses_are_weighted_and_the_short_one_sees_rebuilt_images():
+    image, long_text, short_text = (features(seed=i) for i in range(3))
+    scale = torch.tensor(4.0, dtype=torch.float64)
+    losses, report = dual_caption_objective(Features(image, long_text, short_text), scale, 0.1, 3, 0.1)
+    image, long_text, short_text = (F.normalize(x, dim=-1) for x in (image, long_text, short_text))
+    long = literal_info_nce(image, long_text, scale, 0.1)
+    short = literal_info_nce(rebuild_from_components(image, 3), short_text, scale, 0.1)
+    torch.testing.assert_close(sum(losses.values()), 0.1 * short + 0.9 * long, rtol=0, atol=1e-12)
+    torch.testing.assert_close((report["short"], report["long"]), (short, long), rtol=0, atol=1e-12)
+    assert not report["short"].requires_grad

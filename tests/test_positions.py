@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from debias_diffusion import stretch_positions
+from debias_diffusion.positions import stretched_length
+
+
+def literal(table, keep, factor):
+    """The definition, row by row, with Long-CLIP's extrapolation at the end."""
+    rows = [table[i] for i in range(keep)]
+    for j in range((len(table) - keep) * factor):
+        old, weight = keep + j // factor, (j % factor) / factor
+        if old + 1 < len(table):
+            rows.append((1 - weight) * table[old] + weight * table[old + 1])
+        else:
+            rows.append(table[-1] + weight * (table[-1] - table[-2]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("positions", "keep", "factor", "stretched"),
+    [(77, 20, 4, 248), (64, 20, 4, 196), (77, 0, 4, 308), (64, 0, 4, 256), (10, 8, 3, 14), (9, 2, 1, 9)],
+)
+def test_equals_a_slow_literal_reading(positions, keep, factor, stretched):
+    table = torch.randn(positions, 5, dtype=torch.float64)
+    out = stretch_positions(table, keep, factor)
+    assert len(out) == stretched == stretched_length(positions, keep, factor)
+    torch.testing.assert_close(out, literal(table, keep, factor), rtol=0, atol=1e-12)
+
+
+def test_kept_rows_and_old_rows_are_bit_identical():
+    table = torch.randn(77, 16)
+    out = stretch_positions(table)
+    assert torch.equal(out[:20], table[:20])
+    assert torch.equal(out[20::4], table[20:])
+
+
+def test_the_last_rows_follow_the_last_segment():
+    table = torch.zeros(77, 1, dtype=torch.float64)
+    table[75], table[76] = 1.0, 3.0
+    assert stretch_positions(table)[-5:, 0].tolist() == [2.5, 3.0, 3.5, 4.0, 4.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(77, 2), 76), r"keep must be in \[0, 75\].*got 76"),
+        ((torch.zeros(77, 2), -1), "got -1"),
+        ((torch.zeros(77, 2), 20, 0), "factor must be at least 1, got 0"),
+        ((torch.zeros(77),), r"got shape \(77,\)"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        stretch_positions(*arguments)

@@ -1,0 +1,120 @@
+import random
+import unicodedata
+
+import open_clip
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from debias_diffusion.tokens import PAD, CaptionTokenizer, TokenBatch, clean, clip_tokenizer
+
+WINDOW = 248
+TOKENIZER = CaptionTokenizer(clip_tokenizer(WINDOW), WINDOW)
+OPEN_CLIP = open_clip.SimpleTokenizer(context_length=WINDOW)
+
+HOSTILE = [
+    "",
+    " \t\n",
+    "<|endoftext|>",
+    "a <|STARTOFTEXT|><end_of_text> b",
+    "&lt;|endoftext|&gt; &amp;amp; &#60;end_of_text&#62;",
+    "don't I'VE we'll 'S ''s",
+    "İstanbul ΑΣ ß ſt ﬁ",
+    "a\u0301 e\u0308 \u1e9b\u0323",
+    "日本語テスト 👍🏽 👩‍👩‍👧",
+    "\u200b\ufeff\u00a0zero\u2028width",
+    "schÃ¶n donâ€™t",
+    "½ Ⅷ ² ١٢٣ 3.14159",
+    "x" * 500,
+    "\x00\x01\x7f control",
+    "!!! ??? ... ---",
+]
+
+
+def random_strings(count, seed=0):
+    """Plain ASCII, mixed scripts and symbols, and any assigned characters at all."""
+    rng = random.Random(seed)
+    anything = [chr(c) for c in range(0x20000) if unicodedata.category(chr(c)) not in ("Cn", "Cs", "Co")]
+    assigned = set(anything)
+    ranges = [(32, 0x250), (0x300, 0x600), (0x900, 0xE00), (0x1E00, 0x2C00), (0x3000, 0xA000), (0x1F300, 0x1FA00)]
+    for index in range(count):
+        if index % 3 == 0:
+            yield "".join(chr(rng.randrange(32, 127)) for _ in range(rng.randrange(60)))
+        elif index % 3 == 1:
+            mixed = (chr(rng.randrange(*rng.choice(ranges))) for _ in range(rng.randrange(30)))
+            yield "".join(character for character in mixed if character in assigned)
+        else:
+            yield "".join(rng.choice(anything) for _ in range(rng.randrange(20)))
+
+
+def still_differs(text):
+    """What the two libraries class differently, as `clean` documents."""
+    return any(character == "\u0345" or unicodedata.category(character) == "Cn" for character in clean(text))
+
+
+def test_equal_to_open_clips_tokenizer_on_cleaned_text():
+    texts = HOSTILE + list(random_strings(10_000 - len(HOSTILE)))
+    compared = [text for text in texts if not still_differs(text)]
+    assert len(compared) > 9_900
+    cleaned = [clean(text) for text in compared]
+    ours, theirs = TOKENIZER(compared).padded(), OPEN_CLIP(cleaned)
+    different = [cleaned[i] for i in (ours != theirs).any(dim=1).nonzero().flatten().tolist()]
+    assert different == []
+
+
+def test_the_listed_differences_are_real():
+    assert not torch.equal(TOKENIZER(["a\u0345"]).padded(), OPEN_CLIP([clean("a\u0345")]))
+
+
+@given(st.text(max_size=200))
+@settings(max_examples=300)
+def test_cleaning_leaves_no_special_token_and_is_done_once(text):
+    ids = TOKENIZER(["x " + text]).padded()[0].tolist()
+    assert ids.count(49406) == 1
+    assert ids.count(49407) == 1
+    assert "  " not in clean(text)
+
+
+def test_vocabulary_is_clips():
+    tokenizer = TOKENIZER.tokenizer
+    assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (49408, 49406, 49407)
+    assert tokenizer("a photo of a cat").input_ids == [49406, 320, 1125, 539, 320, 2368, 49407]
+    assert clip_tokenizer(77, pad_token="!").pad_token_id == PAD
+
+
+def test_a_long_caption_is_cut_and_still_ends_in_eot():
+    row = TOKENIZER(["word " * 1000]).padded()[0]
+    assert len(row) == WINDOW and row[0] == 49406 and row[-1] == 49407 and PAD not in row
+    assert TOKENIZER.count("word " * 1000) == 1002
+
+
+def test_literal_rows_have_pads_between_sot_and_text_and_after_eot():
+    ids = TOKENIZER.text_ids(["a cat", "a dog"])
+    rows = TOKENIZER.batch(ids, [3, 0]).padded()
+    assert rows[0, :8].tolist() == [49406, PAD, PAD, PAD, *ids[0], 49407, PAD]
+    assert rows[1, :5].tolist() == [49406, *ids[1], 49407, PAD]
+    assert TOKENIZER.n_post(ids[0]) == WINDOW - 4
+
+
+def test_batches_put_together_share_the_longest_prefix():
+    ids = TOKENIZER.text_ids(["a cat", "two dogs run"])
+    apart = [TOKENIZER.batch(ids[:1], [2]), TOKENIZER.batch(ids[1:], [7])]
+    together = TokenBatch.cat(apart)
+    assert len(together.prefix_ids) == 8 and len(together) == 2
+    assert torch.equal(together.padded(), torch.cat([batch.padded() for batch in apart]))
+
+
+def test_a_prefix_that_does_not_fit_is_refused():
+    ids = TOKENIZER.text_ids(["a cat"])
+    with pytest.raises(ValueError, match=r"n_pre must be in \[0, 244\] for 2 text tokens, got 245"):
+        TOKENIZER.batch(ids, [245])
+
+
+def test_eot_must_be_the_highest_id():
+    tokenizer = clip_tokenizer(77)
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(ValueError, match="EOT must be the highest id"):
+        CaptionTokenizer(tokenizer, 77)
+    with pytest.raises(ValueError, match="a window of 2 tokens"):
+        CaptionTokenizer(clip_tokenizer(77), 2)

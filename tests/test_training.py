@@ -1,0 +1,321 @@
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from tiny_clip import save_tiny_clip
+from tiny_data import make_tiny_data
+
+from debias_diffusion.backbones import load_backbone
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import explain_full_disk, restore_folder, whole_folder
+from debias_diffusion.training import TrainConfig, train
+
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """(base model, data file, image folder)"""
+    folder = tmp_path_factory.mktemp("world")
+    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)
+
+
+def config(world, output, **settings) -> TrainConfig:
+    model, data, images = world
+    defaults = dict(validation=6, batch=8, components=3, epochs=50, max_steps=STEPS, warmup=2, learning_rate=1e-3)
+    defaults |= dict(workers=0, eval_every=3, checkpoint_every=2, log_every=1, weight_decay=0.1)
+    return TrainConfig(data=data, images=images, output=str(output), model=model, **defaults | settings)
+
+
+@pytest.fixture(scope="module")
+def finished(world, tmp_path_factory):
+    """The output folder of an uninterrupted run."""
+    output = tmp_path_factory.mktemp("finished")
+    train(config(world, output))
+    return output
+
+
+def log(output):
+    return [json.loads(line) for line in (Path(output) / "log.jsonl").read_text().splitlines()]
+
+
+def without_clock(lines):
+    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in lines]
+
+
+def same_weights(one, other):
+    one, other = (load_file(Path(f) / "last" / "open_clip_model.safetensors") for f in (one, other))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_leaves_what_it_says(world, finished):
+    lines = log(finished)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert {"loss", "short", "long", "logit_scale", "learning_rate", "epoch", "samples_per_second"} <= steps[0].keys()
+    assert [line["step"] for line in lines if "t2i_r1" in line] == [0, 3, 6, 7]
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["step-00000006", "step-00000007"]
+    best = json.loads((finished / "best" / "scores.json").read_text())
+    means = {line["step"]: (line["t2i_r1"] + line["i2t_r1"]) / 2 for line in lines if "t2i_r1" in line}
+    assert best["step"] == max((3, 6, 7), key=lambda step: (means[step], -step))
+    for name in ("best", "last"):
+        assert open_clip.create_model(f"local-dir:{finished / name}").context_length == 248
+
+
+def test_training_learns_and_keeps_the_kept_rows(world, finished):
+    base, last = load_backbone(world[0]), load_backbone(str(finished / "last"))
+    table = last.text.tower.positional_embedding
+    assert torch.equal(table[:20], base.text.tower.positional_embedding[:20])
+    stretched = load_backbone(world[0])
+    stretched.stretch()
+    assert (table[20:] != stretched.text.tower.positional_embedding[20:]).any(dim=1).all()
+    losses = [line["loss"] for line in log(finished) if "loss" in line]
+    assert sum(losses[-2:]) < sum(losses[:2])
+
+
+def test_the_same_run_twice_is_bit_identical(world, finished, tmp_path):
+    train(config(world, tmp_path, workers=2))
+    assert same_weights(tmp_path, finished)
+    assert without_clock(log(tmp_path)) == without_clock(log(finished))
+
+
+def run_in_a_process(settings: TrainConfig, module="train") -> subprocess.Popen:
+    values = {key: value for key, value in vars(settings).items() if value is not None}
+    code = f"from debias_diffusion.training import *\n{module}(TrainConfig(**{values!r}))"
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(output, step, process, patience=120):
+    started = time.monotonic()
+    while time.monotonic() - started < patience and process.poll() is None:
+        if (Path(output) / "log.jsonl").exists() and any(
+            line.startswith(f'{{"step": {step},') for line in (Path(output) / "log.jsonl").read_text().splitlines()
+        ):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached: {process.communicate()[0][-2000:]}")
+
+
+def test_a_killed_run_continues_bit_identically(world, finished, tmp_path):
+    # Killed at two chosen moments; a run that was killed right after a checkpoint proves less than one killed between.
+    for step in (3, 5):
+        process = run_in_a_process(config(world, tmp_path))
+        wait_for_step(tmp_path, step, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (tmp_path / "last").exists()
+    train(config(world, tmp_path))
+    assert same_weights(tmp_path, finished)
+    assert without_clock(log(tmp_path)) == without_clock(log(finished))
+
+
+def test_sigterm_writes_a_checkpoint_and_exits_cleanly(world, finished, tmp_path):
+    process = run_in_a_process(config(world, tmp_path, checkpoint_every=1000))
+    wait_for_step(tmp_path, 2, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0
+    assert "The same command continues from there" in output
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+    train(config(world, tmp_path, checkpoint_every=1000))
+    assert same_weights(tmp_path, finished)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_still_ends_the_same(world, finished, tmp_path):
+    rng = random.Random(0)
+    for _ in range(8):
+        process = run_in_a_process(config(world, tmp_path, checkpoint_every=1))
+        time.sleep(rng.uniform(6, 12))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    train(config(world, tmp_path))
+    assert same_weights(tmp_path, finished)
+
+
+def test_a_finished_run_is_not_made_again(world, finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path / "run")
+    assert train(config(world, tmp_path / "run")) == tmp_path / "run" / "best"
+    assert without_clock(log(tmp_path / "run")) == without_clock(log(finished))
+
+
+def test_the_plan_is_said_before_the_run(world, tmp_path, capsys):
+    train(config(world, tmp_path, max_steps=1))
+    out = capsys.readouterr().out
+    for part in (
+        "window 248",
+        "debias-clip",
+        "18 to train on, 6 held out",
+        "1 of 8 pairs",
+        "GB a process",
+        "time    about",
+    ):
+        assert part in out
+
+
+def test_an_already_stretched_model_is_trained_further_as_it_is(world, finished, tmp_path):
+    train(config((str(finished / "last"), *world[1:]), tmp_path, max_steps=1))
+    before, after = (load_backbone(str(f / "last")) for f in (finished, tmp_path))
+    assert after.context_length == 248
+    tables = [b.text.tower.positional_embedding for b in (before, after)]
+    assert torch.equal(tables[0][:20], tables[1][:20]) and not torch.equal(tables[0], tables[1])
+
+
+def test_long_clip_and_overrides_change_the_run(world, finished, tmp_path):
+    first = {}
+    for name, settings in {
+        "long": {"recipe": "long-clip"},
+        "none": {"padding": "none"},
+        "w": {"short_weight": 0.7},
+    }.items():
+        train(config(world, tmp_path / name, max_steps=1, **settings))
+        first[name] = next(line["loss"] for line in log(tmp_path / name) if "loss" in line)
+    first["default"] = next(line["loss"] for line in log(finished) if "loss" in line)
+    assert len(set(first.values())) == 4
+
+
+def test_bf16_trains_too(world, tmp_path):
+    train(config(world, tmp_path, precision="bf16", max_steps=2))
+    assert [line["step"] for line in log(tmp_path) if "loss" in line] == [1, 2]
+
+
+def test_unreadable_images_are_counted_named_and_survived(world, tmp_path):
+    data, images = make_tiny_data(tmp_path / "world")
+    Path(images, "7.png").write_text("not an image")
+    Path(images, "20.png").unlink()
+    settings = dict(max_steps=4, max_bad=0.2)
+    train(config((world[0], data, images), tmp_path / "run", **settings))
+    named = [json.loads(line) for line in (tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()]
+    assert {(record["where"], record["kind"]) for record in named} == {
+        ("7.png", "unreadable image"),
+        ("20.png", "missing image"),
+    }
+
+
+def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys):
+    data, images = make_tiny_data(tmp_path / "world")
+    assert train(config((world[0], data, images), tmp_path / "run", check_data=True)) is None
+    assert "24 of 24 pairs can be used" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+    Path(images, "7.png").write_text("not an image")
+    with pytest.raises(UserError, match=r"1 of 24 records cannot be used.*--max-bad"):
+        train(config((world[0], data, images), tmp_path / "run", check_data=True))
+    assert "7.png: unreadable image" in capsys.readouterr().out
+    assert len((tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()) == 1
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_bad_settings_are_named(world, tmp_path):
+    def refused(message, **settings):
+        with pytest.raises(UserError, match=message):
+            train(replace(config(world, tmp_path / "run"), **settings))
+
+    refused("batch is 0, but must be at least 1", batch=0)
+    refused("learning_rate is -1, but must be above 0", learning_rate=-1)
+    refused("Unknown recipe 'debiased'. Did you mean debias-clip", recipe="debiased")
+    refused("Unknown sampling 'randm'. Did you mean random", sampling="randm")
+    refused("components is 8, but must be at least 1 and less than 7", components=8)
+    refused("24 usable pairs less 20 held out leave 4", validation=20)
+    refused("Unknown model 'ViT-B16'. Did you mean ViT-B-16", model="ViT-B16")
+    refused("batch normalisation", model="RN50-quickgelu")
+    refused("keep_positions is 76, but must be at most 75", keep_positions=76)
+    refused("Data file '/nowhere.json' is not there", data="/nowhere.json")
+    refused("Image folder '/nowhere' is not there", images="/nowhere")
+    refused("holds none of the images, for example '6.png'", images=str(tmp_path))
+
+
+def test_an_output_folder_of_other_settings_is_refused(world, finished):
+    before = log(finished)
+    with pytest.raises(UserError, match=r"other settings \(learning_rate: 0.001 there, 0.0001 here; seed: 0"):
+        train(config(world, finished, seed=1, learning_rate=1e-4))
+    assert log(finished) == before
+
+
+def test_two_runs_do_not_share_a_folder(world, tmp_path):
+    process = run_in_a_process(config(world, tmp_path, max_steps=10_000))
+    try:
+        wait_for_step(tmp_path, 1, process)
+        with pytest.raises(UserError, match="Another run is writing to"):
+            train(config(world, tmp_path, max_steps=10_000))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_output_that_is_a_file_is_refused(world, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="cannot be made"):
+        train(config(world, tmp_path / "file"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 12 MB, where one can be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk]).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_too_small_a_disk_is_noticed_before_the_run(world, small_disk):
+    with pytest.raises(UserError, match=r"needs about 0\.\d GB on the disk .* and 0.0 GB are free"):
+        train(config(world, small_disk / "run"))
+
+
+def test_a_disk_that_fills_up_leaves_the_last_folder_whole(small_disk):
+    with whole_folder(small_disk / "kept") as folder:
+        (folder / "file").write_bytes(b"first")
+    with (
+        pytest.raises(UserError, match="No space left"),
+        explain_full_disk(small_disk),
+        whole_folder(small_disk / "kept") as folder,
+    ):
+        (folder / "file").write_bytes(b"x" * 20_000_000)
+    assert [path.name for path in small_disk.iterdir()] == ["kept"]
+    assert (small_disk / "kept" / "file").read_bytes() == b"first"
+
+
+def test_safetensors_says_the_disk_is_full_in_words_that_are_understood(small_disk):
+    from safetensors.torch import save_file
+
+    with pytest.raises(UserError, match="No space left"), explain_full_disk(small_disk):
+        save_file({"x": torch.zeros(5_000_000)}, small_disk / "x.safetensors")
+
+
+def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):
+    (tmp_path / ".best.old").mkdir()
+    (tmp_path / ".best.old" / "file").write_text("old")
+    restore_folder(tmp_path / "best")
+    assert (tmp_path / "best" / "file").read_text() == "old"
+
+
+def test_a_broken_checkpoint_is_named(world, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-00000007"
+    (newest / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(UserError, match=r"step-00000007' cannot be read.*Remove that folder"):
+        train(config(world, tmp_path / "run"))
+    shutil.rmtree(newest)
+    train(config(world, tmp_path / "run"))
+    assert same_weights(tmp_path / "run", finished)
+
+
+def test_the_images_pass_open_clips_validation_transform(world, finished):
+    backbone = load_backbone(world[0])
+    image = Image.new("RGB", (50, 40), (255, 0, 0))
+    _, _, transform = open_clip.create_model_and_transforms(f"local-dir:{world[0]}")
+    assert torch.equal(backbone.preprocess(image), transform(image))
