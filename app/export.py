@@ -78,7 +78,7 @@ def export(config: ExportConfig) -> Path:
         export_text_encoder(backbone, folder, config.projection)
         width = backbone.text.tower.token_embedding.embedding_dim
         if not config.projection:
-            write_custom_pipeline(folder)
+            write_custom_pipeline(folder / "pipeline.py")
         (folder / "README.md").write_text(
             _CARD.format(
                 window=backbone.context_length,

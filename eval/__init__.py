@@ -1,0 +1,1 @@
+"""Measures of a trained encoder: retrieval, robustness to sentence edits, and generated images."""

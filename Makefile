@@ -1,0 +1,28 @@
+# Every target makes the virtual environment it needs. PYTHON names another interpreter (3.10 or newer).
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: test slow lint format clean
+
+test: .venv/installed  ## the tests, except those marked slow
+	$(BIN)/python -m pytest -m "not slow"
+
+slow: .venv/installed  ## the tests marked slow
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/installed  ## what ruff has to say of style and form
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed  ## rewrite the code in the form that lint asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info runs

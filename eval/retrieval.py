@@ -1,0 +1,89 @@
+"""Recall of image-caption retrieval, in both directions."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from debias_diffusion.backbones import Backbone, load_backbone
+from debias_diffusion.data import ImageFolder
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import write_json
+from debias_diffusion.retrieval import encode_pairs, recall_at_k
+
+from .inputs import check_batch_size, pick_device, print_left_out, read_pairs
+from .report import digest, table, versions, weights_digest
+
+
+@dataclass
+class RetrievalConfig:
+    """Settings of a retrieval evaluation.
+
+    Attributes:
+        model: Folder of a trained open_clip model, or an open_clip model name such as ViT-B-16.
+        data: JSON file in ShareGPT4V's layout.
+        images: Folder that the data file's image paths start from.
+        output: Folder for the result, `retrieval.json`.
+        pretrained: Tag or file of open_clip's pretrained weights, for a model given by name.
+        limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
+        batch_size: Images, or captions, encoded at once.
+        device: Device to run on. The default is cuda where there is one, else cpu.
+    """
+
+    model: str
+    data: str
+    images: str
+    output: str
+    pretrained: str | None = None
+    limit: int | None = 1000
+    batch_size: int = 64
+    device: str | None = None
+
+
+def load_for_evaluation(model: str, pretrained: str | None, device: torch.device) -> Backbone:
+    """The backbone on `device`, in evaluation mode.
+
+    Raises:
+        UserError: it cannot be loaded, or would have random weights.
+    """
+    backbone = load_backbone(model, pretrained)
+    if backbone.random_weights:
+        raise UserError(
+            f"{model!r} is only a name, and without weights its numbers mean nothing. Give --pretrained, an open_clip "
+            "tag such as openai or a file, or the folder of a trained model."
+        )
+    return backbone.to(device).eval()
+
+
+def evaluate_retrieval(config: RetrievalConfig) -> dict:
+    """Retrieval with whole captions; writes `retrieval.json` into `config.output` and prints a table.
+
+    Returns:
+        What the file holds: settings, versions, digests, recalls in percent, the pairs left out, seconds.
+
+    Raises:
+        UserError: a setting cannot be used.
+    """
+    started = time.monotonic()
+    check_batch_size(config.batch_size)
+    records, bad = read_pairs(config.data, config.limit)
+    images = ImageFolder(config.images)
+    device = pick_device(config.device)
+    backbone = load_for_evaluation(config.model, config.pretrained, device)
+    image_features, text_features, unreadable = encode_pairs(backbone, records, images, config.batch_size, device)
+    print_left_out(unreadable)
+    recalls = recall_at_k(image_features, text_features)
+    report = {
+        "settings": asdict(config),
+        "versions": versions(),
+        "digests": {"data": digest(config.data), "model": weights_digest(backbone)},
+        "pairs": len(image_features),
+        "left_out": [asdict(record) for record in bad + unreadable],
+        "recall_percent": recalls,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    write_json(Path(config.output) / "retrieval.json", report)
+    header = ["", *recalls["text_to_image"]]
+    print(table(header, [[direction.replace("_", " "), *values.values()] for direction, values in recalls.items()]))
+    return report

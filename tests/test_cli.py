@@ -1,0 +1,123 @@
+import json
+
+import pytest
+import yaml
+from tiny_clip import save_tiny_clip
+from tiny_data import make_tiny_data
+
+from debias_diffusion.app.cli import main
+from debias_diffusion.training import TrainConfig
+
+
+def run(capsys, *arguments):
+    """(exit code, stdout, stderr)"""
+    code = 0
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as exit:
+        code = exit.code or 0
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    data, images = make_tiny_data(folder)
+    return ["--data", data, "--images", images, "--model", save_tiny_clip(folder / "base")]
+
+
+QUICK = ["--validation=4", "--batch=8", "--components=3", "--epochs=9", "--max-steps=1", "--workers=0"]
+
+
+def test_help_names_every_command_and_option(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0 and all(name in out for name in ("train", "export", "generate", "evaluate"))
+    code, out, _ = run(capsys, "evaluate")
+    assert code == 0 and all(name in out for name in ("retrieval", "robustness", "generation"))
+    for command in (["train"], ["export"], ["generate"], ["evaluate", "retrieval"], ["evaluate", "robustness"]):
+        code, out, _ = run(capsys, *command, "--help")
+        assert code == 0 and f"debias-diffusion {' '.join(command)}" in out and "--config" in out
+    code, out, _ = run(capsys, "train", "--help")
+    words = " ".join(out.split())
+    assert "Pads before the short caption" in words and "default: debias-clip" in words
+
+
+def test_every_training_option_is_explained():
+    explained = TrainConfig.__doc__
+    assert all(f"\n        {name}: " in explained for name in TrainConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "Unknown command 'trian'. Did you mean train? Choose one of: train, export, generate, evaluate"),
+        (["evaluate", "robust"], "Unknown command 'robust'. Did you mean robustness"),
+        (["train", "--epocs=3"], "Unknown option 'epocs'. Did you mean epochs"),
+        (["train", "--batch=many"], "batch must be int, got 'many'"),
+        (["train", "--max-steps", "x"], "max_steps must be int or null, got 'x'"),
+        (["train", "--config=/nowhere.yaml"], "/nowhere.yaml"),
+        (["train"], "required: data, images, output, model"),
+        (["generate"], "required: prompt, base"),
+    ],
+)
+def test_one_message_and_no_traceback(capsys, arguments, message):
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err and err.startswith("error: ") and "Traceback" not in err and err.count("\n") == 1
+
+
+def test_yaml_is_read_overridden_and_printed(capsys, tmp_path, world):
+    (tmp_path / "c.yaml").write_text("epochs: 7\nbetas: [0.8, 0.9]\nshort_weight: 0.25\n")
+    code, out, _ = run(capsys, "train", "--config", tmp_path / "c.yaml", "--epochs=5", "--print-config")
+    printed = yaml.safe_load(out)
+    assert code == 0
+    assert (printed["epochs"], printed["betas"], printed["short_weight"]) == (5, [0.8, 0.9], 0.25)
+    (tmp_path / "printed.yaml").write_text(out)
+    assert run(capsys, "train", "--config", tmp_path / "printed.yaml", "--print-config")[1] == out
+
+
+def test_an_unknown_key_in_yaml_is_an_error(capsys, tmp_path):
+    (tmp_path / "c.yaml").write_text("epochz: 7\n")
+    code, _, err = run(capsys, "train", "--config", tmp_path / "c.yaml")
+    assert code == 2 and "Unknown option 'epochz'. Did you mean epochs" in err
+
+
+def test_train_then_export_then_evaluate(capsys, tmp_path, world):
+    code, out, err = run(capsys, "train", *world, *QUICK, "--output", tmp_path / "run")
+    assert code == 0, err
+    assert f"debias-diffusion export --model {tmp_path / 'run'}" in out
+    code, out, err = run(capsys, "export", "--model", tmp_path / "run", "--output", tmp_path / "export")
+    assert code == 0, err
+    assert {path.name for path in (tmp_path / "export").iterdir()} == {
+        "text_encoder",
+        "tokenizer",
+        "pipeline.py",
+        "README.md",
+    }
+    for kind in ("retrieval", "robustness"):
+        arguments = [*world[:4], "--model", tmp_path / "run" / "best", "--output", tmp_path / "scores", "--limit=10"]
+        code, out, err = run(capsys, "evaluate", kind, *arguments)
+        assert code == 0, err
+        assert json.loads((tmp_path / "scores" / f"{kind}.json").read_text())
+
+
+def test_check_data_is_a_flag(capsys, tmp_path, world):
+    code, out, _ = run(capsys, "train", *world, *QUICK, "--output", tmp_path / "run", "--check-data")
+    assert code == 0 and "24 of 24 pairs can be used" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_users_errors_have_no_traceback(capsys, tmp_path, world):
+    code, _, err = run(capsys, "train", *world, *QUICK, "--output", tmp_path, "--recipe=debias")
+    assert code == 2 and "Unknown recipe 'debias'. Did you mean debias-clip" in err
+    code, _, err = run(capsys, "export", "--model", "ViT-B16", "--output", tmp_path / "x")
+    assert code == 2 and "Unknown model 'ViT-B16'" in err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("x")
+    code, _, err = run(capsys, "export", *world[4:], "--output", tmp_path / "full")
+    assert code == 2 and "is no exported encoder" in err
+    code, _, err = run(capsys, "generate", " ", "--base=/nowhere")
+    assert code == 2 and "The prompt is empty" in err
+    code, _, err = run(capsys, "generate", "x" * 100_000, "--base=/nowhere")
+    assert code == 2 and "has 100,000 characters; at most 20,000" in err

@@ -1,0 +1,375 @@
+"""Long prompts through SDXL: diffusers' own results where it has any, and a literal reading of the layout elsewhere."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import tiny_sdxl
+import torch
+from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.long_prompt import positions_for, split_windows
+
+SHORT = "A red cat sleeps on a blue sofa, next to a window."
+OTHER = "Two green birds."
+BOS, EOS = 49406, 49407
+
+
+def words(count: int, end: str = "") -> str:
+    """A text of `count` tokens, one a word; `end` counts as one."""
+    vocabulary = ("red", "cat", "blue", "sofa", "tree", "house", "sky")
+    texts = [vocabulary[i % len(vocabulary)] for i in range(count - bool(end))]
+    return " ".join(texts) + end
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl"))
+
+
+def load(cls, base, **components):
+    pipe = cls.from_pretrained(base, add_watermarker=False, **components)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def stock(base):
+    return load(StableDiffusionXLPipeline, base)
+
+
+@pytest.fixture(scope="module")
+def ours(base):
+    """Both encoders have 77 positions."""
+    return load(StableDiffusionXLLongPromptPipeline, base)
+
+
+@pytest.fixture(scope="module")
+def long(base, ours):
+    """The first encoder has 248 positions."""
+    return load(
+        StableDiffusionXLLongPromptPipeline, base, text_encoder=tiny_sdxl.stretched(ours.text_encoder, 248)
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def draw(pipe, prompt=None, seed=0, **kwargs):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return pipe(prompt, generator=generator, num_inference_steps=2, output_type="np", **kwargs).images
+
+
+def texts_of(pipe, text):
+    """The text's tokens, per encoder."""
+    return [batch[0] for batch in pipe._tokenize(text, None)]
+
+
+# ---- prompts that fit: diffusers' own results, bit for bit
+
+SHORT_CALLS = {
+    "plain": {},
+    "negative": {"negative_prompt": "blurry, grey"},
+    "empty negative": {"negative_prompt": ""},
+    "prompt_2": {"prompt_2": OTHER, "negative_prompt": "blurry", "negative_prompt_2": "dark, low quality"},
+    "clip_skip": {"clip_skip": 1, "negative_prompt": "blurry"},
+    "two images": {"num_images_per_prompt": 2, "negative_prompt": "blurry"},
+    "batch": {"prompt": [SHORT, OTHER, ""]},
+    "batch and negatives": {"prompt": [SHORT, OTHER], "negative_prompt": ["", "blurry"], "num_images_per_prompt": 2},
+    "no guidance": {"guidance_scale": 1.0, "negative_prompt": "blurry"},
+    "75 tokens": {"prompt": words(75), "negative_prompt": words(75, ".")},
+    "special tokens as text": {"prompt": "a cat! <|endoftext|> and a dog!!", "negative_prompt": "!"},
+}
+
+
+@pytest.mark.parametrize("call", SHORT_CALLS.values(), ids=SHORT_CALLS)
+def test_short_prompts_draw_the_same_image_as_diffusers(stock, ours, call):
+    call = {"prompt": SHORT, **call}
+    images = draw(stock, **call)
+    assert np.array_equal(draw(ours, **call), images)
+    assert images.std() > 0.01
+    assert not np.array_equal(draw(ours, **call | {"prompt": [OTHER] * len(images), "num_images_per_prompt": 1})
+                              if isinstance(call["prompt"], str) and "num_images_per_prompt" not in call
+                              else draw(ours, **call, seed=1), images)
+
+
+def same(a, b):
+    return (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_zeros_for_an_absent_negative_as_in_diffusers(stock, ours, zeros, monkeypatch):
+    for pipe in (stock, ours):
+        monkeypatch.setattr(pipe, "_internal_dict", {**pipe.config, "force_zeros_for_empty_prompt": zeros}, raising=True)
+        monkeypatch.setattr(type(pipe), "config", property(lambda self: type("C", (), dict(self._internal_dict))))
+    expected, got = stock.encode_prompt(SHORT), ours.encode_prompt(SHORT)
+    assert all(map(same, expected, got))
+    assert (got[1] == 0).all() == zeros
+
+
+@pytest.mark.parametrize("prompt_2", [None, OTHER])
+def test_without_the_first_encoder_as_in_diffusers(base, prompt_2):
+    pipes = [
+        load(cls, base, text_encoder=None, tokenizer=None)
+        for cls in (StableDiffusionXLPipeline, StableDiffusionXLLongPromptPipeline)
+    ]
+    expected, got = [pipe.encode_prompt(SHORT, prompt_2, negative_prompt="blurry") for pipe in pipes]
+    assert all(map(same, expected, got))
+    assert got[0].shape == (1, 77, tiny_sdxl.WIDTH_2)
+    assert pipes[1].encode_prompt(words(100))[0].shape == (1, 152, tiny_sdxl.WIDTH_2)
+
+
+def test_embeddings_passed_in_as_in_diffusers(stock, ours):
+    prompt_embeds, negative, pooled, negative_pooled = stock.encode_prompt(SHORT, negative_prompt="blurry")
+    calls = [
+        {"prompt": None, "prompt_embeds": prompt_embeds, "pooled_prompt_embeds": pooled, "negative_prompt": OTHER},
+        {"prompt": OTHER, "negative_prompt_embeds": negative, "negative_pooled_prompt_embeds": negative_pooled},
+        {"prompt": None, "prompt_embeds": prompt_embeds, "pooled_prompt_embeds": pooled},
+        {"prompt": SHORT, "do_classifier_free_guidance": False},
+    ]
+    for call in calls:
+        assert all(map(same, stock.encode_prompt(**call), ours.encode_prompt(**call)))
+
+
+def test_a_long_first_encoder_reads_short_prompts_at_77(ours, long):
+    embeds, _, pooled, _ = long.encode_prompt(SHORT)
+    assert embeds.shape[1] == 77
+    ids = long.tokenizer(SHORT, padding="max_length", max_length=248, return_tensors="pt").input_ids
+    at_248 = long.text_encoder(ids, output_hidden_states=True).hidden_states[-2][:, :77]
+    torch.testing.assert_close(embeds[..., :32], at_248, rtol=1e-5, atol=1e-5)
+    # and what is stretched keeps the positions it had
+    torch.testing.assert_close(embeds, ours.encode_prompt(SHORT)[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(pooled, ours.encode_prompt(SHORT)[2])
+
+
+# ---- long prompts: encoded once or encoded before, the image is the same
+
+
+@pytest.mark.parametrize("count", [12, 150, 300])
+@pytest.mark.parametrize("name", ["ours", "long"])
+def test_an_image_from_embeddings_is_the_full_runs_image(request, name, count):
+    pipe = request.getfixturevalue(name)
+    prompt, negative = words(count), "blurry"
+    image = draw(pipe, prompt, negative_prompt=negative)
+    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    embeds = dict(zip(names, pipe.encode_prompt(prompt, negative_prompt=negative), strict=True))
+    assert np.array_equal(draw(pipe, **embeds), image)
+    assert not np.array_equal(draw(pipe, prompt + " dragon", negative_prompt=negative), image)
+
+
+# ---- lengths
+
+
+@pytest.mark.parametrize(
+    ("windows", "table"),
+    [
+        ((77, 77), {0: 77, 75: 77, 76: 152, 150: 152, 151: 227, 225: 227, 226: 302, 300: 302, 301: 377}),
+        (
+            (248, 77),
+            {0: 77, 75: 77, 76: 152, 150: 152, 151: 227, 225: 227, 226: 248, 246: 248, 247: 494, 492: 494, 493: 740},
+        ),
+        ((77, 248), {75: 77, 76: 152, 226: 248, 247: 494}),
+        ((248, 248), {0: 248, 246: 248, 247: 494, 493: 740}),
+        ((10, 5), {0: 5, 3: 5, 4: 8, 6: 8, 7: 10, 8: 10, 9: 18}),
+    ],
+)
+def test_lengths(windows, table):
+    assert {n: positions_for(n, list(windows)) for n in table} == table
+
+
+def test_prompt_and_negative_share_the_longer_length(ours, long):
+    for prompt, negative, positions in ((words(80), "blurry", 152), ("cat", words(160), 227)):
+        embeds, negatives, pooled, negative_pooled = long.encode_prompt(prompt, negative_prompt=negative)
+        assert embeds.shape == negatives.shape == (1, positions, 72)
+        assert pooled.shape == negative_pooled.shape == (1, tiny_sdxl.POOLED_WIDTH)
+    # any text of any encoder counts
+    assert ours.encode_prompt("cat", prompt_2=words(80))[0].shape[1] == 152
+    assert ours.encode_prompt("cat", negative_prompt="", negative_prompt_2=words(80))[0].shape[1] == 152
+    assert ours.encode_prompt(["cat", words(160)])[0].shape == (2, 227, 72)
+
+
+def test_a_negative_that_is_not_used_does_not_count(ours):
+    unused = ours.encode_prompt("cat", negative_prompt=words(200), do_classifier_free_guidance=False)
+    assert unused[0].shape[1] == 77
+    assert unused[1] is None and unused[3] is None
+    # zeros, because the negative prompt itself is absent
+    zeroed = ours.encode_prompt("cat", negative_prompt=None, negative_prompt_2=words(200))
+    assert zeroed[1].shape[1] == 77 and (zeroed[1] == 0).all() and (zeroed[3] == 0).all()
+    assert ours.encode_prompt(words(100))[1].shape[1] == 152
+
+
+def test_prompt_layout_says_what_encode_prompt_does(ours, long):
+    assert ours.prompt_layout("cat") == (1, 77, (1, 1))
+    assert long.prompt_layout(words(143)) == (143, 152, (1, 2))
+    assert long.prompt_layout(words(300)) == (300, 494, (2, 4))
+    assert long.prompt_layout("cat", negative_prompt=words(100)) == (1, 152, (1, 1))
+    assert long.prompt_layout("cat", negative_prompt=words(100), do_classifier_free_guidance=False) == (1, 77, (1, 1))
+
+
+# ---- layout
+
+
+def layout_by_hand(tokenizer, encoder, tokens, length, layer):
+    """[length, width]: every window run alone, its states picked one by one."""
+    window = min(encoder.config.max_position_embeddings, length)
+    pad = tokenizer.pad_token_id
+
+    def run(text):
+        ids = [BOS, *text, EOS] + [pad] * (window - len(text) - 2)
+        assert len(ids) == window
+        return encoder(torch.tensor([ids]), output_hidden_states=True).hidden_states[layer][0]
+
+    pieces = split_windows(tokens, window - 2)
+    states = []
+    for piece in pieces:
+        out = run(piece)
+        if not states:
+            states.append(out[0])
+        for j in range(len(piece)):
+            states.append(out[1 + j])
+    for j in range(1 + len(pieces[-1]), window):
+        states.append(out[j])
+    empty = run([])
+    while len(states) < length:
+        for j in range(1, window):
+            states.append(empty[j])
+    return torch.stack(states[:length])
+
+
+WINDOWS = [(77, 77), (248, 77), (248, 248), (20, 9), (9, 20), (5, 5), (4, 12)]
+
+
+@pytest.fixture(scope="module")
+def pipe_of_windows(base):
+    """One pipeline for each pair of windows."""
+    return {
+        windows: load(
+            StableDiffusionXLLongPromptPipeline,
+            base,
+            text_encoder=tiny_sdxl.text_encoder(window=windows[0]),
+            text_encoder_2=tiny_sdxl.text_encoder_2(window=windows[1]),
+        )
+        for windows in WINDOWS
+    }
+
+
+# One token each, with everything a cut looks at.
+TOKENS = st.lists(st.sampled_from([" cat", " red", " sky", ",", ".", ";", "!", ' ."', "\n\nblue", " 3", " étang"]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(windows=st.sampled_from(WINDOWS), texts=st.tuples(TOKENS, TOKENS), repeat=st.integers(1, 30))
+def test_layout_is_the_literal_one(pipe_of_windows, windows, texts, repeat):
+    pipe = pipe_of_windows[windows]
+    texts = ["".join(text * repeat)[:900] for text in texts]
+    embeds, negatives, pooled, _ = pipe.encode_prompt(texts, negative_prompt="grey")
+    tokens = pipe._tokenize(texts, None)
+    longest = max(len(text.ids) for batch in tokens for text in batch)
+    assert embeds.shape[1] == positions_for(longest, list(windows)) >= longest + 2
+    sources = ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2))
+    for row in range(2):
+        parts = [layout_by_hand(*source, tokens[i][row], embeds.shape[1], -2) for i, source in enumerate(sources)]
+        torch.testing.assert_close(embeds[row], torch.cat(parts, dim=-1), rtol=1e-4, atol=1e-4)
+        first = split_windows(tokens[1][row], min(windows[1], embeds.shape[1]) - 2)[0]
+        alone = pipe.text_encoder_2(torch.tensor([[BOS, *first, EOS]])).text_embeds[0]
+        torch.testing.assert_close(pooled[row], alone, rtol=1e-4, atol=1e-4)
+    grey = pipe._tokenize("grey", None)
+    parts = [layout_by_hand(*source, grey[i][0], embeds.shape[1], -2) for i, source in enumerate(sources)]
+    torch.testing.assert_close(negatives[1], torch.cat(parts, dim=-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_both_encoders_have_each_token_at_the_same_place(pipe_of_windows, windows):
+    """Without position embeddings, the input of the first layer names the token that stands at each position."""
+    pipe = pipe_of_windows[windows]
+    encoders = (pipe.text_encoder, pipe.text_encoder_2)
+    tables = [next(p for n, p in encoder.named_parameters() if "position_embedding" in n) for encoder in encoders]
+    saved = [table.clone() for table in tables]
+    try:
+        for table in tables:
+            table.zero_()
+        for count in (0, 1, 2, 3, 7, 8, 74, 75, 76, 149, 150, 151, 246, 247, 400):
+            ids = texts_of(pipe, words(count, "." if count else ""))[0].ids
+            assert len(ids) == count
+            # three layers: two before the penultimate output is the input
+            embeds = pipe.encode_prompt(words(count, "." if count else ""), clip_skip=2)[0][0]
+            vectors = [encoder.get_input_embeddings().weight for encoder in encoders]
+            for position, token in enumerate([BOS, *ids, EOS]):
+                assert torch.equal(embeds[position], torch.cat([vector[token] for vector in vectors])), (count, position)
+            for half, vector, pad in zip(embeds.split([32, 40], -1), vectors, (EOS, 0), strict=True):
+                after = half[count + 2 :]
+                assert all(torch.equal(state, vector[pad]) or torch.equal(state, vector[EOS]) for state in after)
+    finally:
+        for table, values in zip(tables, saved, strict=True):
+            table.copy_(values)
+
+
+def test_one_forward_an_encoder_and_never_past_its_window(long):
+    shapes = {"first": [], "second": []}
+    hooks = [
+        encoder.register_forward_pre_hook(lambda _, args, name=name: shapes[name].append(tuple(args[0].shape)))
+        for name, encoder in (("first", long.text_encoder), ("second", long.text_encoder_2))
+    ]
+    try:
+        long.encode_prompt([words(300), "cat"], negative_prompt="grey")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # windows of both prompts and one empty one; then those of both negatives and one empty one
+    assert shapes == {"first": [(2 + 1 + 1, 248), (2 + 1, 248)], "second": [(4 + 1 + 1, 77), (2 + 1, 77)]}
+
+
+@pytest.mark.parametrize("name", ["ours", "long"])
+def test_late_details_are_read(request, name):
+    pipe = request.getfixturevalue(name)
+    text = words(140).split()
+    other = [*text[:120], "dragon", *text[121:]]
+    a, _, pooled_a, _ = pipe.encode_prompt(" ".join(text))
+    b, _, pooled_b, _ = pipe.encode_prompt(" ".join(other))
+    differs = (a != b).any(-1)[0]
+    assert differs[121:].all() and not differs[:121].any()
+    # the second encoder pools its first window, which did not change
+    assert torch.equal(pooled_a, pooled_b)
+    early = pipe.encode_prompt(" ".join(["dragon", *text[1:]]))
+    assert not torch.equal(early[2], pooled_a)
+
+
+# ---- cuts
+
+
+def pieces_of(pipe, text, slots):
+    return [pipe.tokenizer.decode(piece).strip() for piece in split_windows(texts_of(pipe, text)[0], slots)]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("red. cat, blue sky", ["red.", "cat, blue sky"]),  # six slots, but the sentence's end is in the first half
+        ("one two three. four, five six", ["one two three.", "four, five six"]),
+        ("one two three, four five six", ["one two three,", "four five six"]),
+        ("one two three; four five six", ["one two three;", "four five six"]),
+        ("one two three four five six seven", ["one two three four five six", "seven"]),
+        ("one two three four (five.) six seven", None),
+        ("one two. three. four five six", ["one two. three.", "four five six"]),  # the later of two
+        ("one two three is 3.5 four", ["one two three is", "3.5 four"]),  # a number's point ends nothing
+        ("one two three\nfour five six seven", ["one two three", "four five six seven"]),
+        ("一。 二。三。", None),
+    ],
+)
+def test_cut_rules(ours, text, pieces):
+    slots = 6
+    tokens = texts_of(ours, text)[0]
+    split = split_windows(tokens, slots)
+    assert [token for piece in split for token in piece] == tokens.ids
+    assert all(len(piece) <= slots for piece in split)
+    assert all(len(piece) >= math.ceil(slots / 2) for piece in split[:-1])
+    if pieces is not None and not text.startswith("red."):
+        assert [piece.replace(" ", "") for piece in pieces_of(ours, text, slots)] == [p.replace(" ", "").replace("\n", "") for p in pieces]

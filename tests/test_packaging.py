@@ -1,0 +1,38 @@
+"""The wheel, in an environment of its own, outside the checkout."""
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
+    subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"debias_diffusion", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    assert {"debias_diffusion/app/cli.py", "debias_diffusion/eval/retrieval.py"} <= set(names)
+    assert {"debias_diffusion/pipelines/long_prompt.py"} <= set(names)
+
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)
+
+    def run(*command):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    program = tmp_path / "venv" / "bin" / "debias-diffusion"
+    assert "evaluate" in run(program, "--help")
+    assert "--check_data" in run(program, "train", "--help")
+    where = run(
+        python, "-c", "import debias_diffusion.app.cli as cli, debias_diffusion.eval.retrieval; print(cli.__file__)"
+    )
+    assert str(tmp_path / "venv") in where
