@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
-
 from debias_diffusion.backbones import CONFIG_FILE, load_backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import whole_folder
 from debias_diffusion.interchange import export_text_encoder
+from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
 
 _CARD = """\
 ---

@@ -30,10 +30,11 @@ def write_json(path: str | os.PathLike, content) -> None:
         ValueError: `content` holds NaN or an infinity, which JSON does not have.
     """
     path = Path(path)
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -94,7 +95,7 @@ def explain_full_disk(folder: Path) -> Iterator[None]:
         # safetensors tells an operating system's error only in words
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
             raise UserError(
-                f"No space left on the disk of {str(folder)!r}. The last complete checkpoint is unharmed: make room and "
-                "start the same command again."
+                f"No space left on the disk of {str(folder)!r}. The last complete checkpoint is unharmed: make room "
+                "and start the same command again."
             ) from error
         raise

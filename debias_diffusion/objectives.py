@@ -47,8 +47,8 @@ def check_components(components: int, batch: int, dim: int) -> None:
     if not 1 <= components < min(batch - 1, dim):
         raise UserError(
             f"components is {components}, but must be at least 1 and less than {min(batch - 1, dim)}, the smaller of "
-            f"the global batch less one ({batch - 1}) and the features' dimension ({dim}). Take a larger batch or fewer "
-            "components."
+            f"the global batch less one ({batch - 1}) and the features' dimension ({dim}). Take a larger batch or "
+            "fewer components."
         )
 
 

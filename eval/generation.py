@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from PIL import Image
 from torch import Tensor, nn
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
@@ -24,6 +23,7 @@ from debias_diffusion.data.dataset import UNREADABLE, unreadable
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
 from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.tokens import clean
 
 from .inputs import check_batch_size, pick_device, print_left_out, read_pairs

@@ -1,5 +1,5 @@
 from collections import Counter
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given
@@ -57,6 +57,6 @@ def test_learning_rate_warms_up_to_the_peak_and_ends_at_nothing():
     assert rates[199] == max(rates) == 2.0
     assert rates[600] == pytest.approx(1.0)
     assert rates[999] == pytest.approx(0, abs=1e-4)
-    assert all(a <= b for a, b in zip(rates[:200], rates[1:200], strict=False))
-    assert all(a >= b for a, b in zip(rates[200:], rates[201:], strict=False))
+    assert all(a <= b for a, b in pairwise(rates[:200]))
+    assert all(a >= b for a, b in pairwise(rates[200:]))
     assert learning_rate(0, 10, 2.0, 0) == 2.0

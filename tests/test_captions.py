@@ -67,7 +67,7 @@ def test_random_subset_is_some_of_the_details_once_each(sentences, seed):
 
 def test_summary_is_the_first_sentence():
     assert summary(["One.", "Two."], random.Random(0)) == ["One."]
-    assert SAMPLERS == {"random": random_subset, "summary": summary}
+    assert {"random": random_subset, "summary": summary} == SAMPLERS
 
 
 def test_draws_depend_on_seed_epoch_and_sample_and_on_nothing_else():

@@ -15,6 +15,12 @@ import scipy.linalg
 import skimage
 import tiny_sdxl
 import torch
+from PIL import Image
+from tiny_clip import save_tiny_clip
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+from transformers import ViTConfig, ViTModel
+
+from debias_diffusion.errors import UserError
 from debias_diffusion.eval import generation
 from debias_diffusion.eval.generation import (
     FID_FEATURES,
@@ -24,12 +30,6 @@ from debias_diffusion.eval.generation import (
     evaluate_generation,
     load_square,
 )
-from PIL import Image
-from tiny_clip import save_tiny_clip
-from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-from transformers import ViTConfig, ViTModel
-
-from debias_diffusion.errors import UserError
 
 CPU = torch.device("cpu")
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"

@@ -1,16 +1,14 @@
 """Long prompts through SDXL: diffusers' own results where it has any, and a literal reading of the layout elsewhere."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import tiny_sdxl
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import StableDiffusionXLPipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.long_prompt import positions_for, split_windows

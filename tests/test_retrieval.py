@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import skimage
 import torch
-from debias_diffusion.eval.report import digest, table, weights_digest
-from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_clip import save_tiny_clip
@@ -15,6 +13,8 @@ from tiny_clip import save_tiny_clip
 from debias_diffusion.backbones import load_backbone
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.report import digest, table, weights_digest
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.retrieval import encode_pairs, recall_at_k
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"

@@ -5,6 +5,13 @@ from pathlib import Path
 
 import pytest
 import skimage
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_clip import save_tiny_clip
+
+from debias_diffusion.captions import split_sentences
+from debias_diffusion.data import read_sharegpt4v
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import (
     EDITS,
@@ -14,13 +21,6 @@ from debias_diffusion.eval.robustness import (
     evaluate_robustness,
     plot,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image
-from tiny_clip import save_tiny_clip
-
-from debias_diffusion.captions import split_sentences
-from debias_diffusion.data import read_sharegpt4v
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 

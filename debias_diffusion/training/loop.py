@@ -63,8 +63,8 @@ def prepare_backbone(config: TrainConfig) -> Backbone:
         most = backbone.context_length - 2
         if config.keep_positions > most:
             raise UserError(
-                f"keep_positions is {config.keep_positions}, but must be at most {most} for {config.model!r}, which has "
-                f"{backbone.context_length} positions."
+                f"keep_positions is {config.keep_positions}, but must be at most {most} for {config.model!r}, which "
+                f"has {backbone.context_length} positions."
             )
         backbone.stretch(config.keep_positions, config.stretch)
     if config.initial_scale is not None:
@@ -208,9 +208,8 @@ class _Run:
             t2i, i2t = recalls["text_to_image"]["R@1"], recalls["image_to_text"]["R@1"]
             scores = {"step": state.step, "t2i_r1": t2i, "i2t_r1": i2t, "pairs": len(image), "left_out": len(bad)}
             self.folder.log(scores)
-            self._say(
-                f"step {state.step}: R@1 on {len(image)} held-out pairs: {t2i:.1f} text to image, {i2t:.1f} image to text"
-            )
+            both = f"{t2i:.1f} text to image, {i2t:.1f} image to text"
+            self._say(f"step {state.step}: R@1 on {len(image)} held-out pairs: {both}")
             if state.step > 0 and (t2i + i2t) / 2 > state.best_r1:
                 state.best_r1, state.best_step = (t2i + i2t) / 2, state.step
                 self.folder.save_model(self.folder.best, self.backbone, scores)
@@ -240,9 +239,10 @@ class _Run:
 def _split(captions: Captions, config: TrainConfig) -> tuple[list[Record], list[Record]]:
     """(held out, trained on). Raises UserError when too few remain for a batch."""
     records, validation = captions.records, config.validation
-    if len(records) - validation < config.batch:
+    left = max(0, len(records) - validation)
+    if left < config.batch:
         raise UserError(
-            f"{len(records)} usable pairs less {validation} held out leave {max(0, len(records) - validation)} to train "
-            f"on, fewer than a batch of {config.batch}. Lower --validation or --batch, or give more pairs."
+            f"{len(records)} usable pairs less {validation} held out leave {left} to train on, fewer than "
+            f"a batch of {config.batch}. Lower --validation or --batch, or give more pairs."
         )
     return records[:validation], records[validation:]

@@ -121,16 +121,16 @@ def print_plan(
     lines = {
         "model": f"{config.model}, {weights} weights; window {backbone.context_length}: the first {stretched['keep']} "
         f"positions kept, the others times {stretched['factor']}",
-        "recipe": f"{config.recipe}: sentences {recipe.sampling}, padding {recipe.padding}, w = {recipe.short_weight:g}, "
-        f"{recipe.components} components",
+        "recipe": f"{config.recipe}: {recipe.sampling} sentences, {recipe.padding} padding, w = "
+        f"{recipe.short_weight:g}, {recipe.components} components",
         "pairs": f"{records} to train on, {held_out} held out",
         "steps": f"{total} of {config.batch} pairs ({total * config.batch / records:.2f} epochs){made}",
         "machine": f"{accelerator.num_processes} x {accelerator.device.type}, {config.precision}",
         "memory": f"about {memory / GB:.1f} GB a process ({cost.state_bytes / GB:.1f} weights, gradients and AdamW, "
         f"{cost.activation_bytes / GB:.1f} activations); {free / GB:.1f} free",
         "disk": f"about {cost.disk_bytes / GB:.1f} GB in {config.output}; {free_disk / GB:.1f} free",
-        "time": f"about {duration(cost.step_seconds * (total - start))} ({cost.step_seconds:.2g} s a step, from a probe "
-        f"of {len(probe.keys)} pairs; reading images and measuring R@1 not counted)",
+        "time": f"about {duration(cost.step_seconds * (total - start))} ({cost.step_seconds:.2g} s a step, from a "
+        f"probe of {len(probe.keys)} pairs; reading images and measuring R@1 not counted)",
     }
     print("\n".join(f"  {name:<8}{line}" for name, line in lines.items()))
     if memory > free:
