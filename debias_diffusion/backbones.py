@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 
 import open_clip
@@ -28,8 +29,9 @@ CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
 TOKENIZER_FOLDER = "tokenizer"
 
-# Captions of like length are attended together; more a group wastes padding, fewer waste calls.
-_ATTENTION_GROUP = 32
+# Captions of like length attend together, in at most so many groups without and so many with pads in front: more
+# would waste calls, fewer would waste padding.
+_GROUPS = 8
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -50,11 +52,44 @@ def block_forward(block: ResidualAttentionBlock, hidden_states: torch.Tensor, at
     return hidden_states + block.ls_2(block.mlp(block.ln_2(hidden_states)))
 
 
-class _Layout:
-    """Where each caption's tokens lie, in a packed batch and in the padded groups that attend together.
+@dataclass(frozen=True)
+class _Group:
+    """Captions that attend together, padded to the longest of them.
 
-    Packed rows are the prefix, then the captions' tokens. Built on the CPU once a forward pass.
+    Attributes:
+        rows: [tokens] where the group's tokens lie among all captions' tokens.
+        slots: [tokens] where they lie in the padded group, flattened.
+        size, text: captions, and tokens of the longest: the padded group's shape.
+        prefix: how much of the shared prefix the caption that sees most of it sees.
+        mask: [size, 1, text, prefix + text], True where a token may look; None where a causal mask says it all.
     """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    size: int
+    text: int
+    prefix: int
+    mask: torch.Tensor | None
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """[all tokens, heads, head_dim] -> [size, heads, text, head_dim]"""
+        # Every slot is written once, so that forward and backward are plain, deterministic copies.
+        empty = packed.new_zeros(self.size * self.text, *packed.shape[1:])
+        padded = empty.index_copy(0, self.slots, packed.index_select(0, self.rows))
+        return padded.unflatten(0, (self.size, self.text)).transpose(1, 2)
+
+    def behind(self, shared: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The padded group's own states behind the part of the shared ones [prefix, heads, head_dim] it sees."""
+        shared = shared[: self.prefix].transpose(0, 1).expand(self.size, -1, -1, -1)
+        return torch.cat([shared, own], dim=2)
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """[size, heads, text, head_dim] -> [tokens, heads, head_dim], in the order of `rows`"""
+        return padded.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
+
+
+class _Layout:
+    """Where each caption's tokens lie in a packed batch: the prefix first, then the captions one after the other."""
 
     def __init__(self, tokens: TokenBatch, device: torch.device):
         self.n_prefix = len(tokens.prefix_ids)
@@ -62,28 +97,29 @@ class _Layout:
         starts = lengths.cumsum(0) - lengths
         within = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
         # A caption's own tokens follow the part of the prefix it sees.
-        self.positions = torch.cat([torch.arange(self.n_prefix), within + n_prefix.repeat_interleave(lengths)]).to(
-            device
-        )
+        own = within + n_prefix.repeat_interleave(lengths)
+        self.positions = torch.cat([torch.arange(self.n_prefix), own]).to(device)
         self.last = (self.n_prefix + starts + lengths - 1).to(device)
-        order = sorted(range(len(lengths)), key=lambda i: (n_prefix[i] > 1, lengths[i]))
-        self.groups = [
-            self._group(torch.tensor(order[i : i + _ATTENTION_GROUP]), starts, lengths, n_prefix, device)
-            for i in range(0, len(order), _ATTENTION_GROUP)
-        ]
+        self.groups = []
+        for has_pads in (False, True):
+            members = ((n_prefix > 1) == has_pads).nonzero().flatten()
+            members = members[lengths[members].argsort(stable=True)]
+            for group in members.tensor_split(min(_GROUPS, len(members)) or 1):
+                if len(group):
+                    self.groups.append(self._group(group, starts, lengths, n_prefix, device))
 
     @staticmethod
-    def _group(members, starts, lengths, n_prefix, device):
-        """(rows of the members' tokens among the captions' tokens, their slots in the padded group, members,
-        longest text, longest prefix, mask [members, 1, text, prefix + text])."""
+    def _group(members, starts, lengths, n_prefix, device) -> _Group:
         size, text, prefix = len(members), int(lengths[members].max()), int(n_prefix[members].max())
         inside = torch.arange(text) < lengths[members, None]
         rows = (starts[members, None] + torch.arange(text))[inside]
         slots = torch.arange(size * text).view(size, text)[inside]
-        seen = (torch.arange(prefix) < n_prefix[members, None])[:, None, None].expand(size, 1, text, prefix)
-        causal = torch.ones(text, text, dtype=torch.bool).tril().expand(size, 1, text, text)
-        mask = torch.cat([seen, causal], dim=-1)
-        return rows.to(device), slots.to(device), size, text, prefix, mask.to(device)
+        mask = None
+        if prefix > 1:
+            seen = (torch.arange(prefix) < n_prefix[members, None])[:, None, None].expand(size, 1, text, prefix)
+            causal = torch.ones(text, text, dtype=torch.bool).tril().expand(size, 1, text, text)
+            mask = torch.cat([seen, causal], dim=-1).to(device)
+        return _Group(rows.to(device), slots.to(device), size, text, prefix, mask)
 
 
 class TextTower:
@@ -124,30 +160,24 @@ class TextTower:
 
 
 def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention of packed rows [rows, heads, head_dim]: the prefix to itself, captions to both."""
+    """Causal attention of packed rows [rows, heads, head_dim]: the prefix to itself, captions to it and themselves."""
     n = layout.n_prefix
-    prefix_qkv = [x[:n].transpose(0, 1)[None] for x in (query, key, value)]
-    prefix_out = F.scaled_dot_product_attention(*prefix_qkv, is_causal=True)[0].transpose(0, 1)
-    query, prefix_key, key, prefix_value, value = query[n:], key[:n], key[n:], value[:n], value[n:]
-    out = torch.zeros_like(query)
-    for rows, slots, size, text, prefix, mask in layout.groups:
-
-        def pad(x, rows=rows, slots=slots, size=size, text=text):
-            # Every slot is written once, so that forward and backward are plain, deterministic copies.
-            padded = x.new_zeros(size * text, *x.shape[1:]).index_copy(0, slots, x.index_select(0, rows))
-            return padded.unflatten(0, (size, text)).transpose(1, 2)
-
-        def behind(shared, own, size=size, prefix=prefix):
-            shared = shared[:prefix].transpose(0, 1).expand(size, -1, -1, -1)
-            return torch.cat([shared, own], dim=2)
-
-        # [members, heads, text, head_dim]
-        attended = F.scaled_dot_product_attention(
-            pad(query), behind(prefix_key, pad(key)), behind(prefix_value, pad(value)), attn_mask=mask
-        )
-        attended = attended.transpose(1, 2).flatten(0, 1).index_select(0, slots)
-        out = out.index_copy(0, rows, attended.to(out.dtype))
-    return torch.cat([prefix_out, out])
+    prefix = [x[:n] for x in (query, key, value)]
+    own = [x[n:] for x in (query, key, value)]
+    prefix_out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in prefix), is_causal=True)
+    out = torch.zeros_like(own[0])
+    for group in layout.groups:
+        group_query, *group_key_value = (group.pad(x) for x in own)
+        keys_values = [group.behind(*pair) for pair in zip(prefix[1:], group_key_value, strict=True)]
+        if group.mask is None:
+            # All see SOT and nothing else before their text. With SOT as a query too, a causal mask says it all, for
+            # which there are faster kernels; its output is not needed.
+            queries = group.behind(prefix[0], group_query)
+            attended = F.scaled_dot_product_attention(queries, *keys_values, is_causal=True)[:, :, group.prefix :]
+        else:
+            attended = F.scaled_dot_product_attention(group_query, *keys_values, attn_mask=group.mask)
+        out = out.index_copy(0, group.rows, group.unpad(attended).to(out.dtype))
+    return torch.cat([prefix_out[0].transpose(0, 1), out])
 
 
 class Backbone(nn.Module):

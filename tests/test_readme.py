@@ -1,0 +1,73 @@
+"""What the README tells people to type."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+from skimage import data_dir
+
+from debias_diffusion.captions import split_sentences
+from debias_diffusion.data import ImageFolder, read_sharegpt4v
+from debias_diffusion.training import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_first_run_at_true_size(tmp_path):
+    lines = re.search(r"<!-- first run -->\n```bash\n(.*?)```", README, re.DOTALL)[1]
+    # The environment of these tests instead of .venv; a copy of what the lines name, so that runs/ is not this tree's.
+    lines = lines.replace("make .venv/installed && . .venv/bin/activate", f'PATH="{Path(sys.executable).parent}:$PATH"')
+    for name in ("configs", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "12 of 12 pairs can be used" in done.stdout
+    assert "RANDOM weights" in done.stdout
+    # The prompt of 199 tokens with SOT and EOT is past 77 and read by the new encoder at once.
+    assert re.search(
+        r"Prompt: 197 tokens, encoded at 227 positions \(1 window of the first .* 3 of the second\)", done.stdout
+    )
+    with Image.open(tmp_path / "runs" / "coffee.png") as picture:
+        assert picture.size == (64, 64)
+        assert len(set(picture.convert("RGB").getdata())) > 100
+    config = json.loads((tmp_path / "runs" / "encoder" / "text_encoder" / "config.json").read_text())
+    assert (config["hidden_size"], config["max_position_embeddings"]) == (512, 248)
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_is_one_of_train(config):
+    values = {"images": "images"} | yaml.safe_load(config.read_text())
+    assert TrainConfig(**values).make_recipe()
+    assert config.name in README or config.stem.startswith(("debias-clip-vit-b16", "long-clip"))
+
+
+def test_the_photographs_are_there_and_described():
+    captions = read_sharegpt4v(ROOT / "tests" / "photographs" / "captions.json")
+    assert captions.bad == [] and len(captions.records) == 12
+    images = ImageFolder(data_dir)
+    for record in captions.records:
+        assert min(images.open(record.image).size) >= 200
+        assert 6 <= len(split_sentences(record.caption)) <= 12
+    raw = json.loads((ROOT / "tests" / "photographs" / "captions.json").read_text())
+    assert any("\n" in entry["conversations"][1]["value"] for entry in raw)
+
+
+def test_python_in_the_readme_compiles_and_names_what_exists():
+    import debias_diffusion
+    from debias_diffusion import pipelines
+
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        compile(block, "README.md", "exec")
+    for module, names in re.findall(r"from (debias_diffusion[\w.]*) import (.*)", "\n".join(blocks)):
+        home = {"debias_diffusion": debias_diffusion, "debias_diffusion.pipelines": pipelines}[module]
+        assert all(hasattr(home, name.strip()) for name in names.split(","))
