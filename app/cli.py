@@ -12,6 +12,7 @@ import warnings
 from importlib.metadata import version
 
 from debias_diffusion.errors import UserError, near_matches
+from debias_diffusion.files import explain_full_disk
 
 # command -> (summary, the function that gives (dataclass of options, what runs them)), or further commands. Functions,
 # because importing what a command needs takes seconds, and only one command runs.
@@ -69,7 +70,8 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command. Exits with 2 and one message on stderr for whatever the user got wrong."""
     try:
-        _run("debias-diffusion", COMMANDS, sys.argv[1:] if arguments is None else arguments)
+        with explain_full_disk():
+            _run("debias-diffusion", COMMANDS, sys.argv[1:] if arguments is None else arguments)
     except UserError as error:
         _fail(str(error))
     except KeyboardInterrupt:

@@ -87,15 +87,15 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def explain_full_disk(folder: Path) -> Iterator[None]:
-    """Turns a full disk into a UserError that says what is safe."""
+def explain_full_disk() -> Iterator[None]:
+    """Turns a full disk into a UserError that says what is safe and what to do."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         # safetensors tells an operating system's error only in words
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
             raise UserError(
-                f"No space left on the disk of {str(folder)!r}. The last complete checkpoint is unharmed: make room "
-                "and start the same command again."
+                f"No space left on the disk ({error}). What was complete before is unharmed: make room and start the "
+                "same command again."
             ) from error
         raise

@@ -133,6 +133,27 @@ def test_sigterm_writes_a_checkpoint_and_exits_cleanly(world, finished, tmp_path
     assert same_weights(tmp_path, finished)
 
 
+def test_two_processes_make_the_same_run_as_one(world, finished, tmp_path):
+    settings = config(world, tmp_path, workers=1)
+    names = [name for name in settings.__dataclass_fields__ if getattr(settings, name) is not None and name != "betas"]
+    options = [f"--{name}={getattr(settings, name)}" for name in names]
+    # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    command = [*launch, "-m", "debias_diffusion.app.cli", "train", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 x cpu" in done.stdout and done.stdout.count("Done: 7 steps") == 1
+    alone, shared = log(finished), log(tmp_path)
+    assert [line["step"] for line in shared] == [line["step"] for line in alone]
+    for one, other in zip(alone, shared, strict=True):
+        assert other.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-3)
+    one, other = (load_file(f / "last" / "open_clip_model.safetensors") for f in (finished, tmp_path))
+    # Adam divides by a gradient's own size, so that a rounding of almost nothing can become a whole step of 1e-3.
+    apart = torch.cat([(one[name] - other[name]).abs().flatten() for name in one])
+    assert apart.mean() < 1e-5 and (apart > 1e-4).float().mean() < 0.01
+
+
 @pytest.mark.slow
 def test_killed_at_random_moments_it_still_ends_the_same(world, finished, tmp_path):
     rng = random.Random(0)
@@ -281,7 +302,7 @@ def test_a_disk_that_fills_up_leaves_the_last_folder_whole(small_disk):
         (folder / "file").write_bytes(b"first")
     with (
         pytest.raises(UserError, match="No space left"),
-        explain_full_disk(small_disk),
+        explain_full_disk(),
         whole_folder(small_disk / "kept") as folder,
     ):
         (folder / "file").write_bytes(b"x" * 20_000_000)
@@ -292,7 +313,7 @@ def test_a_disk_that_fills_up_leaves_the_last_folder_whole(small_disk):
 def test_safetensors_says_the_disk_is_full_in_words_that_are_understood(small_disk):
     from safetensors.torch import save_file
 
-    with pytest.raises(UserError, match="No space left"), explain_full_disk(small_disk):
+    with pytest.raises(UserError, match="No space left"), explain_full_disk():
         save_file({"x": torch.zeros(5_000_000)}, small_disk / "x.safetensors")
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ..backbones import Backbone
 from ..errors import UserError
-from ..files import explain_full_disk, whole_folder, write_json
+from ..files import whole_folder, write_json
 from .step import Optimizer
 
 KEEP = 2  # the newest, and the one before it in case the disk loses the newest
@@ -38,7 +38,7 @@ class TrainState:
 
 def save_checkpoint(folder: Path, backbone: Backbone, optimizer: Optimizer, state: TrainState) -> None:
     """Writes `folder/step-...` and removes all but the newest `KEEP`."""
-    with explain_full_disk(folder), whole_folder(folder / f"step-{state.step:08d}") as temporary:
+    with whole_folder(folder / f"step-{state.step:08d}") as temporary:
         model = {name: tensor.contiguous() for name, tensor in backbone.model.state_dict().items()}
         save_file(model, temporary / "model.safetensors")
         save_file(optimizer.state(), temporary / "optimizer.safetensors")

@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 
 from ..backbones import Backbone
 from ..errors import UserError
-from ..files import explain_full_disk, restore_folder, whole_folder, write_json
+from ..files import restore_folder, whole_folder, write_json
 
 
 class RunFolder:
@@ -78,7 +78,7 @@ class RunFolder:
 
     def log(self, line: dict) -> None:
         """Adds a line to log.jsonl."""
-        with explain_full_disk(self.path), open(self._log, "a", encoding="utf-8") as file:
+        with open(self._log, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def cut_log(self, step: int) -> None:
@@ -90,6 +90,6 @@ class RunFolder:
 
     def save_model(self, folder: Path, backbone: Backbone, scores: dict) -> None:
         """Writes an open_clip folder with its scores, whole or not at all."""
-        with explain_full_disk(self.path), whole_folder(folder) as temporary:
+        with whole_folder(folder) as temporary:
             backbone.save(temporary)
             write_json(temporary / "scores.json", scores)

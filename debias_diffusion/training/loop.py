@@ -14,7 +14,7 @@ from ..backbones import Backbone, load_backbone
 from ..data import Captions, ImageFolder, Record, read_sharegpt4v
 from ..data.dataset import Batch, CaptionDataset, Collate
 from ..errors import UserError
-from ..files import sha256
+from ..files import explain_full_disk, sha256
 from ..objectives import check_components
 from ..retrieval import encode_pairs, recall_at_k
 from .batches import GlobalBatches
@@ -47,7 +47,7 @@ def train(config: TrainConfig) -> Path | None:
         return None
     accelerator = Accelerator()
     folder = RunFolder(config.output)
-    with folder.owned(accelerator.is_main_process):
+    with explain_full_disk(), folder.owned(accelerator.is_main_process):
         return _Run(config, accelerator, folder).run()
 
 
