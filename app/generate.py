@@ -32,16 +32,16 @@ class GenerateConfig:
     Args:
         prompt: what to draw, in up to 20,000 characters; nothing of it is cut off.
         base: an SDXL folder in diffusers' layout, or a hub id.
-        encoder: text encoder that takes the place of SDXL's first one: a folder written by `export`, or any transformers
-            CLIPTextModel folder. SDXL's own reads long prompts too, in windows of 77 tokens.
+        encoder: text encoder that takes the place of SDXL's first one: a folder written by `export`, or any
+            transformers CLIPTextModel folder. SDXL's own reads long prompts too, in windows of 77 tokens.
         output: PNG to write; it also carries the settings that made it.
         negative_prompt: what not to draw. Only used with a guidance scale above 1.
         seed: equal seeds start from equal noise, on every device.
         steps: denoising steps; more are slower and finer, up to about 50.
         guidance_scale: how strongly the prompt is followed; 1 is no guidance and half the time. The default is above
-            diffusers' 5, because a long prompt's details need a stronger pull than its subject; past 10 colours burn.
+            diffusers' 5, for a closer reading of a long prompt's details; past 10 colours burn.
         height: pixels, a multiple of 8; the model's own size if not given (1024 for SDXL).
-        width: likewise.
+        width: pixels, a multiple of 8; the model's own size if not given.
         device: cpu, cuda, cuda:1, mps; the fastest there is if not given.
         dtype: precision of the models; float16 on an accelerator and float32 on the CPU if not given.
     """
@@ -122,13 +122,13 @@ def _load_pipeline(
 
 
 def _check_settings(config: GenerateConfig) -> None:
-    if not clean(config.prompt):
-        raise UserError("The prompt is empty. Say what to draw.")
     for name, text in (("prompt", config.prompt), ("negative prompt", config.negative_prompt or "")):
         if len(text) > MAX_CHARACTERS:
             raise UserError(
                 f"The {name} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read. Shorten it."
             )
+    if not clean(config.prompt):
+        raise UserError("The prompt is empty. Say what to draw.")
     for name, size in (("height", config.height), ("width", config.width)):
         if size is not None and (size <= 0 or size % 8):
             nearest = max(8, round(size / 8) * 8)
@@ -171,11 +171,9 @@ def _check_base(base: str) -> None:
     try:
         kind = DiffusionPipeline.load_config(base)["_class_name"]
     except OSError as error:
-        reason = (
-            "it has no model_index.json" if is_folder else "it is neither a folder nor a hub id that can be reached"
-        )
+        reason = "it has no readable model_index.json" if is_folder else "no hub model of this name can be reached"
         raise UserError(f"The base model {base!r} cannot be read: {reason}. Give an SDXL folder.") from error
-    if not str(kind).startswith("StableDiffusionXL"):
+    if kind != "StableDiffusionXLPipeline":
         raise UserError(f"The base model {base!r} is a {kind}, not a StableDiffusionXLPipeline. Give an SDXL folder.")
 
 

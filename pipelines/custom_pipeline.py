@@ -21,7 +21,8 @@ def write_custom_pipeline(path: str | Path) -> Path:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    sources = [inspect.getsource(module) for module in (long_prompt, stable_diffusion_xl)]
-    source = "\n\n".join(re.sub(r"^from \.\w+ import .*\n", "", source, flags=re.MULTILINE) for source in sources)
+    # One module after the other, the second without its docstring and its import of the first.
+    pipeline = inspect.getsource(stable_diffusion_xl).removeprefix(f'"""{stable_diffusion_xl.__doc__}"""')
+    source = inspect.getsource(long_prompt) + re.sub(r"^from \.\w+ import .*\n", "", pipeline, flags=re.MULTILINE)
     path.write_text(source, encoding="utf-8")
     return path

@@ -59,7 +59,8 @@ def positions_for(n_tokens: int, windows: list[int]) -> int:
     """The length of the embeddings that hold `n_tokens` tokens, BOS and EOS.
 
     As many whole windows of the shortest kind as are needed, as long as they fit the longest window; else that window,
-    or as many of it as are needed. For windows of 77 and 248 that is 77, 152, 227, 248, 494, 740, ...
+    or as many of it as are needed. For windows of 77 and 248 that is 77, 152, 227, 248, 494, 740, ...; for two windows
+    of 248 it begins at 248.
 
     Args:
         n_tokens: of the longest text, without BOS and EOS.
@@ -84,8 +85,8 @@ def rate_cuts(text: str, spans: list[tuple[int, int]], names: list[str | None]) 
     cuts = []
     for (_, end), (start, _), name, next_name in zip(spans, spans[1:], names, names[1:], strict=False):
         gap = text[end:start]
-        # What ends a sentence or a clause may stand inside quotation marks or brackets.
-        last = text[max(0, end - 8) : end].rstrip("\"'”’»)]}")[-1:]
+        # What ends a sentence or a clause may stand inside quotation marks or brackets: (like this.)
+        last = text[max(0, end - 8) : end].rstrip("\"'”’»)]}")[-1:] or " "
         if next_name is not None and next_name == _next_vector(name):
             cuts.append(Cut.NEVER)
         elif start < end:  # both tokens are bytes of one character
@@ -117,16 +118,22 @@ def split_windows(tokens: Tokens, slots: int) -> list[list[int]]:
     Returns:
         at least one piece; an empty text is one empty piece.
     """
-    ids, cuts = tokens
     pieces, start = [], 0
-    while len(ids) - start > slots:
-        half = start + slots - slots // 2
-        ends = range(start + 1, start + slots + 1)
-        # `cuts` and `half` are bound now: the key is used at once, and a closure over a loop's variables is a trap
-        end = max(ends, key=lambda e, half=half: (cuts[e - 1] > Cut.NEVER, e >= half, cuts[e - 1], e))
-        pieces.append(ids[start:end])
+    while len(tokens.ids) - start > slots:
+        end = _best_end(tokens.cuts, start, slots)
+        pieces.append(tokens.ids[start:end])
         start = end
-    return [*pieces, ids[start:]]
+    return [*pieces, tokens.ids[start:]]
+
+
+def _best_end(cuts: list[Cut], start: int, slots: int) -> int:
+    """Where a window that begins at token `start` ends, exclusive."""
+    half = start + slots - slots // 2
+
+    def goodness(end: int) -> tuple:
+        return cuts[end - 1] > Cut.NEVER, end >= half, cuts[end - 1], end
+
+    return max(range(start + 1, start + slots + 1), key=goodness)
 
 
 def join_windows(states: torch.Tensor, n_tokens: list[int], empty: torch.Tensor | None, length: int) -> torch.Tensor:
