@@ -1,28 +1,20 @@
 """A picture from a prompt of any length: SDXL, with a long-prompt text encoder in place of its first one."""
 
 import json
-import re
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 import torch
-from diffusers import DiffusionPipeline, UNet2DConditionModel
 from PIL.PngImagePlugin import PngInfo
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import load_text_encoder
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.tokens import clean
 
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far past what one picture can show
 SETTINGS_KEY = "settings"  # of the PNG's text chunk
-
-_CLIP_OF_WIDTH = {512: "ViT-B-32 or ViT-B-16", 768: "ViT-L-14", 1024: "ViT-H-14", 1280: "ViT-bigG-14"}
-# diffusers renamed it, and ignores with a mere warning the name it does not know
-_DTYPE_ARGUMENT = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
 
 
 @dataclass
@@ -74,14 +66,8 @@ def generate(config: GenerateConfig) -> Path:
     """
     _check_settings(config)
     output = _check_output(config.output)
-    device = _check_device(config.device)
-    _check_base(config.base)
-    encoder, tokenizer = (None, None) if config.encoder is None else load_text_encoder(config.encoder)
-    if encoder is not None:
-        _check_width(encoder.config.hidden_size, config)
-
-    dtype = config.dtype or ("float32" if device.type == "cpu" else "float16")
-    pipe = _load_pipeline(config.base, encoder, tokenizer, getattr(torch, dtype)).to(device)
+    device = pick_device(config.device)
+    pipe = load_sdxl(config.base, config.encoder, device, config.dtype and getattr(torch, config.dtype))
     # As captions were cleaned for training, SDXL's own encoders included.
     prompt = clean(config.prompt)
     negative_prompt = None if config.negative_prompt is None else clean(config.negative_prompt)
@@ -104,21 +90,13 @@ def generate(config: GenerateConfig) -> Path:
         generator=torch.Generator("cpu").manual_seed(config.seed),
     ).images[0]
 
+    dtype = str(pipe.unet.dtype).removeprefix("torch.")
     settings = asdict(config) | {"height": image.height, "width": image.width, "device": str(device), "dtype": dtype}
     del settings["output"]  # the same picture under another name is the same file
     text = PngInfo()
     text.add_text(SETTINGS_KEY, json.dumps(settings | {"tokens": layout.tokens, "positions": layout.positions}))
     image.save(output, format="PNG", pnginfo=text)
     return output
-
-
-def _load_pipeline(
-    base: str, encoder: CLIPTextModel | None, tokenizer: CLIPTokenizer | None, dtype: torch.dtype
-) -> StableDiffusionXLLongPromptPipeline:
-    replaced = {} if encoder is None else {"text_encoder": encoder.to(dtype), "tokenizer": tokenizer}
-    return StableDiffusionXLLongPromptPipeline.from_pretrained(
-        base, add_watermarker=False, **replaced, **{_DTYPE_ARGUMENT: dtype}
-    )
 
 
 def _check_settings(config: GenerateConfig) -> None:
@@ -150,41 +128,3 @@ def _check_output(output: str) -> Path:
             f"The output folder {str(path.parent)!r} cannot be made ({error.strerror}). Give another one."
         ) from error
     return path
-
-
-def _check_device(name: str | None) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        return torch.empty(1, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"The device {name!r} is not available ({reason}). Use cpu, or leave the device out."
-        ) from error
-
-
-def _check_base(base: str) -> None:
-    is_folder = Path(base).is_dir()
-    if not is_folder and not re.fullmatch(r"[\w.-]+/[\w.-]+", base):
-        raise UserError(f"The base model {base!r} is not there. Give an SDXL folder in diffusers' layout, or a hub id.")
-    try:
-        kind = DiffusionPipeline.load_config(base)["_class_name"]
-    except OSError as error:
-        reason = "it has no readable model_index.json" if is_folder else "no hub model of this name can be reached"
-        raise UserError(f"The base model {base!r} cannot be read: {reason}. Give an SDXL folder.") from error
-    if kind != "StableDiffusionXLPipeline":
-        raise UserError(f"The base model {base!r} is a {kind}, not a StableDiffusionXLPipeline. Give an SDXL folder.")
-
-
-def _check_width(width: int, config: GenerateConfig) -> None:
-    second = CLIPTextConfig.from_pretrained(config.base, subfolder="text_encoder_2").hidden_size
-    unet = UNet2DConditionModel.load_config(config.base, subfolder="unet")["cross_attention_dim"]
-    if width + second == unet:
-        return
-    model = _CLIP_OF_WIDTH.get(unet - second)
-    raise UserError(
-        f"The encoder {config.encoder!r} has width {width} and the base's second encoder {second}, together"
-        f" {width + second}; its UNet reads {unet}. An encoder of width {unet - second} fits"
-        f"{f': {model}' if model else ''}. SDXL takes one of width 768: ViT-L-14."
-    )

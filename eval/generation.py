@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -20,21 +19,19 @@ from transformers import AutoModel
 
 from debias_diffusion.data import BadRecord, ImageFolder, Record
 from debias_diffusion.data.dataset import UNREADABLE, unreadable
+from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
-from debias_diffusion.interchange import load_text_encoder
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.loading import check_base, load_sdxl
 from debias_diffusion.tokens import clean
 
-from .inputs import check_batch_size, pick_device, print_left_out, read_pairs
+from .inputs import check_batch_size, print_left_out, read_pairs
 from .report import digest, table, versions, weights_digest
 
 # Of generated and original images alike.
 RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"
 FID_FEATURES = (64, 2048)
 GUIDANCE_SCALE = 7.0  # that of the `generate` command
-# diffusers renamed it, and ignores with a mere warning the name it does not know.
-_DTYPE_ARGUMENT = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -45,7 +42,7 @@ class GenerationConfig:
     Attributes:
         data: JSON file in ShareGPT4V's layout; its captions are the prompts, its images the originals.
         images: Folder that the data file's image paths start from.
-        base: SDXL folder in diffusers' layout.
+        base: SDXL folder in diffusers' layout, or a hub id.
         output: Folder for the result, `generation.json`, and the generated images, `images/000000.png` and so on.
             Images that are finished there are kept, if they were made with the same settings.
         encoder: Text encoder that takes the place of SDXL's first one: a folder written by `export`, or of training.
@@ -165,7 +162,7 @@ class DinoScore:
     """Mean cosine similarity of the CLS features of each generated image and its own original (DINO ViT-S/16).
 
     Args:
-        model: folder or hub id of a transformers vision model, as safetensors. Images are normalised with ImageNet's
+        model: folder or hub id of a transformers vision model. Images are normalised with ImageNet's
             mean and standard deviation, as DINO was trained, at the size that the model's configuration names (224).
         device: where the network runs.
 
@@ -175,13 +172,13 @@ class DinoScore:
 
     def __init__(self, model: str | os.PathLike, device: torch.device):
         try:
-            self.model = AutoModel.from_pretrained(model, use_safetensors=True, dtype=torch.float32).to(device).eval()
+            self.model = AutoModel.from_pretrained(model, dtype=torch.float32).to(device).eval()
             self.size = self.model.config.image_size
         except Exception as error:  # whatever a wrong folder or a failed download raises
             reason = str(error).strip().splitlines()[0][:300].rstrip(".")
             raise UserError(
                 f"DINO model {os.fspath(model)!r} could not be loaded: {reason}. Give dino a folder of "
-                "facebook/dino-vits16 with config.json and model.safetensors, or null to skip the DINO score."
+                "facebook/dino-vits16 with config.json and its weights, or null to skip the DINO score."
             ) from error
         self.device = device
 
@@ -223,7 +220,8 @@ def generate_images(
     paths = {index: folder / f"{index:06}.png" for index in prompts}
     missing = [index for index, path in paths.items() if not path.exists()]
     if missing:
-        pipe = _load_pipeline(config, device)
+        pipe = load_sdxl(config.base, config.encoder, device)
+        pipe.set_progress_bar_config(disable=True)
         for index in tqdm(missing, desc="generate"):
             image = pipe(
                 clean(prompts[index]),  # as captions were cleaned for training
@@ -261,30 +259,6 @@ def _check_same_settings(folder: Path, settings: dict) -> None:
         )
 
 
-def _load_pipeline(config: GenerationConfig, device: torch.device) -> StableDiffusionXLLongPromptPipeline:
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
-    replaced = {}
-    if config.encoder is not None:
-        text_encoder, tokenizer = load_text_encoder(config.encoder)
-        replaced = {"text_encoder": text_encoder.to(dtype), "tokenizer": tokenizer}
-    try:
-        pipe = StableDiffusionXLLongPromptPipeline.from_pretrained(
-            config.base, add_watermarker=False, **replaced, **{_DTYPE_ARGUMENT: dtype}
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:300].rstrip(".")
-        raise UserError(f"base={config.base!r} could not be loaded: {reason}. Give an SDXL folder.") from error
-    widths = [encoder.config.hidden_size for encoder in (pipe.text_encoder, pipe.text_encoder_2)]
-    fitting = pipe.unet.config.cross_attention_dim - widths[1]
-    if widths[0] != fitting:
-        raise UserError(
-            f"encoder={config.encoder!r} has width {widths[0]}, which does not fit base={config.base!r}. Give an "
-            f"encoder of width {fitting}."
-        )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device)
-
-
 def _with_readable_original(records: Sequence[Record], images: ImageFolder) -> tuple[list[int], list[BadRecord]]:
     """The positions of the records whose original can be decoded, and the others by name."""
     good, bad = [], []
@@ -296,6 +270,11 @@ def _with_readable_original(records: Sequence[Record], images: ImageFolder) -> t
         else:
             good.append(index)
     return good, bad
+
+
+def _digest_or_id(model: str) -> str:
+    """A folder's digest; a hub id as it is, because its files lie wherever the hub's cache put them."""
+    return digest(model) if os.path.exists(model) else model
 
 
 def evaluate_generation(config: GenerationConfig) -> dict:
@@ -316,9 +295,7 @@ def evaluate_generation(config: GenerationConfig) -> dict:
         raise UserError("inception_weights and dino are both null, which leaves no score. Give at least one of them.")
     if config.steps < 1:
         raise UserError(f"steps={config.steps} is not allowed. Give a whole number from 1.")
-    for name, path in (("base", config.base), ("encoder", config.encoder)):
-        if path is not None and not Path(path).is_dir():
-            raise UserError(f"{name}={path!r} is not there. Give a folder.")
+    check_base(config.base)
     device = pick_device(config.device)
     records, bad = read_pairs(config.data, config.limit)
     images = ImageFolder(config.images)
@@ -335,8 +312,8 @@ def evaluate_generation(config: GenerationConfig) -> dict:
     dino = None if config.dino is None else DinoScore(config.dino, device)
     digests = {
         "data": digest(config.data),
-        "base": digest(config.base),
-        "encoder": config.encoder and digest(config.encoder),
+        "base": _digest_or_id(config.base),
+        "encoder": config.encoder and _digest_or_id(config.encoder),
         "inception_weights": config.inception_weights and digest(config.inception_weights),
         "dino": None if dino is None else weights_digest(dino.model),
     }

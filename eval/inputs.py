@@ -1,8 +1,6 @@
-"""What evaluations are given: pairs of a data file, a device, a batch size."""
+"""What evaluations are given: pairs of a data file, a batch size."""
 
 from collections.abc import Sequence
-
-import torch
 
 from debias_diffusion.data import BadRecord, Record, read_sharegpt4v
 from debias_diffusion.errors import UserError
@@ -27,20 +25,6 @@ def print_left_out(bad: Sequence[BadRecord]) -> None:
         print(f"left out {record.where}: {record.kind} ({record.detail})")
     if len(bad) > 5:
         print(f"left out {len(bad) - 5} more; the report names all")
-
-
-def pick_device(name: str | None) -> torch.device:
-    """The device of that name; without a name cuda where there is one, else cpu.
-
-    Raises:
-        UserError: there is no such device here.
-    """
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(1, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"device={name!r} is not available ({reason}). Use cpu, or leave the device out.") from error
 
 
 def check_batch_size(batch_size: int) -> None:

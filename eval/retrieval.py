@@ -8,11 +8,12 @@ import torch
 
 from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.data import ImageFolder
+from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
 from debias_diffusion.retrieval import encode_pairs, recall_at_k
 
-from .inputs import check_batch_size, pick_device, print_left_out, read_pairs
+from .inputs import check_batch_size, print_left_out, read_pairs
 from .report import digest, table, versions, weights_digest
 
 

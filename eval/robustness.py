@@ -9,10 +9,11 @@ from matplotlib.figure import Figure
 
 from debias_diffusion.captions import join_sentences, split_sentences
 from debias_diffusion.data import ImageFolder
+from debias_diffusion.devices import pick_device
 from debias_diffusion.files import write_json
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k
 
-from .inputs import check_batch_size, pick_device, print_left_out, read_pairs
+from .inputs import check_batch_size, print_left_out, read_pairs
 from .report import digest, table, versions, weights_digest
 from .retrieval import RetrievalConfig, load_for_evaluation
 

@@ -308,7 +308,7 @@ def test_a_killed_generation_continues_and_ends_equal(tmp_path, base_folder, din
         ({"dino": None, "inception_weights": None}, "both null"),
         ({"steps": 0}, "steps=0"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"base": "nowhere"}, "base='nowhere'"),
+        ({"base": "nowhere"}, "The base model 'nowhere' is not there"),
         ({"encoder": "nowhere"}, "encoder='nowhere'"),
         ({"images": "."}, "0 of 3 pairs"),
         ({"limit": 1, "inception_weights": "x.pth"}, "1 of 1 pairs.*at least 2"),

@@ -1,0 +1,22 @@
+"""Where a model runs."""
+
+import torch
+
+from .errors import UserError
+
+
+def pick_device(name: str | None = None) -> torch.device:
+    """The device of that name; without a name the fastest there is: cuda, mps, cpu.
+
+    Raises:
+        UserError: there is no such device here.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(1, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"The device {name!r} is not available ({reason}). Use cpu, or leave the device out."
+        ) from error
