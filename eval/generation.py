@@ -172,7 +172,13 @@ class DinoScore:
 
     def __init__(self, model: str | os.PathLike, device: torch.device):
         try:
-            self.model = AutoModel.from_pretrained(model, dtype=torch.float32).to(device).eval()
+            # Files that are no safetensors are read with weights_only=True.
+            loaded, info = AutoModel.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+            # The pooler is not used, and DINO's weights have none.
+            missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+            if missing:
+                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            self.model = loaded.to(device).eval()
             self.size = self.model.config.image_size
         except Exception as error:  # whatever a wrong folder or a failed download raises
             reason = str(error).strip().splitlines()[0][:300].rstrip(".")
@@ -222,6 +228,7 @@ def generate_images(
     if missing:
         pipe = load_sdxl(config.base, config.encoder, device)
         pipe.set_progress_bar_config(disable=True)
+        write_json(folder / "settings.json", settings)
         for index in tqdm(missing, desc="generate"):
             image = pipe(
                 clean(prompts[index]),  # as captions were cleaned for training
@@ -238,12 +245,11 @@ def generate_images(
 
 
 def _check_same_settings(folder: Path, settings: dict) -> None:
-    """Writes `settings.json` in a new folder; refuses one whose settings differ."""
+    """Refuses a folder whose images were made with other settings."""
     file = folder / "settings.json"
     if not file.exists():
         if any(folder.glob("*.png")):
             raise UserError(f"{str(folder)!r} holds images but no settings.json. Give another output, or remove them.")
-        write_json(file, settings)
         return
     try:
         before = json.loads(file.read_text(encoding="utf-8"))

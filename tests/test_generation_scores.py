@@ -227,11 +227,16 @@ def test_dino_score_of_itself_is_one_and_depends_on_the_pairing(dino_folder, pic
     assert dino(ours, theirs, batch_size=2) == pytest.approx(dino(theirs[::-1], ours[::-1], batch_size=3), abs=1e-6)
 
 
-def test_dino_without_safetensors_is_refused(dino_folder, tmp_path):
+def test_dino_weights_that_are_missing_or_code_are_refused(dino_folder, tmp_path):
     (tmp_path / "config.json").write_text((Path(dino_folder) / "config.json").read_text())
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"model\.safetensors"):
+    with pytest.raises(UserError, match=r"it lacks \d+ of the model's weights"):
         DinoScore(tmp_path, CPU)
+    marker = tmp_path / "executed"
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Payload(marker)}))
+    with pytest.raises(UserError, match="could not be loaded"):
+        DinoScore(tmp_path, CPU)
+    assert not marker.exists()
 
 
 def test_a_whole_evaluation(tmp_path, base_folder, dino_folder, inception_file, capsys):
@@ -309,7 +314,7 @@ def test_a_killed_generation_continues_and_ends_equal(tmp_path, base_folder, din
         ({"steps": 0}, "steps=0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"base": "nowhere"}, "The base model 'nowhere' is not there"),
-        ({"encoder": "nowhere"}, "encoder='nowhere'"),
+        ({"encoder": "nowhere"}, "'nowhere' is not there"),
         ({"images": "."}, "0 of 3 pairs"),
         ({"limit": 1, "inception_weights": "x.pth"}, "1 of 1 pairs.*at least 2"),
         ({"inception_weights": "x.pth"}, "x.pth"),
