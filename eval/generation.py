@@ -51,7 +51,8 @@ class GenerationConfig:
         seed: Image i starts from noise seeded with this number + i, the same on every device.
         steps: Denoising steps.
         inception_weights: File of torch-fidelity's Inception weights, for FID. Without it FID is skipped.
-        dino: Folder or hub id of DINO ViT-S/16 in transformers' layout, for the DINO score. null skips it.
+        dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
+            Without it the DINO score is skipped.
         batch_size: Images scored at once; they are generated one by one.
         device: Device to run on. The default is cuda where there is one, else cpu.
     """
@@ -65,7 +66,7 @@ class GenerationConfig:
     seed: int = 0
     steps: int = 30
     inception_weights: str | None = None
-    dino: str | None = "facebook/dino-vits16"
+    dino: str | None = None
     batch_size: int = 32
     device: str | None = None
 
@@ -298,7 +299,10 @@ def evaluate_generation(config: GenerationConfig) -> dict:
     started = time.monotonic()
     check_batch_size(config.batch_size)
     if config.inception_weights is None and config.dino is None:
-        raise UserError("inception_weights and dino are both null, which leaves no score. Give at least one of them.")
+        raise UserError(
+            "Neither inception_weights nor dino is given, which leaves no score. Give --dino facebook/dino-vits16 (or "
+            f"a folder with it), or --inception_weights a file of {URL_INCEPTION_V3}, or both."
+        )
     if config.steps < 1:
         raise UserError(f"steps={config.steps} is not allowed. Give a whole number from 1.")
     check_base(config.base)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from debias_diffusion.backbones import Backbone, load_backbone
-from debias_diffusion.data import ImageFolder
+from debias_diffusion.data import BadRecord, ImageFolder
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
@@ -57,6 +57,41 @@ def load_for_evaluation(model: str, pretrained: str | None, device: torch.device
     return backbone.to(device).eval()
 
 
+class Evaluation:
+    """What evaluations of a two-tower have in common: what they are given, and the JSON they leave.
+
+    Attributes:
+        records: the pairs to evaluate on.
+        images: where their images lie.
+        backbone: the model, in evaluation mode on `device`.
+
+    Raises:
+        UserError: a setting cannot be used.
+    """
+
+    def __init__(self, config: RetrievalConfig):
+        self.started = time.monotonic()
+        check_batch_size(config.batch_size)
+        self.config = config
+        self.records, self.bad = read_pairs(config.data, config.limit)
+        self.images = ImageFolder(config.images)
+        self.device = pick_device(config.device)
+        self.backbone = load_for_evaluation(config.model, config.pretrained, self.device)
+
+    def write(self, name: str, unreadable: list[BadRecord], numbers: dict) -> dict:
+        """Writes `name`.json: settings, versions, digests, `numbers`, the pairs left out, seconds. Returns it."""
+        report = {
+            "settings": asdict(self.config),
+            "versions": versions(),
+            "digests": {"data": digest(self.config.data), "model": weights_digest(self.backbone)},
+            **numbers,
+            "left_out": [asdict(record) for record in self.bad + unreadable],
+            "seconds": round(time.monotonic() - self.started, 1),
+        }
+        write_json(Path(self.config.output) / f"{name}.json", report)
+        return report
+
+
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
     """Retrieval with whole captions; writes `retrieval.json` into `config.output` and prints a table.
 
@@ -66,25 +101,13 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
     Raises:
         UserError: a setting cannot be used.
     """
-    started = time.monotonic()
-    check_batch_size(config.batch_size)
-    records, bad = read_pairs(config.data, config.limit)
-    images = ImageFolder(config.images)
-    device = pick_device(config.device)
-    backbone = load_for_evaluation(config.model, config.pretrained, device)
-    image_features, text_features, unreadable = encode_pairs(backbone, records, images, config.batch_size, device)
+    own = Evaluation(config)
+    image_features, text_features, unreadable = encode_pairs(
+        own.backbone, own.records, own.images, config.batch_size, own.device
+    )
     print_left_out(unreadable)
     recalls = recall_at_k(image_features, text_features)
-    report = {
-        "settings": asdict(config),
-        "versions": versions(),
-        "digests": {"data": digest(config.data), "model": weights_digest(backbone)},
-        "pairs": len(image_features),
-        "left_out": [asdict(record) for record in bad + unreadable],
-        "recall_percent": recalls,
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    write_json(Path(config.output) / "retrieval.json", report)
+    report = own.write("retrieval", unreadable, {"pairs": len(image_features), "recall_percent": recalls})
     header = ["", *recalls["text_to_image"]]
     print(table(header, [[direction.replace("_", " "), *values.values()] for direction, values in recalls.items()]))
     return report

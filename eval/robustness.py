@@ -1,21 +1,17 @@
 """How much of retrieval depends on the first sentence: recall under edits of the caption's sentences."""
 
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from debias_diffusion.captions import join_sentences, split_sentences
-from debias_diffusion.data import ImageFolder
-from debias_diffusion.devices import pick_device
-from debias_diffusion.files import write_json
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k
 
-from .inputs import check_batch_size, print_left_out, read_pairs
-from .report import digest, table, versions, weights_digest
-from .retrieval import RetrievalConfig, load_for_evaluation
+from .inputs import print_left_out
+from .report import table
+from .retrieval import Evaluation, RetrievalConfig
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 
@@ -105,31 +101,22 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
     Raises:
         UserError: a setting cannot be used.
     """
-    started = time.monotonic()
-    check_batch_size(config.batch_size)
-    records, bad = read_pairs(config.data, config.limit)
-    images = ImageFolder(config.images)
-    device = pick_device(config.device)
-    backbone = load_for_evaluation(config.model, config.pretrained, device)
-    image_features, good, unreadable = encode_images(backbone, records, images, config.batch_size, device)
+    own = Evaluation(config)
+    backbone, device = own.backbone, own.device
+    image_features, good, unreadable = encode_images(backbone, own.records, own.images, config.batch_size, device)
     print_left_out(unreadable)
-    captions = [records[index].caption for index in good]
+    captions = [own.records[index].caption for index in good]
     recall = {}
     for edit in EDITS:
         edited = [edit_caption(caption, edit) for caption in captions]
         recalls = recall_at_k(image_features, encode_texts(backbone, edited, config.batch_size, device), ks=(1,))
         recall[edit] = {direction: recalls[direction]["R@1"] for direction in DIRECTIONS}
-    report = {
-        "settings": asdict(config),
-        "versions": versions(),
-        "digests": {"data": digest(config.data), "model": weights_digest(backbone)},
+    numbers = {
         "pairs": len(captions),
         "one_sentence_captions": sum(len(split_sentences(caption)) == 1 for caption in captions),
-        "left_out": [asdict(record) for record in bad + unreadable],
         **compare(recall),
-        "seconds": round(time.monotonic() - started, 1),
     }
-    write_json(Path(config.output) / "robustness.json", report)
+    report = own.write("robustness", unreadable, numbers)
     plot(recall).savefig(Path(config.output) / "robustness.png")
     rows = []
     for edit in EDITS:

@@ -16,13 +16,7 @@ from debias_diffusion.tokens import clip_tokenizer
 PROMPT = "a red cat on a blue sofa, " * 16  # 128 tokens
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """For tensors this small a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

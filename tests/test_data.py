@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from debias_diffusion.data import ImageFolder, read_sharegpt4v
+from debias_diffusion.data import ImageFolder, PackedRecords, Record, read_sharegpt4v
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.recipes import RECIPES
@@ -47,6 +47,15 @@ def test_reads_sharegpt4vs_layout(tmp_path):
     captions = read_sharegpt4v(write(tmp_path / "d.json", entries))
     assert [(r.image, r.caption) for r in captions.records] == [("a/1.jpg", "One. Two. Three."), ("a/2.jpg", "Four.")]
     assert captions.bad == []
+
+
+def test_packed_records_are_the_records():
+    records = [Record(str(i), f"{i}.jpg", f"Größe {i}. 猫 \u2028 " * i) for i in range(5)]
+    packed = PackedRecords(records)
+    assert len(packed) == 5 and list(packed) == records
+    assert packed[-1] == records[-1] and packed[1:4:2] == records[1:4:2]
+    with pytest.raises(IndexError):
+        packed[5]
 
 
 def test_bad_records_are_left_out_and_named(tmp_path):

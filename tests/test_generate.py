@@ -21,13 +21,7 @@ def save_encoder(folder, width):
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """For tensors this small a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -310,7 +310,7 @@ def test_a_killed_generation_continues_and_ends_equal(tmp_path, base_folder, din
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dino": None, "inception_weights": None}, "both null"),
+        ({"dino": None, "inception_weights": None}, "Neither inception_weights nor dino is given"),
         ({"steps": 0}, "steps=0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"base": "nowhere"}, "The base model 'nowhere' is not there"),

@@ -4,7 +4,7 @@ import open_clip
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_clip import tiny_clip
+from tiny_clip import byte_tokenizer, tiny_clip
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import load_text_encoder
@@ -94,6 +94,19 @@ def test_the_folder_loads_without_anything_of_ours(tmp_path):
     # Pooled at EOT, not at SOT, as a wrong eos_token_id would.
     pooled = backbone.text.project(encoder(ids).pooler_output)
     torch.testing.assert_close(pooled, backbone.encode_text(backbone.tokenize(CAPTIONS)), rtol=0, atol=1e-5)
+
+
+def test_a_small_vocabulary_pools_at_its_own_eot(tmp_path):
+    # transformers' default eos_token_id is of CLIP's vocabulary; with it a small one would silently pool at SOT.
+    backbone = tiny_clip(tokenizer=byte_tokenizer(77))
+    export_text_encoder(backbone, tmp_path, projection=True)
+    encoder, tokenizer = load_text_encoder(tmp_path)
+    assert (encoder.config.eos_token_id, len(tokenizer)) == (513, 514)
+    captions = ["a cat", "a dog on a mat"]
+    ids = tokenizer(captions, padding="max_length", return_tensors="pt").input_ids
+    theirs, ours = encoder(ids).text_embeds, backbone.encode_text(backbone.tokenize(captions))
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+    assert not torch.allclose(theirs[0], theirs[1])
 
 
 def test_every_kind_of_folder_is_recognised(tmp_path):

@@ -74,6 +74,13 @@ def test_a_run_leaves_what_it_says(world, finished):
         assert open_clip.create_model(f"local-dir:{finished / name}").context_length == 248
 
 
+def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
+    # With steps of nothing all measurements are equal, the base's too.
+    train(config(world, tmp_path, learning_rate=1e-30, weight_decay=0, initial_scale=None))
+    assert len({(line["t2i_r1"], line["i2t_r1"]) for line in log(tmp_path) if "t2i_r1" in line}) == 1
+    assert json.loads((tmp_path / "best" / "scores.json").read_text())["step"] == 3
+
+
 def test_training_learns_and_keeps_the_kept_rows(world, finished):
     base, last = load_backbone(world[0]), load_backbone(str(finished / "last"))
     table = last.text.tower.positional_embedding
@@ -295,6 +302,8 @@ def small_disk(tmp_path):
 def test_too_small_a_disk_is_noticed_before_the_run(world, small_disk):
     with pytest.raises(UserError, match=r"needs about 0\.\d GB on the disk .* and 0.0 GB are free"):
         train(config(world, small_disk / "run"))
+    # Nothing was begun there, so that other settings may try.
+    assert not (small_disk / "run" / "settings.json").exists()
 
 
 def test_a_disk_that_fills_up_leaves_the_last_folder_whole(small_disk):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import open_clip
 import torch
+from open_clip.tokenizer import bytes_to_unicode
+from transformers import CLIPTokenizer
 
 from debias_diffusion.backbones import Backbone
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
@@ -16,18 +18,32 @@ CONFIG = {
 }
 
 
-def tiny_clip(seed: int = 0, quick_gelu: bool = False, context_length: int = 77) -> Backbone:
+def tiny_clip(
+    seed: int = 0, quick_gelu: bool = False, context_length: int = 77, tokenizer: CLIPTokenizer | None = None
+) -> Backbone:
     """A backbone with random weights, of everyday size: open_clip's own initialisation is too small to tell errors."""
     config = deepcopy(CONFIG) | ({"quick_gelu": True} if quick_gelu else {})
-    config["text_cfg"]["context_length"] = context_length
+    tokenizer = tokenizer or clip_tokenizer(context_length)
+    config["text_cfg"] |= {"context_length": context_length, "vocab_size": len(tokenizer)}
     torch.manual_seed(seed)
     model = open_clip.CLIP(**deepcopy(config))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 0:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    tokenizer = CaptionTokenizer(clip_tokenizer(context_length), context_length)
-    return Backbone(model, tokenizer, {"model_cfg": config, "preprocess_cfg": {}}, random_weights=True)
+    return Backbone(
+        model,
+        CaptionTokenizer(tokenizer, context_length),
+        {"model_cfg": config, "preprocess_cfg": {}},
+        random_weights=True,
+    )
+
+
+def byte_tokenizer(context_length: int) -> CLIPTokenizer:
+    """A CLIPTokenizer without merges: 512 symbols, then SOT (512) and EOT (513)."""
+    symbols = list(bytes_to_unicode().values())
+    words = [*symbols, *(f"{symbol}</w>" for symbol in symbols), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=context_length)
 
 
 def save_tiny_clip(folder: Path, **settings) -> str:

@@ -1,6 +1,7 @@
 """Records to training samples, and samples to batches."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,7 +39,7 @@ class CaptionDataset(Dataset):
 
     def __init__(
         self,
-        records: list[Record],
+        records: Sequence[Record],
         images: ImageFolder,
         preprocess,
         tokenizer: CaptionTokenizer,

@@ -2,7 +2,10 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ..errors import UserError
 
@@ -16,6 +19,29 @@ class Record:
     sample_id: str
     image: str
     caption: str
+
+
+class PackedRecords(Sequence[Record]):
+    """Records in two arrays instead of as millions of objects.
+
+    A worker process shares the memory of the process it was forked from until either writes to it, and Python writes to
+    every object it looks at, to count references. So each worker would come to hold a copy of all captions.
+    """
+
+    def __init__(self, records: Sequence[Record]):
+        rows = [json.dumps([record.sample_id, record.image, record.caption]).encode() for record in records]
+        self._ends = np.cumsum([len(row) for row in rows])
+        self._bytes = np.frombuffer(b"".join(rows), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]  # negative ones too, and IndexError
+        start = self._ends[index - 1] if index else 0
+        return Record(*json.loads(self._bytes[start : self._ends[index]].tobytes()))
 
 
 @dataclass(frozen=True)

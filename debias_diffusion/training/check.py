@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     return report
 
 
-def look_for_images(records: list[Record], images: ImageFolder, max_bad: float) -> int:
+def look_for_images(records: Sequence[Record], images: ImageFolder, max_bad: float) -> int:
     """How many of some images, spread evenly over the data, are missing.
 
     Raises:

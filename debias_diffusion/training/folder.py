@@ -57,15 +57,13 @@ class RunFolder:
         finally:
             lock.release()
 
-    def claim(self, settings: dict, is_main: bool) -> None:
-        """Writes what this run's result depends on, or compares it with what a run here was started with.
+    def claim(self, settings: dict) -> None:
+        """Writes what this run's result depends on."""
+        write_json(self._settings, settings)
 
-        Raises:
-            UserError: the folder belongs to a run with other settings; names them.
-        """
+    def check_settings(self, settings: dict) -> None:
+        """Raises UserError if the folder belongs to a run with other settings, and names them."""
         if not self._settings.exists():
-            if is_main:
-                write_json(self._settings, settings)
             return
         theirs = json.loads(self._settings.read_text())
         differing = [key for key in settings if settings[key] != theirs.get(key)]

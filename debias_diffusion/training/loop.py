@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..backbones import Backbone, load_backbone
-from ..data import Captions, ImageFolder, Record, read_sharegpt4v
+from ..data import Captions, ImageFolder, PackedRecords, Record, read_sharegpt4v
 from ..data.dataset import Batch, CaptionDataset, Collate
 from ..errors import UserError
 from ..files import explain_full_disk, sha256
@@ -86,11 +86,13 @@ class _Run:
             )
         captions = read_sharegpt4v(config.data)
         self.images = ImageFolder(config.images)
-        self.held_out, self.records = _split(captions, config)
+        self.held_out, records = _split(captions, config)
+        self.records = PackedRecords(records)
         self.missing = look_for_images(self.records, self.images, config.max_bad)
         self.backbone = prepare_backbone(config)
         check_components(self.recipe.components, config.batch, self.backbone.config["model_cfg"]["embed_dim"])
-        folder.claim(config.settings() | {"data_sha256": sha256(config.data)}, self.main)
+        self.settings = config.settings() | {"data_sha256": sha256(config.data)}
+        folder.check_settings(self.settings)
         if self.main:
             report_bad(captions.bad, folder.path)
         check_share(len(captions.bad), len(captions.records) + len(captions.bad), config)
@@ -106,9 +108,10 @@ class _Run:
         config, total = self.config, self.batches.total_steps
         state = load_checkpoint(self.folder.checkpoints, self.backbone, self.optimizer)
         if self.main:
+            if state.step < total:
+                self._print_plan(state.step)
+            self.folder.claim(self.settings)
             self.folder.cut_log(state.step)
-        if self.main and state.step < total:
-            self._print_plan(state.step)
         request = StopRequest(self.accelerator)
         bar = tqdm(total=total, initial=state.step, desc="training", unit=" steps", disable=not self.main)
         with request.listening(), bar:
@@ -204,6 +207,8 @@ class _Run:
                     self.backbone, self.held_out, self.images, batch_size, device, progress=False
                 )
             self.backbone.train()
+            if state.step == 0:
+                report_bad(bad, self.folder.path)
             recalls = recall_at_k(image, text, ks=(1,))
             t2i, i2t = recalls["text_to_image"]["R@1"], recalls["image_to_text"]["R@1"]
             scores = {"step": state.step, "t2i_r1": t2i, "i2t_r1": i2t, "pairs": len(image), "left_out": len(bad)}

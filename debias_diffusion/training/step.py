@@ -65,8 +65,8 @@ def _sum_gradients(backbone: Backbone, accelerator: Accelerator) -> None:
 class Optimizer:
     """AdamW with weight decay on matrices only, on everything but the kept positions.
 
-    The first `backbone.kept_positions` rows of the text tower's position table are not trained: their gradient is set
-    to zero and, because weight decay would still move them, they are put back after each step.
+    The first `backbone.kept_positions` rows of the text tower's position table are not trained: whatever gradient,
+    momentum and weight decay would do to them, they are put back after each step.
     """
 
     def __init__(self, backbone: Backbone, weight_decay: float, betas: tuple[float, float], eps: float):
@@ -87,8 +87,6 @@ class Optimizer:
         """Applies the gradients that lie in the parameters, and clears them."""
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        table = self.backbone.text.tower.positional_embedding
-        table.grad[: self.backbone.kept_positions] = 0
         self.adamw.step()
         with torch.no_grad():
             self._kept_rows.copy_(self.kept)
