@@ -4,8 +4,13 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
+import hypothesis
 import pytest
 import torch
+
+# On a busy machine any example may take long; no test asserts a time.
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("default")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,87 @@
+"""The toy world's CLIP: 77 positions, learned from nothing on short captions, as the real one was."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import torch
+import torch.nn.functional as F
+from open_clip.transform import PreprocessCfg
+from PIL import Image
+from tqdm import tqdm
+from transformers import CLIPTokenizer
+
+from ..backbones import Backbone
+from ..objectives import contrastive_loss
+from ..tokens import CaptionTokenizer
+from .grammar import short_caption
+from .render import render
+from .scenes import generator, scene
+from .stage import run_stage
+
+CONTEXT_LENGTH = 77
+CONFIG = {
+    "embed_dim": 128,
+    "vision_cfg": {"image_size": 48, "layers": 3, "width": 128, "head_width": 32, "patch_size": 8},
+    "text_cfg": {"context_length": CONTEXT_LENGTH, "width": 128, "heads": 4, "layers": 3},
+}
+
+
+def new_clip(tokenizer: CLIPTokenizer, seed: int = 0) -> Backbone:
+    """The untrained model."""
+    config = deepcopy(CONFIG)
+    config["text_cfg"]["vocab_size"] = len(tokenizer)
+    torch.manual_seed(seed)
+    model = open_clip.CLIP(**deepcopy(config))
+    preprocess = asdict(PreprocessCfg(size=config["vision_cfg"]["image_size"]))
+    open_clip.model.set_model_preprocess_cfg(model, preprocess)
+    captions = CaptionTokenizer(tokenizer, CONTEXT_LENGTH)
+    return Backbone(model, captions, {"model_cfg": config, "preprocess_cfg": preprocess}, random_weights=True)
+
+
+def render_all(split: str, count: int, preprocess) -> torch.Tensor:
+    """The first `count` scenes of a split as the model sees them, uint8 [count, 3, size, size]; see `as_pixels`."""
+    resize, *_ = preprocess.transforms
+    pictures = [np.asarray(resize(render(scene(split, index)))) for index in tqdm(range(count), desc="drawing")]
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
+
+
+def as_pixels(pictures: torch.Tensor, preprocess) -> torch.Tensor:
+    """uint8 pictures as the model's input: float, normalised."""
+    normalise = preprocess.transforms[-1]
+    return normalise(pictures.float() / 255)
+
+
+def train_clip(
+    folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 4000, batch: int = 128, seed: int = 0
+) -> Backbone:
+    """Trains the base model on summaries with one or two details, drawn anew at each step."""
+    backbone = new_clip(tokenizer, seed)
+    pictures = render_all("train", scenes, backbone.preprocess)
+    loss = partial(_loss, backbone, pictures, batch, seed)
+    run_stage(folder, backbone.model, loss, steps=steps, peak=1e-3, weight_decay=0.1)
+    return backbone
+
+
+def _loss(backbone: Backbone, pictures: torch.Tensor, batch: int, seed: int, step: int) -> torch.Tensor:
+    indices = np.random.default_rng([seed, step]).choice(len(pictures), batch, replace=False)
+    texts = [short_caption(scene("train", i), generator("train", i, f"short/{seed}/{step}")).text for i in indices]
+    image = backbone.encode_image(as_pixels(pictures[torch.from_numpy(indices)], backbone.preprocess))
+    text = backbone.encode_text(backbone.tokenize(texts))
+    scale = backbone.logit_scale.clamp(max=np.log(100)).exp()
+    return contrastive_loss(F.normalize(image, dim=-1), F.normalize(text, dim=-1), scale)
+
+
+@torch.inference_mode()
+def encode(
+    backbone: Backbone, pictures: Sequence[Image.Image], texts: Sequence[str], batch: int = 250
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of pictures [len(pictures), embed_dim] and of texts [len(texts), embed_dim]."""
+    pixels = torch.stack([backbone.preprocess(picture) for picture in pictures])
+    image = [backbone.encode_image(part) for part in pixels.split(batch)]
+    text = [backbone.encode_text(backbone.tokenize(texts[i : i + batch])) for i in range(0, len(texts), batch)]
+    return torch.cat(image), torch.cat(text)

@@ -1,0 +1,148 @@
+"""Scenes in words: a summary first, then details in varied order and wording, as real long captions have it.
+
+A caption remembers which sentence first says what stands in a place, so that a drawn picture can be scored sentence by
+sentence.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from ..captions import join_sentences
+from .scenes import PLACES, Scene, Thing, generator, scene
+
+SENTENCES = (9, 14)  # fewest and most in a caption
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_SUMMARIES = ("This picture shows {}.", "Here is a picture of {}.", "The image contains {}.", "This is an image of {}.")
+_THINGS = (
+    "A {size} {colour} {kind} stands in the {place} of the picture.",
+    "In the {place} there is a {size} {colour} {kind}.",
+    "The {place} holds a {kind} that is {size} and {colour}.",
+    "You can see a {size} {kind} of {colour} colour in the {place}.",
+    "The object in the {place} is a {size} {colour} {kind}.",
+)
+_BACKGROUNDS = (
+    "The background of the whole picture is {}.",
+    "Everything is set against a plain {} background.",
+    "Behind all of the objects there is nothing but {}.",
+)
+_EMPTY = ("The {} of the picture is empty.", "There is nothing at all in the {}.", "No object stands in the {}.")
+_COLOUR_COUNTS = ("{number} of the objects {verb} {colour}.", "Of all the objects, {number} {verb} {colour}.")
+_ACROSS = {
+    -1: ("{a} is further to the left than {b}.", "{a} stands to the left of {b}."),
+    1: ("{a} is further to the right than {b}.", "{a} stands to the right of {b}."),
+}
+_DOWN = {
+    -1: ("{a} is higher up than {b}.", "{a} stands above {b}."),
+    1: ("{a} is lower down than {b}.", "{a} stands below {b}."),
+}
+_LARGER = ("{a} is larger than {b}.", "Of the two, {a} is larger than {b}.")
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One sentence, and the places of which it says what kind and colour stands there."""
+
+    text: str
+    tells: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Caption:
+    """The sentences of a caption, the summary first."""
+
+    sentences: tuple[Sentence, ...]
+
+    @property
+    def text(self) -> str:
+        return join_sentences([sentence.text for sentence in self.sentences])
+
+    def first_told(self) -> dict[str, int]:
+        """For each place that is told, the number of the sentence that first does, from 0."""
+        told: dict[str, int] = {}
+        for number, sentence in enumerate(self.sentences):
+            for place in sentence.tells:
+                told.setdefault(place, number)
+        return told
+
+
+def long_caption(its: Scene, rng: random.Random) -> Caption:
+    """A caption of 9 to 14 sentences: the summary, every object, the background, and further true details."""
+    details = [_thing(thing, rng) for thing in its.things] + [_background(its, rng)]
+    further = _further(its, rng)
+    rng.shuffle(further)
+    details += further[: rng.randint(*SENTENCES) - 1 - len(details)]
+    rng.shuffle(details)
+    return Caption((_summary(its, rng), *details))
+
+
+def short_caption(its: Scene, rng: random.Random) -> Caption:
+    """What CLIP models are first trained on: the summary, with one or two objects described."""
+    described = rng.sample(its.things, min(rng.randint(1, 2), len(its.things)))
+    return Caption((_summary(its, rng), *(_thing(thing, rng) for thing in described)))
+
+
+def caption(split: str, index: int) -> Caption:
+    """The long caption of scene number `index` of a split, the same on every machine."""
+    return long_caption(scene(split, index), generator(split, index, "caption"))
+
+
+def _summary(its: Scene, rng: random.Random) -> Sentence:
+    """Kinds and counts, and nothing else; in the order of the alphabet, which tells nothing of their places."""
+    counts = Counter(thing.kind for thing in its.things)
+    parts = [f"{_NUMBERS[counts[kind]]} {_plural(kind, counts[kind])}" for kind in sorted(counts)]
+    listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return Sentence(rng.choice(_SUMMARIES).format(listed))
+
+
+def _plural(kind: str, count: int) -> str:
+    if count == 1:
+        return kind
+    return f"{kind}es" if kind.endswith("s") else f"{kind}s"
+
+
+def _thing(thing: Thing, rng: random.Random) -> Sentence:
+    return Sentence(rng.choice(_THINGS).format(**vars(thing)), (thing.place,))
+
+
+def _background(its: Scene, rng: random.Random) -> Sentence:
+    return Sentence(rng.choice(_BACKGROUNDS).format(its.background))
+
+
+def _further(its: Scene, rng: random.Random) -> list[Sentence]:
+    """True sentences about relations, empty places and how often a colour occurs; at least eight."""
+    sentences = []
+    for index, a in enumerate(its.things):
+        for b in its.things[index + 1 :]:
+            sentences.append(_relation(its, *rng.sample((a, b), 2), rng))
+    taken = {thing.place for thing in its.things}
+    empty = [place for place in PLACES if place not in taken]
+    sentences += [Sentence(rng.choice(_EMPTY).format(place)) for place in rng.sample(empty, min(3, len(empty)))]
+    counts = Counter(thing.colour for thing in its.things)
+    for colour, count in counts.items():
+        number, verb = _NUMBERS[count], "is" if count == 1 else "are"
+        text = rng.choice(_COLOUR_COUNTS).format(number=number, verb=verb, colour=colour)
+        sentences.append(Sentence(text[0].upper() + text[1:]))
+    return sentences
+
+
+def _relation(its: Scene, a: Thing, b: Thing, rng: random.Random) -> Sentence:
+    """One true relation between two objects: across, down, or in size."""
+    (ax, ay), (bx, by) = PLACES[a.place], PLACES[b.place]
+    wordings = []
+    if ax != bx:
+        wordings.append(_ACROSS[1 if ax > bx else -1])
+    if ay != by:
+        wordings.append(_DOWN[1 if ay > by else -1])
+    if (a.size, b.size) == ("large", "small"):
+        wordings.append(_LARGER)
+    names, told = zip(*(_name(its, thing) for thing in (a, b)), strict=True)
+    text = rng.choice(rng.choice(wordings)).format(a=names[0], b=names[1])
+    return Sentence(text[0].upper() + text[1:], tuple(place for place in told if place))
+
+
+def _name(its: Scene, thing: Thing) -> tuple[str, str | None]:
+    """What to call an object so that no other is meant, and its place if the name says it."""
+    alike = [other for other in its.things if (other.kind, other.colour) == (thing.kind, thing.colour)]
+    name = f"the {thing.colour} {thing.kind}"
+    return (name, None) if len(alike) == 1 else (f"{name} in the {thing.place}", thing.place)

@@ -1,0 +1,78 @@
+"""One resumable piece of building the toy world: a loss, a number of steps, and a log."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ..training.schedule import learning_rate
+
+CHECKPOINT_EVERY = 500
+_LOG_EVERY = 100
+
+
+def run_stage(
+    folder: Path,
+    model: nn.Module,
+    loss: Callable[[int], torch.Tensor],
+    *,
+    steps: int,
+    peak: float,
+    warmup: int = 200,
+    weight_decay: float = 0.01,
+) -> None:
+    """Trains `model` in place for `steps` steps of AdamW, from the last checkpoint in `folder` if there is one.
+
+    Leaves `log.jsonl` and `checkpoint.pt` in `folder`. Killed and started again, it ends with the same weights,
+    provided that `loss` draws what it draws from its argument alone.
+
+    Args:
+        loss: number of the step, from 0, to a scalar to minimise.
+        peak: learning rate after the warm-up, from where half a cosine leads to 0.
+        weight_decay: on matrices only.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}], lr=peak
+    )
+    start = _restore(folder / "checkpoint.pt", model, optimizer)
+    started, total = time.monotonic(), 0.0
+    for step in tqdm(range(start, steps), desc=folder.name, initial=start, total=steps, unit=" steps"):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, peak, warmup)
+        value = loss(step)
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        total += value.item()
+        if (step + 1) % _LOG_EVERY == 0:
+            line = {"step": step + 1, "loss": round(total / _LOG_EVERY, 5)}
+            with open(folder / "log.jsonl", "a") as log:
+                log.write(json.dumps(line | {"seconds": round(time.monotonic() - started, 1)}) + "\n")
+            total = 0.0
+        if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == steps:
+            _save(folder / "checkpoint.pt", model, optimizer, step + 1)
+
+
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    unfinished = path.with_suffix(".tmp")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, unfinished)
+    os.replace(unfinished, path)
+
+
+def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The number of steps made."""
+    if not path.exists():
+        return 0
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"]

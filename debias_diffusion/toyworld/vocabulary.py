@@ -1,0 +1,41 @@
+"""The toy world's tokenizer: a real CLIPTokenizer whose small vocabulary was learned from its captions."""
+
+from collections.abc import Iterable
+
+from open_clip.tokenizer import bytes_to_unicode
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import CLIPTokenizer
+
+from ..tokens import clean, clip_tokenizer
+
+
+def learn_tokenizer(captions: Iterable[str], merges: int, context_length: int = 77) -> CLIPTokenizer:
+    """Learns `merges` merges of byte pairs, and lays the vocabulary out as CLIP's is.
+
+    Ids 0 to 511 are the bytes, inside a word and at its end, so that no word is unknown; then the merges; then SOT and
+    EOT, the highest. PAD is id 0, as in CLIP.
+    """
+    symbols = list(bytes_to_unicode().values())
+    model = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    # The same pieces as CLIPTokenizer cuts text into.
+    model.pre_tokenizer = clip_tokenizer(context_length).backend_tokenizer.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=2 * len(symbols) + merges,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    model.train_from_iterator((clean(caption) for caption in captions), trainer)
+    learned = [tuple(pair) for pair in _merges(model)][:merges]
+    words = [*symbols, *(f"{symbol}</w>" for symbol in symbols), *("".join(pair) for pair in learned)]
+    words += ["<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
+    return CLIPTokenizer(vocab=vocabulary, merges=learned, model_max_length=context_length)
+
+
+def _merges(model: Tokenizer) -> list:
+    import json
+
+    return [
+        pair if isinstance(pair, list) else pair.split(" ") for pair in json.loads(model.to_str())["model"]["merges"]
+    ]

@@ -1,0 +1,296 @@
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from scipy import ndimage
+from torch import nn
+from transformers import CLIPTokenizer
+
+from debias_diffusion.backbones import load_backbone
+from debias_diffusion.captions import split_sentences
+from debias_diffusion.data import read_sharegpt4v
+from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.toyworld.clip import as_pixels, encode, render_all, train_clip
+from debias_diffusion.toyworld.grammar import caption, long_caption, short_caption
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.toyworld.render import SIZE, render
+from debias_diffusion.toyworld.scenes import (
+    BACKGROUNDS,
+    COLOURS,
+    KINDS,
+    PLACES,
+    SIZES,
+    Scene,
+    Thing,
+    draw_scene,
+    generator,
+    scene,
+)
+from debias_diffusion.toyworld.stage import run_stage
+from debias_diffusion.toyworld.vocabulary import learn_tokenizer
+
+scenes = st.integers(0, 2**40).map(lambda seed: draw_scene(random.Random(seed)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return learn_tokenizer((caption("train", i).text for i in range(2000)), merges=400)
+
+
+# ---- scenes
+
+
+@given(scenes)
+def test_a_scene_has_four_to_six_objects_in_places_of_their_own(its):
+    assert 4 <= len(its.things) <= 6
+    assert len({thing.place for thing in its.things}) == len(its.things)
+    assert len({thing.kind for thing in its.things}) in (2, 3)
+    places = [list(PLACES).index(thing.place) for thing in its.things]
+    assert places == sorted(places)
+
+
+def test_everything_occurs_about_equally_often():
+    things = [thing for i in range(2000) for thing in scene("development", i).things]
+    for attribute, allowed in (("kind", KINDS), ("colour", COLOURS), ("size", SIZES), ("place", PLACES)):
+        counts = Counter(getattr(thing, attribute) for thing in things)
+        assert set(counts) == set(allowed)
+        assert max(counts.values()) < 1.25 * min(counts.values()), attribute
+    assert set(Counter(scene("test", i).background for i in range(200))) == set(BACKGROUNDS)
+
+
+def test_scenes_are_pure_functions_of_their_key_and_splits_never_meet():
+    assert scene("train", 7) == scene("train", 7)
+    assert caption("train", 7) == caption("train", 7)
+    drawn = {split: {scene(split, i) for i in range(500)} for split in ("train", "validation", "development", "test")}
+    drawn["test-2"] = {scene("test-2", i) for i in range(500)}
+    assert len(set().union(*drawn.values())) == 2500
+    with pytest.raises(ValueError, match="unknown split 'trian'"):
+        scene("trian", 0)
+
+
+def test_a_scene_stays_what_it_was():
+    # Weights were trained on these scenes; they must be the same on every machine and Python.
+    assert scene("test", 3) == PINNED
+
+
+PINNED = Scene(
+    "black",
+    (
+        Thing("triangle", "brown", "large", "top left"),
+        Thing("star", "pink", "small", "centre"),
+        Thing("triangle", "yellow", "small", "right"),
+        Thing("triangle", "red", "small", "bottom left"),
+    ),
+)
+
+
+def test_many_scenes_share_a_summary():
+    summaries = Counter(tuple(sorted(t.kind for t in scene("test", i).things)) for i in range(1000))
+    alone = sum(count for count in summaries.values() if count == 1)
+    assert alone < 200
+
+
+# ---- pictures
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_an_object_fills_its_place_and_no_other(kind, size):
+    for place, (column, row) in PLACES.items():
+        picture = np.asarray(render(Scene("white", (Thing(kind, "blue", size, place),)))).astype(int)
+        differs = (picture != BACKGROUNDS["white"]).any(axis=-1)
+        ys, xs = np.nonzero(differs)
+        third = SIZE / 3
+        assert column * third - 1 <= xs.min() and xs.max() <= (column + 1) * third
+        assert row * third - 1 <= ys.min() and ys.max() <= (row + 1) * third
+        pure = (abs(picture - COLOURS["blue"]).sum(axis=-1) < 6).sum()
+        assert pure > 20
+        # Antialiased where edges are not straight: some pixels are neither the object nor the background.
+        assert kind in ("square", "cross") or differs.sum() - pure > 5
+
+
+def test_a_large_object_is_larger_and_kinds_differ():
+    def area(kind, size):
+        picture = np.asarray(render(Scene("black", (Thing(kind, "yellow", size, "centre"),)))).astype(int)
+        return (abs(picture - BACKGROUNDS["black"]).sum(axis=-1) > 100).sum()
+
+    assert all(area(kind, "large") > 2 * area(kind, "small") for kind in KINDS)
+    masks = {render(Scene("white", (Thing(kind, "red", "large", "centre"),))).tobytes() for kind in KINDS}
+    assert len(masks) == len(KINDS)
+    ring = np.asarray(render(Scene("white", (Thing("ring", "red", "large", "centre"),))))
+    assert ndimage.label((ring == 250).all(axis=-1))[1] == 2  # outside and the hole
+
+
+def test_a_picture_has_the_size_asked_for():
+    assert render(scene("train", 0)).size == (64, 64)
+    assert render(scene("train", 0), size=48).size == (48, 48)
+
+
+# ---- captions
+
+
+def things_told(its, text):
+    """(kind, colour, place) of every object a text describes in full."""
+    words = text.replace(".", "").replace(" colour", "").lower()
+    places = sorted(PLACES, key=len, reverse=True)
+    place = next(place for place in places if f" {place}" in f" {words}")
+    return {
+        (t.kind, t.colour, t.place) for t in its.things if t.place == place and t.kind in words and t.colour in words
+    }
+
+
+@given(scenes, st.integers(0, 2**40))
+@settings(max_examples=200)
+def test_a_caption_says_the_summary_first_then_every_object_once_and_only_truths(its, seed):
+    written = long_caption(its, random.Random(seed))
+    sentences = written.sentences
+    assert 9 <= len(sentences) <= 14
+    assert split_sentences(written.text) == [sentence.text for sentence in sentences]
+    counts = Counter(thing.kind for thing in its.things)
+    assert all(kind in sentences[0].text for kind in counts) and sentences[0].tells == ()
+    assert not any(colour in sentences[0].text for colour in COLOURS)
+    told = written.first_told()
+    assert set(told) == {thing.place for thing in its.things}
+    by_place = {thing.place: thing for thing in its.things}
+    for sentence in sentences[1:]:
+        for place in sentence.tells:
+            thing = by_place[place]
+            assert place in sentence.text and thing.kind in sentence.text and thing.colour in sentence.text
+    for sentence in sentences:
+        check_relation(its, sentence.text)
+
+
+def check_relation(its, text):
+    """A relation must hold for some pair of the objects it names, and every empty place must be empty."""
+    for phrase, holds in {
+        "to the left": lambda a, b: PLACES[a.place][0] < PLACES[b.place][0],
+        "to the right": lambda a, b: PLACES[a.place][0] > PLACES[b.place][0],
+        " above ": lambda a, b: PLACES[a.place][1] < PLACES[b.place][1],
+        "higher up": lambda a, b: PLACES[a.place][1] < PLACES[b.place][1],
+        " below ": lambda a, b: PLACES[a.place][1] > PLACES[b.place][1],
+        "lower down": lambda a, b: PLACES[a.place][1] > PLACES[b.place][1],
+        "larger than": lambda a, b: (a.size, b.size) == ("large", "small"),
+    }.items():
+        if phrase in text:
+            first, second = text.lower().split(phrase, 1)
+            named = [[t for t in its.things if f"{t.colour} {t.kind}" in part] for part in (first, second)]
+            # A name with a place means that one object.
+            for i, part in enumerate((first, second)):
+                exact = [t for t in named[i] if f"{t.kind} in the {t.place} " in f"{part.rstrip('. ')} "]
+                named[i] = exact or named[i]
+            assert any(holds(a, b) for a in named[0] for b in named[1] if a is not b), text
+    if "empty" in text or "nothing at all" in text or "No object" in text:
+        place = text.rstrip(".").removesuffix(" of the picture is empty")
+        place = place.removeprefix("The ").removeprefix("There is nothing at all in the ")
+        assert place.removeprefix("No object stands in the ") in set(PLACES) - {t.place for t in its.things}, text
+
+
+def test_details_come_in_varied_order_and_wording():
+    captions = [caption("development", i) for i in range(300)]
+    numbers = [number for written in captions for number in written.first_told().values()]
+    assert set(range(1, 9)) <= set(numbers)
+    openings = Counter(sentence.text.split()[0] for written in captions for sentence in written.sentences)
+    assert len(openings) > 10
+
+
+def test_short_captions_are_the_summary_and_one_or_two_objects(tokenizer):
+    count = CaptionTokenizer(tokenizer, 77)
+    for i in range(300):
+        written = short_caption(scene("train", i), generator("train", i, "short"))
+        assert len(written.sentences) in (2, 3)
+        assert all(len(sentence.tells) == 1 for sentence in written.sentences[1:])
+        assert count.count(written.text) <= 77
+
+
+# ---- the tokenizer
+
+
+def test_captions_have_90_to_200_tokens_and_every_word_is_one(tokenizer):
+    counter = CaptionTokenizer(tokenizer, 248)
+    texts = [caption("development", i).text for i in range(500)]
+    counts = [counter.count(text) for text in texts]
+    assert min(counts) >= 88 and max(counts) <= 200
+    assert all(token.endswith("</w>") for text in texts[:50] for token in tokenizer.tokenize(text))
+
+
+def test_the_tokenizer_is_laid_out_as_clips_and_knows_every_word(tokenizer):
+    assert isinstance(tokenizer, CLIPTokenizer)
+    assert tokenizer.eos_token_id == len(tokenizer) - 1 and tokenizer.bos_token_id == len(tokenizer) - 2
+    assert tokenizer.convert_ids_to_tokens(0) == "!"
+    ids = tokenizer("a giraffe, naïve 猫 👍", add_special_tokens=False).input_ids
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == "a giraffe , naïve 猫 👍"
+
+
+def test_learning_the_tokenizer_is_repeatable(tokenizer, tmp_path):
+    again = learn_tokenizer((caption("train", i).text for i in range(2000)), merges=400)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    tokenizer.save_pretrained(tmp_path)
+    text = caption("test", 0).text
+    assert CLIPTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text, verbose=False).input_ids
+
+
+# ---- stages
+
+
+def test_a_killed_stage_ends_as_an_unbroken_one(tmp_path):
+    def stage(folder, fail_at=None):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+
+        def loss(step):
+            if step == fail_at:
+                raise KeyboardInterrupt
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            return (model(x) - x[:, :2]).square().mean()
+
+        run_stage(folder, model, loss, steps=1200, peak=1e-2)
+        return [p.detach().clone() for p in model.parameters()]
+
+    whole = stage(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        stage(tmp_path / "killed", fail_at=700)
+    continued = stage(tmp_path / "killed")
+    assert all(torch.equal(a, b) for a, b in zip(whole, continued, strict=True))
+    lines = (tmp_path / "whole" / "log.jsonl").read_text().splitlines()
+    assert len(lines) == 12
+
+
+# ---- pairs and the base model
+
+
+def test_pairs_are_read_by_train_as_any_others(tmp_path):
+    data, images = write_pairs(tmp_path, held_out=2, trained_on=3)
+    captions = read_sharegpt4v(data)
+    assert [record.image.split("-")[0] for record in captions.records] == ["validation"] * 2 + ["train"] * 3
+    assert captions.bad == []
+    assert captions.records[3].caption == caption("train", 1).text
+    with Image.open(images / captions.records[3].image) as picture:
+        assert picture.tobytes() == render(scene("train", 1)).tobytes()
+    before = data.stat().st_mtime_ns
+    write_pairs(tmp_path, held_out=2, trained_on=3)
+    assert data.stat().st_mtime_ns == before
+
+
+def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, tokenizer):
+    backbone = train_clip(tmp_path / "clip", tokenizer, scenes=48, steps=120, batch=16)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "clip" / "log.jsonl").read_text().splitlines()]
+    assert losses[0] < 2.6  # a guess among 16 has ln 16 = 2.77
+    pictures = [render(scene("train", i)) for i in range(16)]
+    texts = [caption("train", i).text for i in range(16)]
+    image, text = encode(backbone, pictures, texts, batch=5)
+    assert image.shape == text.shape == (16, 128)
+    backbone.save(tmp_path / "model")
+    again = load_backbone(str(tmp_path / "model"))
+    assert again.context_length == 77
+    assert torch.equal(again.preprocess(pictures[0]), backbone.preprocess(pictures[0]))
+    torch.testing.assert_close(encode(again, pictures, texts)[0], image, rtol=0, atol=1e-5)
+    # What training drew and scaled itself is what the model's own transform gives.
+    drawn = as_pixels(render_all("train", 2, backbone.preprocess), backbone.preprocess)
+    torch.testing.assert_close(drawn[1], backbone.preprocess(pictures[1]), rtol=0, atol=1e-6)
