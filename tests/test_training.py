@@ -232,6 +232,22 @@ def test_unreadable_images_are_counted_named_and_survived(world, tmp_path):
     }
 
 
+def test_captions_that_cannot_be_used_are_named_once_and_too_many_stop_the_run(world, tmp_path):
+    data, images = make_tiny_data(tmp_path / "world")
+    entries = json.loads(Path(data).read_text())
+    entries[9]["conversations"][1]["value"] = " "
+    Path(data).write_text(json.dumps(entries))
+    settings = config((world[0], data, images), tmp_path / "run", max_steps=1)
+    with pytest.raises(UserError, match="1 of 24 records cannot be used"):
+        train(settings)
+    named = (tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["where"] for line in named] == ["entry 9"]
+    settings = replace(settings, max_bad=0.1, output=str(tmp_path / "allowed"))
+    for _ in range(2):
+        train(settings)
+    assert len((tmp_path / "allowed" / "bad-records.jsonl").read_text().splitlines()) == 1
+
+
 def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys):
     data, images = make_tiny_data(tmp_path / "world")
     assert train(config((world[0], data, images), tmp_path / "run", check_data=True)) is None

@@ -57,13 +57,18 @@ class RunFolder:
         finally:
             lock.release()
 
+    @property
+    def begun(self) -> bool:
+        """Whether a run has made its first step here, or tried to."""
+        return self._settings.exists()
+
     def claim(self, settings: dict) -> None:
         """Writes what this run's result depends on."""
         write_json(self._settings, settings)
 
     def check_settings(self, settings: dict) -> None:
         """Raises UserError if the folder belongs to a run with other settings, and names them."""
-        if not self._settings.exists():
+        if not self.begun:
             return
         theirs = json.loads(self._settings.read_text())
         differing = [key for key in settings if settings[key] != theirs.get(key)]

@@ -93,7 +93,7 @@ class _Run:
         check_components(self.recipe.components, config.batch, self.backbone.config["model_cfg"]["embed_dim"])
         self.settings = config.settings() | {"data_sha256": sha256(config.data)}
         folder.check_settings(self.settings)
-        if self.main:
+        if self.main and not folder.begun:
             report_bad(captions.bad, folder.path)
         check_share(len(captions.bad), len(captions.records) + len(captions.bad), config)
         self.backbone.to(accelerator.device).train()

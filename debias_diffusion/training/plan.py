@@ -85,9 +85,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def check_disk(folder: Path, needed: int) -> int:
-    """Free bytes on the disk of `folder`. Raises UserError when they are fewer than `needed`."""
+    """Free bytes on the disk of `folder`. Raises UserError when they and what lies there already are below `needed`."""
     free = shutil.disk_usage(folder).free
-    if free < needed:
+    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    if free + written < needed:
         raise UserError(
             f"The run needs about {needed / GB:.1f} GB on the disk of {str(folder)!r} for its checkpoints, and "
             f"{free / GB:.1f} GB are free. Make room or give another output folder."
