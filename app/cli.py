@@ -5,7 +5,6 @@ Each command's options are the fields of one dataclass, whose docstring is their
 """
 
 import dataclasses
-import difflib
 import re
 import sys
 import warnings
@@ -129,8 +128,7 @@ def _explain(message: str, program: str, known: list[str]) -> str:
     )
     unknown = next((match for pattern in patterns if (match := re.search(pattern, message))), None)
     if unknown:
-        close = difflib.get_close_matches(unknown[1].replace("-", "_"), known, n=2, cutoff=0.6)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        hint = near_matches(unknown[1].replace("-", "_"), known, most=2)
         return f"Unknown option {unknown[1]!r}.{hint} `{program} --help` lists all."
     types = re.findall(r"Expected an? <class '(\w+)'>", message)
     wrong = re.search(r'Parser key "(\w+)".*(?:Given|Got) value: (.*)', message)

@@ -102,6 +102,15 @@ def _load_state(tower: nn.Module, state: dict[str, torch.Tensor]) -> None:
             _projection(tower).copy_(state["text_projection.weight"])
 
 
+def _prefixed_state(encoder: TextEncoder) -> dict[str, torch.Tensor]:
+    """The encoder's weights with the `text_model.` prefix, which in memory transformers 5 leaves out."""
+    return {
+        name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}": tensor
+        for name, tensor in encoder.state_dict().items()
+        if not name.endswith("position_ids")
+    }
+
+
 def to_transformers(backbone: Backbone, projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text tower as a transformers model with weights of its own.
 
@@ -132,11 +141,7 @@ def export_text_encoder(backbone: Backbone, folder: str | os.PathLike, projectio
     encoder, tokenizer = to_transformers(backbone, projection)
     (folder / "text_encoder").mkdir(parents=True, exist_ok=True)
     # Written by hand: save_pretrained of transformers 5 leaves out the prefix that other loaders need.
-    state = {
-        name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}": tensor.contiguous()
-        for name, tensor in encoder.state_dict().items()
-        if not name.endswith("position_ids")
-    }
+    state = {name: tensor.contiguous() for name, tensor in _prefixed_state(encoder).items()}
     save_file(state, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
     config = json.loads(encoder.config.to_json_string(use_diff=False))
     config |= {"architectures": [type(encoder).__name__], "dtype": "float32"}
@@ -211,7 +216,4 @@ def import_text_encoder(backbone: Backbone, text_encoder: TextEncoder) -> None:
                 f"The encoder's {key} is {getattr(theirs, key)}, the backbone's is {getattr(ours, key)}; they must be "
                 "equal."
             )
-    state = text_encoder.state_dict()
-    if not any(name.startswith("text_model.") for name in state):
-        state = {f"text_model.{name}": tensor for name, tensor in state.items()}
-    _load_state(backbone.text.tower, state)
+    _load_state(backbone.text.tower, _prefixed_state(text_encoder))

@@ -11,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..training.schedule import learning_rate
+from ..training.step import decay_groups
 
 CHECKPOINT_EVERY = 500
 _LOG_EVERY = 100
@@ -37,11 +38,7 @@ def run_stage(
         weight_decay: on matrices only.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}], lr=peak
-    )
+    optimizer = torch.optim.AdamW(decay_groups(model.parameters(), weight_decay), lr=peak)
     start = _restore(folder / "checkpoint.pt", model, optimizer)
     started, total = time.monotonic(), 0.0
     for step in tqdm(range(start, steps), desc=folder.name, initial=start, total=steps, unit=" steps"):

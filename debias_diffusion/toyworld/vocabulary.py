@@ -1,5 +1,6 @@
 """The toy world's tokenizer: a real CLIPTokenizer whose small vocabulary was learned from its captions."""
 
+import json
 from collections.abc import Iterable
 
 from open_clip.tokenizer import bytes_to_unicode
@@ -26,16 +27,9 @@ def learn_tokenizer(captions: Iterable[str], merges: int, context_length: int = 
         show_progress=False,
     )
     model.train_from_iterator((clean(caption) for caption in captions), trainer)
-    learned = [tuple(pair) for pair in _merges(model)][:merges]
+    pairs = json.loads(model.to_str())["model"]["merges"]  # a list, or in older files a string, each
+    learned = [tuple(pair if isinstance(pair, list) else pair.split(" ")) for pair in pairs[:merges]]
     words = [*symbols, *(f"{symbol}</w>" for symbol in symbols), *("".join(pair) for pair in learned)]
     words += ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
     return CLIPTokenizer(vocab=vocabulary, merges=learned, model_max_length=context_length)
-
-
-def _merges(model: Tokenizer) -> list:
-    import json
-
-    return [
-        pair if isinstance(pair, list) else pair.split(" ") for pair in json.loads(model.to_str())["model"]["merges"]
-    ]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ..captions import split_sentences
-from ..data import BadRecord, ImageFolder, Record, read_sharegpt4v
+from ..data import BadRecord, ImageFolder, PackedRecords, Record, read_sharegpt4v
 from ..data.dataset import UNREADABLE, unreadable
 from ..errors import UserError
 from ..tokens import CaptionTokenizer
@@ -24,7 +24,7 @@ _NAMED = 10  # bad records shown; all are in the file
 class _Everything(Dataset):
     """(sentences, tokens of the whole caption, fault or None) of every record."""
 
-    def __init__(self, records: list[Record], images: ImageFolder, tokenizer: CaptionTokenizer):
+    def __init__(self, records: Sequence[Record], images: ImageFolder, tokenizer: CaptionTokenizer):
         self.records, self.images, self.tokenizer = records, images, tokenizer
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
         UserError: more than `config.max_bad` of the records are unusable.
     """
     captions = read_sharegpt4v(config.data)
-    everything = _Everything(captions.records, ImageFolder(config.images), tokenizer)
+    everything = _Everything(PackedRecords(captions.records), ImageFolder(config.images), tokenizer)
     loader = DataLoader(everything, batch_size=None, num_workers=config.workers)
     found = list(tqdm(loader, desc="reading", unit=" pairs", total=len(everything)))
     sentences, tokens = np.array([row[0] for row in found]), np.array([row[1] for row in found])

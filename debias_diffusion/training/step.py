@@ -1,6 +1,7 @@
 """One exact step over the global batch, however many processes share it."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from accelerate import Accelerator
@@ -62,6 +63,13 @@ def _sum_gradients(backbone: Backbone, accelerator: Accelerator) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """Parameter groups for AdamW, with weight decay on matrices only."""
+    parameters = list(parameters)
+    matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
 class Optimizer:
     """AdamW with weight decay on matrices only, on everything but the kept positions.
 
@@ -72,10 +80,7 @@ class Optimizer:
     def __init__(self, backbone: Backbone, weight_decay: float, betas: tuple[float, float], eps: float):
         self.backbone = backbone
         self.named = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
-        matrices = [p for p in self.named.values() if p.ndim >= 2]
-        others = [p for p in self.named.values() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
+        self.adamw = torch.optim.AdamW(decay_groups(self.named.values(), weight_decay), lr=0.0, betas=betas, eps=eps)
         self.kept = self._kept_rows.detach().clone()
 
     @property
