@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test slow lint format clean
+.PHONY: quickstart test slow lint format clean
+
+quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
+	$(BIN)/debias-diffusion quickstart
 
 test: .venv/installed  ## the tests, except those marked slow
 	$(BIN)/python -m pytest -m "not slow"

@@ -1,4 +1,4 @@
-"""`debias-diffusion`: train, export, generate, evaluate.
+"""`debias-diffusion`: quickstart, train, export, generate, evaluate.
 
 Each command's options are the fields of one dataclass, whose docstring is their help. Values come from YAML
 (`--config file.yaml`) and from the command line, the later the stronger.
@@ -15,6 +15,12 @@ from debias_diffusion.files import explain_full_disk
 
 # command -> (summary, the function that gives (dataclass of options, what runs them)), or further commands. Functions,
 # because importing what a command needs takes seconds, and only one command runs.
+
+
+def _quickstart():
+    from .quickstart import QuickstartConfig, quickstart
+
+    return QuickstartConfig, quickstart
 
 
 def _train():
@@ -59,6 +65,7 @@ EVALUATIONS = {
     "generation": ("FID and DINO score of pictures drawn from captions", _generation),
 }
 COMMANDS = {
+    "quickstart": ("train, draw and compare in a small world, in minutes and without downloads", _quickstart),
     "train": ("fine-tune a CLIP model on long captions, so that its text encoder reads all of them", _train),
     "export": ("write a trained text encoder as a transformers folder", _export),
     "generate": ("draw a picture from a prompt of any length", _generate),

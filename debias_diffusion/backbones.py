@@ -24,6 +24,7 @@ from torch import nn
 from .errors import UserError, near_matches
 from .positions import FACTOR, KEEP, stretch_positions
 from .tokens import CaptionTokenizer, TokenBatch, clip_tokenizer, load_tokenizer
+from .toyworld.shipped import shipped
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -259,13 +260,14 @@ def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
 
     Args:
         model: an open_clip name ("ViT-B-16"; "ViT-B-16-quickgelu" for OpenAI's weights), an open_clip folder such as
-            training leaves, or "hf-hub:owner/name".
+            training leaves, "hf-hub:owner/name", or "toy/clip".
         pretrained: for a name: an open_clip tag ("openai", "laion2b_s34b_b88k") or a file of weights. None gives random
             weights from torch's current seed.
 
     Raises:
         UserError: the model or the weights are unknown, or the text tower is not a causal, EOT-pooled CLIP one.
     """
+    model = shipped(model)
     config, source = _find_config(model)
     _check_text_config(model, config["model_cfg"])
     if source is None:

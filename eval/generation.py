@@ -4,12 +4,15 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from diffusers import StableDiffusionXLPipeline
+from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from torch import Tensor, nn
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
@@ -22,8 +25,10 @@ from debias_diffusion.data.dataset import UNREADABLE, unreadable
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import check_base, load_sdxl
 from debias_diffusion.tokens import clean
+from debias_diffusion.toyworld.shipped import shipped
 
 from .inputs import check_batch_size, print_left_out, read_pairs
 from .report import digest, table, versions, weights_digest
@@ -31,7 +36,6 @@ from .report import digest, table, versions, weights_digest
 # Of generated and original images alike.
 RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"
 FID_FEATURES = (64, 2048)
-GUIDANCE_SCALE = 7.0  # that of the `generate` command
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -53,7 +57,12 @@ class GenerationConfig:
         inception_weights: File of torch-fidelity's Inception weights, for FID. Without it FID is skipped.
         dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
             Without it the DINO score is skipped.
-        batch_size: Images scored at once; they are generated one by one.
+        own_features: Network whose CLS features FID is computed on, in place of Inception: a folder of a transformers
+            vision model. Its scores compare with nothing published.
+        truncate: Cut prompts at 77 tokens, as stock SDXL does.
+        guidance_scale: How strongly prompts are followed; 1 is no guidance. The default is that of `generate`.
+        images_at_once: Pictures drawn at once, of prompts of like length; more need more memory.
+        batch_size: Images scored at once.
         device: Device to run on. The default is cuda where there is one, else cpu.
     """
 
@@ -67,6 +76,10 @@ class GenerationConfig:
     steps: int = 30
     inception_weights: str | None = None
     dino: str | None = None
+    own_features: str | None = None
+    truncate: bool = False
+    guidance_scale: float = 7.0
+    images_at_once: int = 1
     batch_size: int = 32
     device: str | None = None
 
@@ -134,18 +147,36 @@ class InceptionScore:
         Raises:
             UserError: fewer than two images on a side, which have no covariance.
         """
-        if min(len(generated), len(originals)) < 2:
-            raise UserError(
-                f"FID needs at least 2 images on each side, got {len(generated)} generated and {len(originals)} "
-                "original ones. Raise the limit, or set inception_weights to null to skip FID."
-            )
-        # Both sizes from one pass through the network: the metrics are fed its features.
-        metrics = {n: FrechetInceptionDistance(feature=_Identity(n)) for n in FID_FEATURES}
-        for paths, real in ((originals, True), (generated, False)):
-            for batch in _batches(paths, self.size, batch_size, "Inception features"):
-                for metric, features in zip(metrics.values(), self.extractor(batch.to(self.device)), strict=True):
-                    metric.update(features.double().cpu(), real=real)
-        return {f"fid_{n}": metric.compute().item() for n, metric in metrics.items()}
+        _check_enough(generated, originals, "inception_weights")
+        # Both sizes from one pass through the network.
+        distances = frechet_distances(
+            self._features(generated, batch_size), self._features(originals, batch_size), FID_FEATURES
+        )
+        return {f"fid_{n}": distance for n, distance in zip(FID_FEATURES, distances, strict=True)}
+
+    def _features(self, paths: Sequence[Path], batch_size: int) -> Iterator[Sequence[Tensor]]:
+        for batch in _batches(paths, self.size, batch_size, "Inception features"):
+            yield self.extractor(batch.to(self.device))
+
+
+def _check_enough(generated: Sequence, originals: Sequence, option: str) -> None:
+    if min(len(generated), len(originals)) < 2:
+        raise UserError(
+            f"FID needs at least 2 images on each side, got {len(generated)} generated and {len(originals)} "
+            f"original ones. Raise the limit, or set {option} to null to skip FID."
+        )
+
+
+def frechet_distances(
+    generated: Iterable[Sequence[Tensor]], originals: Iterable[Sequence[Tensor]], sizes: Sequence[int]
+) -> list[float]:
+    """The Fréchet distance of each kind of features, from batches of one tensor [B, size] for each of `sizes`."""
+    metrics = [FrechetInceptionDistance(feature=_Identity(size)) for size in sizes]
+    for batches, real in ((originals, True), (generated, False)):
+        for batch in batches:
+            for metric, features in zip(metrics, batch, strict=True):
+                metric.update(features.double().cpu(), real=real)
+    return [metric.compute().item() for metric in metrics]
 
 
 class _Identity(nn.Module):
@@ -159,50 +190,74 @@ class _Identity(nn.Module):
         return features
 
 
-class DinoScore:
-    """Mean cosine similarity of the CLS features of each generated image and its own original (DINO ViT-S/16).
+class ClsFeatures:
+    """A transformers vision model's CLS features after its last norm.
 
     Args:
-        model: folder or hub id of a transformers vision model. Images are normalised with ImageNet's
-            mean and standard deviation, as DINO was trained, at the size that the model's configuration names (224).
+        model: its folder, hub id, or "toy/features". Images are normalised with ImageNet's mean and standard deviation,
+            as DINO was trained, at the size that the model's configuration names.
         device: where the network runs.
+        option: the setting that names the model, for messages.
+
+    Attributes:
+        size: pixels of a side of what the model reads.
+        width: length of a feature vector.
 
     Raises:
         UserError: there is no such model.
     """
 
-    def __init__(self, model: str | os.PathLike, device: torch.device):
+    def __init__(self, model: str | os.PathLike, device: torch.device, option: str = "dino"):
         try:
             # Files that are no safetensors are read with weights_only=True.
-            loaded, info = AutoModel.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+            loaded, info = AutoModel.from_pretrained(shipped(model), dtype=torch.float32, output_loading_info=True)
             # The pooler is not used, and DINO's weights have none.
             missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
             if missing:
                 raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            if getattr(loaded, "pooler", None) is not None:
+                loaded.pooler = None  # random where its weights are missing, which no digest may depend on
             self.model = loaded.to(device).eval()
-            self.size = self.model.config.image_size
+            self.size, self.width = self.model.config.image_size, self.model.config.hidden_size
         except Exception as error:  # whatever a wrong folder or a failed download raises
             reason = str(error).strip().splitlines()[0][:300].rstrip(".")
             raise UserError(
-                f"DINO model {os.fspath(model)!r} could not be loaded: {reason}. Give dino a folder of "
-                "facebook/dino-vits16 with config.json and its weights, or null to skip the DINO score."
+                f"The model {os.fspath(model)!r} could not be loaded: {reason}. Give {option} a folder of a "
+                "transformers vision model, such as facebook/dino-vits16, with config.json and its weights, or null "
+                "to skip its score."
             ) from error
         self.device = device
 
     @torch.inference_mode()
-    def features(self, paths: Sequence[Path], batch_size: int) -> Tensor:
-        """CLS features [N, D] after the last norm, on the CPU."""
+    def __call__(self, paths: Sequence[Path], batch_size: int) -> Tensor:
+        """[N, width] features of the images, on the CPU."""
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
         features = []
-        for batch in _batches(paths, self.size, batch_size, "DINO features"):
+        for batch in _batches(paths, self.size, batch_size, "CLS features"):
             pixels = ((batch.float() / 255 - mean) / std).to(self.device)
             features.append(self.model(pixel_values=pixels).last_hidden_state[:, 0].float().cpu())
         return torch.cat(features)
 
-    def __call__(self, generated: Sequence[Path], originals: Sequence[Path], batch_size: int) -> float:
-        """The score, in [-1, 1]; `originals[i]` is the original of `generated[i]`."""
-        ours, theirs = self.features(generated, batch_size), self.features(originals, batch_size)
-        return nn.functional.cosine_similarity(ours.double(), theirs.double(), dim=1).mean().item()
+
+def fid_own(generated: Tensor, originals: Tensor) -> float:
+    """FID on features of a network of one's own, [N, D] and [M, D]; the order of the rows does not matter.
+
+    Raises:
+        UserError: fewer than two images on a side, which have no covariance.
+    """
+    _check_enough(generated, originals, "own_features")
+    return frechet_distances([[generated]], [[originals]], [generated.shape[1]])[0]
+
+
+def dino_score(generated: Tensor, originals: Tensor) -> float:
+    """Mean cosine, in [-1, 1], of the features [N, D] of each generated image and its own original."""
+    return nn.functional.cosine_similarity(generated.double(), originals.double(), dim=1).mean().item()
+
+
+def drawing_settings(config: GenerationConfig, **digests: str | None) -> dict:
+    """Everything that decides what an image looks like; `digests` are those of prompts and models."""
+    names = ("seed", "steps", "guidance_scale", "truncate")
+    return digests | {name: getattr(config, name) for name in names}
 
 
 def generate_images(
@@ -211,9 +266,9 @@ def generate_images(
     """Draws `images/{index:06}.png` for each prompt; what is there already stays.
 
     Args:
-        config: `base`, `encoder`, `output`, `seed` and `steps` are read.
+        config: `base`, `encoder`, `output`, `images_at_once` and what `drawing_settings` names are read.
         prompts: caption by index.
-        settings: everything that decides what an image looks like, kept in `images/settings.json`.
+        settings: `drawing_settings`, kept in `images/settings.json`.
         device: where the pipeline runs.
 
     Returns:
@@ -225,24 +280,68 @@ def generate_images(
     folder = Path(config.output) / "images"
     _check_same_settings(folder, settings)
     paths = {index: folder / f"{index:06}.png" for index in prompts}
-    missing = [index for index, path in paths.items() if not path.exists()]
+    # As captions were cleaned for training.
+    missing = {index: clean(prompts[index]) for index, path in paths.items() if not path.exists()}
     if missing:
         pipe = load_sdxl(config.base, config.encoder, device)
+        batches = _batches_to_draw(pipe, missing, config)
+        if config.truncate:
+            pipe = _truncating(pipe)
         pipe.set_progress_bar_config(disable=True)
         write_json(folder / "settings.json", settings)
-        for index in tqdm(missing, desc="generate"):
-            image = pipe(
-                clean(prompts[index]),  # as captions were cleaned for training
-                num_inference_steps=config.steps,
-                guidance_scale=GUIDANCE_SCALE,
-                # One generator an image, so that it does not matter which images were there before; on the CPU,
-                # because every device's own draws other numbers.
-                generator=torch.Generator("cpu").manual_seed(config.seed + index),
-            ).images[0]
-            unfinished = folder / f".{index:06}.png.tmp"
-            image.save(unfinished, format="PNG")
-            os.replace(unfinished, paths[index])
+        with _errors_only(), tqdm(desc="generate", total=len(missing)) as bar:
+            for batch in batches:
+                for index, image in zip(batch, _draw(pipe, missing, batch, config), strict=True):
+                    unfinished = folder / f".{index:06}.png.tmp"
+                    image.save(unfinished, format="PNG")
+                    os.replace(unfinished, paths[index])
+                bar.update(len(batch))
     return list(paths.values())
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Keeps diffusers from warning of every prompt that it was asked to cut."""
+    before = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        diffusers_logging.set_verbosity(before)
+
+
+def _batches_to_draw(
+    pipe: StableDiffusionXLLongPromptPipeline, prompts: dict[int, str], config: GenerationConfig
+) -> list[list[int]]:
+    """The prompts' indices in batches of one length, so that none is padded further than it would be alone."""
+    groups: dict[int, list[int]] = {}
+    guided = config.guidance_scale > 1
+    for index, prompt in prompts.items():
+        positions = 0 if config.truncate else pipe.prompt_layout(prompt, do_classifier_free_guidance=guided).positions
+        groups.setdefault(positions, []).append(index)
+    size = config.images_at_once
+    return sorted(group[i : i + size] for group in groups.values() for i in range(0, len(group), size))
+
+
+def _truncating(pipe: StableDiffusionXLLongPromptPipeline) -> StableDiffusionXLPipeline:
+    """The same models in diffusers' own pipeline, which cuts prompts at what the tokenizers say."""
+    # Both encoders must read equally much, and the second one is stock.
+    pipe.tokenizer.model_max_length = pipe.tokenizer_2.model_max_length
+    zeros = pipe.config.force_zeros_for_empty_prompt
+    return StableDiffusionXLPipeline(**pipe.components, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
+
+
+def _draw(
+    pipe: StableDiffusionXLPipeline, prompts: dict[int, str], batch: Sequence[int], config: GenerationConfig
+) -> list[Image.Image]:
+    return pipe(
+        [prompts[index] for index in batch],
+        num_inference_steps=config.steps,
+        guidance_scale=config.guidance_scale,
+        # One generator an image, so that it does not matter which images were there before or are drawn with it; on the
+        # CPU, because every device's own draws other numbers.
+        generator=[torch.Generator("cpu").manual_seed(config.seed + index) for index in batch],
+    ).images
 
 
 def _check_same_settings(folder: Path, settings: dict) -> None:
@@ -281,7 +380,55 @@ def _with_readable_original(records: Sequence[Record], images: ImageFolder) -> t
 
 def _digest_or_id(model: str) -> str:
     """A folder's digest; a hub id as it is, because its files lie wherever the hub's cache put them."""
+    model = shipped(model)
     return digest(model) if os.path.exists(model) else model
+
+
+class _Scores:
+    """The networks that a configuration names, loaded, and what they say of images.
+
+    Attributes:
+        digests: of the networks, None where there is none.
+    """
+
+    def __init__(self, config: GenerationConfig, device: torch.device):
+        self.batch_size = config.batch_size
+        self.inception = config.inception_weights and InceptionScore(config.inception_weights, device)
+        self.dino = config.dino and ClsFeatures(config.dino, device)
+        self.own = config.own_features and ClsFeatures(config.own_features, device, "own_features")
+        self.digests = {
+            "inception_weights": config.inception_weights and digest(config.inception_weights),
+            "dino": self.dino and weights_digest(self.dino.model),
+        }
+        if self.own:
+            self.digests["own_features"] = weights_digest(self.own.model)
+
+    def __call__(self, generated: Sequence[Path], originals: Sequence[Path]) -> tuple[dict, list[str], dict[str, str]]:
+        """The scores, null where skipped, notes for whoever reads them, and how images were resized for each."""
+        scores, notes, resize = {"fid_64": None, "fid_2048": None, "dino_score": None}, [], {}
+        if self.inception:
+            if len(generated) < 2048:
+                notes.append(
+                    f"FID of 2048 features on {len(generated)} images is biased upwards; compare it only between runs "
+                    "of as many images, or use at least 2048."
+                )
+            scores |= self.inception(generated, originals, self.batch_size)
+            resize["fid"] = RESIZE.format(size=self.inception.size)
+        else:
+            notes.append("FID was skipped, because inception_weights is null.")
+        if self.dino:
+            scores["dino_score"] = dino_score(*self._features(self.dino, generated, originals))
+            resize["dino_score"] = RESIZE.format(size=self.dino.size)
+        else:
+            notes.append("The DINO score was skipped, because dino is null.")
+        if self.own:
+            notes.append("fid_own is of a network of your own; compare it with nothing published.")
+            scores["fid_own"] = fid_own(*self._features(self.own, generated, originals))
+            resize["fid_own"] = RESIZE.format(size=self.own.size)
+        return scores, notes, resize
+
+    def _features(self, network: ClsFeatures, *images: Sequence[Path]) -> list[Tensor]:
+        return [network(paths, self.batch_size) for paths in images]
 
 
 def evaluate_generation(config: GenerationConfig) -> dict:
@@ -297,62 +444,31 @@ def evaluate_generation(config: GenerationConfig) -> dict:
         UserError: a setting cannot be used; all are checked before the first image is generated.
     """
     started = time.monotonic()
-    check_batch_size(config.batch_size)
-    if config.inception_weights is None and config.dino is None:
-        raise UserError(
-            "Neither inception_weights nor dino is given, which leaves no score. Give --dino facebook/dino-vits16 (or "
-            f"a folder with it), or --inception_weights a file of {URL_INCEPTION_V3}, or both."
-        )
-    if config.steps < 1:
-        raise UserError(f"steps={config.steps} is not allowed. Give a whole number from 1.")
-    check_base(config.base)
+    _check(config)
     device = pick_device(config.device)
     records, bad = read_pairs(config.data, config.limit)
     images = ImageFolder(config.images)
     good, unreadable_originals = _with_readable_original(records, images)
     print_left_out(unreadable_originals)
-    if len(good) < (1 if config.inception_weights is None else 2):
+    needs_fid = config.inception_weights is not None or config.own_features is not None
+    if len(good) < (2 if needs_fid else 1):
         raise UserError(
             f"{len(good)} of {len(records)} pairs have a readable original below {config.images!r}; FID needs at least "
             "2, the DINO score 1. Give the folder that the data file's image paths start from, or raise the limit."
         )
 
     # Loaded before hours of generation, not after.
-    inception = None if config.inception_weights is None else InceptionScore(config.inception_weights, device)
-    dino = None if config.dino is None else DinoScore(config.dino, device)
-    digests = {
-        "data": digest(config.data),
-        "base": _digest_or_id(config.base),
-        "encoder": config.encoder and _digest_or_id(config.encoder),
-        "inception_weights": config.inception_weights and digest(config.inception_weights),
-        "dino": None if dino is None else weights_digest(dino.model),
-    }
-    settings = {name: digests[name] for name in ("data", "base", "encoder")}
-    settings |= {"seed": config.seed, "steps": config.steps, "guidance_scale": GUIDANCE_SCALE}
+    score = _Scores(config, device)
+    models = {"data": digest(config.data), "base": _digest_or_id(config.base)}
+    models["encoder"] = config.encoder and _digest_or_id(config.encoder)
+    settings = drawing_settings(config, **models)
     prompts = {index: records[index].caption for index in good}
     generated = generate_images(config, prompts, settings, device)
-    originals = [images.path(records[index].image) for index in good]
-
-    scores, notes, resize = {"fid_64": None, "fid_2048": None, "dino_score": None}, [], {}
-    if inception is None:
-        notes.append("FID was skipped, because inception_weights is null.")
-    else:
-        if len(generated) < 2048:
-            notes.append(
-                f"FID of 2048 features on {len(generated)} images is biased upwards; compare it only between runs of "
-                "as many images, or use at least 2048."
-            )
-        scores |= inception(generated, originals, config.batch_size)
-        resize["fid"] = RESIZE.format(size=inception.size)
-    if dino is None:
-        notes.append("The DINO score was skipped, because dino is null.")
-    else:
-        scores["dino_score"] = dino(generated, originals, config.batch_size)
-        resize["dino_score"] = RESIZE.format(size=dino.size)
+    scores, notes, resize = score(generated, [images.path(records[index].image) for index in good])
     report = {
         "settings": asdict(config),
         "versions": versions(),
-        "digests": digests,
+        "digests": models | score.digests,
         "generation": settings,
         "pairs": len(generated),
         "left_out": [asdict(record) for record in bad + unreadable_originals],
@@ -366,3 +482,17 @@ def evaluate_generation(config: GenerationConfig) -> dict:
     for note in notes:
         print(f"Note: {note}")
     return report
+
+
+def _check(config: GenerationConfig) -> None:
+    """Raises UserError for what can be known before anything is read."""
+    check_batch_size(config.batch_size)
+    if config.inception_weights is None and config.dino is None and config.own_features is None:
+        raise UserError(
+            "None of inception_weights, dino and own_features is given, which leaves no score. Give --dino "
+            f"facebook/dino-vits16 (or a folder with it), or --inception_weights a file of {URL_INCEPTION_V3}, or both."
+        )
+    for name in ("steps", "images_at_once"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)} is not allowed. Give a whole number from 1.")
+    check_base(config.base)

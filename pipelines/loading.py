@@ -11,6 +11,7 @@ from transformers import CLIPTextConfig
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.toyworld.shipped import shipped
 
 from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
 
@@ -28,7 +29,7 @@ def load_sdxl(
     """Loads an SDXL for long prompts.
 
     Args:
-        base: folder in diffusers' layout, or hub id.
+        base: folder in diffusers' layout, hub id, or "toy/sdxl".
         encoder: what takes the place of the first text encoder, anything `load_text_encoder` takes. None keeps SDXL's
             own, which reads long prompts in windows.
         device: where it runs.
@@ -38,7 +39,7 @@ def load_sdxl(
         UserError: the base is no SDXL, or the encoder is none or has a width that does not fit. Known before the base's
             weights are read.
     """
-    base = os.fspath(base)
+    base = shipped(base)
     check_base(base)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.float16)
     replaced = {}
@@ -58,6 +59,7 @@ def load_sdxl(
 
 def check_base(base: str) -> None:
     """Raises UserError unless `base` is an SDXL in diffusers' layout; reads its model_index.json only."""
+    base = shipped(base)
     is_folder = Path(base).is_dir()
     if not is_folder and not re.fullmatch(r"[\w.-]+/[\w.-]+", base):
         raise UserError(f"The base model {base!r} is not there. Give an SDXL folder in diffusers' layout, or a hub id.")

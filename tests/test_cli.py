@@ -32,7 +32,7 @@ QUICK = ["--validation=4", "--batch=8", "--components=3", "--epochs=9", "--max-s
 
 def test_help_names_every_command_and_option(capsys):
     code, out, _ = run(capsys, "--help")
-    assert code == 0 and all(name in out for name in ("train", "export", "generate", "evaluate"))
+    assert code == 0 and all(name in out for name in ("quickstart", "train", "export", "generate", "evaluate"))
     code, out, _ = run(capsys, "evaluate")
     assert code == 0 and all(name in out for name in ("retrieval", "robustness", "generation"))
     for command in (["train"], ["export"], ["generate"], ["evaluate", "retrieval"], ["evaluate", "robustness"]):
@@ -51,7 +51,7 @@ def test_every_training_option_is_explained():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "Unknown command 'trian'. Did you mean train? Choose one of: train, export, generate, evaluate"),
+        (["trian"], "Unknown command 'trian'. Did you mean train? Choose one of: quickstart, train, export, generate"),
         (["evaluate", "robust"], "Unknown command 'robust'. Did you mean robustness"),
         (["train", "--epocs=3"], "Unknown option 'epocs'. Did you mean epochs"),
         (["train", "--batch=many"], "batch must be int, got 'many'"),

@@ -1,6 +1,7 @@
 """FID and DINO score against their formulas, refusal of hostile weights, and generation that continues after a kill."""
 
 import json
+import logging
 import os
 import pickle
 import signal
@@ -15,6 +16,7 @@ import scipy.linalg
 import skimage
 import tiny_sdxl
 import torch
+from diffusers import StableDiffusionXLPipeline
 from PIL import Image
 from tiny_clip import save_tiny_clip
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -24,10 +26,14 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval import generation
 from debias_diffusion.eval.generation import (
     FID_FEATURES,
-    DinoScore,
+    ClsFeatures,
     GenerationConfig,
     InceptionScore,
+    dino_score,
     evaluate_generation,
+    fid_own,
+    frechet_distances,
+    generate_images,
     load_square,
 )
 
@@ -204,7 +210,7 @@ def test_missing_or_wrong_weights_say_which_file_to_get(tmp_path):
 
 def test_dino_score_is_the_mean_cosine_of_cls_features(dino_folder, pictures):
     photographs, others = pictures[0][:3], pictures[1]
-    dino = DinoScore(dino_folder, CPU)
+    dino = ClsFeatures(dino_folder, CPU)
     model = ViTModel.from_pretrained(dino_folder, add_pooling_layer=False).eval()
     features = []
     for path in photographs + others:
@@ -215,27 +221,41 @@ def test_dino_score_is_the_mean_cosine_of_cls_features(dino_folder, pictures):
         features.append(hidden[0, 0].double().numpy())
     cosines = [a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in zip(features[:3], features[3:], strict=True)]
     assert np.std(cosines) > 1e-3
-    assert dino(photographs, others, batch_size=4) == pytest.approx(np.mean(cosines), abs=1e-5)
+    assert dino_score(dino(photographs, 4), dino(others, 2)) == pytest.approx(np.mean(cosines), abs=1e-5)
 
 
 def test_dino_score_of_itself_is_one_and_depends_on_the_pairing(dino_folder, pictures):
-    dino = DinoScore(dino_folder, CPU)
-    photographs = pictures[0]
-    assert dino(photographs, photographs, batch_size=4) == pytest.approx(1.0, abs=1e-6)
-    assert dino(photographs, photographs[1:] + photographs[:1], batch_size=4) < 0.999
-    ours, theirs = photographs[:2], photographs[2:]
-    assert dino(ours, theirs, batch_size=2) == pytest.approx(dino(theirs[::-1], ours[::-1], batch_size=3), abs=1e-6)
+    features = ClsFeatures(dino_folder, CPU)(pictures[0], batch_size=3)
+    assert dino_score(features, features) == pytest.approx(1.0, abs=1e-6)
+    assert dino_score(features, features.roll(1, 0)) < 0.999
+    assert dino_score(features[:2], features[2:]) == pytest.approx(
+        dino_score(features[2:].flip(0), features[:2].flip(0))
+    )
+
+
+def test_own_fid_is_the_formula_on_cls_features(dino_folder, pictures):
+    network = ClsFeatures(dino_folder, CPU, "own_features")
+    originals, generated = (network(paths, batch_size=4) for paths in pictures)
+    assert network.width == originals.shape[1] == 24
+    score = fid_own(generated, originals)
+    assert score == pytest.approx(frechet_distance(generated.double().numpy(), originals.double().numpy()), rel=1e-3)
+    assert score > 0.01 and abs(fid_own(originals, originals.flip(0))) < 1e-4 * score
+    # In several batches, of several kinds at once, it is the same.
+    parts = [[(rows, rows[:, :5]) for rows in features.split(2)] for features in (generated, originals)]
+    assert frechet_distances(*parts, (24, 5)) == pytest.approx([score, fid_own(generated[:, :5], originals[:, :5])])
+    with pytest.raises(UserError, match="at least 2 images.*set own_features to null"):
+        fid_own(generated[:1], originals)
 
 
 def test_dino_weights_that_are_missing_or_code_are_refused(dino_folder, tmp_path):
     (tmp_path / "config.json").write_text((Path(dino_folder) / "config.json").read_text())
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"it lacks \d+ of the model's weights"):
-        DinoScore(tmp_path, CPU)
+        ClsFeatures(tmp_path, CPU)
     marker = tmp_path / "executed"
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Payload(marker)}))
     with pytest.raises(UserError, match="could not be loaded"):
-        DinoScore(tmp_path, CPU)
+        ClsFeatures(tmp_path, CPU)
     assert not marker.exists()
 
 
@@ -265,15 +285,27 @@ def test_a_whole_evaluation(tmp_path, base_folder, dino_folder, inception_file, 
     # The scores are those of the named files, and the encoder reaches the images.
     generated = [images / f"{i:06}.png" for i in (0, 2, 3)]
     originals = [Path(skimage.data_dir) / entry["image"] for entry in entries]
-    assert DinoScore(dino_folder, CPU)(generated, originals, batch_size=3) == pytest.approx(report["dino_score"])
+    dino = ClsFeatures(dino_folder, CPU)
+    assert dino_score(dino(generated, 3), dino(originals, 3)) == pytest.approx(report["dino_score"])
     other = evaluate_generation(
-        GenerationConfig(**(config | {"encoder": None, "output": str(tmp_path / "other"), "inception_weights": None}))
+        GenerationConfig(
+            **config
+            | {
+                "encoder": None,
+                "output": str(tmp_path / "other"),
+                "inception_weights": None,
+                "own_features": dino_folder,
+            }
+        )
     )
-    assert other["fid_64"] is None and "FID was skipped" in other["notes"][0]
+    assert "fid_own" not in report
+    assert other["fid_64"] is None and "FID was skipped" in other["notes"][0] and other["fid_own"] > 0
+    assert "32 x 32" in other["resize"]["fid_own"]
+    assert other["digests"]["own_features"] == other["digests"]["dino"] == report["digests"]["dino"]
     assert (tmp_path / "other" / "images" / "000000.png").read_bytes() != generated[0].read_bytes()
 
     # Other settings do not mix with these images, and a longer run of the same settings keeps them.
-    for change in ({"seed": 1}, {"steps": 3}, {"encoder": None}):
+    for change in ({"seed": 1}, {"steps": 3}, {"encoder": None}, {"truncate": True}, {"guidance_scale": 5.0}):
         with pytest.raises(UserError, match=f"other settings.*{next(iter(change))}"):
             evaluate_generation(GenerationConfig(**(config | change)))
     written = [path.stat().st_mtime_ns for path in generated]
@@ -310,8 +342,12 @@ def test_a_killed_generation_continues_and_ends_equal(tmp_path, base_folder, din
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dino": None, "inception_weights": None}, "Neither inception_weights nor dino is given"),
+        ({"dino": None}, "None of inception_weights, dino and own_features is given"),
         ({"steps": 0}, "steps=0"),
+        ({"images_at_once": 0}, "images_at_once=0"),
+        ({"own_features": "no/such/folder"}, "no/such/folder.*Give own_features a folder"),
+        ({"limit": 1, "own_features": "toy/features"}, "1 of 1 pairs.*at least 2"),
+        ({"dino": "toy/nothing"}, "Unknown toy model 'toy/nothing'"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"base": "nowhere"}, "The base model 'nowhere' is not there"),
         ({"encoder": "nowhere"}, "'nowhere' is not there"),
@@ -328,6 +364,55 @@ def test_unusable_settings_are_refused_before_anything_is_drawn(
     with pytest.raises(UserError, match=message):
         evaluate_generation(GenerationConfig(**settings(tmp_path, base_folder, **({"dino": dino_folder} | change))))
     assert not (tmp_path / "out").exists()
+
+
+# Of 77, 152 and 227 positions, in mixed order.
+PROMPTS = {
+    index: " ".join([f"Number {index}.", *["A cat, a dog and a bird sit on the wide red sofa."] * sentences])
+    for index, sentences in enumerate([1, 12, 1, 8, 2, 12, 9])
+}
+
+
+def drawn(folder, base, **changes) -> list[np.ndarray]:
+    """Pixels of PROMPTS."""
+    config = GenerationConfig(data="", images="", base=base, output=str(folder), steps=2, **changes)
+    return [np.asarray(Image.open(path)).astype(int) for path in generate_images(config, PROMPTS, {}, CPU)]
+
+
+def test_pictures_drawn_at_once_are_those_drawn_one_by_one(tmp_path, base_folder):
+    encoder = save_tiny_clip(tmp_path / "encoder", context_length=248)
+    alone = drawn(tmp_path / "alone", base_folder, encoder=encoder)
+    kept = tmp_path / "together" / "images" / "000002.png"
+    kept.parent.mkdir(parents=True)
+    (kept.parent / "settings.json").write_text("{}")
+    Image.new("RGB", (64, 64), "red").save(kept)
+    together = drawn(tmp_path / "together", base_folder, encoder=encoder, images_at_once=2)
+    assert (together.pop(2) == [255, 0, 0]).all()  # what was there is not drawn again
+    missing = [pixels for index, pixels in enumerate(alone) if index != 2]
+    assert all(abs(a - b).max() <= 1 for a, b in zip(together, missing, strict=True))
+    assert all(abs(a - b).max() > 1 for i, a in enumerate(missing) for b in missing[:i])
+
+
+def test_truncated_prompts_are_what_stock_sdxl_makes_of_them(tmp_path, base_folder):
+    pipe = StableDiffusionXLPipeline.from_pretrained(base_folder, add_watermarker=False)
+    warnings, handler = [], logging.Handler()
+    handler.emit = warnings.append
+    logger = logging.getLogger("diffusers")
+    logger.addHandler(handler)
+    short = drawn(tmp_path / "short", base_folder, truncate=True, images_at_once=3)
+    assert not warnings
+    whole = drawn(tmp_path / "whole", base_folder)
+    for index, prompt in PROMPTS.items():
+        noise = torch.Generator().manual_seed(index)
+        stock = pipe(prompt, num_inference_steps=2, guidance_scale=7.0, generator=noise).images[0]
+        assert abs(np.asarray(stock).astype(int) - short[index]).max() <= 1
+        assert (abs(short[index] - whole[index]).max() <= 1) == (index in (0, 2, 4))  # those that fit 77 tokens
+    assert warnings  # of prompts cut; only where nobody asked for it are they worth reading
+    logger.removeHandler(handler)
+    # An encoder of 248 positions reads the first 77 tokens, too.
+    encoder = save_tiny_clip(tmp_path / "encoder", context_length=248)
+    other = drawn(tmp_path / "other", base_folder, encoder=encoder, truncate=True, images_at_once=7)
+    assert other[1].shape == (64, 64, 3) and abs(other[1] - short[1]).max() > 1
 
 
 def test_images_of_unknown_settings_are_refused(tmp_path, base_folder, dino_folder):

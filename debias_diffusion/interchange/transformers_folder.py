@@ -16,6 +16,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from ..backbones import CONFIG_FILE, Backbone, load_backbone
 from ..errors import UserError
+from ..toyworld.shipped import shipped
 
 TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
 
@@ -156,7 +157,8 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
 
     Args:
         path: a folder written by `export_text_encoder`, any transformers folder of a CLIPTextModel (its tokenizer
-            beside or in it), an open_clip folder such as training leaves, or a hub id of the first two.
+            beside or in it), an open_clip folder such as training leaves, a hub id of the
+            first two, or "toy/debias-clip" and the like.
 
     Returns:
         (text_encoder, tokenizer): a CLIPTextModel, or a CLIPTextModelWithProjection where the folder says so; in eval
@@ -165,6 +167,7 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
     Raises:
         UserError: nothing of the kind is there.
     """
+    path = shipped(path)
     folder = Path(path)
     if (folder / CONFIG_FILE).is_file():
         return to_transformers(load_backbone(os.fspath(path)))

@@ -20,7 +20,7 @@ from ..objectives import contrastive_loss
 from ..tokens import CaptionTokenizer
 from .grammar import short_caption
 from .render import render
-from .scenes import generator, scene
+from .scenes import ARRANGEMENTS, generator, scene
 from .stage import run_stage
 
 CONTEXT_LENGTH = 77
@@ -57,7 +57,7 @@ def as_pixels(pictures: torch.Tensor, preprocess) -> torch.Tensor:
 
 
 def train_clip(
-    folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 4000, batch: int = 128, seed: int = 0
+    folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 4500, batch: int = 128, seed: int = 0
 ) -> Backbone:
     """Trains the base model on summaries with one or two details, drawn anew at each step."""
     backbone = new_clip(tokenizer, seed)
@@ -68,12 +68,19 @@ def train_clip(
 
 
 def _loss(backbone: Backbone, pictures: torch.Tensor, batch: int, seed: int, step: int) -> torch.Tensor:
-    indices = np.random.default_rng([seed, step]).choice(len(pictures), batch, replace=False)
+    indices = draw_indices(len(pictures), batch, seed, step)
     texts = [short_caption(scene("train", i), generator("train", i, f"short/{seed}/{step}")).text for i in indices]
-    image = backbone.encode_image(as_pixels(pictures[torch.from_numpy(indices)], backbone.preprocess))
-    text = backbone.encode_text(backbone.tokenize(texts))
+    with torch.autocast("cpu", torch.bfloat16):
+        image = backbone.encode_image(as_pixels(pictures[torch.from_numpy(indices)], backbone.preprocess))
+        text = backbone.encode_text(backbone.tokenize(texts))
     scale = backbone.logit_scale.clamp(max=np.log(100)).exp()
-    return contrastive_loss(F.normalize(image, dim=-1), F.normalize(text, dim=-1), scale)
+    return contrastive_loss(F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1), scale)
+
+
+def draw_indices(scenes: int, batch: int, seed: int, step: int) -> np.ndarray:
+    """`batch` of `scenes` scenes, all arrangements of the same objects together, so that places must be told apart."""
+    first = np.random.default_rng([seed, step]).choice(scenes // ARRANGEMENTS, batch // ARRANGEMENTS, replace=False)
+    return (first[:, None] * ARRANGEMENTS + np.arange(ARRANGEMENTS)).ravel()
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..captions import join_sentences
-from .scenes import PLACES, Scene, Thing, generator, scene
+from .scenes import PLACES, Scene, Thing, draw_scene, generator, scene
 
 SENTENCES = (9, 14)  # fewest and most in a caption
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -146,3 +146,16 @@ def _name(its: Scene, thing: Thing) -> tuple[str, str | None]:
     alike = [other for other in its.things if (other.kind, other.colour) == (thing.kind, thing.colour)]
     name = f"the {thing.colour} {thing.kind}"
     return (name, None) if len(alike) == 1 else (f"{name} in the {thing.place}", thing.place)
+
+
+def plain_caption(its: Scene, rng: random.Random) -> Caption:
+    """The summary and every object, in any order; at most three objects fit 77 tokens."""
+    things = [_thing(thing, rng) for thing in its.things]
+    rng.shuffle(things)
+    return Caption((_summary(its, rng), *things))
+
+
+def short_prompt(split: str, index: int) -> tuple[Scene, Caption]:
+    """A scene of one to three objects, and a caption of it within 77 tokens; the same on every machine."""
+    its = draw_scene(generator(split, index, "short scene"), 1, 3)
+    return its, plain_caption(its, generator(split, index, "short prompt"))

@@ -6,7 +6,7 @@ from PIL import Image, ImageDraw
 
 from .scenes import BACKGROUNDS, COLOURS, PLACES, SIZES, Scene, Thing
 
-SIZE = 64  # pixels
+SIZE = 48  # pixels
 _OVERSAMPLING = 4
 
 

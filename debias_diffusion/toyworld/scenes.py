@@ -5,7 +5,7 @@ scenes are drawn apart.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KINDS = ("circle", "square", "triangle", "star", "cross", "ring")
 # Far apart in RGB from each other and from the backgrounds, so that a picture says which one is meant.
@@ -35,6 +35,9 @@ PLACES = {
 }
 OBJECTS = (4, 6)  # fewest and most in a scene
 KINDS_TOGETHER = (2, 3)  # few kinds a scene, so that many scenes have the same summary
+# Scenes in a row that hold the same objects in other places. Without such neighbours what stands in a scene tells it
+# from all others, and a CLIP learns to pass over where it stands.
+ARRANGEMENTS = 4
 SPLITS = ("train", "validation", "development", "test")
 
 
@@ -80,5 +83,21 @@ def generator(split: str, index: int, purpose: str) -> random.Random:
 
 
 def scene(split: str, index: int) -> Scene:
-    """Scene number `index` of a split, the same on every machine."""
-    return draw_scene(generator(split, index, "scene"))
+    """Scene number `index` of a split, the same on every machine.
+
+    Scenes 0 to 3 hold the same objects before the same background in different places, and so do 4 to 7, and so on.
+    """
+    family, number = divmod(index, ARRANGEMENTS)
+    rng = generator(split, family, "family")
+    its, arrangements = draw_scene(rng), []
+    while len(arrangements) <= number:
+        its = _rearranged(its, rng)
+        if its not in arrangements:
+            arrangements.append(its)
+    return arrangements[number]
+
+
+def _rearranged(its: Scene, rng: random.Random) -> Scene:
+    places = sorted(rng.sample(list(PLACES), len(its.things)), key=list(PLACES).index)
+    things = rng.sample(its.things, len(its.things))
+    return Scene(its.background, tuple(replace(thing, place=p) for thing, p in zip(things, places, strict=True)))

@@ -40,7 +40,7 @@ def run_stage(
     folder.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(decay_groups(model.parameters(), weight_decay), lr=peak)
     start = _restore(folder / "checkpoint.pt", model, optimizer)
-    started, total = time.monotonic(), 0.0
+    started, losses = time.monotonic(), []
     for step in tqdm(range(start, steps), desc=folder.name, initial=start, total=steps, unit=" steps"):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak, warmup)
@@ -49,12 +49,12 @@ def run_stage(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        total += value.item()
-        if (step + 1) % _LOG_EVERY == 0:
-            line = {"step": step + 1, "loss": round(total / _LOG_EVERY, 5)}
+        losses.append(value.item())
+        if (step + 1) % _LOG_EVERY == 0 or step + 1 == steps:
+            line = {"step": step + 1, "loss": round(sum(losses) / len(losses), 5)}
             with open(folder / "log.jsonl", "a") as log:
                 log.write(json.dumps(line | {"seconds": round(time.monotonic() - started, 1)}) + "\n")
-            total = 0.0
+            losses = []
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == steps:
             _save(folder / "checkpoint.pt", model, optimizer, step + 1)
 

@@ -1,0 +1,188 @@
+"""The toy world's picture side: autoencoder, second text encoder, UNet, checker, and the build that makes them."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFilter
+
+from debias_diffusion.backbones import load_backbone
+from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.toyworld import build, shipped, unet
+from debias_diffusion.toyworld.checker import UNCLEAR, objects_correct, read_picture
+from debias_diffusion.toyworld.grammar import short_prompt
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene
+from debias_diffusion.toyworld.scores import score_checker, score_sdxl
+from debias_diffusion.toyworld.vae import SIZE, as_input, new_vae, picture_tensor
+
+scenes = st.integers(0, 2**40).map(lambda seed: draw_scene(random.Random(seed), 1, 9))
+
+# ---- checker
+
+
+@given(scenes, st.sampled_from([48, 64, 96]), st.sampled_from([0.0, 0.5, 1.0]))
+@settings(max_examples=60)
+def test_the_checker_reads_rendered_and_blurred_pictures(its, size, blur):
+    seen = read_picture(render(its, size).filter(ImageFilter.GaussianBlur(blur * size / 48)))
+    there = {thing.place: thing for thing in its.things}
+    assert seen == {place: there.get(place) for place in PLACES}
+
+
+def test_an_object_counts_by_kind_colour_and_place_and_not_by_size():
+    its = Scene("grey", (Thing("star", "red", "small", "top"), Thing("ring", "blue", "large", "left")))
+
+    def drawn(*things):
+        return list(objects_correct(render(Scene("grey", things), SIZE), its).values())
+
+    assert drawn(*its.things) == [True, True]
+    assert drawn(Thing("star", "red", "large", "top"), Thing("ring", "green", "large", "left")) == [True, False]
+    assert drawn(Thing("cross", "red", "small", "top"), Thing("ring", "blue", "large", "centre")) == [False, False]
+    assert drawn() == [False, False]
+
+
+def test_what_is_nothing_known_is_unclear():
+    noise = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+    assert set(read_picture(Image.fromarray(noise)).values()) == {UNCLEAR}
+
+
+def test_the_checker_tells_the_wrong_picture_from_the_right_one():
+    scores = score_checker(new_vae(), "development", 40)
+    assert scores["rendered"] == {"objects": 1.0, "sizes": 1.0, "empty": 1.0}
+    assert scores["mismatched"]["objects"] < 0.05
+    assert scores["decoded"]["objects"] < 0.05  # an untrained autoencoder decodes to nothing known
+
+
+# ---- prompts
+
+
+def test_short_prompts_name_all_their_objects_within_77_tokens():
+    tokenizer = build.Build(None, build.Sizes()).tokenizer()
+    for index in range(200):
+        its, prompt = short_prompt("development", index)
+        assert 1 <= len(its.things) <= 3
+        assert set(prompt.first_told()) == {thing.place for thing in its.things}
+        assert len(tokenizer(prompt.text).input_ids) <= 77
+
+
+def test_pairs_are_pure_functions_of_their_number():
+    assert unet.draw_pair(5) == unet.draw_pair(5)
+    assert len({unet.draw_pair(index)[0] for index in range(50)}) == 50
+
+
+# ---- the whole build, in miniature
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    root = tmp_path_factory.mktemp("toyworld")
+    small = dict(steps=2, batch=8)
+    sizes = build.Sizes(
+        clip=small | {"scenes": 16},
+        second=small | {"scenes": 16},
+        vae=small | {"pictures": 16},
+        features=small | {"pictures": 16},
+        unet=small,
+        fine_tuning=small,
+        pairs=16,
+        trained_on=24,
+        scored=12,
+    )
+    build.ship(build.Build(root / "output", sizes), root / "weights")
+    return root, sizes
+
+
+def test_the_build_leaves_models_logs_and_scores(built):
+    root, _ = built
+    weights = root / "weights"
+    assert {path.name for path in weights.iterdir()} == {
+        *(name.removeprefix("toy/") for name in shipped.NAMES),
+        "logs",
+        "scores.json",
+    }
+    scores = json.loads((weights / "scores.json").read_text())
+    assert set(scores) >= {"toy/clip", "toy/sdxl", "toy/long-clip", "toy/debias-clip", "checker"}
+    assert not list(weights.rglob("*.bin"))
+
+
+def test_a_second_build_trains_nothing(built, monkeypatch):
+    root, sizes = built
+    before = {path: path.stat().st_mtime_ns for path in (root / "output").rglob("model.safetensors")}
+    for name in ("train_clip", "train_second_text_encoder", "train_vae", "train_features", "train_unet"):
+        monkeypatch.delattr(build, name)
+    build.ship(build.Build(root / "output", sizes), root / "again")
+    assert before == {path: path.stat().st_mtime_ns for path in (root / "output").rglob("model.safetensors")}
+
+
+def test_stock_diffusers_loads_the_toy_sdxl_and_it_is_configured_as_sdxl(built):
+    pipe = StableDiffusionXLPipeline.from_pretrained(built[0] / "weights" / "sdxl")
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe.unet.config.addition_embed_type == "text_time"
+    assert pipe.config.force_zeros_for_empty_prompt
+    assert (pipe.tokenizer.pad_token, pipe.tokenizer_2.pad_token_id) == ("<|endoftext|>", 0)
+    assert {part.dtype for part in (pipe.unet, pipe.text_encoder, pipe.text_encoder_2, pipe.vae)} == {torch.float32}
+    image = pipe("a red star", num_inference_steps=2, output_type="np").images[0]
+    assert image.shape == (SIZE, SIZE, 3) and np.isfinite(image).all()
+
+
+def test_the_shipped_clip_and_encoders_load(built, monkeypatch):
+    monkeypatch.setattr(shipped, "WEIGHTS", built[0] / "weights")
+    assert load_backbone("toy/clip").context_length == 77
+    for name in ("toy/long-clip", "toy/debias-clip"):
+        encoder, tokenizer = load_text_encoder(name)
+        assert encoder.dtype == torch.float32
+        assert tokenizer.model_max_length == encoder.config.max_position_embeddings == 248
+
+
+def test_an_unknown_toy_name_is_explained():
+    with pytest.raises(UserError, match="Did you mean toy/debias-clip"):
+        load_text_encoder("toy/debias-klip")
+
+
+def test_what_the_unet_learns_from_is_what_the_pipeline_makes(built):
+    root, sizes = built
+    pipe = build.Build(root / "output", sizes).sdxl()
+    pairs = unet.encode_pairs(pipe, 3)
+    _, caption = unet.draw_pair(2)
+    hidden_states, _, pooled, _ = pipe.encode_prompt([caption.text.lower()], do_classifier_free_guidance=False)
+    for name, expected in (("hidden_states", hidden_states), ("pooled", pooled)):
+        torch.testing.assert_close(pairs[name][2].float(), expected[0], atol=0.05, rtol=0.05)
+    with torch.inference_mode():
+        pictures = as_input(picture_tensor([render(unet.draw_pair(2)[0], SIZE)]))
+        latents = pipe.vae.encode(pictures).latent_dist.mean * pipe.vae.config.scaling_factor
+    torch.testing.assert_close(pairs["latents"][2].float(), latents[0], atol=0.1, rtol=0.05)
+
+
+def test_the_unets_loss_is_the_error_of_v_and_is_zero_for_the_right_answer(built):
+    root, sizes = built
+    pipe = build.Build(root / "output", sizes).sdxl()
+    pairs = unet.encode_pairs(pipe, 4)
+    scheduler = unet.DDPMScheduler.from_config(pipe.scheduler.config)
+    asked = {}
+
+    class Oracle(torch.nn.Module):  # knows the one picture there is, and so v
+        def forward(self, noisy, times, encoder_hidden_states, added_cond_kwargs):
+            asked.update(text=encoder_hidden_states, pooled=added_cond_kwargs["text_embeds"])
+            signal = scheduler.alphas_cumprod[times].view(-1, 1, 1, 1)
+            noise = (noisy - signal.sqrt() * pairs["latents"][0].float()) / (1 - signal).sqrt()
+            return type("Output", (), {"sample": signal.sqrt() * noise - (1 - signal).sqrt() * pairs["latents"][0]})
+
+    one = {name: tensor[:1] for name, tensor in pairs.items()}
+    assert unet._loss(Oracle(), scheduler, one, 400, 0, 0) < 1e-3
+    assert scheduler.alphas_cumprod[999] < 1e-6
+    left_out = asked["text"].abs().amax((1, 2)) == 0
+    assert 0.05 < left_out.float().mean() < 0.15
+    assert torch.equal(left_out, asked["pooled"].abs().amax(1) == 0)
+
+
+def test_a_score_of_pictures_drawn_from_noise_is_low(built):
+    root, sizes = built
+    scores, pictures = score_sdxl(build.Build(root / "output", sizes).sdxl(), "development", 4)
+    assert len(pictures) == 4 and pictures[0].size == (SIZE, SIZE)
+    assert scores["objects"] < 0.5 and scores["objects in one step"] < 0.5
