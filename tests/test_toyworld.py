@@ -29,6 +29,7 @@ from debias_diffusion.toyworld.scenes import (
     SIZES,
     Scene,
     Thing,
+    base_scene,
     draw_scene,
     generator,
     scene,
@@ -82,6 +83,14 @@ def test_four_scenes_in_a_row_differ_in_nothing_but_places(first):
     assert len(contents) == 1 and len(set(row)) == ARRANGEMENTS
     after = scene("test", first + ARRANGEMENTS)
     assert (after.background, tuple(sorted((t.kind, t.colour, t.size) for t in after.things))) not in contents
+
+
+def test_half_of_the_scenes_that_base_models_learn_from_hold_a_single_object():
+    counts = Counter(len(base_scene(index).things) for index in range(0, 4000, ARRANGEMENTS))
+    assert set(counts) == {1, 2, 3, 4, 5, 6}
+    assert 500 < counts[1] < 670  # half of them, and a sixth of the others
+    row = [base_scene(index) for index in range(ARRANGEMENTS)]
+    assert len(set(row)) == ARRANGEMENTS and len({(its.background, len(its.things)) for its in row}) == 1
 
 
 def test_batches_of_the_base_clip_hold_all_arrangements():
@@ -309,5 +318,5 @@ def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, tokenizer):
     assert torch.equal(again.preprocess(pictures[0]), backbone.preprocess(pictures[0]))
     torch.testing.assert_close(encode(again, pictures, texts)[0], image, rtol=0, atol=1e-5)
     # What training drew and scaled itself is what the model's own transform gives.
-    drawn = as_pixels(render_all("train", 2, backbone.preprocess), backbone.preprocess)
+    drawn = as_pixels(render_all([scene("train", 0), scene("train", 1)], backbone.preprocess), backbone.preprocess)
     torch.testing.assert_close(drawn[1], backbone.preprocess(pictures[1]), rtol=0, atol=1e-6)

@@ -20,13 +20,14 @@ from ..objectives import contrastive_loss
 from ..tokens import CaptionTokenizer
 from .grammar import short_caption
 from .render import render
-from .scenes import ARRANGEMENTS, generator, scene
+from .scenes import ARRANGEMENTS, Scene, base_scene, generator
 from .stage import run_stage
 
 CONTEXT_LENGTH = 77
+_LARGER_START = 5
 CONFIG = {
     "embed_dim": 128,
-    "vision_cfg": {"image_size": 48, "layers": 3, "width": 128, "head_width": 32, "patch_size": 8},
+    "vision_cfg": {"image_size": 48, "layers": 3, "width": 128, "head_width": 32, "patch_size": 16},
     "text_cfg": {"context_length": CONTEXT_LENGTH, "width": 128, "heads": 4, "layers": 3},
 }
 
@@ -37,16 +38,19 @@ def new_clip(tokenizer: CLIPTokenizer, seed: int = 0) -> Backbone:
     config["text_cfg"]["vocab_size"] = len(tokenizer)
     torch.manual_seed(seed)
     model = open_clip.CLIP(**deepcopy(config))
+    with torch.no_grad():  # drawn so small, words and places would be drowned by what the layers add to them
+        model.token_embedding.weight.mul_(_LARGER_START)
+        model.visual.positional_embedding.mul_(_LARGER_START)
     preprocess = asdict(PreprocessCfg(size=config["vision_cfg"]["image_size"]))
     open_clip.model.set_model_preprocess_cfg(model, preprocess)
     captions = CaptionTokenizer(tokenizer, CONTEXT_LENGTH)
     return Backbone(model, captions, {"model_cfg": config, "preprocess_cfg": preprocess}, random_weights=True)
 
 
-def render_all(split: str, count: int, preprocess) -> torch.Tensor:
-    """The first `count` scenes of a split as the model sees them, uint8 [count, 3, size, size]; see `as_pixels`."""
+def render_all(scenes: Sequence[Scene], preprocess) -> torch.Tensor:
+    """Scenes as the model sees them, uint8 [len(scenes), 3, size, size]; see `as_pixels`."""
     resize, *_ = preprocess.transforms
-    pictures = [np.asarray(resize(render(scene(split, index)))) for index in tqdm(range(count), desc="drawing")]
+    pictures = [np.asarray(resize(render(its))) for its in tqdm(scenes, desc="drawing")]
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
 
 
@@ -59,9 +63,9 @@ def as_pixels(pictures: torch.Tensor, preprocess) -> torch.Tensor:
 def train_clip(
     folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 4500, batch: int = 128, seed: int = 0
 ) -> Backbone:
-    """Trains the base model on summaries with one or two details, drawn anew at each step."""
+    """Trains the base model on summaries with one or two details, drawn anew at each step; see `base_scene`."""
     backbone = new_clip(tokenizer, seed)
-    pictures = render_all("train", scenes, backbone.preprocess)
+    pictures = render_all([base_scene(index) for index in range(scenes)], backbone.preprocess)
     loss = partial(_loss, backbone, pictures, batch, seed)
     run_stage(folder, backbone.model, loss, steps=steps, peak=1e-3, weight_decay=0.1)
     return backbone
@@ -69,7 +73,7 @@ def train_clip(
 
 def _loss(backbone: Backbone, pictures: torch.Tensor, batch: int, seed: int, step: int) -> torch.Tensor:
     indices = draw_indices(len(pictures), batch, seed, step)
-    texts = [short_caption(scene("train", i), generator("train", i, f"short/{seed}/{step}")).text for i in indices]
+    texts = [short_caption(base_scene(i), generator("train", i, f"short/{seed}/{step}")).text for i in indices]
     with torch.autocast("cpu", torch.bfloat16):
         image = backbone.encode_image(as_pixels(pictures[torch.from_numpy(indices)], backbone.preprocess))
         text = backbone.encode_text(backbone.tokenize(texts))

@@ -16,7 +16,7 @@ from ..objectives import contrastive_loss
 from ..tokens import clean
 from .clip import CONFIG, CONTEXT_LENGTH, as_pixels, draw_indices, render_all
 from .grammar import long_caption
-from .scenes import generator, scene
+from .scenes import base_scene, generator
 from .stage import run_stage
 
 _MOST_SENTENCES = 5  # as many as 77 tokens hold
@@ -57,7 +57,7 @@ def train_second_text_encoder(
 
 @torch.inference_mode()
 def _image_features(backbone: Backbone, scenes: int) -> torch.Tensor:
-    pictures = render_all("train", scenes, backbone.preprocess)
+    pictures = render_all([base_scene(index) for index in range(scenes)], backbone.preprocess)
     parts = tqdm(pictures.split(500), desc="image features")
     return torch.cat(
         [F.normalize(backbone.encode_image(as_pixels(part, backbone.preprocess)), dim=-1) for part in parts]
@@ -67,7 +67,7 @@ def _image_features(backbone: Backbone, scenes: int) -> torch.Tensor:
 def draw_text(index: int, purpose: str) -> str:
     """Up to five sentences of a scene's caption in their order; half the time the summary is the first of them."""
     rng = generator("train", index, purpose)
-    summary, *details = long_caption(scene("train", index), rng).sentences
+    summary, *details = long_caption(base_scene(index), rng).sentences
     kept = details[: rng.randint(1, _MOST_SENTENCES)]
     return join_sentences([sentence.text for sentence in ([summary] if rng.random() < 0.5 else []) + kept])
 
