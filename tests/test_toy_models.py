@@ -109,6 +109,7 @@ def test_the_build_leaves_models_logs_and_scores(built):
     scores = json.loads((weights / "scores.json").read_text())
     assert set(scores) >= {"toy/clip", "toy/sdxl", "toy/long-clip", "toy/debias-clip", "checker"}
     assert not list(weights.rglob("*.bin"))
+    assert not [path for path in weights.rglob("*.json") if str(root) in path.read_text()]
 
 
 def test_a_second_build_trains_nothing(built, monkeypatch):
@@ -138,6 +139,13 @@ def test_the_shipped_clip_and_encoders_load(built, monkeypatch):
         encoder, tokenizer = load_text_encoder(name)
         assert encoder.dtype == torch.float32
         assert tokenizer.model_max_length == encoder.config.max_position_embeddings == 248
+
+
+def test_weights_that_are_not_complete_are_explained(tmp_path, monkeypatch):
+    monkeypatch.setattr(shipped, "WEIGHTS", tmp_path)
+    (tmp_path / "clip").mkdir()
+    with pytest.raises(UserError, match=r"'toy/clip' is not in this installation.*toyworld\.build"):
+        load_backbone("toy/clip")
 
 
 def test_an_unknown_toy_name_is_explained():

@@ -92,6 +92,10 @@ def _padded_with(tokenizer: CLIPTokenizer, pad: str) -> CLIPTokenizer:
 def save(pipe: StableDiffusionXLPipeline, folder: Path) -> None:
     """Writes the folder that StableDiffusionXLPipeline.from_pretrained loads; its weights as fp16."""
     pipe.to(torch.float16).save_pretrained(folder)
-    for name in ("text_encoder", "text_encoder_2"):  # diffusers loads its own parts as float32, transformers as stored
-        config = folder / name / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}, indent=2) + "\n")
+    for name in ("text_encoder", "text_encoder_2", "unet", "vae"):
+        file = folder / name / "config.json"
+        config = json.loads(file.read_text())
+        config.pop("_name_or_path", None)  # where it lay while it was built
+        if name.startswith("text_encoder"):
+            config["dtype"] = "float32"  # diffusers loads its own parts so, transformers as they are stored
+        file.write_text(json.dumps(config, indent=2) + "\n")

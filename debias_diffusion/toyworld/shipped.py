@@ -6,6 +6,7 @@ from pathlib import Path
 from ..errors import UserError, near_matches
 
 WEIGHTS = Path(__file__).parent / "weights"
+_COMPLETE = "scores.json"  # is there only if all models are
 # What `toyworld.build` leaves there.
 NAMES = {
     "toy/clip": "the base CLIP of 77 positions, as an open_clip folder",
@@ -28,9 +29,10 @@ def shipped(name: str | os.PathLike) -> str:
     if name not in NAMES:
         raise UserError(f"Unknown toy model {name!r}.{near_matches(name, NAMES)} Choose one of: {', '.join(NAMES)}.")
     folder = WEIGHTS / name.removeprefix("toy/")
-    if not folder.is_dir():
+    if not (WEIGHTS / _COMPLETE).is_file() or not folder.is_dir():
         raise UserError(
-            f"{name!r} is not in this installation ({folder} is missing). Install the package again, or make the "
-            "weights with `python -m debias_diffusion.toyworld.build`."
+            f"{name!r} is not in this installation ({WEIGHTS} is not complete). Make the toy world's weights with "
+            "`python -m debias_diffusion.toyworld.build`, which takes hours on two cores, or install a version that "
+            "brings them."
         )
     return str(folder)
