@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import write_json
+from debias_diffusion.files import held, write_json
 
 
 @dataclass(frozen=True)
@@ -70,17 +68,9 @@ class Stages:
             raise UserError(
                 f"The output folder {str(self.output)!r} cannot be used ({error.strerror}). Give another one."
             ) from error
-        lock = FileLock(self.output / ".lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise UserError(
-                f"Another {maker} is working in {str(self.output)!r}. Wait for it, or give another output folder."
-            ) from None
-        try:
+        taken = f"Another {maker} is working in {str(self.output)!r}. Wait for it, or give another output folder."
+        with held(self.output, taken):
             yield
-        finally:
-            lock.release()
 
     def run(self, stages: Sequence[Stage]) -> None:
         """Does what is not done, in this order."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from .errors import UserError
@@ -29,15 +30,40 @@ def write_json(path: str | os.PathLike, content) -> None:
     Raises:
         ValueError: `content` holds NaN or an infinity, which JSON does not have.
     """
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Writes `text` to `path` as UTF-8, so that a killed run leaves the old file or the new one, never half of one."""
     path = Path(path)
-    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def held(folder: Path, by_another: str) -> Iterator[None]:
+    """Holds a folder for this process alone.
+
+    Raises:
+        UserError: another process holds it; `by_another` is what to say then.
+    """
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(by_another) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from PIL import Image
+
+from debias_diffusion.files import write_text
 
 ENCODERS = ("clip", "long-clip", "debias-clip")
 NAMES = {"clip": "Original CLIP (cut at 77 tokens)", "long-clip": "Long-CLIP", "debias-clip": "DeBias-CLIP"}
@@ -89,17 +90,8 @@ def write_report(folder: Path, report: dict, examples: Sequence[Example]) -> Pat
         lstrip_blocks=True,
     )
     page = environment.get_template(TEMPLATE).render(_view(report, examples))
-    return _write_whole(Path(folder) / "report.html", page)
-
-
-def _write_whole(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    path = Path(folder) / "report.html"
+    write_text(path, page)
     return path
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from debias_diffusion import files
 from debias_diffusion.captions import split_sentences
 from debias_diffusion.eval import quickstart_report
 from debias_diffusion.eval.quickstart_report import (
@@ -312,7 +313,7 @@ def test_the_file_is_whole_or_not_there(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(quickstart_report.os, "replace", full_disk)
+    monkeypatch.setattr(files.os, "replace", full_disk)
     with pytest.raises(OSError, match="no space left"):
         write_report(tmp_path, {}, [])
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]

@@ -5,11 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from ..backbones import Backbone
 from ..errors import UserError
-from ..files import restore_folder, whole_folder, write_json
+from ..files import held, restore_folder, whole_folder, write_json
 
 
 class RunFolder:
@@ -43,19 +41,11 @@ class RunFolder:
         if not is_main:
             yield
             return
-        lock = FileLock(self.path / ".lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise UserError(
-                f"Another run is writing to {str(self.path)!r}. Wait for it, or give another output folder."
-            ) from None
-        try:
+        taken = f"Another run is writing to {str(self.path)!r}. Wait for it, or give another output folder."
+        with held(self.path, taken):
             for folder in (self.best, self.last):
                 restore_folder(folder)
             yield
-        finally:
-            lock.release()
 
     @property
     def begun(self) -> bool:
