@@ -38,7 +38,7 @@ def run_stage(
         weight_decay: on matrices only.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    optimizer = torch.optim.AdamW(decay_groups(model.parameters(), weight_decay), lr=peak)
+    optimizer = torch.optim.AdamW(decay_groups(model.parameters(), weight_decay), lr=peak, fused=True)
     start = _restore(folder / "checkpoint.pt", model, optimizer)
     started, losses = time.monotonic(), []
     for step in tqdm(range(start, steps), desc=folder.name, initial=start, total=steps, unit=" steps"):
