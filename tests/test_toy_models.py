@@ -189,6 +189,21 @@ def test_the_unets_loss_is_the_error_of_v_and_is_zero_for_the_right_answer(built
     assert torch.equal(left_out, asked["pooled"].abs().amax(1) == 0)
 
 
+def test_hidden_states_are_disturbed_by_one_affine_map_a_sample():
+    width, others, batch, tokens = 8, 5, 300, 20
+    hidden_states = 3 * torch.randn(batch, tokens, width + others, generator=torch.Generator().manual_seed(0)) + 1
+    after = unet.disturbed(hidden_states, width, torch.Generator().manual_seed(1))
+    assert torch.equal(after[..., width:], hidden_states[..., width:])
+    before, change = hidden_states[..., :width], (after - hidden_states)[..., :width]
+    # Of each sample, the change of its tokens is an affine function of them, exactly.
+    ones = torch.ones(batch, tokens, 1)
+    fitted = torch.linalg.lstsq(torch.cat([before, ones], -1), change).solution
+    torch.testing.assert_close(torch.cat([before, ones], -1) @ fitted, change, atol=1e-3, rtol=1e-3)
+    # E[strength^2] = 1/3; the spread of the channels is 3.
+    expected = 9 / 3 * (unet._SHIFT**2 + unet._MIXING**2)
+    assert change.square().mean() == pytest.approx(expected, rel=0.15)
+
+
 def test_a_score_of_pictures_drawn_from_noise_is_low(built):
     root, sizes = built
     scores, pictures = score_sdxl(build.Build(root / "output", sizes).sdxl(), "development", 4)

@@ -1,6 +1,5 @@
 """Training of the toy world's UNet on scenes with captions cut to 77 tokens."""
 
-from functools import partial
 from pathlib import Path
 
 import diffusers.utils.logging
@@ -19,6 +18,8 @@ from .stage import run_stage
 from .vae import SIZE, as_input, picture_tensor
 
 _WITHOUT_TEXT = 0.1  # share of samples that classifier-free guidance learns from
+# What fine-tuning does to the first encoder's hidden states, in shares of their spread: see docs/toy-world.md.
+_SHIFT, _MIXING = 0.9, 0.5  # at most
 TIME_IDS = (SIZE, SIZE, 0, 0, SIZE, SIZE)  # original size, crop, target size
 
 
@@ -57,9 +58,17 @@ def encode_pairs(pipe: StableDiffusionXLPipeline, count: int, batch: int = 200) 
 def train_unet(
     folder: Path, pipe: StableDiffusionXLPipeline, pairs: dict[str, Tensor], *, steps=20_000, batch=64, seed=0
 ) -> None:
-    """Trains the pipeline's UNet in place on what `encode_pairs` gave."""
+    """Trains the pipeline's UNet in place on what `encode_pairs` gave.
+
+    In the second half it also learns to bear what fine-tuning will do to the first encoder (`disturbed`).
+    """
     scheduler = DDPMScheduler.from_config(pipe.scheduler.config)
-    loss = partial(_loss, pipe.unet.train(), scheduler, pairs, batch, seed)
+    width = pipe.text_encoder.config.hidden_size
+
+    def loss(step: int) -> Tensor:
+        return _loss(pipe.unet, scheduler, pairs, batch, seed, step, width if 2 * step >= steps else 0)
+
+    pipe.unet.train()
     as_they_were = pipe.unet.attn_processors
     pipe.unet.set_attn_processor(AttnProcessor())  # on CPUs half of a step goes to the fused attention's gradient
     run_stage(folder, pipe.unet, loss, steps=steps, peak=1e-3, warmup=500)
@@ -67,7 +76,26 @@ def train_unet(
     pipe.unet.eval()
 
 
-def _loss(unet, scheduler: DDPMScheduler, pairs: dict[str, Tensor], batch: int, seed: int, step: int) -> Tensor:
+def disturbed(hidden_states: Tensor, width: int, rng: torch.Generator) -> Tensor:
+    """The first `width` channels as another encoder of the same origin might give them: shifted and mixed at random.
+
+    Each sample is disturbed in its own way and strength, all its tokens alike.
+
+    Args:
+        hidden_states: [batch, tokens, channels]
+    """
+    first, others = hidden_states.split([width, hidden_states.shape[-1] - width], dim=-1)
+    centred = first - first.mean(dim=(0, 1))
+    shift = centred.std() * torch.randn(len(first), 1, width, generator=rng)
+    mixing = torch.randn(len(first), width, width, generator=rng) / width**0.5
+    strength = torch.rand(len(first), 1, 1, generator=rng)
+    return torch.cat([first + strength * (_SHIFT * shift + _MIXING * (centred @ mixing)), others], dim=-1)
+
+
+def _loss(
+    unet, scheduler: DDPMScheduler, pairs: dict[str, Tensor], batch: int, seed: int, step: int, disturb: int = 0
+) -> Tensor:
+    """`disturb`: the channels that are disturbed, from the first."""
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
     chosen = torch.randint(len(pairs["latents"]), (batch,), generator=rng)
     latents, hidden_states, pooled = (pairs[name][chosen].float() for name in ("latents", "hidden_states", "pooled"))
@@ -75,6 +103,8 @@ def _loss(unet, scheduler: DDPMScheduler, pairs: dict[str, Tensor], batch: int, 
     noise = torch.randn(latents.shape, generator=rng)
     # What stands where is decided at high noise, and only there is the text needed: more of the samples lie there.
     times = (999 * (1 - torch.rand(batch, generator=rng) ** 2)).round().long()
+    if disturb:
+        hidden_states = disturbed(hidden_states, disturb, rng)
     added = {
         "text_embeds": pooled * kept[:, None],
         "time_ids": torch.tensor([TIME_IDS], dtype=torch.float).expand(batch, 6),
