@@ -14,6 +14,7 @@ from PIL import Image, ImageFilter
 from debias_diffusion.backbones import load_backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.pipelines.long_prompt import join_windows
 from debias_diffusion.toyworld import build, shipped, unet
 from debias_diffusion.toyworld.checker import UNCLEAR, objects_correct, read_picture
 from debias_diffusion.toyworld.grammar import short_prompt
@@ -89,6 +90,7 @@ def built(tmp_path_factory):
         vae=small | {"pictures": 16},
         features=small | {"pictures": 16},
         unet=small,
+        unet_on_windows=small,
         fine_tuning=small,
         pairs=16,
         trained_on=24,
@@ -115,7 +117,7 @@ def test_the_build_leaves_models_logs_and_scores(built):
 def test_a_second_build_trains_nothing(built, monkeypatch):
     root, sizes = built
     before = {path: path.stat().st_mtime_ns for path in (root / "output").rglob("model.safetensors")}
-    for name in ("train_clip", "train_second_text_encoder", "train_vae", "train_features", "train_unet"):
+    for name in [name for name in vars(build) if name.startswith("train_")]:
         monkeypatch.delattr(build, name)
     build.ship(build.Build(root / "output", sizes), root / "again")
     assert before == {path: path.stat().st_mtime_ns for path in (root / "output").rglob("model.safetensors")}
@@ -165,6 +167,32 @@ def test_what_the_unet_learns_from_is_what_the_pipeline_makes(built):
         pictures = as_input(picture_tensor([render(unet.draw_pair(2)[0], SIZE)]))
         latents = pipe.vae.encode(pictures).latent_dist.mean * pipe.vae.config.scaling_factor
     torch.testing.assert_close(pairs["latents"][2].float(), latents[0], atol=0.1, rtol=0.05)
+
+
+def test_captions_in_two_windows_are_within_77_tokens_and_whole_sentences():
+    tokenizer = build.Build(None, build.Sizes()).tokenizer()
+    with_summary = 0
+    for index in range(100):
+        caption = unet.draw_pair(index)[1]
+        first, second = unet.windows_of(caption, tokenizer, random.Random(index))
+        assert len(tokenizer(f"{first} {second}").input_ids) <= 77
+        sentences = [sentence.text.lower() for sentence in caption.sentences]
+        with_summary += first.startswith(sentences[0])
+        assert " ".join(sentences).find(f"{first} {second}".strip()) in (0, len(sentences[0]) + 1)
+        assert first.endswith(".") and (not second or second.endswith("."))
+    assert 30 < with_summary < 70
+
+
+def test_two_windows_are_joined_as_the_pipeline_joins_them(built):
+    root, sizes = built
+    pipe = build.Build(root / "output", sizes).sdxl()
+    joined = unet.encode_pairs(pipe, 2, windows=2, start=7)
+    windows = list(unet.windows_of(unet.draw_pair(8)[1], pipe.tokenizer, unet.generator("train", 8, "windows")))
+    states, _, pooled, _ = pipe.encode_prompt([*windows, ""], do_classifier_free_guidance=False)
+    n_tokens = [len(pipe.tokenizer(window).input_ids) - 2 for window in windows]
+    expected = join_windows(states[:2], n_tokens, states[2], 152)
+    torch.testing.assert_close(joined["hidden_states"][1].float(), expected, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(joined["pooled"][1].float(), pooled[0], atol=0.05, rtol=0.05)
 
 
 def test_the_unets_loss_is_the_error_of_v_and_is_zero_for_the_right_answer(built):

@@ -1,15 +1,20 @@
 """Training of the toy world's UNet on scenes with captions cut to 77 tokens."""
 
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import diffusers.utils.logging
 import torch
 import torch.nn.functional as F
-from diffusers import DDPMScheduler, StableDiffusionXLPipeline
+from diffusers import DDPMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 from tqdm import tqdm
+from transformers import CLIPTokenizer
 
+from ..captions import join_sentences
 from ..tokens import clean
 from .grammar import Caption, long_caption, plain_caption
 from .render import render
@@ -33,21 +38,66 @@ def draw_pair(index: int, split: str = "train") -> tuple[Scene, Caption]:
     return its, (plain_caption if rng.random() < 0.5 else long_caption)(its, rng)
 
 
-@torch.inference_mode()
-def encode_pairs(pipe: StableDiffusionXLPipeline, count: int, batch: int = 200) -> dict[str, Tensor]:
-    """Pairs 0 to `count` - 1 as the UNet learns from them, in bfloat16, by the pipeline's own `encode_prompt`.
+def windows_of(caption: Caption, tokenizer: CLIPTokenizer, rng: random.Random) -> tuple[str, str]:
+    """What 77 tokens hold of a caption, without its summary half the time, cut in two between sentences.
+
+    The UNet is to draw from several windows as well, of which all but one begin with a detail.
+    """
+    sentences = [sentence.text for sentence in caption.sentences[rng.randint(0, 1) :]]
+    while len(tokenizer(clean(join_sentences(sentences))).input_ids) > tokenizer.model_max_length:
+        sentences.pop()
+    cut = rng.randint(1, len(sentences))
+    return clean(join_sentences(sentences[:cut])), clean(join_sentences(sentences[cut:]))
+
+
+def _encode(pipe: StableDiffusionXLPipeline, texts: list[str]) -> tuple[Tensor, Tensor]:
+    """(hidden_states [texts, 77, D], pooled [texts, P])"""
+    hidden_states, _, pooled, _ = pipe.encode_prompt(texts, do_classifier_free_guidance=False)
+    return hidden_states, pooled
+
+
+def _encode_windows(pipe: StableDiffusionXLPipeline, texts: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
+    """The states of two windows as `pipelines.long_prompt.join_windows` joins them.
+
+    BOS and the tokens of the first window, tokens, EOS and pads of the second, then pads of an empty one.
 
     Returns:
-        "latents" [count, 16, 6, 6], "hidden_states" [count, 77, D] and "pooled" [count, P].
+        (hidden_states [texts, 152, D], pooled [texts, P], of the first windows)
+    """
+    (first, pooled), (second, _) = (_encode(pipe, list(window)) for window in zip(*texts, strict=True))
+    empty = _encode(pipe, [""])[0][0]
+    joined = []
+    for (text, _), its_first, its_second in zip(texts, first, second, strict=True):
+        n = len(pipe.tokenizer(text, add_special_tokens=False).input_ids)
+        joined.append(torch.cat([its_first[: 1 + n], its_second[1:], empty[1 : len(empty) - 1 - n]]))
+    return torch.stack(joined), pooled
+
+
+@torch.inference_mode()
+def encode_pairs(
+    pipe: StableDiffusionXLPipeline, count: int, windows: int = 1, batch: int = 200, start: int = 0
+) -> dict[str, Tensor]:
+    """`count` pairs from number `start` as the UNet learns from them, in bfloat16, by the pipeline's `encode_prompt`.
+
+    Args:
+        windows: 1, or 2 for captions in two windows, joined as `StableDiffusionXLLongPromptPipeline` joins them.
+
+    Returns:
+        "latents" [count, 16, 6, 6], "hidden_states" [count, 77 or 152, D] and "pooled" [count, P].
     """
     parts = []
     diffusers.utils.logging.set_verbosity_error()  # that captions are cut at 77 tokens is meant here
-    for start in tqdm(range(0, count, batch), desc="encoding pairs"):
-        pairs = [draw_pair(index) for index in range(start, min(start + batch, count))]
+    for first in tqdm(range(start, start + count, batch), desc="encoding pairs"):
+        indices = range(first, min(first + batch, start + count))
+        pairs = [draw_pair(index) for index in indices]
         pictures = as_input(picture_tensor(render(its, SIZE) for its, _ in pairs))
-        texts = [clean(caption.text) for _, caption in pairs]
         with torch.autocast("cpu", torch.bfloat16):
-            hidden_states, _, pooled, _ = pipe.encode_prompt(texts, do_classifier_free_guidance=False)
+            if windows == 1:
+                hidden_states, pooled = _encode(pipe, [clean(caption.text) for _, caption in pairs])
+            else:
+                rngs = [generator("train", index, "windows") for index in indices]
+                texts = [windows_of(its, pipe.tokenizer, rng) for (_, its), rng in zip(pairs, rngs, strict=True)]
+                hidden_states, pooled = _encode_windows(pipe, texts)
             latents = pipe.vae.encode(pictures).latent_dist.mean * pipe.vae.config.scaling_factor
         parts.append([tensor.bfloat16() for tensor in (latents, hidden_states, pooled)])
     names = ("latents", "hidden_states", "pooled")
@@ -62,18 +112,42 @@ def train_unet(
 
     In the second half it also learns to bear what fine-tuning will do to the first encoder (`disturbed`).
     """
-    scheduler = DDPMScheduler.from_config(pipe.scheduler.config)
-    width = pipe.text_encoder.config.hidden_size
+    scheduler, width = DDPMScheduler.from_config(pipe.scheduler.config), pipe.text_encoder.config.hidden_size
 
     def loss(step: int) -> Tensor:
         return _loss(pipe.unet, scheduler, pairs, batch, seed, step, width if 2 * step >= steps else 0)
 
-    pipe.unet.train()
-    as_they_were = pipe.unet.attn_processors
-    pipe.unet.set_attn_processor(AttnProcessor())  # on CPUs half of a step goes to the fused attention's gradient
-    run_stage(folder, pipe.unet, loss, steps=steps, peak=1e-3, warmup=500)
-    pipe.unet.set_attn_processor(as_they_were)
-    pipe.unet.eval()
+    with _in_training(pipe.unet):
+        run_stage(folder, pipe.unet, loss, steps=steps, peak=1e-3, warmup=500)
+
+
+def train_unet_on_windows(
+    folder: Path,
+    pipe: StableDiffusionXLPipeline,
+    pairs: Sequence[dict[str, Tensor]],
+    *,
+    steps=5000,
+    batch=64,
+    seed=1,
+) -> None:
+    """Trains the trained UNet further, by turns on pairs in one window and in two, the first encoder disturbed."""
+    scheduler, width = DDPMScheduler.from_config(pipe.scheduler.config), pipe.text_encoder.config.hidden_size
+
+    def loss(step: int) -> Tensor:
+        return _loss(pipe.unet, scheduler, pairs[step % len(pairs)], batch, seed, step, width)
+
+    with _in_training(pipe.unet):
+        run_stage(folder, pipe.unet, loss, steps=steps, peak=5e-4)
+
+
+@contextmanager
+def _in_training(unet: UNet2DConditionModel) -> Iterator[None]:
+    processors = unet.attn_processors
+    unet.train().set_attn_processor(AttnProcessor())  # on CPUs half of a step goes to the fused attention's gradient
+    try:
+        yield
+    finally:
+        unet.eval().set_attn_processor(processors)
 
 
 def disturbed(hidden_states: Tensor, width: int, rng: torch.Generator) -> Tensor:

@@ -1,0 +1,55 @@
+"""The toy world's weights that come with the package: what they are said to do, they do."""
+
+import json
+
+import pytest
+from diffusers import StableDiffusionXLPipeline
+
+from debias_diffusion.backbones import load_backbone
+from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.toyworld.fine_tuning import RECIPES, VALIDATION, toy_training
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.toyworld.scores import score_clip, score_sdxl
+from debias_diffusion.toyworld.shipped import NAMES, WEIGHTS, shipped
+from debias_diffusion.training import train
+
+MOST_BYTES = 24_000_000
+
+
+def test_all_names_are_there_in_less_than_24_megabytes():
+    assert all(name != shipped(name) for name in NAMES)
+    assert sum(file.stat().st_size for file in WEIGHTS.rglob("*") if file.is_file()) < MOST_BYTES
+    scores = json.loads((WEIGHTS / "scores.json").read_text())
+    assert scores["toy/sdxl"]["objects"] >= 0.9 and scores["checker"]["rendered"]["objects"] >= 0.98
+
+
+def test_the_base_clip_is_shortsighted():
+    """With fewer scenes than in the scores that come with the weights, and so with higher numbers."""
+    recall = score_clip(load_backbone("toy/clip"), "test", 200)
+    whole, swapped, removed = (recall[edit]["t2i_r1"] for edit in ("keep", "move4", "remove"))
+    assert whole > 40
+    assert swapped < 0.75 * whole and removed < 0.5 * whole
+
+
+def test_stock_diffusers_draws_what_short_prompts_name():
+    pipe = StableDiffusionXLPipeline.from_pretrained(shipped("toy/sdxl"), add_watermarker=False)
+    assert score_sdxl(pipe, "test", 40)[0]["objects"] > 0.8
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_shipped_encoders_read_248_tokens(recipe):
+    text_encoder, tokenizer = load_text_encoder(f"toy/{recipe}")
+    assert text_encoder.config.max_position_embeddings == tokenizer.model_max_length == 248
+
+
+@pytest.mark.slow
+def test_debias_clip_loses_fewer_points_than_long_clip(tmp_path):
+    data, images = write_pairs(tmp_path / "data", VALIDATION, 1500)
+    loses = {}
+    for recipe in RECIPES:
+        output = tmp_path / recipe
+        train(toy_training(recipe, shipped("toy/clip"), data, images, output, steps=60))
+        recall = score_clip(load_backbone(str(output / "last")), "test", 500)
+        loses[recipe] = {edit: recall["keep"]["t2i_r1"] - recall[edit]["t2i_r1"] for edit in ("move4", "remove")}
+    for edit in ("move4", "remove"):
+        assert loses["debias-clip"][edit] < loses["long-clip"][edit]
