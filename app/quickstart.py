@@ -57,7 +57,7 @@ class QuickstartConfig:
     prompts: int = 200
     trained_on: int = 4000
     steps: int = 150
-    learning_rate: float = 2e-4
+    learning_rate: float = 5e-4
     batch: int = 128
     short_weight: float | None = None
     drawing_steps: int = 20

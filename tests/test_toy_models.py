@@ -19,7 +19,7 @@ from debias_diffusion.toyworld import build, shipped, unet
 from debias_diffusion.toyworld.checker import UNCLEAR, objects_correct, read_picture
 from debias_diffusion.toyworld.grammar import short_prompt
 from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene
+from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene, generator
 from debias_diffusion.toyworld.scores import score_checker, score_sdxl
 from debias_diffusion.toyworld.vae import SIZE, as_input, new_vae, picture_tensor
 
@@ -184,15 +184,25 @@ def test_captions_in_two_windows_are_within_77_tokens_and_whole_sentences():
 
 
 def test_two_windows_are_joined_as_the_pipeline_joins_them(built):
+    """Of both encoders, or of the second one beside a first that reads all at once."""
     root, sizes = built
     pipe = build.Build(root / "output", sizes).sdxl()
-    joined = unet.encode_pairs(pipe, 2, windows=2, start=7)
-    windows = list(unet.windows_of(unet.draw_pair(8)[1], pipe.tokenizer, unet.generator("train", 8, "windows")))
-    states, _, pooled, _ = pipe.encode_prompt([*windows, ""], do_classifier_free_guidance=False)
-    n_tokens = [len(pipe.tokenizer(window).input_ids) - 2 for window in windows]
-    expected = join_windows(states[:2], n_tokens, states[2], 152)
-    torch.testing.assert_close(joined["hidden_states"][1].float(), expected, atol=0.05, rtol=0.05)
-    torch.testing.assert_close(joined["pooled"][1].float(), pooled[0], atol=0.05, rtol=0.05)
+    joined = unet.encode_pairs(pipe, 12, windows=2, start=7)
+    width, at_once = pipe.text_encoder.config.hidden_size, 0
+    for i in range(12):
+        windows = list(unet.windows_of(unet.draw_pair(7 + i)[1], pipe.tokenizer, generator("train", 7 + i, "windows")))
+        texts = [*windows, "", " ".join(windows).strip()]
+        states, _, pooled, _ = pipe.encode_prompt(texts, do_classifier_free_guidance=False)
+        n_tokens = [len(pipe.tokenizer(window).input_ids) - 2 for window in windows]
+        expected = join_windows(states[:2], n_tokens, states[2], 152)
+        whole = join_windows(states[3:], [sum(n_tokens)], states[2], 152)
+        its, close = joined["hidden_states"][i].float(), dict(atol=0.05, rtol=0.05)
+        torch.testing.assert_close(its[:, width:], expected[:, width:], **close)
+        torch.testing.assert_close(joined["pooled"][i].float(), pooled[0], **close)
+        first = [torch.allclose(its[:, :width], way[:, :width], **close) for way in (expected, whole)]
+        assert any(first)
+        at_once += first == [False, True]
+    assert 0 < at_once < 12
 
 
 def test_the_unets_loss_is_the_error_of_v_and_is_zero_for_the_right_answer(built):

@@ -17,7 +17,7 @@ def toy_training(
     *,
     steps: int = 150,
     batch: int = 128,
-    learning_rate: float = 2e-4,
+    learning_rate: float = 5e-4,
     short_weight: float | None = None,
     seed: int = 0,
 ) -> TrainConfig:

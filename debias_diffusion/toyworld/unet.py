@@ -56,20 +56,30 @@ def _encode(pipe: StableDiffusionXLPipeline, texts: list[str]) -> tuple[Tensor, 
     return hidden_states, pooled
 
 
-def _encode_windows(pipe: StableDiffusionXLPipeline, texts: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
+def _encode_windows(
+    pipe: StableDiffusionXLPipeline, texts: list[tuple[str, str]], whole: list[bool]
+) -> tuple[Tensor, Tensor]:
     """The states of two windows as `pipelines.long_prompt.join_windows` joins them.
 
     BOS and the tokens of the first window, tokens, EOS and pads of the second, then pads of an empty one.
+
+    Args:
+        texts: of the two windows, within 77 tokens together.
+        whole: where the first encoder reads both at once, as one of 248 positions does.
 
     Returns:
         (hidden_states [texts, 152, D], pooled [texts, P], of the first windows)
     """
     (first, pooled), (second, _) = (_encode(pipe, list(window)) for window in zip(*texts, strict=True))
-    empty = _encode(pipe, [""])[0][0]
+    at_once, _ = _encode(pipe, [" ".join(windows).strip() for windows in texts])
+    empty, width = _encode(pipe, [""])[0][0], pipe.text_encoder.config.hidden_size
     joined = []
-    for (text, _), its_first, its_second in zip(texts, first, second, strict=True):
+    for i, (text, _) in enumerate(texts):
         n = len(pipe.tokenizer(text, add_special_tokens=False).input_ids)
-        joined.append(torch.cat([its_first[: 1 + n], its_second[1:], empty[1 : len(empty) - 1 - n]]))
+        states = torch.cat([first[i, : 1 + n], second[i, 1:], empty[1 : len(empty) - 1 - n]])
+        if whole[i]:
+            states[:, :width] = torch.cat([at_once[i], empty[1:-1]])[:, :width]
+        joined.append(states)
     return torch.stack(joined), pooled
 
 
@@ -97,7 +107,7 @@ def encode_pairs(
             else:
                 rngs = [generator("train", index, "windows") for index in indices]
                 texts = [windows_of(its, pipe.tokenizer, rng) for (_, its), rng in zip(pairs, rngs, strict=True)]
-                hidden_states, pooled = _encode_windows(pipe, texts)
+                hidden_states, pooled = _encode_windows(pipe, texts, [rng.random() < 0.5 for rng in rngs])
             latents = pipe.vae.encode(pictures).latent_dist.mean * pipe.vae.config.scaling_factor
         parts.append([tensor.bfloat16() for tensor in (latents, hidden_states, pooled)])
     names = ("latents", "hidden_states", "pooled")
@@ -126,7 +136,7 @@ def train_unet_on_windows(
     pipe: StableDiffusionXLPipeline,
     pairs: Sequence[dict[str, Tensor]],
     *,
-    steps=5000,
+    steps=8000,
     batch=64,
     seed=1,
 ) -> None:
