@@ -36,3 +36,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
         python, "-c", "import debias_diffusion.app.cli as cli, debias_diffusion.eval.retrieval; print(cli.__file__)"
     )
     assert str(tmp_path / "venv") in where
+
+    toy = ("--base", "toy/sdxl", "--encoder", "toy/debias-clip", "--steps", "2", "--output", "toy.png")
+    run(program, "generate", "The small object in the centre is a blue star.", *toy)
+    assert (tmp_path / "toy.png").stat().st_size > 0

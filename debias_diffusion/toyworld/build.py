@@ -142,8 +142,9 @@ def ship(build: Build, weights: Path) -> None:
         clip.model.half()
         clip.save(folder / "clip")
         for recipe, backbone in tuned.items():
-            backbone.model.half()
-            export_text_encoder(backbone, folder / recipe)
+            weights_file = export_text_encoder(backbone, folder / recipe) / "text_encoder" / "model.safetensors"
+            halves = {name: tensor.half() for name, tensor in load_file(weights_file).items()}
+            save_file(halves, weights_file, metadata={"format": "pt"})  # the configuration says: load as float32
         features.half().save_pretrained(folder / "features")
         sdxl.save(pipe, folder / "sdxl")
         (folder / "logs").mkdir()
