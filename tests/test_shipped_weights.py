@@ -25,9 +25,9 @@ def test_all_names_are_there_in_less_than_24_megabytes():
 
 def test_the_base_clip_is_shortsighted():
     """With fewer scenes than in the scores that come with the weights, and so with higher numbers."""
-    recall = score_clip(load_backbone("toy/clip"), "test", 200)
+    recall = score_clip(load_backbone("toy/clip"), "test", 600)
     whole, swapped, removed = (recall[edit]["t2i_r1"] for edit in ("keep", "move4", "remove"))
-    assert whole > 40
+    assert whole > 30
     assert swapped < 0.75 * whole and removed < 0.5 * whole
 
 
