@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene, g
 from debias_diffusion.toyworld.scores import score_checker, score_sdxl
 from debias_diffusion.toyworld.vae import SIZE, as_input, new_vae, picture_tensor
 
+LABELLED = Path(__file__).parent / "labelled"
 scenes = st.integers(0, 2**40).map(lambda seed: draw_scene(random.Random(seed), 1, 9))
 
 # ---- checker
@@ -61,6 +63,22 @@ def test_the_checker_tells_the_wrong_picture_from_the_right_one():
 
 
 # ---- prompts
+
+
+def test_the_checker_agrees_with_labels_given_by_looking():
+    """50 drawings of the toy SDXL, labelled without sight of their prompts; what could not be told is "unsure"."""
+    agrees = {"object": [], "empty": []}
+    for name, labels in json.loads((LABELLED / "labels.json").read_text()).items():
+        with Image.open(LABELLED / name) as picture:
+            seen = read_picture(picture)
+        for place in PLACES:
+            if place not in labels:
+                agrees["empty"].append(seen[place] is None)
+            elif labels[place] != "unsure":
+                thing = seen[place]
+                agrees["object"].append(isinstance(thing, Thing) and f"{thing.colour} {thing.kind}" == labels[place])
+    assert (len(agrees["object"]), len(agrees["empty"])) == (172, 258)
+    assert np.mean(agrees["object"]) > 0.95 and np.mean(agrees["empty"]) > 0.99
 
 
 def test_short_prompts_name_all_their_objects_within_77_tokens():
