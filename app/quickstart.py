@@ -15,7 +15,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.report import digest, table, versions
 from debias_diffusion.files import write_json
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
-from debias_diffusion.toyworld.scenes import Scene, scene
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, scene
 from debias_diffusion.toyworld.shipped import shipped
 
 from .stages import Stage, Stages
@@ -25,7 +25,7 @@ ENCODERS = ("clip", *TRAINED)
 EDITS = ("keep", "move2", "move4", "remove")
 COMPARED = (("debias-clip", "long-clip"), ("debias-clip", "clip"))
 SHORT_PROMPTS = 60  # at most
-EXAMPLES = 8  # the first ones, not the best ones
+EXAMPLES = 8  # the first of each family of scenes, not the best ones
 _AT_ONCE = 20  # pictures drawn
 _SPLITS = ("development", "test")
 
@@ -360,7 +360,8 @@ class _Quickstart:
             "versions": versions(),
         }
         write_json(self.output / "report.json", report)
-        write_report(self.output, report, [self._example(index) for index in range(min(EXAMPLES, self.config.prompts))])
+        shown = range(0, self.config.prompts, ARRANGEMENTS)[:EXAMPLES]
+        write_report(self.output, report, [self._example(index) for index in shown])
         return {}
 
     def _example(self, index: int):
