@@ -315,7 +315,7 @@ def test_the_report_has_what_it_promises(finished, models):
     assert len(report["expectations"]) == 7
     assert list(report["seconds"]) == STAGES[:-1]
     assert report["settings"] == TINY | {
-        "output": str(finished), "seed": 0, "learning_rate": 2e-4, "short_weight": None,
+        "output": str(finished), "seed": 0, "learning_rate": 5e-4, "short_weight": None,
     }  # fmt: skip
     assert set(report["digests"]) == {"toy/clip", "toy/sdxl", "toy/features", "long-clip", "debias-clip"}
     assert len(set(report["digests"].values())) == 5
