@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.quickstart import ENCODERS, TRAINED
 from debias_diffusion.eval.report import digest, table, versions
 from debias_diffusion.files import write_json
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
@@ -20,8 +21,6 @@ from debias_diffusion.toyworld.shipped import shipped
 
 from .stages import Stage, Stages
 
-TRAINED = ("long-clip", "debias-clip")
-ENCODERS = ("clip", *TRAINED)
 EDITS = ("keep", "move2", "move4", "remove")
 COMPARED = (("debias-clip", "long-clip"), ("debias-clip", "clip"))
 SHORT_PROMPTS = 60  # at most

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+TRAINED = ("long-clip", "debias-clip")
+ENCODERS = ("clip", *TRAINED)
 LATE = 4  # number, from 0, of the first sentence that lies beyond what the opening says
 _ROUNDING = 1e-9  # so that a difference of exactly what is allowed is allowed
 

@@ -17,7 +17,8 @@ from PIL import Image
 
 from debias_diffusion.files import write_text
 
-ENCODERS = ("clip", "long-clip", "debias-clip")
+from .quickstart import ENCODERS
+
 NAMES = {"clip": "Original CLIP (cut at 77 tokens)", "long-clip": "Long-CLIP", "debias-clip": "DeBias-CLIP"}
 EDITS = {"keep": "Keep", "move2": "Move 2", "move4": "Move 4", "remove": "Remove"}
 DIRECTIONS = {"t2i_r1": "Text to image", "i2t_r1": "Image to text"}

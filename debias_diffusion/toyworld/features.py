@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
 
-from .scenes import BACKGROUNDS, COLOURS, KINDS, PLACES, Scene, draw_scene, generator
+from .scenes import BACKGROUNDS, COLOURS, KINDS, PLACES, Scene
 from .stage import run_stage
-from .vae import SIZE, draw_pictures
+from .vae import SIZE, draw_pictures, draw_scenes
 
 _WIDTH = 64
 # DINO's, with which eval/generation.py prepares pictures for any such network.
@@ -55,8 +55,8 @@ def train_features(
 ) -> ViTModel:
     """Trains the network; returns it without its head."""
     learner = _Learner(seed)
-    drawn = draw_pictures(pictures)
-    answers = torch.tensor([_answers(draw_scene(generator("train", i, "vae"), 1, 9)) for i in range(pictures)])
+    scenes = draw_scenes(pictures)
+    drawn, answers = draw_pictures(scenes), torch.tensor([_answers(its) for its in scenes])
     run_stage(folder, learner, partial(_loss, learner, drawn, answers, batch, seed), steps=steps, peak=1e-3)
     return learner.network.eval()
 

@@ -122,13 +122,7 @@ def train_unet(
 
     In the second half it also learns to bear what fine-tuning will do to the first encoder (`disturbed`).
     """
-    scheduler, width = DDPMScheduler.from_config(pipe.scheduler.config), pipe.text_encoder.config.hidden_size
-
-    def loss(step: int) -> Tensor:
-        return _loss(pipe.unet, scheduler, pairs, batch, seed, step, width if 2 * step >= steps else 0)
-
-    with _in_training(pipe.unet):
-        run_stage(folder, pipe.unet, loss, steps=steps, peak=1e-3, warmup=500)
+    _train(folder, pipe, (pairs,), (steps + 1) // 2, steps=steps, peak=1e-3, warmup=500, batch=batch, seed=seed)
 
 
 def train_unet_on_windows(
@@ -141,13 +135,28 @@ def train_unet_on_windows(
     seed=1,
 ) -> None:
     """Trains the trained UNet further, by turns on pairs in one window and in two, the first encoder disturbed."""
+    _train(folder, pipe, pairs, 0, steps=steps, peak=5e-4, batch=batch, seed=seed)
+
+
+def _train(
+    folder: Path,
+    pipe: StableDiffusionXLPipeline,
+    pairs: Sequence[dict[str, Tensor]],
+    disturbed_from: int,
+    *,
+    batch: int,
+    seed: int,
+    **schedule,
+) -> None:
+    """Trains on each of `pairs` by turns, from step `disturbed_from` on with the first encoder disturbed."""
     scheduler, width = DDPMScheduler.from_config(pipe.scheduler.config), pipe.text_encoder.config.hidden_size
 
     def loss(step: int) -> Tensor:
-        return _loss(pipe.unet, scheduler, pairs[step % len(pairs)], batch, seed, step, width)
+        disturb = width if step >= disturbed_from else 0
+        return _loss(pipe.unet, scheduler, pairs[step % len(pairs)], batch, seed, step, disturb)
 
     with _in_training(pipe.unet):
-        run_stage(folder, pipe.unet, loss, steps=steps, peak=5e-4)
+        run_stage(folder, pipe.unet, loss, **schedule)
 
 
 @contextmanager

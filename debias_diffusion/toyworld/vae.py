@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from tqdm import tqdm
 
 from .render import SIZE, render
-from .scenes import draw_scene, generator
+from .scenes import Scene, draw_scene, generator
 from .stage import run_stage
 
 LATENT_CHANNELS = 16
@@ -36,10 +36,14 @@ def picture_tensor(pictures) -> torch.Tensor:
     return torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2).contiguous()
 
 
-def draw_pictures(count: int, split: str = "train") -> torch.Tensor:
-    """`count` pictures of one to nine objects, uint8 [count, 3, 48, 48]."""
-    scenes = (draw_scene(generator(split, index, "vae"), 1, 9) for index in range(count))
-    return picture_tensor(render(scene, SIZE) for scene in tqdm(scenes, desc="drawing", total=count))
+def draw_scenes(count: int) -> list[Scene]:
+    """`count` scenes of one to nine objects."""
+    return [draw_scene(generator("train", index, "vae"), 1, 9) for index in range(count)]
+
+
+def draw_pictures(scenes: list[Scene]) -> torch.Tensor:
+    """Pictures of scenes, uint8 [len(scenes), 3, 48, 48]."""
+    return picture_tensor(render(its, SIZE) for its in tqdm(scenes, desc="drawing"))
 
 
 def as_input(pictures: torch.Tensor) -> torch.Tensor:
@@ -50,7 +54,7 @@ def as_input(pictures: torch.Tensor) -> torch.Tensor:
 def train_vae(folder: Path, *, pictures: int = 20_000, steps: int = 7000, batch: int = 16, seed: int = 0):
     """Trains the autoencoder, and sets its scaling factor so that latents have unit variance."""
     vae = new_vae(seed)
-    drawn = draw_pictures(pictures)
+    drawn = draw_pictures(draw_scenes(pictures))
     run_stage(folder, vae, partial(_loss, vae, drawn, batch, seed), steps=steps, peak=1e-3)
     with torch.inference_mode():
         latents = torch.cat([vae.encode(as_input(part)).latent_dist.mean for part in drawn[:2000].split(250)])
