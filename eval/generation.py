@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from diffusers import StableDiffusionXLPipeline
 from diffusers.utils import logging as diffusers_logging
+from open_clip.constants import IMAGENET_MEAN, IMAGENET_STD
 from PIL import Image
 from torch import Tensor, nn
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
@@ -36,7 +37,6 @@ from .report import digest, table, versions, weights_digest
 # Of generated and original images alike.
 RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"
 FID_FEATURES = (64, 2048)
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from open_clip.constants import IMAGENET_MEAN, IMAGENET_STD
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
 
@@ -17,8 +18,6 @@ from .stage import run_stage
 from .vae import SIZE, draw_pictures, draw_scenes
 
 _WIDTH = 64
-# DINO's, with which eval/generation.py prepares pictures for any such network.
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class _Learner(nn.Module):
@@ -63,6 +62,7 @@ def train_features(
 
 def _loss(learner: _Learner, pictures: Tensor, answers: Tensor, batch: int, seed: int, step: int) -> Tensor:
     chosen = torch.randint(len(pictures), (batch,), generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
+    # As eval/generation.py prepares pictures for any such network.
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     said = learner((pictures[chosen].float() / 255 - mean) / std)
     return sum(F.cross_entropy(logits, answers[chosen, i]) for i, logits in enumerate(said)) / len(said)
