@@ -240,8 +240,7 @@ class Backbone(nn.Module):
         tower.register_buffer(
             "attn_mask", torch.full((len(table),) * 2, -torch.inf).triu_(1).to(table), persistent=False
         )
-        self.tokenizer = CaptionTokenizer(self.tokenizer.tokenizer, len(table))
-        self.tokenizer.tokenizer.model_max_length = len(table)
+        self.tokenizer = self.tokenizer.with_context_length(len(table))
         self.config["model_cfg"]["text_cfg"]["context_length"] = len(table)
         self.config["debias_diffusion"] = {"keep": keep, "factor": factor}
 

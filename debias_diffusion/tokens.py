@@ -4,14 +4,15 @@ import gzip
 import html
 import os
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import ftfy
 import regex
 import torch
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizer, PreTrainedTokenizerBase
 
 PAD = 0  # the id that pads CLIP's training captions, before the text and after EOT; never EOT itself
 
@@ -71,15 +72,18 @@ def load_tokenizer(folder: str | os.PathLike) -> CLIPTokenizer:
 class TokenBatch:
     """Captions of a batch without what need not be computed.
 
-    The literal row of caption i is `[SOT, PAD * n_pre_i, text_i, EOT, PAD ...]`. All rows begin alike, so the beginning
-    `[SOT, PAD, PAD, ...]` is kept once, as long as the longest needs it; and nothing after EOT is kept.
+    The literal row of caption i is `[SOT, PAD * n_pre_i, text_i, EOT, PAD ...]`. All rows begin alike, so the
+    beginning `[SOT, PAD, PAD, ...]` is kept once, as long as the longest needs it; and nothing after EOT is kept. Where
+    pads stand before SOT, or a model has no SOT, the shared beginning is `[PAD, PAD, ...]`, and the rest is their own.
 
     Attributes:
-        prefix_ids: [longest prefix] SOT, then PADs.
-        n_prefix: [batch] how many of the prefix each caption sees: 1 + n_pre. On the CPU.
-        ids: [sum of lengths] each caption's text and its EOT, one caption after the other.
+        prefix_ids: [longest prefix] the shared beginning.
+        n_prefix: [batch] how many of the prefix each caption sees. On the CPU.
+        ids: [sum of lengths] each caption's own tokens up to its EOT, one caption after the other.
         lengths: [batch] how many of `ids` each caption has. On the CPU.
         context_length: the window, in tokens.
+        pad: the id that fills a literal row after EOT.
+        shared_sot: whether the prefix begins with SOT.
     """
 
     prefix_ids: torch.Tensor
@@ -87,82 +91,110 @@ class TokenBatch:
     ids: torch.Tensor
     lengths: torch.Tensor
     context_length: int
+    pad: int
+    shared_sot: bool
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         """The same batch with its ids on `device`; the bookkeeping stays on the CPU, where it is read."""
-        move = {"device": device, "non_blocking": True}
-        return TokenBatch(
-            self.prefix_ids.to(**move), self.n_prefix, self.ids.to(**move), self.lengths, self.context_length
-        )
+        prefix_ids, ids = (part.to(device, non_blocking=True) for part in (self.prefix_ids, self.ids))
+        return replace(self, prefix_ids=prefix_ids, ids=ids)
 
     def pin_memory(self) -> "TokenBatch":
-        return TokenBatch(
-            self.prefix_ids.pin_memory(), self.n_prefix, self.ids.pin_memory(), self.lengths, self.context_length
+        return replace(self, prefix_ids=self.prefix_ids.pin_memory(), ids=self.ids.pin_memory())
+
+    def select(self, captions: Sequence[int]) -> "TokenBatch":
+        """Some of the captions, in the order given, with no more of the prefix than they need."""
+        texts, n_prefix = self.ids.split(self.lengths.tolist()), self.n_prefix[list(captions)]
+        return replace(
+            self,
+            prefix_ids=self.prefix_ids[: int(n_prefix.max())],
+            n_prefix=n_prefix,
+            ids=torch.cat([texts[caption] for caption in captions]),
+            lengths=self.lengths[list(captions)],
         )
 
     def padded(self) -> torch.Tensor:
         """The literal rows, [batch, context_length], as an encoder that knows nothing of prefixes takes them."""
-        rows = self.ids.new_full((len(self), self.context_length), PAD)
+        rows = self.ids.new_full((len(self), self.context_length), self.pad)
         texts = self.ids.split(self.lengths.tolist())
         for row, n_prefix, text in zip(rows, self.n_prefix.tolist(), texts, strict=True):
             row[:n_prefix] = self.prefix_ids[:n_prefix]
             row[n_prefix : n_prefix + len(text)] = text
         return rows
 
-    @staticmethod
-    def cat(batches: "list[TokenBatch]") -> "TokenBatch":
-        """Several batches as one, so that they share one prefix."""
-        return TokenBatch(
-            max((batch.prefix_ids for batch in batches), key=len),
-            torch.cat([batch.n_prefix for batch in batches]),
-            torch.cat([batch.ids for batch in batches]),
-            torch.cat([batch.lengths for batch in batches]),
-            batches[0].context_length,
-        )
+
+@dataclass(frozen=True)
+class Markers:
+    """The ids around a text: `[sot, text, eot, pad ...]`; `sot` is None where a model has none."""
+
+    sot: int | None
+    eot: int
+    pad: int
 
 
 class CaptionTokenizer:
     """Cleans and tokenizes captions for one window.
 
     Args:
-        tokenizer: any CLIPTokenizer, the one that will be exported.
+        tokenizer: the transformers tokenizer that will be exported.
         context_length: window in tokens, SOT and EOT included.
+        markers: the ids around a text; None: those of CLIP, from the tokenizer, with id 0 as PAD.
+        cleaning: what a caption goes through before the tokenizer.
 
     Raises:
-        ValueError: EOT is not the highest id (open_clip pools there), or the window holds no text.
+        ValueError: CLIP's EOT is not the highest id (open_clip pools there), or the window holds no text.
     """
 
-    def __init__(self, tokenizer: CLIPTokenizer, context_length: int):
-        if tokenizer.eos_token_id != len(tokenizer) - 1:
-            raise ValueError(
-                f"EOT must be the highest id, {len(tokenizer) - 1}, because open_clip pools there; "
-                f"this tokenizer's {tokenizer.eos_token!r} is {tokenizer.eos_token_id}"
-            )
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        context_length: int,
+        markers: Markers | None = None,
+        cleaning: Callable[[str], str] = clean,
+    ):
+        if markers is None:
+            if tokenizer.eos_token_id != len(tokenizer) - 1:
+                raise ValueError(
+                    f"EOT must be the highest id, {len(tokenizer) - 1}, because open_clip pools there; "
+                    f"this tokenizer's {tokenizer.eos_token!r} is {tokenizer.eos_token_id}"
+                )
+            markers = Markers(tokenizer.bos_token_id, tokenizer.eos_token_id, PAD)
         if context_length < 3:
             raise ValueError(f"a window of {context_length} tokens holds no text between SOT and EOT")
         self.tokenizer = tokenizer
         self.context_length = context_length
+        self.markers = markers
+        self.cleaning = cleaning
+        self.n_special = 1 if markers.sot is None else 2  # tokens of a row that are neither text nor PAD
+
+    def with_context_length(self, context_length: int) -> "CaptionTokenizer":
+        """The same tokenizer for another window."""
+        self.tokenizer.model_max_length = context_length
+        return CaptionTokenizer(self.tokenizer, context_length, self.markers, self.cleaning)
+
+    def _all_ids(self, captions: list[str]) -> list[list[int]]:
+        cleaned = [self.cleaning(caption) for caption in captions]
+        return self.tokenizer(cleaned, add_special_tokens=False, verbose=False)["input_ids"]
 
     def text_ids(self, captions: list[str]) -> list[list[int]]:
         """Each caption's ids without SOT and EOT, cut so that both still fit the window."""
-        ids = self.tokenizer([clean(caption) for caption in captions], add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        return [row[: self.context_length - 2] for row in ids]
+        return [row[: self.context_length - self.n_special] for row in self._all_ids(captions)]
 
     def count(self, caption: str) -> int:
         """How many tokens the whole caption has, SOT and EOT included; may exceed the window."""
-        return len(self.tokenizer(clean(caption), verbose=False)["input_ids"])
+        return len(self._all_ids([caption])[0]) + self.n_special
 
     def n_post(self, text_ids: list[int]) -> int:
         """How many PADs follow EOT in the literal row: the room for a prefix (Algorithm 1, line 9)."""
-        return self.context_length - 2 - len(text_ids)
+        return self.context_length - self.n_special - len(text_ids)
 
-    def batch(self, text_ids: list[list[int]], n_pre: list[int] | None = None) -> TokenBatch:
-        """Tokenized captions as a batch, with `n_pre` PADs between SOT and each text.
+    def batch(
+        self, text_ids: list[list[int]], n_pre: list[int] | None = None, pads_before_sot: bool = False
+    ) -> TokenBatch:
+        """Tokenized captions as a batch, with `n_pre` PADs between SOT and each text, or before SOT.
 
         Raises:
             ValueError: a caption with its prefix does not fit the window.
@@ -171,13 +203,18 @@ class CaptionTokenizer:
         for ids, pads in zip(text_ids, n_pre, strict=True):
             if not 0 <= pads <= self.n_post(ids):
                 raise ValueError(f"n_pre must be in [0, {self.n_post(ids)}] for {len(ids)} text tokens, got {pads}")
-        sot, eot = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        sot, eot, pad = self.markers.sot, self.markers.eot, self.markers.pad
+        shared = [sot] if sot is not None and not pads_before_sot else []
+        own = [sot] if sot is not None and pads_before_sot else []
+        rows = [[*own, *ids, eot] for ids in text_ids]
         return TokenBatch(
-            prefix_ids=torch.tensor([sot] + [PAD] * max(n_pre, default=0)),
-            n_prefix=torch.tensor(n_pre, dtype=torch.long) + 1,
-            ids=torch.tensor([token for ids in text_ids for token in (*ids, eot)], dtype=torch.long),
-            lengths=torch.tensor([len(ids) + 1 for ids in text_ids], dtype=torch.long),
+            prefix_ids=torch.tensor(shared + [pad] * max(n_pre, default=0), dtype=torch.long),
+            n_prefix=torch.tensor(n_pre, dtype=torch.long) + len(shared),
+            ids=torch.tensor([token for row in rows for token in row], dtype=torch.long),
+            lengths=torch.tensor([len(row) for row in rows], dtype=torch.long),
             context_length=self.context_length,
+            pad=pad,
+            shared_sot=bool(shared),
         )
 
     def __call__(self, captions: list[str]) -> TokenBatch:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.tokens import PAD, CaptionTokenizer, TokenBatch, clean, clip_tokenizer
+from debias_diffusion.tokens import PAD, CaptionTokenizer, Markers, clean, clip_tokenizer
 
 WINDOW = 248
 TOKENIZER = CaptionTokenizer(clip_tokenizer(WINDOW), WINDOW)
@@ -97,12 +97,31 @@ def test_literal_rows_have_pads_between_sot_and_text_and_after_eot():
     assert TOKENIZER.n_post(ids[0]) == WINDOW - 4
 
 
-def test_batches_put_together_share_the_longest_prefix():
-    ids = TOKENIZER.text_ids(["a cat", "two dogs run"])
-    apart = [TOKENIZER.batch(ids[:1], [2]), TOKENIZER.batch(ids[1:], [7])]
-    together = TokenBatch.cat(apart)
-    assert len(together.prefix_ids) == 8 and len(together) == 2
-    assert torch.equal(together.padded(), torch.cat([batch.padded() for batch in apart]))
+def test_pads_before_sot_are_shared_and_sot_is_not():
+    ids = TOKENIZER.text_ids(["a cat", "a dog"])
+    batch = TOKENIZER.batch(ids, [3, 0], pads_before_sot=True)
+    assert batch.prefix_ids.tolist() == [PAD] * 3 and batch.n_prefix.tolist() == [3, 0]
+    rows = batch.padded()
+    assert rows[0, :8].tolist() == [PAD, PAD, PAD, 49406, *ids[0], 49407, PAD]
+    assert rows[1, :5].tolist() == [49406, *ids[1], 49407, PAD]
+
+
+def test_without_sot_pads_stand_before_the_text():
+    tokenizer = CaptionTokenizer(clip_tokenizer(20), 20, Markers(sot=None, eot=1, pad=5), str.upper)
+    ids = tokenizer.text_ids(["a cat", "word " * 99])
+    assert len(ids[1]) == 19 and tokenizer.n_post(ids[0]) == 17 and tokenizer.count("a cat") == 3
+    rows = tokenizer.batch(ids, [2, 0]).padded()
+    assert rows[0].tolist() == [5, 5, *ids[0], 1, *[5] * 15]
+    assert rows[1].tolist() == [*ids[1], 1]
+
+
+@pytest.mark.parametrize("pads_before_sot", [False, True])
+def test_a_selection_has_the_same_rows_and_no_more_prefix_than_it_needs(pads_before_sot):
+    ids = TOKENIZER.text_ids(["a cat", "two dogs run", "", "birds"])
+    batch = TOKENIZER.batch(ids, [2, 7, 0, 1], pads_before_sot)
+    for some in ([0, 1, 2, 3], [3, 0], [2], [1]):
+        assert torch.equal(batch.select(some).padded(), batch.padded()[some])
+    assert len(batch.select([3, 0]).prefix_ids) == 2 + (not pads_before_sot)
 
 
 def test_a_prefix_that_does_not_fit_is_refused():
