@@ -4,7 +4,7 @@ from importlib import import_module
 
 _HOMES = {
     "load_text_encoder": ".interchange",
-    "split_sentences": ".captions",
+    "split_sentences": ".sentences",
     "stretch_positions": ".positions",
 }
 __all__ = ["load_text_encoder", "split_sentences", "stretch_positions"]

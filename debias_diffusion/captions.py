@@ -1,4 +1,4 @@
-"""A caption's sentences, and every way to draw a short caption from a long one.
+"""Every way to draw a short caption from a long one.
 
 A sampler takes the list of a caption's sentences and a `random.Random` and returns the sentences of the short caption,
 in the order in which they will be read. To add a way of sampling, write such a function and name it in `SAMPLERS`.
@@ -7,61 +7,7 @@ in the order in which they will be read. To add a way of sampling, write such a 
 import random
 from collections.abc import Callable
 
-import regex
-
-# After these a sentence never ends; after those below it ends only where the next word opens one.
-_NEVER_FINAL = frozenset("mr mrs ms dr prof st mt no vs fig e.g i.e cf approx ca jr sr gen col lt sgt rev hon".split())
-_SELDOM_FINAL = frozenset("etc inc ltd co corp a.m p.m al".split())
-_OPENERS = frozenset(
-    "the a an in on at to of it its this that these those there here he she they we i you his her their and but or "
-    "with behind above below beside next near under over from for as while each both all some one two three another "
-    "overall".split()
-)
-
-# A possible end: closing marks of a sentence, quotes and brackets that close with it, white space (none after the
-# full stops of scripts that write without spaces).
-_END = regex.compile(r"[.!?…]+[\"'”’»)\]]*\s+|[。！？｡]+[」』”’）]*\s*")
-_LAST_WORD = regex.compile(r"[\p{L}\p{N}.]*$")
-_ACRONYM = regex.compile(r"(?:\p{L}\.)+\p{L}")
-_NEXT_WORD = regex.compile(r"[^\p{L}\p{N}]*([\p{L}\p{N}]+)")
-
-
-def split_sentences(caption: str) -> list[str]:
-    """The sentences of `caption` in order, each with its closing marks, without white space around it.
-
-    Abbreviations ("Mr. Lee", "e.g.", "U.S. flag"), initials, decimals ("3.5 m"), list numbers ("2. A dog") and an
-    ellipsis inside a sentence do not end one. A missing last full stop is no matter. A caption without any text has no
-    sentences.
-    """
-    sentences, start = [], 0
-    for end in _END.finditer(caption):
-        if _is_final(caption, start, end):
-            sentences.append(caption[start : end.end()].strip())
-            start = end.end()
-    sentences.append(caption[start:].strip())
-    return [sentence for sentence in sentences if sentence]
-
-
-def _is_final(caption: str, start: int, end: regex.Match) -> bool:
-    """Whether the marks matched by `end` close the sentence that began at `start`."""
-    marks = end.group().rstrip()
-    if caption[end.end() : end.end() + 1].islower() and (
-        marks.startswith(("..", "…")) or marks[-1] not in ".!?…。！？｡"
-    ):
-        return False  # "a cat ... asleep", '"Stop!" he said'
-    if marks[0] != "." or marks.startswith(".."):
-        return True
-    before = caption[start : end.start()]
-    # The longest abbreviation is short; looking further back would make long captions slow.
-    word = _LAST_WORD.search(before[-24:]).group()
-    if word.lower() in _NEVER_FINAL or (len(word) == 1 and word.isupper() and word not in "I"):
-        return False
-    if word.isdigit() and before.strip() == word:  # the number of a list's item
-        return False
-    if word.lower() in _SELDOM_FINAL or _ACRONYM.fullmatch(word):
-        next_word = _NEXT_WORD.match(caption, end.end())
-        return next_word is None or (next_word[1][0].isupper() and next_word[1].lower() in _OPENERS)
-    return True
+from .errors import UserError, near_matches
 
 
 def join_sentences(sentences: list[str]) -> str:
@@ -82,17 +28,85 @@ def summary(sentences: list[str], rng: random.Random) -> list[str]:
     return sentences[:1]
 
 
+def opening(sentences: list[str], rng: random.Random) -> list[str]:
+    """SmartCLIP's caption: cut after n ~ U{1, ..., n_sents} sentences (section C.5; "Original" in Table S6)."""
+    return sentences[: rng.randint(1, max(1, len(sentences)))]
+
+
+def details(sentences: list[str], rng: random.Random) -> list[str]:
+    """All but the summary, in their order ("Only drop 1" in Table S6). A caption of one sentence keeps it."""
+    return sentences[1:] or list(sentences)
+
+
 def random_subset(sentences: list[str], rng: random.Random) -> list[str]:
     """DeBias-CLIP's short caption (Algorithm 1, lines 3 to 6; "Random" in Table S4).
 
     The summary is dropped, then n ~ U{1, ..., n_sents - 1} of the others are drawn without replacement, in random
-    order. A caption of one sentence keeps it.
+    order. A caption of one sentence keeps it, here and in all that follow.
     """
-    details = sentences[1:]
-    if not details:
+    if len(sentences) <= 1:
         return list(sentences)
-    return rng.sample(details, rng.randint(1, len(details)))
+    return rng.sample(sentences[1:], rng.randint(1, len(sentences) - 1))
+
+
+def ordered(sentences: list[str], rng: random.Random) -> list[str]:
+    """From the second sentence to an end e ~ U{2, ..., n_sents} ("Ordered" in Table S4, "Start at 2" in Table S6)."""
+    return opening(details(sentences, rng), rng)
+
+
+def independent(sentences: list[str], rng: random.Random) -> list[str]:
+    """Each detail with probability 1/2, drawn anew until there is one, in random order ("Independent" in Table S4)."""
+    its_details, drawn = details(sentences, rng), []
+    while its_details and not drawn:
+        drawn = [sentence for sentence in its_details if rng.random() < 0.5]
+    return rng.sample(drawn, len(drawn))
+
+
+def shuffle(sentences: list[str], rng: random.Random) -> list[str]:
+    """All details, in random order ("Shuffle" in Table S4)."""
+    return keep(len(sentences))(sentences, rng)
+
+
+def keep(count: int) -> "Sampler":
+    """min(`count`, n_sents - 1) of the details, without replacement, in random order ("Keep 4" in Table S4)."""
+
+    def keep_count(sentences: list[str], rng: random.Random) -> list[str]:
+        its_details = details(sentences, rng)
+        return rng.sample(its_details, min(count, len(its_details)))
+
+    return keep_count
 
 
 Sampler = Callable[[list[str], random.Random], list[str]]
-SAMPLERS: dict[str, Sampler] = {"random": random_subset, "summary": summary}
+SAMPLERS: dict[str, Sampler] = {
+    "random": random_subset,
+    "ordered": ordered,
+    "independent": independent,
+    "shuffle": shuffle,
+    "keep-4": keep(4),
+    "summary": summary,
+    "opening": opening,
+    "details": details,
+}
+
+
+def find_sampler(name: str) -> Sampler:
+    """The sampler of that name in SAMPLERS; "keep-N" for any N from 1. Raises UserError with the near matches."""
+    return numbered(name, "sampling", SAMPLERS, "keep", keep, least=1)
+
+
+def numbered(name: str, setting: str, known: dict, prefix: str, make: Callable, least: int):
+    """`known[name]`, or `make(N)` for "prefix-N" with N from `least`.
+
+    Raises:
+        UserError: it is neither; says what `setting` may be.
+    """
+    if name in known:
+        return known[name]
+    number = name.removeprefix(f"{prefix}-")
+    if number != name and number.isdecimal() and int(number) >= least:
+        return make(int(number))
+    raise UserError(
+        f"Unknown {setting} {name!r}.{near_matches(name, known)} Choose one of: {', '.join(known)}; or {prefix}-N "
+        f"with another N from {least}."
+    )

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from debias_diffusion.captions import join_sentences, split_sentences
+from debias_diffusion.captions import join_sentences
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k
+from debias_diffusion.sentences import split_sentences
 
 from .inputs import print_left_out
 from .report import table

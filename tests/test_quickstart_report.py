@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from debias_diffusion import files
-from debias_diffusion.captions import split_sentences
 from debias_diffusion.eval import quickstart_report
 from debias_diffusion.eval.quickstart_report import (
     DASH,
@@ -25,6 +24,7 @@ from debias_diffusion.eval.quickstart_report import (
     by_sentence,
     write_report,
 )
+from debias_diffusion.sentences import split_sentences
 
 ROOT = Path(__file__).parent.parent
 MARKUP = "<script>alert('x')</script> & <img src=http://example.org/x.png>"

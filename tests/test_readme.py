@@ -12,8 +12,8 @@ import yaml
 from PIL import Image
 from skimage import data_dir
 
-from debias_diffusion.captions import split_sentences
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
+from debias_diffusion.sentences import split_sentences
 from debias_diffusion.training import TrainConfig
 
 ROOT = Path(__file__).parent.parent

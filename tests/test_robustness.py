@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from tiny_clip import save_tiny_clip
 
-from debias_diffusion.captions import split_sentences
 from debias_diffusion.data import read_sharegpt4v
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import (
@@ -21,6 +20,7 @@ from debias_diffusion.eval.robustness import (
     evaluate_robustness,
     plot,
 )
+from debias_diffusion.sentences import split_sentences
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import CLIPTokenizer
 
 from debias_diffusion.backbones import load_backbone
-from debias_diffusion.captions import split_sentences
 from debias_diffusion.data import read_sharegpt4v
+from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.clip import as_pixels, draw_indices, encode, render_all, train_clip
 from debias_diffusion.toyworld.grammar import caption, long_caption, short_caption

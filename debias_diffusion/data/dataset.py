@@ -1,15 +1,14 @@
 """Records to training samples, and samples to batches."""
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
 from ..errors import UserError
-from ..recipes import CaptionPair, Recipe
+from ..recipes import Caption, Recipe
 from ..tokens import CaptionTokenizer, TokenBatch
 from .images import ImageFolder
 from .sharegpt4v import BadRecord, Record
@@ -19,32 +18,45 @@ UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 _ATTEMPTS = 20  # how many records in a row may be unreadable before a sample gives up
 
+Key = tuple[int, int, int]  # (epoch, index of the record, its place in the epoch)
+
 
 @dataclass(frozen=True)
 class Sample:
-    """One pair of a step: `key` is (epoch, index of the record that was asked for)."""
+    """One pair of a step, as it was asked for by `key`."""
 
-    key: tuple[int, int]
+    key: Key
+    sample_id: str
     image: torch.Tensor
-    captions: CaptionPair
+    captions: list[Caption]
     bad: list[BadRecord] = field(default_factory=list)
 
 
 class CaptionDataset(Dataset):
-    """Image-caption pairs by (epoch, index), each a pure function of that key and the seed.
+    """Image-caption pairs by key, each a pure function of that key and the seed.
 
-    An image that cannot be read is replaced by that of another record, drawn from the same key, and named in the
-    sample's `bad`; so every process stays in step and a restart draws the same.
+    A record whose image cannot be read is replaced by one of the epoch's reserve, which depends on the key alone, and
+    named in the sample's `bad`; so every process stays in step and a restart draws the same.
+
+    Args:
+        records: all of them.
+        images: where their images come from.
+        preprocess: an opened image to the tensor that a batch is made of.
+        tokenizer, recipe: what becomes of the captions.
+        seed: of the draws.
+        reserve: an epoch's records that stand in for others, by index (see `training.batches.GlobalBatches.reserve`).
+            None: there are none, and an unreadable image is an error.
     """
 
     def __init__(
         self,
         records: Sequence[Record],
         images: ImageFolder,
-        preprocess,
+        preprocess: Callable[[Image.Image], torch.Tensor],
         tokenizer: CaptionTokenizer,
         recipe: Recipe,
         seed: int,
+        reserve: Callable[[int], Sequence[int]] | None = None,
     ):
         self.records = records
         self.images = images
@@ -52,28 +64,33 @@ class CaptionDataset(Dataset):
         self.tokenizer = tokenizer
         self.recipe = recipe
         self.seed = seed
+        self.reserve = reserve
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, key: tuple[int, int]) -> Sample:
-        epoch, index = key
-        replacements = random.Random(f"replacement/{self.seed}/{epoch}/{self.records[index].sample_id}")
+    def __getitem__(self, key: Key) -> Sample:
+        epoch = key[0]
         bad = []
-        for _ in range(_ATTEMPTS):
-            record = self.records[index]
+        for record in self._candidates(*key):
             try:
                 image = self.preprocess(self.images.open(record.image))
             except UNREADABLE as error:
                 bad.append(unreadable(record, error))
-                index = replacements.randrange(len(self.records))
                 continue
             captions = self.recipe.captions(record.caption, self.tokenizer, self.seed, epoch, record.sample_id)
-            return Sample(key, image, captions, bad)
+            return Sample(key, record.sample_id, image, captions, bad)
         raise UserError(
-            f"{_ATTEMPTS} images in a row cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "
+            f"{len(bad)} images in a row cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "
             "`train --check-data` names them all."
         )
+
+    def _candidates(self, epoch: int, index: int, place: int) -> Iterator[Record]:
+        """The record asked for, then the reserve's, in an order in which neighbours begin at different ones."""
+        yield self.records[index]
+        reserve = self.reserve(epoch) if self.reserve else ()
+        for attempt in range(min(_ATTEMPTS - 1, len(reserve))):
+            yield self.records[int(reserve[(place + attempt) % len(reserve)])]
 
 
 def unreadable(record: Record, error: Exception) -> BadRecord:
@@ -87,37 +104,57 @@ class Batch:
     """The samples of one step on one process.
 
     Attributes:
-        keys: (epoch, index) of each sample.
-        images: [batch, 3, height, width]
-        tokens: the long captions, then the short ones: 2 * batch captions with one shared prefix.
+        keys: of each sample.
+        sample_ids: of each sample, or of the one that stands in for it.
+        images: [batch, 3, height, width] pixels, or [batch, embed_dim] image features.
+        tokens: each kind of caption after the other: `len(tokens)` is a multiple of the batch, with one shared prefix.
         bad: records that had to be replaced.
     """
 
-    keys: list[tuple[int, int]]
+    keys: list[Key]
+    sample_ids: list[str]
     images: torch.Tensor
     tokens: TokenBatch
     bad: list[BadRecord]
 
+    def __len__(self) -> int:
+        return len(self.keys)
+
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.keys, self.images.to(device, non_blocking=True), self.tokens.to(device), self.bad)
+        return replace(self, images=self.images.to(device, non_blocking=True), tokens=self.tokens.to(device))
 
     def pin_memory(self) -> "Batch":
-        return Batch(self.keys, self.images.pin_memory(), self.tokens.pin_memory(), self.bad)
+        return replace(self, images=self.images.pin_memory(), tokens=self.tokens.pin_memory())
+
+    def chunks(self, size: int) -> "list[Batch]":
+        """The batch in parts of `size` samples, the last one perhaps smaller. `bad` stays with the whole."""
+        if size >= len(self):
+            return [self]
+        starts, kinds = range(0, len(self), size), len(self.tokens) // len(self)
+        parts = [range(start, min(start + size, len(self))) for start in starts]
+        return [
+            Batch(
+                self.keys[part.start : part.stop],
+                self.sample_ids[part.start : part.stop],
+                self.images[part.start : part.stop],
+                self.tokens.select([kind * len(self) + sample for kind in range(kinds) for sample in part]),
+                [],
+            )
+            for part in parts
+        ]
 
 
 class Collate:
     """Samples to a Batch (a class, so that worker processes can be given it)."""
 
-    def __init__(self, tokenizer: CaptionTokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: CaptionTokenizer, recipe: Recipe):
+        self.tokenizer, self.recipe = tokenizer, recipe
 
     def __call__(self, samples: list[Sample]) -> Batch:
-        long_ids = [sample.captions.long_ids for sample in samples]
-        short_ids = [sample.captions.short_ids for sample in samples]
-        n_pre = [0] * len(samples) + [sample.captions.n_pre for sample in samples]
         return Batch(
             keys=[sample.key for sample in samples],
+            sample_ids=[sample.sample_id for sample in samples],
             images=torch.stack([sample.image for sample in samples]),
-            tokens=self.tokenizer.batch(long_ids + short_ids, n_pre),
+            tokens=self.recipe.batch([sample.captions for sample in samples], self.tokenizer),
             bad=[record for sample in samples for record in sample.bad],
         )

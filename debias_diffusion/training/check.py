@@ -9,10 +9,10 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..captions import split_sentences
 from ..data import BadRecord, ImageFolder, PackedRecords, Record, read_sharegpt4v
 from ..data.dataset import UNREADABLE, unreadable
 from ..errors import UserError
+from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer
 from .config import TrainConfig
 

@@ -9,26 +9,35 @@ from torch import nn
 
 from ..backbones import Backbone
 from ..data.dataset import Batch
-from ..objectives import Features
 from ..recipes import Recipe
 
 MAX_LOGIT_SCALE = math.log(100)  # CLIP: similarities are multiplied with at most 100
+_SCALER = "scaler/"  # the prefix of the scaler's entries among those of the parameters
+_BUCKET = 25_000_000  # numbers in a message between processes
 
 
 def encode(backbone: Backbone, batch: Batch) -> torch.Tensor:
-    """[batch, 3, embed_dim]: the features of each sample's image, long caption and short caption."""
-    image = backbone.encode_image(batch.images)
-    long_text, short_text = backbone.encode_text(batch.tokens).chunk(2)
-    return torch.stack([image, long_text, short_text], dim=1)
+    """[batch, 1 + captions, embed_dim]: the features of each sample's image and of its captions."""
+    # Features of a frozen image tower come as they are.
+    image = batch.images if batch.images.ndim == 2 else backbone.encode_image(batch.images)
+    texts = backbone.encode_text(batch.tokens).unflatten(0, (-1, len(batch)))
+    return torch.stack([image.to(texts.dtype), *texts], dim=1)
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Mixed precision for "bf16", nothing for "fp32". Not accelerate's, which is fixed for the life of a process."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+    """Mixed precision for "bf16" and "fp16", nothing for "fp32". Not accelerate's, which a process sets but once."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
 
 
 def backward(
-    backbone: Backbone, recipe: Recipe, batch: Batch, accelerator: Accelerator, precision: str = "fp32"
+    backbone: Backbone,
+    recipe: Recipe,
+    batch: Batch,
+    accelerator: Accelerator,
+    precision: str = "fp32",
+    chunk: int | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> dict[str, float]:
     """Leaves the gradients of the global batch's loss in the parameters, the same on every process.
 
@@ -36,31 +45,66 @@ def backward(
     sends its own samples' part back through its towers; the parameters' gradients are then summed over the processes.
     That is the plain gradient of the plain loss, with nothing to be scaled by the number of processes.
 
+    With `chunk`, no more than so many samples' activations are held: all features are computed first without keeping
+    any, then each chunk again, to send its part of the gradient through (Gao et al. 2021, "Scaling Deep Contrastive
+    Learning Batch Size under Memory Limited Setup"). The gradient is the same, for one forward pass more.
+
+    Args:
+        batch: this process's samples, anywhere; each part is moved to the device when its turn comes.
+        chunk: at least 1; None holds all.
+        scaler: for "fp16": the gradients are left scaled by it.
+
     Returns:
-        The loss and what the recipe reports.
+        The loss, what the recipe reports, and the gradient's norm. Where the loss is not finite it is all there is,
+        and no gradients are left.
     """
-    with autocast(precision, accelerator.device):
-        local = encode(backbone, batch)
-    features = accelerator.gather(local.detach().to(backbone.logit_scale.dtype)).requires_grad_()
-    losses, report = recipe.losses(Features(*features.unbind(1)), backbone.logit_scale.exp())
+    chunks = batch.chunks(chunk or len(batch))
+    at_once = len(chunks) == 1
+    seed = torch.initial_seed()
+
+    def encode_chunk(number: int) -> torch.Tensor:
+        if not at_once:  # what is drawn at random, such as dropped patches, must be the same both times
+            torch.manual_seed(hash((seed, number)) & (2**63 - 1))
+        with autocast(precision, accelerator.device):
+            return encode(backbone, chunks[number].to(accelerator.device))
+
+    with torch.set_grad_enabled(at_once):
+        encoded = [encode_chunk(number) for number in range(len(chunks))]
+    local = torch.cat([part.detach() for part in encoded]).to(backbone.logit_scale.dtype)
+    features = accelerator.gather(local).requires_grad_()
+    losses, report = recipe.losses(recipe.features(features), backbone.logit_scale.exp(), backbone.logit_bias)
     total = torch.stack(list(losses.values())).sum()
-    total.backward()
-    # Every process holds the whole gradient of the scale; summed below, it must count once.
-    backbone.logit_scale.grad /= accelerator.num_processes
+    report = {"loss": total.detach(), **report}
+    if not total.isfinite():
+        return {name: value.item() for name, value in report.items()}
+    (scaler.scale(total) if scaler else total).backward()
+    # Every process holds the whole gradient of scale and bias; summed below, it must count once.
+    for whole in (backbone.logit_scale, backbone.logit_bias):
+        if whole is not None:
+            whole.grad /= accelerator.num_processes
     start = accelerator.process_index * len(local)
-    local.backward(features.grad[start : start + len(local)].to(local.dtype))
-    _sum_gradients(backbone, accelerator)
-    return {"loss": total.item(), **{name: value.item() for name, value in report.items()}}
+    for number, gradient in enumerate(features.grad[start : start + len(local)].split(len(chunks[0]))):
+        part = encoded[number] if at_once else encode_chunk(number)
+        part.backward(gradient.to(part.dtype))
+    gradients = [parameter.grad for parameter in backbone.parameters() if parameter.grad is not None]
+    _sum_over_processes(gradients, accelerator)
+    report["gradient_norm"] = torch.nn.utils.get_total_norm(gradients) / (scaler.get_scale() if scaler else 1)
+    return {name: value.item() for name, value in report.items()}
 
 
-def _sum_gradients(backbone: Backbone, accelerator: Accelerator) -> None:
+def _sum_over_processes(gradients: list[torch.Tensor], accelerator: Accelerator) -> None:
+    """In place; a few large messages instead of hundreds of small ones."""
     if accelerator.num_processes == 1:
         return
-    gradients = [parameter.grad for parameter in backbone.parameters() if parameter.grad is not None]
-    # One message instead of hundreds.
-    summed = accelerator.reduce(torch.cat([gradient.flatten() for gradient in gradients]), reduction="sum")
-    for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    bucket: list[torch.Tensor] = []
+    for position, gradient in enumerate(gradients):
+        bucket.append(gradient)
+        if sum(part.numel() for part in bucket) < _BUCKET and position < len(gradients) - 1:
+            continue
+        summed = accelerator.reduce(torch.cat([part.flatten() for part in bucket]), reduction="sum")
+        for part, its_sum in zip(bucket, summed.split([part.numel() for part in bucket]), strict=True):
+            part.copy_(its_sum.view_as(part))
+        bucket = []
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -71,17 +115,29 @@ def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> lis
 
 
 class Optimizer:
-    """AdamW with weight decay on matrices only, on everything but the kept positions.
+    """AdamW with weight decay on matrices only, on everything trained but the kept positions.
 
     The first `backbone.kept_positions` rows of the text tower's position table are not trained: whatever gradient,
     momentum and weight decay would do to them, they are put back after each step.
+
+    Args:
+        precision: for "fp16", gradients are scaled so that small ones do not vanish, and a step in which one of them
+            overflows is left out and the scale lowered.
+
+    Attributes:
+        scaler: what `backward` scales the loss with; None unless the precision is "fp16".
     """
 
-    def __init__(self, backbone: Backbone, weight_decay: float, betas: tuple[float, float], eps: float):
+    def __init__(
+        self, backbone: Backbone, weight_decay: float, betas: tuple[float, float], eps: float, precision: str = "fp32"
+    ):
         self.backbone = backbone
         self.named = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
-        self.adamw = torch.optim.AdamW(decay_groups(self.named.values(), weight_decay), lr=0.0, betas=betas, eps=eps)
+        groups = decay_groups(self.named.values(), weight_decay)
+        self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         self.kept = self._kept_rows.detach().clone()
+        device = backbone.logit_scale.device.type
+        self.scaler = torch.amp.GradScaler(device) if precision == "fp16" else None
 
     @property
     def _kept_rows(self) -> torch.Tensor:
@@ -92,27 +148,39 @@ class Optimizer:
         """Applies the gradients that lie in the parameters, and clears them."""
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        self.adamw.step()
+        if self.scaler:
+            self.scaler.step(self.adamw)
+            self.scaler.update()
+        else:
+            self.adamw.step()
         with torch.no_grad():
             self._kept_rows.copy_(self.kept)
-            self.backbone.logit_scale.clamp_(max=MAX_LOGIT_SCALE)
+            if self.backbone.loss == "softmax":
+                self.backbone.logit_scale.clamp_(max=MAX_LOGIT_SCALE)
+        self.clear()
+
+    def clear(self) -> None:
+        """Removes the gradients without applying them."""
         self.adamw.zero_grad()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """AdamW's averages and step counts under the parameters' names."""
-        return {
+        """AdamW's averages and step counts under the parameters' names, and the scaler's state."""
+        state = {
             f"{name}/{key}": value
             for name, parameter in self.named.items()
             for key, value in self.adamw.state.get(parameter, {}).items()
         }
+        scaler = self.scaler.state_dict() if self.scaler else {}
+        return state | {f"{_SCALER}{key}": torch.tensor(value, dtype=torch.float64) for key, value in scaler.items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.named.items():
-            entries = {
-                key: state[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in state
-            }
-            if entries:
-                # The step counts stay on the CPU, as AdamW keeps them.
-                self.adamw.state[parameter] = {
-                    key: value if key == "step" else value.to(parameter.device) for key, value in entries.items()
-                }
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in state]
+            if keys:
+                self.adamw.state[parameter] = {key: state[f"{name}/{key}"].to(parameter.device) for key in keys}
+        if self.scaler:
+            scaler = {key: state[_SCALER + key].item() for key in self.scaler.state_dict()}
+            scaler["growth_interval"], scaler["_growth_tracker"] = (
+                int(scaler[key]) for key in ("growth_interval", "_growth_tracker")
+            )
+            self.scaler.load_state_dict(scaler)
