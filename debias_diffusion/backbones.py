@@ -16,8 +16,11 @@ import open_clip
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import ResidualAttentionBlock
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
+from torchvision.transforms import Compose
+from torchvision.transforms.functional import pil_to_tensor
 
 from .errors import UserError, near_matches
 from .positions import FACTOR, KEEP, stretch_positions
@@ -39,7 +42,7 @@ class Backbone(nn.Module):
         model: open_clip's own module; its state dict is what is saved.
         text: the text tower, sharing `model`'s weights.
         tokenizer: CaptionTokenizer for the model's window.
-        preprocess: open_clip's validation transform, PIL image -> [3, height, width].
+        preprocess: open_clip's validation transform, PIL image -> float [3, height, width].
         config: what `open_clip_config.json` holds.
         random_weights: whether nothing was loaded into it.
     """
@@ -53,6 +56,10 @@ class Backbone(nn.Module):
         self.config = config
         preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
         self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
+        # [3, 1, 1] each: the last step of `preprocess`, for images that are normalised where the model is
+        for name in ("mean", "std"):
+            values = torch.tensor(getattr(self.preprocess.transforms[-1], name), dtype=torch.float32)
+            self.register_buffer(f"_pixel_{name}", values.view(-1, 1, 1), persistent=False)
 
     @property
     def context_length(self) -> int:
@@ -70,8 +77,15 @@ class Backbone(nn.Module):
     def tokenize(self, captions: list[str]) -> TokenBatch:
         return self.tokenizer(captions)
 
+    def read_pixels(self, image: Image.Image) -> torch.Tensor:
+        """An image resized and cropped as by `preprocess`, but as uint8 [3, height, width]: a quarter of the bytes."""
+        return pil_to_tensor(Compose(self.preprocess.transforms[:-2])(image))
+
     def encode_image(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, 3, height, width] preprocessed images -> [batch, embed_dim]"""
+        """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]"""
+        if images.dtype == torch.uint8:
+            # As torchvision's ToTensor and Normalize do it, to the last bit.
+            images = (images.to(self._pixel_mean.dtype) / 255 - self._pixel_mean) / self._pixel_std
         return self.model.encode_image(images)
 
     def encode_text(self, tokens: TokenBatch) -> torch.Tensor:

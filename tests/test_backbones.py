@@ -1,6 +1,7 @@
 import open_clip
 import pytest
 import torch
+from PIL import Image
 from tiny_clip import save_tiny_clip, tiny_clip
 
 from debias_diffusion.backbones import load_backbone
@@ -31,6 +32,26 @@ def test_a_saved_folder_loads_in_open_clip_and_here(tmp_path, quick_gelu):
     torch.testing.assert_close(theirs.encode_text(tokens.padded()), expected, rtol=0, atol=1e-5)
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(theirs.encode_image(images), backbone.encode_image(images))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
+@pytest.mark.parametrize("size", [(61, 40), (32, 32), (5, 200)])
+def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit(mode, size):
+    backbone = tiny_clip().eval()
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (*size, 3), generator=generator, dtype=torch.uint8)
+    image = Image.fromarray(pixels.numpy()).convert(mode)
+    read = backbone.read_pixels(image)
+    assert read.dtype == torch.uint8 and read.shape == (3, 32, 32) and read.float().std() > 1
+    expected = backbone.encode_image(backbone.preprocess(image)[None])
+    assert torch.equal(backbone.encode_image(read[None]), expected)
+
+
+def test_pixels_are_normalised_in_the_models_own_dtype_and_leave_no_trace_in_its_weights():
+    backbone = tiny_clip().double()
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    assert backbone.encode_image(pixels).dtype == torch.float64
+    assert backbone.state_dict().keys() == {f"model.{name}" for name in backbone.model.state_dict()}
 
 
 def test_random_weights_come_from_the_seed():
