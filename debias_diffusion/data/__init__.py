@@ -1,6 +1,22 @@
 """Image-caption pairs: what is read from disk and how it reaches a training step."""
 
-from .images import ImageFolder
-from .sharegpt4v import BadRecord, Captions, PackedRecords, Record, read_sharegpt4v
+from .images import ImageFolder, ImageSource
+from .shards import ShardImages, read_shards, verify_shards
+from .sharegpt4v import BadRecord, Captions, PackedRecords, Record, read_jsonl, read_sharegpt4v
+from .source import data_digest, open_data
 
-__all__ = ["BadRecord", "Captions", "ImageFolder", "PackedRecords", "Record", "read_sharegpt4v"]
+__all__ = [
+    "BadRecord",
+    "Captions",
+    "ImageFolder",
+    "ImageSource",
+    "PackedRecords",
+    "Record",
+    "ShardImages",
+    "data_digest",
+    "open_data",
+    "read_jsonl",
+    "read_shards",
+    "read_sharegpt4v",
+    "verify_shards",
+]

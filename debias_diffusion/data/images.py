@@ -1,11 +1,41 @@
-"""Images from a folder, and from nowhere else."""
+"""Where images come from: a folder, and nowhere else."""
 
+import hashlib
 import os
 from pathlib import Path
+from typing import Protocol
 
 from PIL import Image
 
 from ..errors import UserError
+
+
+class ImageSource(Protocol):
+    """Opens the images of a data set by the names that its records give them.
+
+    Attributes:
+        root: where the images lie, for messages.
+    """
+
+    root: Path
+
+    def open(self, image: str) -> Image.Image:
+        """The decoded RGB image. Raises OSError, ValueError or PIL's own errors when it cannot be had."""
+
+    def is_there(self, image: str) -> bool:
+        """Whether the image could be opened, as far as that can be told without reading it."""
+
+    def stamp(self, image: str) -> bytes:
+        """16 bytes that change when the image's file could have changed.
+
+        Raises:
+            OSError, ValueError: there is no such image.
+        """
+
+
+def digest_of(*parts: str | int) -> bytes:
+    """16 bytes that stand for these parts."""
+    return hashlib.blake2b("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class ImageFolder:
@@ -33,7 +63,19 @@ class ImageFolder:
             raise ValueError(f"image path {relative!r} leaves the image folder")
         return path
 
-    def open(self, relative: str) -> Image.Image:
+    def open(self, image: str) -> Image.Image:
         """The decoded RGB image. Raises OSError, ValueError or PIL's own errors when it cannot be had."""
-        with Image.open(self.path(relative)) as image:
-            return image.convert("RGB")
+        with Image.open(self.path(image)) as file:
+            return file.convert("RGB")
+
+    def is_there(self, image: str) -> bool:
+        """Whether there is such a file inside the root."""
+        try:
+            return self.path(image).is_file()
+        except (OSError, ValueError):
+            return False
+
+    def stamp(self, image: str) -> bytes:
+        """16 bytes of the path, the file's size and its time of change. Raises OSError or ValueError without a file."""
+        stat = self.path(image).stat()
+        return digest_of(image, stat.st_size, stat.st_mtime_ns)

@@ -1,8 +1,8 @@
-"""ShareGPT4V's JSON: a list of {"image": path, "conversations": [question, {"value": caption}]}."""
+"""ShareGPT4V's JSON: a list of {"image": path, "conversations": [question, {"value": caption}]}; and one line each."""
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import UserError
 
 SHAPE = '[{"image": "a/b.jpg", "conversations": [{"value": "question"}, {"value": "caption"}]}, ...]'
+LINE_SHAPE = '{"image": "a/b.jpg", "caption": "caption"}'
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def read_sharegpt4v(path: str | os.PathLike) -> Captions:
         raise UserError(f"Data file {os.fspath(path)!r} is not there. Give a JSON file of the shape {SHAPE}") from None
     except IsADirectoryError:
         raise UserError(f"Data file {os.fspath(path)!r} is a folder. Give the JSON file itself.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"Data file {os.fspath(path)!r} is not JSON ({error}). It must have the shape {SHAPE}"
         ) from None
@@ -86,20 +87,62 @@ def read_sharegpt4v(path: str | os.PathLike) -> Captions:
             f"Data file {os.fspath(path)!r} holds a {type(entries).__name__}, not a list. "
             f"It must have the shape {SHAPE}"
         )
+    captions = sort_out(((f"entry {index}", entry) for index, entry in enumerate(entries)), _record)
+    return _require_some(captions, path, SHAPE)
+
+
+def read_jsonl(path: str | os.PathLike) -> Captions:
+    """Reads a data file of one JSON object a line: {"image": path, "caption": text}, or as in ShareGPT4V's layout.
+
+    Blank lines are passed over. A line that is not JSON, or no such record, is left out and named in `bad`.
+
+    Raises:
+        UserError: the file is missing, or holds no usable line.
+    """
+    try:
+        with open(path, "rb") as file:
+            lines = ((f"line {number}", line) for number, line in enumerate(file, 1) if line.strip())
+            captions = sort_out(lines, lambda line: _record(_parse(line)))
+    except FileNotFoundError:
+        raise UserError(
+            f"Data file {os.fspath(path)!r} is not there. Give a file with lines of the shape {LINE_SHAPE}"
+        ) from None
+    return _require_some(captions, path, LINE_SHAPE + " in each line")
+
+
+def sort_out(parts: Iterable[tuple[str, object]], read: Callable[..., Record]) -> Captions:
+    """The records that `read` makes of `parts`, which are (where it stands, part).
+
+    What `read` refuses, by ValueError("kind: detail"), is bad.
+    """
     records, bad = [], []
-    for index, entry in enumerate(entries):
+    for where, part in parts:
         try:
-            records.append(_record(entry))
+            records.append(read(part))
         except ValueError as error:
             kind, _, detail = str(error).partition(": ")
-            bad.append(BadRecord(f"entry {index}", kind, detail))
-    if not records:
+            bad.append(BadRecord(where, kind, detail))
+    return Captions(records, bad)
+
+
+def _require_some(captions: Captions, path: str | os.PathLike, shape: str) -> Captions:
+    bad = captions.bad
+    if not captions.records:
         first = f" The first fault: {bad[0].where}, {bad[0].kind} ({bad[0].detail})." if bad else ""
         raise UserError(
-            f"Data file {os.fspath(path)!r} has {len(entries)} entries and none is usable.{first} "
-            f"It must have the shape {SHAPE}"
+            f"Data file {os.fspath(path)!r} has {len(bad)} entries and none is usable.{first} "
+            f"It must have the shape {shape}"
         )
-    return Captions(records, bad)
+    return captions
+
+
+def _parse(line: bytes):
+    """A line of JSON. Raises ValueError("kind: detail")."""
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", error)  # JSONDecodeError's own words would speak of a line 1
+        raise ValueError(f"bad line of JSON: {reason}, it begins {line[:40]!r}") from None
 
 
 def _record(entry) -> Record:
@@ -107,12 +150,33 @@ def _record(entry) -> Record:
     if not isinstance(entry, dict):
         raise ValueError(f"not an object: found {type(entry).__name__}")
     image = entry.get("image")
-    if not isinstance(image, str) or not image:
+    if not is_text(image):
         raise ValueError(f"no image path: found {image!r}")
-    try:
-        caption = entry["conversations"][1]["value"]
-    except (KeyError, IndexError, TypeError):
-        raise ValueError(f"no caption: image {image}") from None
+    return Record(sample_id=image, image=image, caption=caption_of(entry, f"image {image}"))
+
+
+def caption_of(entry: dict, where: str) -> str:
+    """An entry's "caption", or the answer among its "conversations", with runs of white space made one space.
+
+    Raises:
+        ValueError("kind: `where`"): there is none.
+    """
+    caption = entry.get("caption")
+    if caption is None:
+        try:
+            caption = entry["conversations"][1]["value"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"no caption: {where}") from None
+    return fold(caption, where)
+
+
+def fold(caption, where: str) -> str:
+    """`caption` with runs of white space made one space. Raises ValueError("kind: `where`") unless it is text."""
     if not isinstance(caption, str) or not caption.strip():
-        raise ValueError(f"empty or non-text caption: image {image}")
-    return Record(sample_id=image, image=image, caption=" ".join(caption.split()))
+        raise ValueError(f"empty or non-text caption: {where}")
+    return " ".join(caption.split())
+
+
+def is_text(value) -> bool:
+    """Whether `value` is text that is not empty and can be written (JSON can name half a surrogate pair)."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= letter <= "\udfff" for letter in value)

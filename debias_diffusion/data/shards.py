@@ -1,0 +1,353 @@
+"""WebDataset shards: tars of images and captions, read at any place without being unpacked.
+
+Every sample is found by its shard, offset and size, so that a draw stays a pure function of (seed, epoch, index) and a
+run can restart anywhere. Only the tars' headers and the captions are read to find them.
+"""
+
+import io
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple
+
+from PIL import Image
+from tqdm import tqdm
+
+from ..errors import UserError
+from ..files import sha256
+from .images import digest_of
+from .sharegpt4v import BadRecord, Captions, Record, caption_of, fold, is_text
+
+MANIFEST = "shards.json"  # what `debias-diffusion shards` leaves beside its shards
+
+_IMAGES = ("jpg", "jpeg", "png", "webp")
+_TEXTS = ("txt", "json")
+_FORMATS = ("JPEG", "PNG", "WEBP")  # what Pillow may take the bytes for; some of its other readers start programs
+_LARGEST = {**dict.fromkeys(_IMAGES, 1 << 28), **dict.fromkeys(_TEXTS, 1 << 20)}  # bytes
+
+_BLOCK = 512  # bytes, a tar's unit
+_OPENED = 128  # shards kept open at once
+_NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)  # key.extension, parted as WebDataset parts it
+_PLACE = re.compile(r"([^/]+)/.*@(\d+)\+(\d+)", re.DOTALL)  # shard/member@offset+size
+
+
+class ShardImages:
+    """Opens the images of shards by the strings that `read_shards` gives its records.
+
+    May be handed to worker processes, forked or not: reads are positioned, and each process opens for itself what was
+    not open yet.
+
+    Args:
+        root: folder of the shards.
+    """
+
+    def __init__(self, root: str | os.PathLike):
+        self.root = Path(root).resolve()
+        # What is dropped from the cache is closed when the last read from it is over.
+        self._opened = lru_cache(maxsize=_OPENED)(lambda shard: io.FileIO(self._path(shard)))
+
+    def __reduce__(self):
+        return ShardImages, (self.root,)
+
+    def open(self, image: str) -> Image.Image:
+        """The decoded RGB image. Raises OSError, ValueError or PIL's own errors when it cannot be had."""
+        shard, offset, size = _locate(image)
+        content = os.pread(self._opened(shard).fileno(), size, offset)
+        if len(content) < size:
+            raise OSError(f"{shard!r} ends inside the image, and did not when it was indexed")
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as file:
+            return file.convert("RGB")
+
+    def is_there(self, image: str) -> bool:
+        """Whether the shard is there and long enough."""
+        try:
+            shard, offset, size = _locate(image)
+            return self._path(shard).stat().st_size >= offset + size
+        except (OSError, ValueError):
+            return False
+
+    def stamp(self, image: str) -> bytes:
+        """16 bytes of the shard's name, size and time of change, and of the image's name and place in it.
+
+        Raises:
+            OSError, ValueError: there is no such image.
+        """
+        shard, offset, size = _locate(image)
+        stat = self._path(shard).stat()
+        if stat.st_size < offset + size:
+            raise OSError(f"{shard!r} ends before the image")
+        return digest_of(image, stat.st_size, stat.st_mtime_ns)
+
+    def _path(self, shard: str) -> Path:
+        """Where a shard lies. Raises ValueError when that is outside the root (symbolic links resolved)."""
+        path = (self.root / shard).resolve()
+        if not path.is_relative_to(self.root):
+            raise ValueError(f"shard {shard!r} leaves the folder")
+        return path
+
+
+def _locate(image: str) -> tuple[str, int, int]:
+    """(shard, offset, size) of a record's image. Raises ValueError for a string of another shape."""
+    place = _PLACE.fullmatch(image)
+    if place is None:
+        raise ValueError(f"{image!r} is no place in a shard")
+    return place[1], int(place[2]), int(place[3])
+
+
+def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
+    """The samples of a folder's `*.tar`, or of one tar, in the order of the shards' names and of their members.
+
+    Members are samples as in WebDataset: one key, the name up to the first dot of its last part. The image is a jpg,
+    jpeg, png or webp; the caption a txt, or a json with "caption" or ShareGPT4V's "conversations". A json's "image", or
+    else its "id", is the sample id; without one it is "shard/key".
+
+    What cannot be used is left out and named in `bad`: samples without an image or a caption, members that are links or
+    whose names lead elsewhere, and the rest of a shard that is damaged or cut short.
+
+    Raises:
+        UserError: there are no shards, their writing was not finished, or they hold no usable sample.
+    """
+    names = _shard_names(Path(data))
+    images = ShardImages(_root(Path(data)))
+    expected = {shard["name"]: shard["samples"] for shard in _finished_manifest(images.root)}
+    records, bad = [], []
+    for name in tqdm(names, desc="reading shards", unit=" shards", disable=len(names) < 20):
+        found, faults = _read_shard(images, name, expected.get(name))
+        records += found
+        bad += faults
+    missing = sorted(expected.keys() - set(names)) if Path(data).is_dir() else []
+    bad += [BadRecord(name, "missing shard", f"{expected[name]} samples") for name in missing]
+    if not records:
+        raise UserError(
+            f"{os.fspath(data)!r} has {len(names)} shards and no usable sample. The first fault: {bad[0].where}, "
+            f"{bad[0].kind} ({bad[0].detail}). A sample is an image (key.jpg) and a caption (key.txt or key.json)."
+            if bad
+            else f"{os.fspath(data)!r} has {len(names)} shards, and they are empty. Give others."
+        )
+    return Captions(records, bad), images
+
+
+def _shard_names(data: Path) -> list[str]:
+    """The file names of the shards in `data`, a folder or one shard, in their order."""
+    if not data.exists():
+        raise UserError(f"The shards {os.fspath(data)!r} are not there. Give a folder of *.tar, or one tar.")
+    if not data.is_dir():
+        return [data.resolve().name]
+    names = sorted(path.name for path in data.glob("*.tar") if not path.name.startswith("."))
+    if not names:
+        raise UserError(
+            f"The folder {os.fspath(data)!r} holds no *.tar. Give a folder of WebDataset shards, which must not be "
+            "compressed, or a JSON or JSONL file."
+        )
+    return names
+
+
+def _root(data: Path) -> Path:
+    return data if data.is_dir() else data.resolve().parent
+
+
+class _Break(Exception):
+    """A shard is cut short or damaged from some byte on."""
+
+
+class _Part(NamedTuple):
+    """One member of a sample: `name` is shard/member, `text` what a txt or json holds."""
+
+    extension: str
+    name: str
+    offset: int
+    size: int
+    text: bytes | None
+
+
+def _read_shard(images: ShardImages, shard: str, expected: int | None) -> tuple[list[Record], list[BadRecord]]:
+    """One shard's usable samples and its faults; `expected` is how many samples it had when it was written."""
+    samples, bad, records, broken, key = {}, [], [], None, None
+    try:
+        with open(images._path(shard), "rb") as file:
+            for member in _members(file):
+                fault, name = _fault(member), _NAME.fullmatch(member.name)
+                if fault:
+                    bad.append(BadRecord(shard, fault, ascii(member.name)))
+                elif member.isfile() and name and _kind(name[2]) in _LARGEST:
+                    key = str(PurePosixPath(name[1]))
+                    samples.setdefault(key, []).append(_part(file, shard, name[2].lower(), member))
+    except (_Break, OSError, ValueError) as error:
+        broken = error
+    for sample, parts in samples.items():
+        try:
+            records.append(_record(f"{Path(shard).stem}/{sample}", parts))
+        except ValueError as error:
+            if broken is None or sample != key:  # which may have been whole before the break
+                kind, _, detail = str(error).partition(": ")
+                bad.append(BadRecord(f"{shard}/{sample}", kind, detail))
+    if broken is not None:
+        missing = "" if expected is None else f"; {expected - len(records)} of {expected} samples are missing"
+        bad.append(BadRecord(shard, "broken shard", f"{broken}{missing}"))
+    return records, bad
+
+
+def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """The members of a tar, each when all of its bytes are known to be there.
+
+    Raises:
+        _Break: the tar ends without its closing block, or is damaged; says where.
+    """
+    length, end = os.fstat(file.fileno()).st_size, 0
+    try:
+        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="backslashreplace") as tar:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # or a large shard's would all be kept
+                if member.size < 0 or tar.offset <= end:
+                    raise _Break("a member of negative size")
+                if member.isreg() and not member.issparse() and member.offset_data + member.size > length:
+                    raise _Break(f"it ends inside {member.name!a}")
+                end = tar.offset
+                yield member
+    except Exception as error:  # a damaged header makes tarfile raise whatever its bytes lead to
+        raise _Break(f"byte {end} of {length}: {error}") from error
+    # A damaged header that is not the first looks to tarfile like the end.
+    if os.pread(file.fileno(), _BLOCK, end) != bytes(_BLOCK):
+        raise _Break(f"byte {end} of {length}: no header and no closing block")
+
+
+def _fault(member: tarfile.TarInfo) -> str | None:
+    """Why a member is not used: what it is, or where its name leads."""
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts or re.search(r"[\x00-\x1f\x7f-\x9f]", member.name):
+        return "unsafe member name"
+    if not (member.isfile() or member.isdir()) or member.issparse():
+        return "member that is no file"
+    return None
+
+
+def _kind(extension: str) -> str:
+    """The part of an extension that says what the member is: "jpg" for "a.JPG"."""
+    return extension.rpartition(".")[2].lower()
+
+
+def _part(file: BinaryIO, shard: str, extension: str, member: tarfile.TarInfo) -> _Part:
+    small = member.size <= _LARGEST[_kind(extension)]
+    text = os.pread(file.fileno(), member.size, member.offset_data) if small and _kind(extension) in _TEXTS else None
+    return _Part(extension, f"{shard}/{member.name}", member.offset_data, member.size, text)
+
+
+def _record(sample: str, parts: list[_Part]) -> Record:
+    """The record of one sample, "shard/key". Raises ValueError("kind: detail") where there is none."""
+    image = _choose(parts, _IMAGES, "image")
+    if image is None:
+        raise ValueError(f"no image: found {', '.join(part.extension for part in parts)}")
+    txt, described = _choose(parts, ("txt",), "caption"), _choose(parts, ("json",), "caption")
+    if txt is None and described is None:
+        raise ValueError(f"no caption: image {image.name}")
+    fields = {} if described is None else _fields(described, txt is None)
+    caption = caption_of(fields, f"image {image.name}") if txt is None else fold(_text(txt), f"image {image.name}")
+    names = (fields.get("image"), fields.get("id"), sample)
+    sample_id = next(str(name) for name in names if is_text(name) or type(name) is int)
+    return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption)
+
+
+def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], what: str) -> _Part | None:
+    """The part of one of these kinds, if there is one. "jpg" goes before "small.jpg".
+
+    Raises:
+        ValueError("kind: detail"): there are several, or it is absurdly large.
+    """
+    fitting = sorted((part.extension.count("."), part) for part in parts if _kind(part.extension) in kinds)
+    if not fitting:
+        return None
+    part = fitting[0][1]
+    if len(fitting) > 1 and fitting[1][0] == fitting[0][0]:
+        raise ValueError(f"several {what}s: {part.name} and {fitting[1][1].name}")
+    if part.size > _LARGEST[_kind(part.extension)]:
+        raise ValueError(f"absurdly large {what}: {part.name} has {part.size} bytes")
+    return part
+
+
+def _text(part: _Part) -> str:
+    """Raises ValueError("kind: detail")."""
+    try:
+        return part.text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"bad caption file: {part.name} is not UTF-8 ({error.reason})") from None
+
+
+def _fields(part: _Part, needed: bool) -> dict:
+    """What a json holds. Raises ValueError("kind: detail") for one that is `needed` and no object of JSON."""
+    try:
+        fields = json.loads(_text(part))
+        if isinstance(fields, dict):
+            return fields
+        reason = f"found {type(fields).__name__}"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+    if needed:
+        raise ValueError(f"bad caption file: {part.name} is no object of JSON ({reason})")
+    return {}
+
+
+def read_manifest(root: Path) -> dict | None:
+    """The `shards.json` of a folder: {"settings", "complete", "shards": [{"name", "samples", "bytes", "sha256", ...}]}.
+
+    None where there is none, as beside shards from elsewhere.
+
+    Raises:
+        UserError: it is of another shape.
+    """
+    try:
+        manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        manifest = None
+    if not _is_manifest(manifest):
+        raise UserError(
+            f"{str(root / MANIFEST)!r} is not what `debias-diffusion shards` writes. Remove it if the shards come from "
+            "elsewhere, or write them again."
+        )
+    return manifest
+
+
+def _is_manifest(value) -> bool:
+    def has(value, fields: dict[str, type]) -> bool:
+        return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in fields.items())
+
+    if not has(value, {"settings": dict, "complete": bool, "shards": list}):
+        return False
+    return all(has(shard, {"name": str, "samples": int, "bytes": int, "sha256": str}) for shard in value["shards"])
+
+
+def _finished_manifest(root: Path) -> list[dict]:
+    """What is known of a folder's shards. Raises UserError when their writing was not finished."""
+    manifest = read_manifest(root)
+    if manifest and not manifest["complete"]:
+        raise UserError(
+            f"The shards in {str(root)!r} are not finished. Start the same `debias-diffusion shards` command again, "
+            "which continues."
+        )
+    return manifest["shards"] if manifest else []
+
+
+def verify_shards(data: str | os.PathLike) -> list[BadRecord]:
+    """Reads every byte of the shards, and names those that differ from what `shards.json` says of them.
+
+    Of shards from elsewhere, without a `shards.json`, nothing is known and nothing is named.
+
+    Raises:
+        UserError: `shards.json` is unfinished or of another shape.
+    """
+    root, bad = _root(Path(data)), []
+    shards = _finished_manifest(root)
+    if not Path(data).is_dir():
+        shards = [shard for shard in shards if shard["name"] in _shard_names(Path(data))]
+    for shard in tqdm(shards, desc="checking shards", unit=" shards"):
+        path = root / Path(shard["name"]).name
+        if not path.is_file():
+            bad.append(BadRecord(shard["name"], "missing shard", f"{shard['samples']} samples"))
+        elif path.stat().st_size != shard["bytes"] or sha256(path) != shard["sha256"]:
+            bad.append(BadRecord(shard["name"], "changed shard", f"its sha256 is not the one in {MANIFEST}"))
+    return bad
