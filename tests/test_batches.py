@@ -8,32 +8,51 @@ from hypothesis import strategies as st
 from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.schedule import learning_rate
 
-sizes = st.integers(1, 40).flatmap(lambda batch: st.tuples(st.integers(batch, 100), st.just(batch)))
+# (records, batch, reserve)
+sizes = st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 10)).map(
+    lambda drawn: (drawn[0] + drawn[1] + drawn[2], drawn[0], drawn[2])
+)
 
 
 @given(sizes, st.integers(1, 5), st.integers(0, 1000))
 def test_every_record_comes_once_an_epoch_and_never_twice_in_a_batch(size, epochs, seed):
-    records, batch = size
-    batches = GlobalBatches(records, batch, epochs, seed)
+    records, batch, spare = size
+    batches = GlobalBatches(records, batch, epochs, seed, spare=spare)
     steps = list(batches.iterate())
-    assert len(steps) == batches.total_steps == records * epochs // batch
+    assert len(steps) == batches.total_steps == (records - spare) * epochs // batch
     assert all(len(step) == batch for step in steps)
-    assert all(len({index for _, index in step}) == batch for step in steps)
-    seen = Counter(chain.from_iterable(steps))
+    assert all(len({index for _, index, _ in step}) == batch for step in steps)
+    seen = Counter((epoch, index) for epoch, index, _ in chain.from_iterable(steps))
     assert set(seen.values()) == {1}
-    assert len(seen) + batches.dropped == records * epochs
-    whole = [epoch for epoch in range(epochs) if sum(e == epoch for e, _ in seen) == records]
+    assert len(seen) + batches.dropped == (records - spare) * epochs
+    whole = [epoch for epoch in range(epochs) if sum(e == epoch for e, _ in seen) == records - spare]
     assert len(whole) >= epochs - 1
-    order = [key[0] for key in chain.from_iterable(steps)]
+    order = [(epoch, place) for epoch, _, place in chain.from_iterable(steps)]
     assert order == sorted(order)
+
+
+@given(sizes, st.integers(0, 1000))
+def test_an_epochs_reserve_is_all_that_it_does_not_train_on(size, seed):
+    records, batch, spare = size
+    batches = GlobalBatches(records, batch, 2, seed, spare=spare)
+    for epoch in range(2):
+        trained = set(batches._order(epoch, carried=batches.reserve(0)[:1] if batch > 1 else batches.reserve(0)[:0]))
+        reserve = set(batches.reserve(epoch))
+        assert len(reserve) == spare and not trained & reserve
+        assert trained | reserve == set(range(records))
+
+
+def test_the_reserve_is_another_one_in_each_epoch():
+    batches = GlobalBatches(1000, 10, 2, 0, spare=50)
+    assert len(set(batches.reserve(0)) & set(batches.reserve(1))) < 25
 
 
 @given(sizes, st.integers(0, 1000), st.data())
 def test_any_start_and_any_number_of_processes_see_the_same(size, seed, data):
-    records, batch = size
+    records, batch, spare = size
     world = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
     start = data.draw(st.integers(0, records * 3 // batch))
-    batches = GlobalBatches(records, batch, 3, seed)
+    batches = GlobalBatches(records, batch, 3, seed, spare=spare)
     shared = [list(batches.iterate(start, rank, world)) for rank in range(world)]
     together = [list(chain.from_iterable(parts)) for parts in zip(*shared, strict=True)]
     assert together == list(batches.iterate())[start:]
@@ -41,7 +60,7 @@ def test_any_start_and_any_number_of_processes_see_the_same(size, seed, data):
 
 def test_epochs_and_seeds_differ():
     steps = [list(GlobalBatches(50, 50, 2, seed).iterate()) for seed in (0, 1)]
-    orders = [[index for _, index in step] for run in steps for step in run]
+    orders = [[index for _, index, _ in step] for run in steps for step in run]
     assert len({tuple(order) for order in orders}) == 4
 
 

@@ -1,41 +1,93 @@
 import random
 from collections import Counter
 from itertools import permutations
-from math import factorial
+from math import comb
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from debias_diffusion.captions import SAMPLERS, draw_generator, join_sentences, random_subset, summary
+from debias_diffusion.captions import SAMPLERS, draw_generator, find_sampler, join_sentences, random_subset
+from debias_diffusion.errors import UserError
+
+SENTENCES = ["S.", "a.", "b.", "c.", "d."]
+DETAILS = SENTENCES[1:]
 
 
-def test_algorithm_1_draws_every_ordered_subset_as_often_as_it_says():
-    # n ~ U{1..4}, then each ordered choice of n among 4 is equally likely.
-    sentences = ["S.", "a.", "b.", "c.", "d."]
-    draws = 24_000
-    counts = Counter(tuple(random_subset(sentences, draw_generator(0, 0, str(i)))) for i in range(draws))
-    expected = {
-        choice: draws / 4 / (factorial(4) / factorial(4 - n)) for n in range(1, 5) for choice in permutations("abcd", n)
-    }
-    expected = {tuple(f"{letter}." for letter in choice): count for choice, count in expected.items()}
+def arrangements(items, size):
+    """Every ordered choice of `size` items, each as likely as the others."""
+    choices = list(permutations(items, size))
+    return {choice: 1 / len(choices) for choice in choices}
+
+
+def mixture(parts):
+    """{choice: probability} of several equally likely or weighted parts."""
+    total = Counter()
+    for weight, part in parts:
+        for choice, probability in part.items():
+            total[choice] += weight * probability
+    return dict(total)
+
+
+# What each sampler draws from five sentences, and how often: the definitions, written out.
+DEFINITIONS = {
+    "random": mixture([(1 / 4, arrangements(DETAILS, n)) for n in range(1, 5)]),
+    "ordered": {tuple(SENTENCES[1:end]): 1 / 4 for end in range(2, 6)},
+    "independent": mixture([(comb(4, n) / 15, arrangements(DETAILS, n)) for n in range(1, 5)]),
+    "shuffle": arrangements(DETAILS, 4),
+    "keep-4": arrangements(DETAILS, 4),
+    "keep-2": arrangements(DETAILS, 2),
+    "keep-9": arrangements(DETAILS, 4),
+    "summary": {("S.",): 1.0},
+    "opening": {tuple(SENTENCES[:end]): 1 / 5 for end in range(1, 6)},
+    "details": {tuple(DETAILS): 1.0},
+}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_sampler_draws_what_its_definition_says_as_often_as_it_says(name):
+    sampler, expected, draws = find_sampler(name), DEFINITIONS[name], 24_000
+    assert sum(expected.values()) == pytest.approx(1)
+    counts = Counter(tuple(sampler(SENTENCES, draw_generator(0, 0, str(i)))) for i in range(draws))
     assert set(counts) == set(expected)
-    assert chisquare([counts[key] for key in expected], list(expected.values())).pvalue > 1e-3
+    if len(expected) > 1:
+        observed = [counts[choice] for choice in expected]
+        assert chisquare(observed, [draws * p for p in expected.values()]).pvalue > 1e-3
 
 
-@given(st.lists(st.text(min_size=1), max_size=200, unique=True), st.integers(0, 2**31))
-def test_random_subset_is_some_of_the_details_once_each(sentences, seed):
-    drawn = random_subset(sentences, random.Random(seed))
-    if len(sentences) <= 1:
-        assert drawn == sentences
-    else:
-        assert 1 <= len(drawn) == len(set(drawn)) <= len(sentences) - 1
-        assert set(drawn) <= set(sentences[1:])
+def test_every_sampler_has_a_definition():
+    assert set(SAMPLERS) <= set(DEFINITIONS)
 
 
-def test_summary_is_the_first_sentence():
-    assert summary(["One.", "Two."], random.Random(0)) == ["One."]
-    assert {"random": random_subset, "summary": summary} == SAMPLERS
+@pytest.mark.parametrize("name", DEFINITIONS)
+@given(sentences=st.lists(st.text(min_size=1), max_size=200, unique=True), seed=st.integers(0, 2**31))
+@settings(max_examples=50)
+def test_a_short_caption_is_some_of_the_sentences_once_each(name, sentences, seed):
+    before = list(sentences)
+    drawn = find_sampler(name)(sentences, random.Random(seed))
+    assert sentences == before
+    assert len(drawn) == len(set(drawn)) and set(drawn) <= set(sentences)
+    assert bool(drawn) == bool(sentences)
+    if len(sentences) > 1 and name not in ("summary", "opening"):
+        assert sentences[0] not in drawn
+    if name in ("summary", "opening", "ordered", "details"):
+        start = sentences.index(drawn[0]) if drawn else 0
+        assert drawn == sentences[start : start + len(drawn)]
+    if name.startswith("keep"):
+        assert len(drawn) == min(int(name[5:]), max(len(sentences) - 1, min(len(sentences), 1)))
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_captions_of_no_and_of_one_sentence_stay_as_they_are(name):
+    for sentences in ([], ["Only."]):
+        assert find_sampler(name)(sentences, random.Random(0)) == sentences
+
+
+@pytest.mark.parametrize("name", ["randm", "keep-0", "keep--1", "keep-x", "keep-", "keep4", "keep-1.5", ""])
+def test_unknown_samplings_are_named(name):
+    with pytest.raises(UserError, match=rf"Unknown sampling '{name}'.*random.*keep-N with another N from 1"):
+        find_sampler(name)
 
 
 def test_draws_depend_on_seed_epoch_and_sample_and_on_nothing_else():

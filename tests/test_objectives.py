@@ -4,12 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from debias_diffusion import objectives
 from debias_diffusion.errors import UserError
 from debias_diffusion.objectives import (
     Features,
     contrastive_loss,
     dual_caption_objective,
     rebuild_from_components,
+    sigmoid_loss,
 )
 
 
@@ -46,6 +48,34 @@ def test_contrastive_loss_of_closed_forms():
     eye = torch.eye(4, dtype=torch.float64)
     expected = math.log(1 + 3 * math.exp(-7))
     assert contrastive_loss(eye, eye, torch.tensor(7.0)).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_large_batches_are_taken_in_blocks_with_the_same_loss_and_gradient(monkeypatch):
+    scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (5.0, -3.0))
+    image, text = features(11, seed=1).requires_grad_(), features(11, seed=2).requires_grad_()
+
+    def both():
+        terms = contrastive_loss(image, text, scale, 0.1), sigmoid_loss(image, text, scale, bias)
+        return [(term, *torch.autograd.grad(term, (image, text, scale))) for term in terms]
+
+    at_once = both()
+    monkeypatch.setattr(objectives, "_BLOCK", 4)
+    for plain, in_blocks in zip(at_once, both(), strict=True):
+        torch.testing.assert_close(in_blocks, plain, rtol=0, atol=1e-12)
+
+
+def test_sigmoid_loss_is_the_written_out_one():
+    image, text = features(seed=1), features(seed=2)
+    expected = 0.0
+    for i in range(9):
+        for j in range(9):
+            logit = 3.0 * image[i] @ text[j] - 2.0
+            expected += -math.log(torch.sigmoid(logit if i == j else -logit).item()) / 9
+    ours = sigmoid_loss(image, text, torch.tensor(3.0), torch.tensor(-2.0))
+    assert ours.item() == pytest.approx(expected, rel=1e-12)
+    # Without any similarity every pair is a coin toss at bias 0.
+    zeros = torch.zeros(4, 3)
+    assert sigmoid_loss(zeros, zeros, torch.tensor(1.0), torch.tensor(0.0)).item() == pytest.approx(4 * math.log(2))
 
 
 @pytest.mark.parametrize(("batch", "dim"), [(9, 6), (6, 30), (7, 7)])
@@ -90,10 +120,30 @@ def test_components_that_change_nothing_are_refused(batch, dim, components):
 def test_the_two_losses_are_weighted_and_the_short_one_sees_rebuilt_images():
     image, long_text, short_text = (features(seed=i) for i in range(3))
     scale = torch.tensor(4.0, dtype=torch.float64)
-    losses, report = dual_caption_objective(Features(image, long_text, short_text), scale, 0.1, 3, 0.1)
+    losses, report = dual_caption_objective(Features(image, long_text, short_text), scale, None, 0.1, 3, 0.1)
     image, long_text, short_text = (F.normalize(x, dim=-1) for x in (image, long_text, short_text))
     long = literal_info_nce(image, long_text, scale, 0.1)
     short = literal_info_nce(rebuild_from_components(image, 3), short_text, scale, 0.1)
     torch.testing.assert_close(sum(losses.values()), 0.1 * short + 0.9 * long, rtol=0, atol=1e-12)
     torch.testing.assert_close((report["short"], report["long"]), (short, long), rtol=0, atol=1e-12)
     assert not report["short"].requires_grad
+
+
+def test_with_a_bias_both_losses_are_sigmoid_ones():
+    image, long_text, short_text = (features(seed=i) for i in range(3))
+    scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (4.0, -5.0))
+    _, report = dual_caption_objective(Features(image, long_text, short_text), scale, bias, 0.1, 3, 0.1)
+    image, long_text, short_text = (F.normalize(x, dim=-1) for x in (image, long_text, short_text))
+    rebuilt = rebuild_from_components(image, 3)
+    torch.testing.assert_close(report["long"], sigmoid_loss(image, long_text, scale, bias))
+    torch.testing.assert_close(report["short"], sigmoid_loss(rebuilt, short_text, scale, bias))
+    assert report["logit_bias"] == -5
+
+
+def test_no_components_leave_the_images_as_they_are_and_a_missing_caption_has_no_loss():
+    image, short_text = features(seed=0), features(seed=1)
+    scale = torch.tensor(4.0, dtype=torch.float64)
+    losses, _ = dual_caption_objective(Features(image, None, short_text), scale, None, 1.0, 0, 0.0)
+    assert list(losses) == ["short_loss"]
+    expected = contrastive_loss(F.normalize(image, dim=-1), F.normalize(short_text, dim=-1), scale)
+    torch.testing.assert_close(losses["short_loss"], expected)

@@ -1,12 +1,16 @@
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.recipes import RECIPES, Recipe, find_recipe, no_padding, random_padding
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.recipes import PADDINGS, RECIPES, Recipe, find_padding, find_recipe
+from debias_diffusion.tokens import PAD, CaptionTokenizer, clip_tokenizer
 
 TOKENIZER = CaptionTokenizer(clip_tokenizer(60), 60)
 CAPTION = "A scene. The cat is red. The dog is blue. The sky is dark."
@@ -16,59 +20,137 @@ def text(ids):
     return TOKENIZER.tokenizer.decode(ids)
 
 
+def draw(recipe, caption=CAPTION, seed=0, epoch=0, sample_id="x"):
+    return recipe.captions(caption, TOKENIZER, seed, epoch, sample_id)
+
+
 def test_debias_clip_drops_the_summary_and_pads_in_front():
-    pairs = [RECIPES["debias-clip"].captions(CAPTION, TOKENIZER, 0, 0, str(i)) for i in range(300)]
-    assert all(text(pair.long_ids) == CAPTION.lower().replace(".", " .") for pair in pairs)
-    shorts = Counter(text(pair.short_ids) for pair in pairs)
+    pairs = [draw(RECIPES["debias-clip"], sample_id=str(i)) for i in range(300)]
+    assert all(text(long.ids) == CAPTION.lower().replace(".", " .") and long.n_pre == 0 for long, _ in pairs)
+    shorts = Counter(text(short.ids) for _, short in pairs)
     assert not any("scene" in short for short in shorts)
     assert "the sky is dark . the cat is red ." in shorts
     assert len(shorts) == 3 + 6 + 6
-    assert all(0 <= pair.n_pre <= TOKENIZER.n_post(pair.short_ids) for pair in pairs)
-    assert len({pair.n_pre for pair in pairs}) > 20
+    assert all(0 <= short.n_pre <= TOKENIZER.n_post(short.ids) for _, short in pairs)
+    assert len({short.n_pre for _, short in pairs}) > 20
 
 
 def test_long_clip_takes_the_summary_and_does_not_pad():
-    pair = RECIPES["long-clip"].captions(CAPTION, TOKENIZER, 0, 0, "x")
-    assert (text(pair.short_ids), pair.n_pre) == ("a scene .", 0)
+    _, short = draw(RECIPES["long-clip"])
+    assert (text(short.ids), short.n_pre) == ("a scene .", 0)
+
+
+def test_smart_clip_sampling_has_one_caption_which_is_the_opening():
+    recipe = RECIPES["smart-clip-sampling"]
+    drawn = [draw(recipe, sample_id=str(i)) for i in range(200)]
+    assert {len(captions) for captions in drawn} == {1}
+    assert {(text(caption.ids).count("."), caption.n_pre) for (caption,) in drawn} == {(n, 0) for n in range(1, 5)}
+    assert all(text(caption.ids).startswith("a scene .") for (caption,) in drawn)
+    start_at_2 = [draw(replace(recipe, sampling="ordered"), sample_id=str(i))[0] for i in range(200)]
+    assert {text(caption.ids).count(".") for caption in start_at_2} == {1, 2, 3}
+    assert all(text(caption.ids).startswith("the cat is red .") for caption in start_at_2)
+    (only_drop_1,) = draw(replace(recipe, sampling="details"))
+    assert text(only_drop_1.ids) == "the cat is red . the dog is blue . the sky is dark ."
 
 
 def test_the_recipes_are_the_papers():
-    debias, long = RECIPES["debias-clip"], RECIPES["long-clip"]
+    debias, long, smart = (RECIPES[name] for name in ("debias-clip", "long-clip", "smart-clip-sampling"))
     assert (debias.short_weight, debias.components, debias.label_smoothing) == (0.1, 32, 0.1)
     assert (long.short_weight, long.components, long.label_smoothing) == (0.5, 32, 0.1)
+    assert (smart.short_weight, smart.components) == (1.0, 0)
+    assert {recipe.pooling for recipe in RECIPES.values()} == {"eot"}
+
+
+def test_a_caption_without_weight_is_not_made():
+    both = RECIPES["debias-clip"]
+    (long,), (short,) = draw(replace(both, short_weight=0.0)), draw(replace(both, short_weight=1.0))
+    assert [long, short] == draw(both)
+    features = torch.arange(12.0).view(3, 2, 2)
+    only_long = replace(both, short_weight=0.0).features(features)
+    only_short = replace(both, short_weight=1.0).features(features)
+    assert only_long.short_text is None and torch.equal(only_long.long_text, features[:, 1])
+    assert only_short.long_text is None and torch.equal(only_short.short_text, features[:, 1])
 
 
 def test_padding_is_uniform_over_all_the_room():
     rng = random.Random(0)
-    counts = Counter(random_padding(9, rng) for _ in range(10_000))
-    assert sorted(counts) == list(range(10))
-    assert chisquare(list(counts.values())).pvalue > 1e-3
-    assert random_padding(0, rng) == no_padding(9, rng) == 0
+    for name in ("random", "pre-sot"):
+        counts = Counter(PADDINGS[name].draw(9, rng) for _ in range(10_000))
+        assert sorted(counts) == list(range(10))
+        assert chisquare(list(counts.values())).pvalue > 1e-3
+        assert PADDINGS[name].draw(0, rng) == 0
+    assert [name for name, padding in PADDINGS.items() if padding.before_sot] == ["pre-sot"]
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_fixed_padding_is_as_many_as_fit(count, n_post):
+    assert find_padding(f"pad-{count}").draw(n_post, random.Random(0)) == min(count, n_post)
+    assert find_padding("none").draw(n_post, random.Random(0)) == 0
+
+
+def test_where_the_pads_stand():
+    rows = {}
+    for name in ("pad-3", "pre-sot", "none"):
+        recipe = replace(RECIPES["debias-clip"], padding=name)
+        rows[name] = recipe.batch([draw(recipe, sample_id="3")], TOKENIZER).padded()[1].tolist()
+    sot, eot = 49406, 49407
+    assert rows["pad-3"][:4] == [sot, PAD, PAD, PAD] and rows["pad-3"][4] != PAD
+    assert rows["none"][0] == sot and rows["none"][1] != PAD
+    assert rows["pre-sot"][0] == PAD and rows["pre-sot"].index(sot) > 0
+    for row in rows.values():
+        assert row.count(sot) == row.count(eot) == 1 and len(row) == 60
+
+
+@given(
+    st.sampled_from(sorted(RECIPES)),
+    st.sampled_from(["random", "ordered", "independent", "shuffle", "keep-4", "summary", "opening", "details"]),
+    st.sampled_from(["random", "none", "pad-20", "pre-sot"]),
+    st.lists(st.text(max_size=400), max_size=200).map(". ".join) | st.text(max_size=50),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_caption_in_any_script_fits_the_window_and_ends_in_eot(name, sampling, padding, caption, seed):
+    recipe = replace(RECIPES[name], sampling=sampling, padding=padding)
+    drawn = draw(recipe, caption, seed)
+    assert len(drawn) == recipe.has_long + recipe.has_short
+    assert drawn == draw(recipe, caption, seed)
+    rows = recipe.batch([drawn], TOKENIZER).padded()
+    assert rows.shape == (len(drawn), 60)
+    for row, one in zip(rows.tolist(), drawn, strict=True):
+        assert row.count(49406) == row.count(49407) == 1
+        assert row.index(49407) == 1 + len(one.ids) + one.n_pre
+        assert set(row[row.index(49407) + 1 :]) <= {PAD}
 
 
 def test_captions_are_a_pure_function_of_seed_epoch_and_sample():
     recipe = RECIPES["debias-clip"]
-    assert recipe.captions(CAPTION, TOKENIZER, 1, 2, "a") == recipe.captions(CAPTION, TOKENIZER, 1, 2, "a")
-    drawn = [recipe.captions(CAPTION, TOKENIZER, 1, epoch, "a") for epoch in range(10)]
-    assert len({(tuple(pair.short_ids), pair.n_pre) for pair in drawn}) > 5
+    assert draw(recipe, seed=1, epoch=2) == draw(recipe, seed=1, epoch=2)
+    drawn = [draw(recipe, seed=1, epoch=epoch)[1] for epoch in range(10)]
+    assert len({(tuple(short.ids), short.n_pre) for short in drawn}) > 5
 
 
 @pytest.mark.parametrize("caption", ["One sentence only.", "no stop", "..."])
 def test_a_caption_of_one_sentence_keeps_it(caption):
-    pair = RECIPES["debias-clip"].captions(caption, TOKENIZER, 0, 0, "x")
-    assert pair.short_ids == pair.long_ids != []
+    long, short = draw(RECIPES["debias-clip"], caption)
+    assert short.ids == long.ids != []
 
 
 def test_a_short_caption_longer_than_the_window_is_cut_and_has_no_room_for_pads():
-    caption = "Summary. " + "word " * 300 + "."
-    pair = RECIPES["debias-clip"].captions(caption, TOKENIZER, 0, 0, "x")
-    assert len(pair.short_ids) == 58 and pair.n_pre == 0
+    _, short = draw(RECIPES["debias-clip"], "Summary. " + "word " * 300 + ".")
+    assert len(short.ids) == 58 and short.n_pre == 0
 
 
 def test_unknown_or_impossible_recipes_are_named():
+    def refused(message, **changes):
+        with pytest.raises(UserError, match=message):
+            replace(RECIPES["debias-clip"], **changes)
+
     with pytest.raises(UserError, match="Unknown recipe 'debias'. Did you mean debias-clip"):
         find_recipe("debias")
-    with pytest.raises(UserError, match=r"short_weight must be in \[0, 1\], got 2"):
-        Recipe("random", "random", short_weight=2)
-    with pytest.raises(UserError, match=r"label_smoothing must be in \[0, 1\), got 1"):
-        Recipe("random", "random", short_weight=0.1, label_smoothing=1)
+    refused(r"short_weight must be in \[0, 1\], got 2", short_weight=2)
+    refused(r"label_smoothing must be in \[0, 1\), got 1", label_smoothing=1)
+    refused(r"components must be at least 1, or 0.*got -1", components=-1)
+    refused("pooling must be one of eot, average, got 'mean'", pooling="mean")
+    refused("Unknown sampling 'randm'. Did you mean random", sampling="randm")
+    refused("Unknown padding 'pad-x'.*none.*pad-N with another N from 0", padding="pad-x")
+    assert Recipe("random", "pad-0", 0.5).padding == "pad-0"
