@@ -1,7 +1,7 @@
 """One interface over CLIP-family two-towers from open_clip: load, encode images, encode text, save.
 
 The towers are open_clip's own modules; only the text tower's forward is ours, because it need not compute what a causal
-mask hides (see `TextTower`).
+mask hides (see `TextTower`). What differs between CLIP and SigLIP stands in `families`.
 """
 
 import contextlib
@@ -9,11 +9,11 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
 
 import open_clip
 import torch
+from open_clip import CLIPTextCfg
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import ResidualAttentionBlock
 from PIL import Image
@@ -23,18 +23,19 @@ from torchvision.transforms import Compose
 from torchvision.transforms.functional import pil_to_tensor
 
 from .errors import UserError, near_matches
+from .families import Family, find_family
 from .positions import FACTOR, KEEP, stretch_positions
-from .text_tower import TextTower
-from .tokens import CaptionTokenizer, TokenBatch, clip_tokenizer, load_tokenizer
+from .text_tower import PaddedTextTower, TextTower, set_positions
+from .tokens import CaptionTokenizer, TokenBatch
 from .toyworld.shipped import shipped
+from .weights import find_weights, load_weights, reason
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
-TOKENIZER_FOLDER = "tokenizer"
 
 
 class Backbone(nn.Module):
-    """A two-tower CLIP: images and captions to features in one space.
+    """A two-tower CLIP or SigLIP: images and captions to features in one space.
 
     Made by `load_backbone`. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
 
@@ -44,6 +45,7 @@ class Backbone(nn.Module):
         tokenizer: CaptionTokenizer for the model's window.
         preprocess: open_clip's validation transform, PIL image -> float [3, height, width].
         config: what `open_clip_config.json` holds.
+        family: what sets it apart from other two-towers (see `Family`).
         random_weights: whether nothing was loaded into it.
     """
 
@@ -51,9 +53,10 @@ class Backbone(nn.Module):
         super().__init__()
         self.model = model
         self.random_weights = random_weights
-        self.text = TextTower(getattr(model, "text", model))
         self.tokenizer = tokenizer
         self.config = config
+        self.family = find_family("this model", config["model_cfg"])
+        self.text = (TextTower if self.family.causal else PaddedTextTower)(getattr(model, "text", model))
         preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
         self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
         # [3, 1, 1] each: the last step of `preprocess`, for images that are normalised where the model is
@@ -73,6 +76,16 @@ class Backbone(nn.Module):
     @property
     def logit_scale(self) -> nn.Parameter:
         return self.model.logit_scale
+
+    @property
+    def loss(self) -> str:
+        """ "softmax" or "sigmoid": what the features are made for."""
+        return self.family.loss
+
+    @property
+    def logit_bias(self) -> nn.Parameter | None:
+        """What the sigmoid loss adds to the scaled similarities; None for the softmax loss."""
+        return self.model.logit_bias
 
     def tokenize(self, captions: list[str]) -> TokenBatch:
         return self.tokenizer(captions)
@@ -94,15 +107,8 @@ class Backbone(nn.Module):
 
     def stretch(self, keep: int = KEEP, factor: int = FACTOR) -> None:
         """Stretches the text tower's positions in place (see `stretch_positions`)."""
-        tower = self.text.tower
-        table = stretch_positions(tower.positional_embedding.detach(), keep, factor)
-        tower.positional_embedding = nn.Parameter(table)
-        tower.context_length = len(table)
-        if hasattr(tower, "num_pos"):
-            tower.num_pos = len(table)
-        tower.register_buffer(
-            "attn_mask", torch.full((len(table),) * 2, -torch.inf).triu_(1).to(table), persistent=False
-        )
+        table = stretch_positions(self.text.tower.positional_embedding.detach(), keep, factor)
+        set_positions(self.model, table)
         self.tokenizer = self.tokenizer.with_context_length(len(table))
         self.config["model_cfg"]["text_cfg"]["context_length"] = len(table)
         self.config["debias_diffusion"] = {"keep": keep, "factor": factor}
@@ -114,77 +120,95 @@ class Backbone(nn.Module):
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.state_dict().items()}
         save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
-        self.tokenizer.tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+        self.family.save_tokenizer(self.tokenizer, folder)
 
 
 def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
-    """Loads a CLIP two-tower.
+    """Loads a CLIP or SigLIP two-tower.
 
     Args:
-        model: an open_clip name ("ViT-B-16"; "ViT-B-16-quickgelu" for OpenAI's weights), an open_clip folder such as
-            training leaves, "hf-hub:owner/name", or "toy/clip".
-        pretrained: for a name: an open_clip tag ("openai", "laion2b_s34b_b88k") or a file of weights. None gives random
-            weights from torch's current seed.
+        model: an open_clip name ("ViT-B-16"; "ViT-B-16-quickgelu" for OpenAI's weights; "ViT-B-16-SigLIP2"), an
+            open_clip folder such as training leaves, "hf-hub:owner/name", or "toy/clip".
+        pretrained: for a name: an open_clip tag ("openai", "laion2b_s34b_b88k", "webli") or a file of weights, of
+            Long-CLIP's too. None gives random weights from torch's current seed.
 
     Raises:
-        UserError: the model or the weights are unknown, or the text tower is not a causal, EOT-pooled CLIP one.
+        UserError: the model, the weights or the tokenizer are unknown or broken, or do not fit each other; or the text
+            tower is neither CLIP's nor SigLIP's.
     """
     model = shipped(model)
     config, source = _find_config(model)
-    _check_text_config(model, config["model_cfg"])
+    family = find_family(model, config["model_cfg"])
     if source is None:
         _check_pretrained(model, pretrained)
     elif pretrained is not None:
         raise UserError(f"{model!r} brings its own weights; leave out pretrained={pretrained!r}, or give a model name.")
-    with _quiet_logging():
-        try:
-            clip = open_clip.create_model(source or model, pretrained=pretrained, weights_only=True)
-        except Exception as error:  # whatever a wrong or hostile file makes the libraries raise
-            reason = str(error).splitlines()[0][:300]
-            raise UserError(
-                f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded: {reason}"
-            ) from error
+    try:
+        with _quiet_logging():
+            file = find_weights(model, source, pretrained)
+            tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
+            clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
+            _check_blocks(model, family, getattr(clip, "text", clip))
+            stretched = file and load_weights(clip, file, model, bool(config["model_cfg"].get("quick_gelu")))
+    except UserError:
+        raise
+    except Exception as error:  # whatever a wrong or hostile file makes the libraries raise
+        raise UserError(
+            f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded: {reason(error)}"
+        ) from error
+    if stretched:
+        tokenizer = tokenizer.with_context_length(clip.context_length)
+        config["model_cfg"]["text_cfg"]["context_length"] = clip.context_length
+        config["debias_diffusion"] = stretched
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
-    _check_blocks(model, getattr(clip, "text", clip))
-    context_length = config["model_cfg"]["text_cfg"].get("context_length", open_clip.tokenizer.DEFAULT_CONTEXT_LENGTH)
-    tokenizer = CaptionTokenizer(_tokenizer(source, context_length), context_length)
-    return Backbone(clip, tokenizer, config, random_weights=source is None and pretrained is None)
+    return Backbone(clip, tokenizer, config, random_weights=file is None)
 
 
 def _find_config(model: str) -> tuple[dict, str | None]:
     """(contents of open_clip_config.json, open_clip's name of the folder or hub repository; None for a plain name)."""
-    if model.startswith("hf-hub:"):
-        return {"model_cfg": deepcopy(open_clip.factory._get_hf_config(model[7:])["model_cfg"])}, model
     folder = Path(model.removeprefix("local-dir:"))
-    if (folder / CONFIG_FILE).is_file():
-        return json.loads((folder / CONFIG_FILE).read_text()), f"local-dir:{folder}"
-    if folder.is_dir() or model.startswith("local-dir:"):
+    if model.startswith("hf-hub:"):
+        config, source = {"model_cfg": _hub_config(model)}, model
+    elif (folder / CONFIG_FILE).is_file():
+        config, source = _read_config(folder / CONFIG_FILE), f"local-dir:{folder}"
+    elif folder.is_dir() or model.startswith("local-dir:"):
         raise UserError(f"The folder {os.fspath(folder)!r} holds no {CONFIG_FILE}; give an open_clip folder.")
-    model_cfg = open_clip.get_model_config(model)
-    if model_cfg is None:
+    else:
+        config, source = {"model_cfg": open_clip.get_model_config(model)}, None
+    if config["model_cfg"] is None:
         raise UserError(
             f"Unknown model {model!r}.{near_matches(model, open_clip.list_models())} Give an open_clip model name "
             "(`python -c 'import open_clip; print(open_clip.list_models())'` lists them) or an open_clip folder."
         )
-    return {"model_cfg": deepcopy(model_cfg)}, None
+    text_cfg = config["model_cfg"]["text_cfg"]
+    text_cfg.setdefault("context_length", CLIPTextCfg.context_length)
+    text_cfg.setdefault("vocab_size", CLIPTextCfg.vocab_size)
+    return config, source
 
 
-def _check_text_config(model: str, model_cfg: dict) -> None:
-    text_cfg = model_cfg["text_cfg"]
-    unfit = [key for key in ("hf_model_name", "no_causal_mask", "embed_cls") if text_cfg.get(key)]
-    if text_cfg.get("pool_type", "argmax") != "argmax":
-        unfit.append(f"pool_type={text_cfg['pool_type']}")
-    if "multimodal_cfg" in model_cfg:
-        unfit.append("multimodal_cfg")
-    if unfit:
+def _hub_config(model: str) -> dict:
+    try:
+        return open_clip.get_model_config(model)
+    except Exception as error:  # no network, no such repository, no such file
         raise UserError(
-            f"The text tower of {model!r} cannot be used ({', '.join(unfit)}): it must have a causal mask and pool at "
-            "EOT, as OpenAI's and LAION's CLIP models do, for example ViT-B-16 or ViT-L-14."
-        )
+            f"{model!r} could not be fetched from the Hugging Face hub: {reason(error)}. Check the name and the "
+            "network, or give a folder that holds the repository's files."
+        ) from error
 
 
-def _check_blocks(model: str, tower: nn.Module) -> None:
-    if not all(type(block) is ResidualAttentionBlock for block in tower.transformer.resblocks):
+def _read_config(file: Path) -> dict:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        parts = [config["model_cfg"][name] for name in ("vision_cfg", "text_cfg")]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise UserError(f"{str(file)!r} is no open_clip configuration: {reason(error)}.") from error
+    if not all(isinstance(part, dict) for part in parts):
+        raise UserError(f"{str(file)!r} is no open_clip configuration: vision_cfg and text_cfg must be objects.")
+    return config
+
+
+def _check_blocks(model: str, family: Family, tower: nn.Module) -> None:
+    if family.causal and not all(type(block) is ResidualAttentionBlock for block in tower.transformer.resblocks):
         raise UserError(f"The text tower of {model!r} has blocks of its own kind; only plain CLIP blocks can be used.")
 
 
@@ -207,12 +231,11 @@ def _check_pretrained(model: str, pretrained: str | None) -> None:
         )
 
 
-def _tokenizer(source: str | None, context_length: int):
-    """The tokenizer saved beside the weights, or CLIP's own."""
-    folder = Path((source or "").removeprefix("local-dir:")) / TOKENIZER_FOLDER
-    if source and folder.is_dir():
-        return load_tokenizer(folder)
-    return clip_tokenizer(context_length)
+def _folder(source: str | None, file: Path | None) -> Path | None:
+    """Where a tokenizer may lie beside the weights."""
+    if source is not None and source.startswith("local-dir:"):
+        return Path(source.removeprefix("local-dir:"))
+    return file and file.parent
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The text tower of a CLIP, computing what its causal mask does not hide and nothing else."""
+"""Text towers: one that computes what its causal mask does not hide and nothing else, and one without a mask."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ class _Layout:
 
 
 class TextTower:
-    """A causal CLIP text tower that computes a caption up to its EOT and the shared beginning once.
+    """A causal text tower that computes a caption up to its EOT and the shared beginning once.
 
     Under a causal mask nothing after EOT changes the pooled state, so it is not computed. And `[SOT, PAD, PAD, ...]`
     (`[PAD, PAD, ...]` where pads stand before SOT) begins every row, so its states are computed once for the longest
@@ -141,6 +141,33 @@ class TextTower:
         if projection is None:
             return pooled
         return projection(pooled) if isinstance(projection, nn.Linear) else pooled @ projection
+
+
+class PaddedTextTower(TextTower):
+    """A text tower without a causal mask, on the literal padded rows.
+
+    Every state depends on every slot of its row, pads included, and the last slot is the one that is pooled: nothing
+    may be left out, and no two captions share anything.
+    """
+
+    def __call__(self, tokens: TokenBatch) -> torch.Tensor:
+        """[batch, embed_dim] features of each row's last slot, projected, not normalised."""
+        tower = self.tower
+        hidden_states = tower.token_embedding(tokens.padded()) + tower.positional_embedding
+        return self.project(tower.ln_final(tower.transformer(hidden_states))[:, -1])
+
+
+def set_positions(model: nn.Module, table: torch.Tensor) -> None:
+    """Gives open_clip's two-tower another table of text positions, [positions, width], and the window that it says."""
+    tower = getattr(model, "text", model)
+    tower.positional_embedding = nn.Parameter(table)
+    for module in {model, tower}:
+        module.context_length = len(table)
+    if hasattr(tower, "num_pos"):
+        tower.num_pos = len(table)
+    if tower.attn_mask is not None:
+        mask = torch.full((len(table),) * 2, -torch.inf).triu_(1).to(table)
+        tower.register_buffer("attn_mask", mask, persistent=False)
 
 
 def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

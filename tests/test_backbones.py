@@ -67,8 +67,11 @@ def test_random_weights_come_from_the_seed():
     ("model", "pretrained", "message"),
     [
         ("ViT-B16", None, r"Unknown model 'ViT-B16'. Did you mean ViT-B-16"),
-        ("ViT-B-16-SigLIP", None, "no_causal_mask.*must have a causal mask and pool at EOT"),
-        ("coca_ViT-B-32", None, "cannot be used"),
+        ("coca_ViT-B-32", None, "cannot be used.*multimodal_cfg"),
+        ("roberta-ViT-B-32", None, "cannot be used.*hf_model_name"),
+        ("ViT-L-14-CLIPA", None, "cannot be used.*no_causal_mask.*pool_type: last"),
+        ("ViT-B-16-SigLIP2", "wbeli", "No weights 'wbeli' for 'ViT-B-16-SigLIP2'. Did you mean webli"),
+        ("hf-hub:tests/no-such-repository", None, "could not be fetched.*Check the name and the network"),
         ("ViT-B-16", "openai", "trained with QuickGELU, which 'ViT-B-16' lacks. Use --model ViT-B-16-quickgelu"),
         ("ViT-B-16-quickgelu", "laion2b_s34b_b88k", "No weights|Use --model ViT-B-16"),
         ("ViT-B-16", "opneai", "No weights 'opneai' for 'ViT-B-16'. Did you mean openai"),
@@ -87,6 +90,17 @@ def test_weights_that_do_not_fit_or_are_no_weights_are_refused(tmp_path):
     (tmp_path / "open_clip_model.safetensors").write_bytes(b"not weights")
     with pytest.raises(UserError, match="could not be loaded"):
         load_backbone(folder)
+
+
+def test_a_folder_without_weights_or_with_a_broken_configuration_is_refused(tmp_path):
+    folder = save_tiny_clip(tmp_path)
+    (tmp_path / "open_clip_model.safetensors").unlink()
+    with pytest.raises(UserError, match="holds no weights"):
+        load_backbone(folder)
+    for broken in ("", "{", "[]", '{"model_cfg": 3}', '{"model_cfg": {"text_cfg": {}, "vision_cfg": 1}}', "\x00"):
+        (tmp_path / "open_clip_config.json").write_text(broken)
+        with pytest.raises(UserError, match="is no open_clip configuration"):
+            load_backbone(folder)
 
 
 def test_a_pickle_with_code_is_not_executed(tmp_path):

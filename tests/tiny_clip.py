@@ -1,20 +1,46 @@
-"""A two-tower CLIP of open_clip's real classes at tiny sizes, with CLIP's own vocabulary, as a folder or in memory."""
+"""Two-towers of open_clip's real classes at tiny sizes, CLIP's and SigLIP's, as a folder or in memory."""
 
+import contextlib
+import json
+import string
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 
 import open_clip
 import torch
+from open_clip import factory
 from open_clip.tokenizer import bytes_to_unicode
-from transformers import CLIPTokenizer
+from torch import nn
+from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerBase, T5Tokenizer
 
 from debias_diffusion.backbones import Backbone
+from debias_diffusion.families import find_family
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 CONFIG = {
     "embed_dim": 24,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 4, "layers": 3},
+}
+# As open_clip's SigLIP configurations stand, with timm's smallest vision transformer.
+SIGLIP_CONFIG = {
+    "embed_dim": 64,
+    "init_logit_bias": -10,
+    "custom_text": True,
+    "vision_cfg": {"image_size": 160, "timm_model_name": "test_vit", "timm_pool": "map", "timm_proj": "none"},
+    "text_cfg": {
+        "context_length": 64,
+        "hf_tokenizer_name": "tests/no-such-repository",
+        "tokenizer_kwargs": {"clean": "canonicalize"},
+        "width": 32,
+        "heads": 4,
+        "layers": 2,
+        "no_causal_mask": True,
+        "proj_bias": True,
+        "pool_type": "last",
+        "norm_kwargs": {"eps": 1e-6},
+    },
 }
 
 
@@ -26,17 +52,67 @@ def tiny_clip(
     tokenizer = tokenizer or clip_tokenizer(context_length)
     config["text_cfg"] |= {"context_length": context_length, "vocab_size": len(tokenizer)}
     torch.manual_seed(seed)
-    model = open_clip.CLIP(**deepcopy(config))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 0:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    model = everyday(open_clip.CLIP(**deepcopy(config)))
     return Backbone(
         model,
         CaptionTokenizer(tokenizer, context_length),
         {"model_cfg": config, "preprocess_cfg": {}},
         random_weights=True,
     )
+
+
+def everyday(model: nn.Module) -> nn.Module:
+    """The model with noise of everyday size on all its weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 0:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def tiny_siglip(version: int = 1, seed: int = 0) -> Backbone:
+    """A SigLIP, or a SigLIP 2, with random weights of everyday size."""
+    config, tokenizer = deepcopy(SIGLIP_CONFIG), siglip_tokenizer(version)
+    config["text_cfg"] |= {"vocab_size": len(tokenizer)} | (
+        {"act_kwargs": {"approximate": "tanh"}} if version == 2 else {}
+    )
+    torch.manual_seed(seed)
+    settings = {name: value for name, value in deepcopy(config).items() if name != "custom_text"}
+    model = everyday(open_clip.CustomTextCLIP(**settings))
+    open_clip.set_model_preprocess_cfg(model, {"size": 160, "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    captions = find_family("tiny", config).caption_tokenizer(tokenizer, config["text_cfg"])
+    return Backbone(
+        model, captions, {"model_cfg": config, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}, True
+    )
+
+
+def siglip_tokenizer(version: int) -> PreTrainedTokenizerBase:
+    """SigLIP's kind of tokenizer with few words: a T5 that pads with its EOS (1), or a Gemma (PAD 0, EOS 1)."""
+    letters = list(string.ascii_lowercase + string.digits)
+    if version == 1:
+        pieces = ["<pad>", "</s>", "<unk>", "▁", *letters, "▁a", "▁the", "▁cat", "ing"]
+        scores = [(piece, -float(index > 2) - index / 100) for index, piece in enumerate(pieces)]
+        return T5Tokenizer(vocab=scores, extra_ids=0, pad_token="</s>")
+    merges = [("c", "a"), ("ca", "t"), ("t", "h"), ("th", "e"), ("the", "▁")]
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
+    words += ["".join(merge) for merge in merges]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    around = {"add_bos_token": False, "add_eos_token": True, "padding_side": "right"}
+    return GemmaTokenizer(vocab=vocabulary, merges=merges, **around)
+
+
+@contextlib.contextmanager
+def registered(folder: Path, **configs: dict) -> Iterator[None]:
+    """open_clip knows models of these names while the context lasts."""
+    before = dict(factory._MODEL_CONFIGS), list(factory._MODEL_CONFIG_PATHS)
+    folder.mkdir()
+    for name, config in configs.items():
+        (folder / f"{name}.json").write_text(json.dumps(config))
+    open_clip.add_model_config(folder)
+    try:
+        yield
+    finally:
+        factory._MODEL_CONFIGS, factory._MODEL_CONFIG_PATHS = before
 
 
 def byte_tokenizer(context_length: int) -> CLIPTokenizer:

@@ -34,6 +34,11 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 def _text_config(backbone: Backbone) -> CLIPTextConfig:
     tower, tokenizer = backbone.text.tower, backbone.tokenizer.tokenizer
     block = tower.transformer.resblocks[0]
+    if not backbone.family.causal:
+        raise UserError(
+            f"The text tower of a {backbone.family.name} has no causal mask, and a transformers CLIPTextModel has one: "
+            "it cannot take the place of SDXL's text encoders. Export a CLIP, for example ViT-L-14."
+        )
     if not isinstance(block.ls_1, nn.Identity):
         raise UserError("A text tower with layer scale has no place for it in a transformers CLIPTextModel.")
     return CLIPTextConfig(

@@ -1,0 +1,118 @@
+"""Files of weights for open_clip's two-towers: found, looked at before anything is loaded, and loaded."""
+
+import zipfile
+from pathlib import Path
+
+import open_clip
+import torch
+from open_clip.factory import _find_checkpoint_in_dir
+from open_clip.pretrained import download_pretrained_from_hf
+from safetensors.torch import load_file
+from torch import nn
+
+from .errors import UserError
+from .positions import FACTOR, KEEP, stretched_length
+from .text_tower import set_positions
+
+_POSITIONS = "positional_embedding"
+_LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, of which its code takes the rows that are not kept
+_NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size")  # what OpenAI's files hold besides
+
+
+def reason(error: Exception) -> str:
+    """An error of a library in a line."""
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+
+
+def find_weights(model: str, source: str | None, pretrained: str | None) -> Path | None:
+    """The file of weights that a model's name stands for; None where random weights were asked for.
+
+    Args:
+        model: as `load_backbone` takes it.
+        source: "hf-hub:..." or "local-dir:...", whose own weights are meant; None for a plain name.
+        pretrained: with a plain name, a file or a tag, which open_clip downloads unless it has.
+    """
+    if source is None:
+        if pretrained is None or Path(pretrained).is_file():
+            return pretrained and Path(pretrained)
+        return Path(open_clip.download_pretrained(open_clip.get_pretrained_cfg(model, pretrained)))
+    kind, _, place = source.partition(":")
+    file = download_pretrained_from_hf(place) if kind == "hf-hub" else _find_checkpoint_in_dir(Path(place))
+    if file is None:
+        raise UserError(f"The folder {place!r} holds no weights (open_clip_model.safetensors, for example).")
+    return Path(file)
+
+
+def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> dict[str, int] | None:
+    """Loads a file of weights into open_clip's module; its text positions are taken as they are or not at all.
+
+    open_clip's own loading interpolates positions of another length without a word.
+
+    Args:
+        clip: an `open_clip.CLIP` or `CustomTextCLIP`.
+        file: what open_clip's loading reads (safetensors, torch, big_vision's npz), or a Long-CLIP checkpoint.
+        model: what to call it in errors.
+        quick_gelu: whether `clip` has OpenAI's activation, which a file does not tell.
+
+    Returns:
+        How the file's positions were stretched, {"keep", "factor"}, if it is Long-CLIP's; else None.
+
+    Raises:
+        UserError: the file is for another window, or Long-CLIP's and for another model. What the libraries raise for
+            files that are broken, hostile, or for other sizes comes through.
+    """
+    if file.suffix in (".npz", ".npy"):  # big_vision's, which open_clip refuses where a shape differs
+        open_clip.load_checkpoint(clip, str(file))
+        return None
+    state = _read(file)
+    if _LONG_CLIPS in state:
+        return _load_long_clip(clip, state, file, model, quick_gelu)
+    table = state.get(_POSITIONS, state.get(f"text.{_POSITIONS}"))
+    window = len(getattr(clip, "text", clip).positional_embedding)
+    if table is not None and len(table) != window:
+        raise UserError(
+            f"{str(file)!r} holds {len(table)} text positions, {model!r} has {window}; they are not interpolated. Give "
+            f"weights of {window} positions, or, for a stretched model, the folder that its training left, whose "
+            "open_clip_config.json tells the window."
+        )
+    open_clip.load_checkpoint(clip, str(file), weights_only=True)
+    return None
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, mapped into memory rather than read where its format allows, under plain names."""
+    if file.suffix == ".safetensors":
+        state = load_file(file)
+    else:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
+        raise UserError(f"{str(file)!r} holds no state dict of weights.")
+    return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def _load_long_clip(
+    clip: nn.Module, state: dict[str, torch.Tensor], file: Path, model: str, quick_gelu: bool
+) -> dict[str, int]:
+    """Folds Long-CLIP's two tables into one, as its code adds them: rows 0 to 19 of one, the rest of the other."""
+    if not quick_gelu:
+        right = f"{model}-quickgelu"
+        right = right if right in open_clip.list_models() else "ViT-B-16-quickgelu or ViT-L-14-quickgelu"
+        raise UserError(
+            f"{str(file)!r} is a Long-CLIP checkpoint, trained from OpenAI's weights with QuickGELU, which {model!r} "
+            f"lacks. Use --model {right}."
+        )
+    window, width = getattr(clip, "text", clip).positional_embedding.shape
+    expected = [stretched_length(window), width]
+    shapes = {name: list(state[name].shape) for name in (_POSITIONS, _LONG_CLIPS) if name in state}
+    if shapes != {_POSITIONS: expected, _LONG_CLIPS: expected}:
+        raise UserError(
+            f"{str(file)!r} is a Long-CLIP checkpoint with tables of positions {shapes}; for {model!r} both must be "
+            f"{expected}. longclip-B.pt belongs to ViT-B-16-quickgelu, longclip-L.pt to ViT-L-14-quickgelu."
+        )
+    state = {name: tensor for name, tensor in state.items() if name not in _NO_WEIGHTS}
+    state[_POSITIONS] = torch.cat([state[_POSITIONS][:KEEP], state.pop(_LONG_CLIPS)[KEEP:]])
+    set_positions(clip, torch.empty(expected))
+    clip.load_state_dict(state)
+    return {"keep": KEEP, "factor": FACTOR}

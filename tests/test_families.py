@@ -1,0 +1,172 @@
+import json
+import shutil
+from copy import deepcopy
+
+import open_clip
+import pytest
+import torch
+from open_clip.tokenizer import HFTokenizer
+from test_tokens import HOSTILE, random_strings
+from tiny_clip import SIGLIP_CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
+
+from debias_diffusion.backbones import load_backbone
+from debias_diffusion.errors import UserError
+from debias_diffusion.families import find_family
+from debias_diffusion.interchange import export_text_encoder
+from debias_diffusion.tokens import Markers, clip_tokenizer
+
+VERSIONS = [1, 2]
+CAPTIONS = ["The cat!", "a cat, the thing on the mat. " * 9, "", "x1 &amp; 2"]
+
+
+def test_every_model_of_open_clip_has_its_family_or_is_refused():
+    families = {}
+    for model in open_clip.list_models():
+        try:
+            families[model] = find_family(model, open_clip.get_model_config(model))
+        except UserError as error:
+            assert model in str(error)
+    siglips = {model for model in open_clip.list_models() if "SigLIP" in model}
+    assert len(siglips) > 20
+    assert {model for model, family in families.items() if family.name == "SigLIP"} == siglips
+    for model in ("ViT-B-16-quickgelu", "ViT-B-32-quickgelu", "ViT-L-14-336-quickgelu", "ViT-H-14", "ViT-bigG-14"):
+        assert (families[model].name, families[model].loss) == ("CLIP", "softmax")
+    for model in ("coca_ViT-B-32", "nllb-clip-base-siglip", "ViT-L-14-CLIPA", "MobileCLIP-S1", "ViT-H-14-worldwide"):
+        assert model not in families and model in open_clip.list_models()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"no_causal_mask": False}, "pool_type: last"),
+        ({"hf_tokenizer_name": None}, "hf_tokenizer_name: None"),
+        ({"tokenizer_kwargs": {"clean": "canonicalize", "trust_remote_code": True}}, "trust_remote_code=True"),
+        ({"tokenizer_kwargs": {"clean": "no-such"}}, "tokenizer_kwargs: clean=no-such"),
+        ({"hf_model_name": "bert"}, "hf_model_name"),
+    ],
+)
+def test_what_is_of_neither_family_is_named(change, named):
+    config = deepcopy(SIGLIP_CONFIG)
+    config["text_cfg"] |= change
+    with pytest.raises(UserError, match=f"The text tower of 'odd' cannot be used.*{named}.*ViT-B-16-SigLIP2"):
+        find_family("odd", config)
+
+
+def test_the_sigmoid_loss_goes_with_the_bias():
+    for backbone, loss, bias in ((tiny_clip(), "softmax", None), (tiny_siglip(), "sigmoid", -10.0)):
+        assert backbone.loss == loss
+        assert (backbone.logit_bias if bias is None else backbone.logit_bias.item()) == bias
+    config = open_clip.get_model_config("ViT-B-16") | {"init_logit_bias": -10}
+    assert (find_family("a CLIP", config).name, find_family("a CLIP", config).loss) == ("CLIP", "sigmoid")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_are_those_of_open_clips_tokenizer_in_the_same_folder(tmp_path, version):
+    backbone = tiny_siglip(version)
+    backbone.save(tmp_path)
+    theirs = open_clip.get_tokenizer(f"local-dir:{tmp_path}")
+    assert isinstance(theirs, HFTokenizer)
+    texts = HOSTILE + CAPTIONS + list(random_strings(500))
+    ours = backbone.tokenize(texts).padded()
+    assert torch.equal(ours, theirs(texts))
+    assert ours.shape == (len(texts), 64) and (ours == backbone.tokenizer.markers.pad).any()
+
+
+@pytest.mark.parametrize(("version", "pad"), [(1, 1), (2, 0)])
+def test_pads_stand_before_the_text_and_after_eos(version, pad):
+    tokenizer = tiny_siglip(version).tokenizer
+    assert tokenizer.markers == Markers(sot=None, eot=1, pad=pad)
+    ids = tokenizer.text_ids(["the cat"])
+    row = tokenizer.batch(ids, [3]).padded()[0].tolist()
+    assert row == [*[pad] * 3, *ids[0], 1, *[pad] * (64 - 4 - len(ids[0]))]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_features_are_open_clips(version):
+    backbone = tiny_siglip(version).eval()
+    tokens = backbone.tokenize(CAPTIONS)
+    features = backbone.encode_text(tokens)
+    assert torch.equal(features, backbone.model.encode_text(tokens.padded()))
+    assert features.shape == (4, 64) and features.std() > 0.1
+    padded = backbone.tokenizer.batch(backbone.tokenizer.text_ids(["the cat"] * 2), [0, 20])
+    with_pads = backbone.encode_text(padded)
+    assert torch.equal(with_pads, backbone.model.encode_text(padded.padded()))
+    assert not torch.allclose(with_pads[0], with_pads[1])
+
+
+@pytest.mark.parametrize(("version", "keep", "window"), [(1, 20, 196), (2, 20, 196), (1, 0, 256)])
+def test_a_stretched_folder_loads_in_open_clip_and_here(tmp_path, version, keep, window):
+    backbone = tiny_siglip(version).eval()
+    backbone.stretch(keep)
+    assert backbone.context_length == backbone.tokenizer.context_length == window
+    assert not hasattr(backbone.model.text, "attn_mask") or backbone.model.text.attn_mask is None
+    backbone.save(tmp_path)
+    tokens = backbone.tokenize(CAPTIONS)
+    expected = backbone.encode_text(tokens)
+    images = torch.randint(0, 256, (2, 3, 160, 160), dtype=torch.uint8)
+
+    again = load_backbone(str(tmp_path)).eval()
+    assert torch.equal(again.encode_text(again.tokenize(CAPTIONS)), expected)
+    assert torch.equal(again.encode_image(images), backbone.encode_image(images))
+    assert (again.context_length, again.kept_positions, again.loss) == (window, keep, "sigmoid")
+    assert torch.equal(again.logit_bias, backbone.logit_bias)
+
+    theirs = open_clip.create_model(f"local-dir:{tmp_path}").eval()
+    rows = open_clip.get_tokenizer(f"local-dir:{tmp_path}")(CAPTIONS)
+    assert rows.shape == (4, window) == (4, theirs.context_length)
+    assert theirs.context_length == theirs.text.context_length == theirs.text.num_pos
+    assert torch.equal(theirs.encode_text(rows), expected)
+
+
+def test_the_tokenizer_may_lie_in_the_root_or_in_a_folder_of_its_own_or_beside_a_file_of_weights(tmp_path):
+    backbone = tiny_siglip()
+    backbone.save(tmp_path)
+    (tmp_path / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.move(tmp_path / name, tmp_path / "tokenizer" / name)
+    again = load_backbone(str(tmp_path))
+    assert torch.equal(again.tokenize(CAPTIONS).padded(), backbone.tokenize(CAPTIONS).padded())
+    with registered(tmp_path / "configs", tiny=backbone.config["model_cfg"]):
+        named = load_backbone("tiny", str(tmp_path / "open_clip_model.safetensors"))
+    assert torch.equal(named.encode_text(named.tokenize(CAPTIONS)), again.encode_text(again.tokenize(CAPTIONS)))
+
+
+def test_a_tokenizer_that_is_nowhere_is_named_with_what_to_do(tmp_path):
+    tiny_siglip().save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="needs the tokenizer 'tests/no-such-repository'.*hf download.*beside the weig"):
+        load_backbone(str(tmp_path))
+    with pytest.raises(UserError, match="'ViT-B-16-SigLIP2' needs the tokenizer 'timm/ViT-B-16-SigLIP2'"):
+        load_backbone("ViT-B-16-SigLIP2")
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
+    tiny_siglip().save(tmp_path)
+    clip_tokenizer(64).save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=r"tokenizer\) cannot be used: the tokenizer has 49408 ids, the text tower 44"):
+        load_backbone(str(tmp_path))
+    with pytest.raises(ValueError, match="must have an EOS and a PAD, this one has 1 and None"):
+        backbone = tiny_siglip()
+        backbone.tokenizer.tokenizer.pad_token = None
+        backbone.family.caption_tokenizer(backbone.tokenizer.tokenizer, backbone.config["model_cfg"]["text_cfg"])
+    save_tiny_clip(tmp_path / "clip")
+    (tmp_path / "clip" / "tokenizer" / "tokenizer.json").write_text('{"model":')
+    with pytest.raises(UserError, match="cannot be used"):
+        load_backbone(str(tmp_path / "clip"))
+
+
+def test_code_that_a_tokenizer_brings_is_not_run(tmp_path):
+    tiny_siglip().save(tmp_path)
+    marker = tmp_path / "executed"
+    (tmp_path / "hostile.py").write_text(f"open({str(marker)!r}, 'w')\nclass Hostile: pass\n")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Hostile", "auto_map": {"AutoTokenizer": ["hostile.Hostile", "hostile.Hostile"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="cannot be used"):
+        load_backbone(str(tmp_path))
+    assert not marker.exists()
+
+
+def test_a_siglip_is_no_text_encoder_for_sdxl(tmp_path):
+    with pytest.raises(UserError, match="a SigLIP has no causal mask.*Export a CLIP"):
+        export_text_encoder(tiny_siglip(), tmp_path)
