@@ -1,8 +1,10 @@
+import json
+
 import open_clip
 import pytest
 import torch
 from PIL import Image
-from tiny_clip import save_tiny_clip, tiny_clip
+from tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
 
 from debias_diffusion.backbones import load_backbone
 from debias_diffusion.errors import UserError
@@ -90,6 +92,120 @@ def test_weights_that_do_not_fit_or_are_no_weights_are_refused(tmp_path):
     (tmp_path / "open_clip_model.safetensors").write_bytes(b"not weights")
     with pytest.raises(UserError, match="could not be loaded"):
         load_backbone(folder)
+
+
+def long_clip_state(window=248):
+    """A checkpoint as Long-CLIP's training leaves it, and the one table that its masks make of its two."""
+    state = dict(tiny_clip(quick_gelu=True, context_length=window).model.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(window, 32, generator=generator) for _ in range(2))
+    kept = (torch.arange(window) < 20)[:, None]
+    state |= {"positional_embedding": first, "positional_embedding_res": second}
+    return state, first * kept + second * ~kept
+
+
+@pytest.mark.parametrize("wrapping", ["plain", "state_dict", "module.", "half, with sizes", "before torch 1.6"])
+def test_a_long_clip_checkpoint_becomes_one_table_and_is_not_stretched_again(tmp_path, wrapping):
+    state, table = long_clip_state()
+    written, options = state, {}
+    if wrapping == "state_dict":
+        written = {"state_dict": state, "epoch": 3}
+    elif wrapping == "module.":
+        written = {f"module.{name}": tensor for name, tensor in state.items()}
+    elif wrapping == "half, with sizes":
+        written = {name: tensor.half() for name, tensor in state.items()} | {"context_length": torch.tensor(77)}
+    elif wrapping == "before torch 1.6":
+        options = {"_use_new_zipfile_serialization": False}
+    torch.save(written, tmp_path / "longclip-tiny.pt", **options)
+    with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
+        backbone = load_backbone("tiny-quickgelu", str(tmp_path / "longclip-tiny.pt"))
+    assert (backbone.context_length, backbone.tokenizer.context_length, backbone.kept_positions) == (248, 248, 20)
+    assert backbone.config["debias_diffusion"] == {"keep": 20, "factor": 4} and not backbone.random_weights
+    tolerance = 0.002 if "half" in wrapping else 0
+    torch.testing.assert_close(backbone.model.positional_embedding.data, table, rtol=tolerance, atol=tolerance)
+    for name, parameter in backbone.model.named_parameters():
+        if name != "positional_embedding":
+            torch.testing.assert_close(parameter.data, state[name], rtol=tolerance, atol=tolerance, msg=name)
+
+    backbone.save(tmp_path / "saved")
+    tokens = backbone.tokenize(["a caption of a few words. " * 30])
+    expected = backbone.encode_text(tokens)
+    assert torch.equal(load_backbone(str(tmp_path / "saved")).encode_text(tokens), expected)
+    theirs = open_clip.create_model(f"local-dir:{tmp_path / 'saved'}")
+    torch.testing.assert_close(theirs.encode_text(tokens.padded()), expected, rtol=0, atol=1e-4)
+
+
+def test_a_long_clip_checkpoint_for_another_model_is_refused(tmp_path):
+    file = tmp_path / "longclip.pt"
+    torch.save(long_clip_state()[0], file)
+    with pytest.raises(
+        UserError, match="QuickGELU, which 'ViT-S-32-alt' lacks. Use --model ViT-B-16-quickgelu or ViT-L"
+    ):
+        load_backbone("ViT-S-32-alt", str(file))
+    configs = {"tiny": CONFIG, "tiny-quickgelu": CONFIG | {"quick_gelu": True}}
+    with registered(tmp_path / "configs", **configs):
+        with pytest.raises(UserError, match=r"which 'tiny' lacks. Use --model tiny-quickgelu\."):
+            load_backbone("tiny", str(file))
+        for window, shapes in ((77, r"\[77, 32\]"), (308, r"\[308, 32\]")):
+            torch.save(long_clip_state(window)[0], file)
+            with pytest.raises(UserError, match=rf"tables of positions .*{shapes}.* both must be \[248, 32\]"):
+                load_backbone("tiny-quickgelu", str(file))
+        state = long_clip_state()[0]
+        del state["transformer.resblocks.1.ln_1.weight"]
+        torch.save(state, file)
+        with pytest.raises(UserError, match="could not be loaded: .*transformer.resblocks.1.ln_1.weight"):
+            load_backbone("tiny-quickgelu", str(file))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_positions_of_another_length_are_never_interpolated(tmp_path, kind):
+    backbone = tiny_clip()
+    backbone.stretch()
+    backbone.save(tmp_path / "trained")
+    file = tmp_path / "trained" / "open_clip_model.safetensors"
+    if kind == "pt":
+        file = tmp_path / "weights.pt"
+        torch.save({"state_dict": {f"module.{n}": t for n, t in backbone.model.state_dict().items()}}, file)
+    with (
+        registered(tmp_path / "configs", tiny=CONFIG),
+        pytest.raises(UserError, match="holds 248 text positions, 'tiny' has 77; they are not interpolated"),
+    ):
+        load_backbone("tiny", str(file))
+
+
+def test_a_folder_whose_configuration_tells_another_window_is_refused(tmp_path):
+    tiny_siglip().save(tmp_path)
+    config = json.loads((tmp_path / "open_clip_config.json").read_text())
+    config["model_cfg"]["text_cfg"]["context_length"] = 196
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="holds 64 text positions, .* has 196"):
+        load_backbone(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"not weights", b"PK\x03\x04 cut short"])
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors", "weights.npz"])
+def test_broken_files_of_weights_are_refused(tmp_path, content, name):
+    (tmp_path / name).write_bytes(content)
+    with (
+        registered(tmp_path / "configs", tiny=CONFIG),
+        pytest.raises(UserError, match=r"'tiny' .* could not be loaded"),
+    ):
+        load_backbone("tiny", str(tmp_path / name))
+
+
+def test_files_that_are_cut_short_or_hold_no_weights_are_refused(tmp_path):
+    file = tmp_path / "weights.pt"
+    torch.save(tiny_clip().model.state_dict(), file)
+    whole = file.read_bytes()
+    with registered(tmp_path / "configs", tiny=CONFIG):
+        load_backbone("tiny", str(file))
+        file.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match="could not be loaded"):
+            load_backbone("tiny", str(file))
+        for nothing in ({}, {"state_dict": {}}, [1, 2], {"epoch": 3}, torch.zeros(3)):
+            torch.save(nothing, file)
+            with pytest.raises(UserError, match="holds no state dict of weights"):
+                load_backbone("tiny", str(file))
 
 
 def test_a_folder_without_weights_or_with_a_broken_configuration_is_refused(tmp_path):
