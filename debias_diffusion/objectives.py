@@ -123,6 +123,8 @@ def rebuild_from_components(features: Tensor, components: int) -> Tensor:
 def _principal_directions(centred: Tensor, components: int) -> Tensor:
     """Orthonormal [dim, components], from the Gram matrix of the smaller side."""
     batch, dim = centred.shape
+    # A feature that is not finite shall make the loss so, not the decomposition fail.
+    centred = centred.where(centred.isfinite(), 0)
     if dim <= batch:
         return torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -components:]
     left = torch.linalg.eigh(centred @ centred.T).eigenvectors[:, -components:]

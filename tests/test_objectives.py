@@ -105,6 +105,13 @@ def test_repeated_images_do_not_break_the_decomposition():
     assert x.grad.isfinite().all() and x.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_features_that_are_not_finite_make_the_loss_so(bad):
+    x = features(9, 6)
+    x[3, 2] = bad
+    assert rebuild_from_components(x, 3).isnan().any()
+
+
 def test_half_precision_is_computed_in_float32():
     x = features(9, 6).bfloat16()
     assert rebuild_from_components(x, 3).dtype == torch.float32

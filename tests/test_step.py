@@ -1,88 +1,227 @@
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from open_clip.transformer import PatchDropout
 from safetensors.torch import load_file
 from test_objectives import literal_info_nce
-from tiny_clip import tiny_clip
+from tiny_clip import tiny_clip, tiny_siglip
 from tiny_data import caption
 
 from debias_diffusion.data.dataset import Collate, Sample
-from debias_diffusion.recipes import RECIPES, Recipe
+from debias_diffusion.recipes import RECIPES
 from debias_diffusion.training.step import Optimizer, backward
 
 COMPONENTS = 3
+CPU = Accelerator(cpu=True)
+
+# (family of the backbone, recipe, what is changed in it)
+CASES = {
+    "debias-clip": ("clip", "debias-clip", {}),
+    "long-clip": ("clip", "long-clip", {}),
+    "smart-clip-sampling": ("clip", "smart-clip-sampling", {}),
+    "no-short": ("clip", "debias-clip", {"short_weight": 0.0}),
+    "ordered-pad-20": ("clip", "debias-clip", {"sampling": "ordered", "padding": "pad-20", "short_weight": 0.7}),
+    "pre-sot-whole-images": ("clip", "debias-clip", {"padding": "pre-sot", "components": 0}),
+    "average": ("clip", "debias-clip", {"pooling": "average"}),
+    "average-pre-sot": ("clip", "debias-clip", {"pooling": "average", "padding": "pre-sot"}),
+    "siglip": ("siglip", "debias-clip", {}),
+    "siglip-average": ("siglip", "long-clip", {"pooling": "average"}),
+}
 
 
-def step_setup(recipe="debias-clip", size=6, first=0):
+def step_setup(case="debias-clip", size=6, first=0):
     """(float64 backbone of a stretched window, recipe, batch of samples `first` to `first + size`)"""
-    backbone = tiny_clip().double()
+    family, name, changes = CASES[case]
+    backbone = (tiny_clip() if family == "clip" else tiny_siglip()).double()
     backbone.stretch()
-    its = RECIPES[recipe]
-    recipe = Recipe(its.sampling, its.padding, its.short_weight, COMPONENTS, its.label_smoothing)
+    components = min(RECIPES[name].components, COMPONENTS)
+    recipe = replace(RECIPES[name], **{"components": components} | changes)
+    backbone.pooling = recipe.pooling
     samples = []
     for index in range(first, first + size):
         generator = torch.Generator().manual_seed(index)
         image = torch.randn(3, 32, 32, generator=generator, dtype=torch.float64)
-        samples.append(Sample((0, index), image, recipe.captions(caption(index), backbone.tokenizer, 0, 0, str(index))))
-    return backbone, recipe, Collate(backbone.tokenizer)(samples)
+        captions = recipe.captions(caption(index), backbone.tokenizer, 0, 0, str(index))
+        samples.append(Sample((0, index, index), str(index), image, captions))
+    return backbone, recipe, Collate(backbone.tokenizer, recipe)(samples)
 
 
 def gradients(backbone):
     return {name: p.grad.clone() for name, p in backbone.model.named_parameters() if p.grad is not None}
 
 
+def literal_text(backbone, tokens):
+    """open_clip's own forward on literal rows; for average pooling its parts, written out."""
+    model, rows = backbone.model, tokens.padded()
+    if backbone.pooling == "eot":
+        return model.encode_text(rows)
+    tower = getattr(model, "text", model)
+    states = tower.token_embedding(rows) + tower.positional_embedding
+    states = tower.ln_final(tower.transformer(states, attn_mask=tower.attn_mask))
+    real = torch.zeros(rows.shape, dtype=states.dtype)
+    for row, n_prefix, length in zip(real, tokens.n_prefix, tokens.lengths, strict=True):
+        row[n_prefix : n_prefix + length] = 1
+        row[0] = max(row[0], float(tokens.shared_sot))
+    pooled = torch.einsum("bl,blw->bw", real / real.sum(1, keepdim=True), states)
+    projection = tower.text_projection
+    return projection(pooled) if callable(projection) else pooled @ projection
+
+
+def literal_sigmoid(image, text, scale, bias):
+    total = 0.0
+    for i in range(len(image)):
+        for j in range(len(text)):
+            z = 1 if i == j else -1
+            total = total + torch.log1p(torch.exp(-z * (scale * image[i] @ text[j] + bias)))
+    return total / len(image)
+
+
 def literal_loss(backbone, recipe, batch):
     """The paper's formulas on padded rows and open_clip's own forward passes, nothing shared, nothing skipped."""
-    model, size = backbone.model, len(batch.keys)
-    rows = batch.tokens.padded()
+    model = backbone.model
     v = F.normalize(model.encode_image(batch.images), dim=-1)
-    u_long = F.normalize(model.encode_text(rows[:size]), dim=-1)
-    u_short = F.normalize(model.encode_text(rows[size:]), dim=-1)
-    mean = v.mean(0)
-    basis = torch.linalg.svd((v - mean).detach(), full_matrices=False).Vh[:COMPONENTS].T
-    rebuilt = mean + (v - mean) @ basis @ basis.T
+    texts = [F.normalize(part, dim=-1) for part in literal_text(backbone, batch.tokens).split(len(batch))]
+    rebuilt = v
+    if recipe.components:
+        mean = v.mean(0)
+        basis = torch.linalg.svd((v - mean).detach(), full_matrices=False).Vh[:COMPONENTS].T
+        rebuilt = mean + (v - mean) @ basis @ basis.T
     scale, smoothing, w = model.logit_scale.exp(), recipe.label_smoothing, recipe.short_weight
-    short = literal_info_nce(rebuilt, u_short, scale, smoothing)
-    return w * short + (1 - w) * literal_info_nce(v, u_long, scale, smoothing)
+
+    def loss(image, text):
+        if backbone.loss == "sigmoid":
+            return literal_sigmoid(image, text, scale, model.logit_bias)
+        return literal_info_nce(image, text, scale, smoothing)
+
+    short = w * loss(rebuilt, texts[-1]) if w > 0 else 0
+    return short + ((1 - w) * loss(v, texts[0]) if w < 1 else 0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_loss_and_gradients_equal_the_papers_formulas_on_padded_rows(recipe):
-    backbone, recipe, batch = step_setup(recipe)
-    report = backward(backbone, recipe, batch, Accelerator(cpu=True))
-    ours = gradients(backbone)
-    backbone.zero_grad()
-    loss = literal_loss(backbone, recipe, batch)
-    loss.backward()
-    theirs = gradients(backbone)
-    assert report["loss"] == pytest.approx(loss.item(), abs=1e-9)
-    assert ours.keys() == theirs.keys() == dict(backbone.model.named_parameters()).keys()
+def assert_same_gradients(ours, theirs):
+    assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
-        assert gradient.abs().sum() > 0, name
         torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_two_processes_make_the_same_step_as_one(tmp_path, recipe):
+@pytest.fixture(scope="module")
+def shared_gradients(tmp_path_factory):
+    """What two processes ended with, for all cases: {(case, chunk, rank): gradients}"""
+    folder = tmp_path_factory.mktemp("shared")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [*launch, str(Path(__file__).parent / "two_processes.py"), recipe, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command = [*launch, str(Path(__file__).parent / "two_processes.py"), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    backbone, recipe, batch = step_setup(recipe)
-    backward(backbone, recipe, batch, Accelerator(cpu=True))
-    for rank in range(2):
-        shared = load_file(tmp_path / f"{rank}.safetensors")
-        alone = gradients(backbone)
-        assert shared.keys() == alone.keys()
-        for name, gradient in alone.items():
-            torch.testing.assert_close(shared[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+    return {path.stem: load_file(path) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_the_papers_however_the_batch_is_split(case, shared_gradients):
+    backbone, recipe, batch = step_setup(case)
+    assert len(batch.tokens) == len(batch) * (recipe.has_long + recipe.has_short)
+    loss = literal_loss(backbone, recipe, batch)
+    loss.backward()
+    expected = gradients(backbone)
+    assert expected.keys() == dict(backbone.model.named_parameters()).keys()
+    assert all(gradient.abs().sum() > 0 for gradient in expected.values())
+    for chunk in (None, 1, 3, 4):
+        backbone.zero_grad()
+        report = backward(backbone, recipe, batch, CPU, chunk=chunk)
+        assert report["loss"] == pytest.approx(loss.item(), abs=1e-9)
+        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+        assert report["gradient_norm"] == pytest.approx(norm.item(), rel=1e-9)
+        assert_same_gradients(gradients(backbone), expected)
+    for chunk in (None, 2):
+        for rank in range(2):
+            assert_same_gradients(shared_gradients[f"{case}-{chunk}-{rank}"], expected)
+
+
+def test_chunks_draw_the_same_at_random_both_times():
+    # With patches dropped at random, a second pass that drew others would have the gradient of another loss. (Without
+    # components, whose basis is held fixed in the gradient but moves in the differences.)
+    backbone, recipe, batch = step_setup("pre-sot-whole-images")
+    backbone.model.visual.patch_dropout = PatchDropout(0.5)
+    backbone.train()
+
+    def step(chunk):
+        backbone.zero_grad()
+        torch.manual_seed(3)
+        return backward(backbone, recipe, batch, CPU, chunk=chunk)["loss"], gradients(backbone)
+
+    (loss, gradient), (again, same) = step(2), step(2)
+    assert loss == again != step(3)[0]
+    assert_same_gradients(gradient, same)
+    table, epsilon = backbone.model.visual.positional_embedding, 1e-6
+    direction = torch.randn(table.shape, generator=torch.Generator().manual_seed(0), dtype=table.dtype)
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            table.add_(sign * epsilon * direction)
+        ends.append(step(2)[0])
+        with torch.no_grad():
+            table.sub_(sign * epsilon * direction)
+    slope = (gradient["visual.positional_embedding"] * direction).sum().item()
+    assert (ends[0] - ends[1]) / (2 * epsilon) == pytest.approx(slope, rel=1e-6)
+
+
+def test_features_instead_of_images_leave_the_image_tower_alone():
+    backbone, recipe, batch = step_setup()
+    backward(backbone, recipe, batch, CPU)
+    expected = {name: g for name, g in gradients(backbone).items() if not name.startswith("visual")}
+    backbone.zero_grad()
+    with torch.no_grad():
+        features = backbone.encode_image(batch.images)
+    for chunk in (None, 4):
+        backbone.zero_grad()
+        backward(backbone, recipe, replace(batch, images=features), CPU, chunk=chunk)
+        assert_same_gradients(gradients(backbone), expected)
+
+
+def test_a_loss_that_is_not_finite_leaves_no_gradients():
+    backbone, recipe, batch = step_setup()
+    batch.images[2] = torch.inf
+    for chunk in (None, 2):
+        assert not math.isfinite(backward(backbone, recipe, batch, CPU, chunk=chunk)["loss"])
+        assert gradients(backbone) == {}
+
+
+def fp16_step(optimizer, backbone, recipe, batch):
+    report = backward(backbone, recipe, batch, CPU, "fp16", scaler=optimizer.scaler)
+    optimizer.step(1e-3)
+    return report
+
+
+def test_fp16_scales_gradients_and_leaves_overflowing_steps_out():
+    backbone, recipe, batch = step_setup()
+    backbone.float()
+    batch = replace(batch, images=batch.images.float())
+    plain = backward(backbone, recipe, batch, CPU)["gradient_norm"]
+    backbone.zero_grad()
+    optimizer = Optimizer(backbone, 0.1, (0.9, 0.999), 1e-8, precision="fp16")
+    before = backbone.model.token_embedding.weight.detach().clone()
+    scales = []
+    for _ in range(40):
+        scales.append(optimizer.scaler.get_scale())
+        norm = fp16_step(optimizer, backbone, recipe, batch)["gradient_norm"]
+        if math.isfinite(norm):
+            break
+        assert torch.equal(backbone.model.token_embedding.weight, before)
+    # Half of the scale after each overflow, until a step is applied.
+    assert scales == [65536 / 2**n for n in range(len(scales))]
+    assert norm == pytest.approx(plain, rel=0.05)
+    assert not torch.equal(backbone.model.token_embedding.weight, before)
+    state = {name: value.clone() for name, value in optimizer.state().items()}
+    again = Optimizer(backbone, 0.1, (0.9, 0.999), 1e-8, precision="fp16")
+    again.load_state(state)
+    assert again.scaler.state_dict() == optimizer.scaler.state_dict()
 
 
 def test_kept_rows_stay_bit_identical_and_nothing_else_does():
@@ -90,7 +229,7 @@ def test_kept_rows_stay_bit_identical_and_nothing_else_does():
     optimizer = Optimizer(backbone, weight_decay=0.5, betas=(0.9, 0.999), eps=1e-8)
     before = {name: p.detach().clone() for name, p in backbone.model.named_parameters()}
     for _ in range(3):
-        backward(backbone, recipe, batch, Accelerator(cpu=True))
+        backward(backbone, recipe, batch, CPU)
         optimizer.step(1e-2)
     after = dict(backbone.model.named_parameters())
     assert torch.equal(after["positional_embedding"][:20], before["positional_embedding"][:20])
@@ -112,7 +251,7 @@ def test_the_scale_is_trained_and_stays_at_most_100():
     with torch.no_grad():
         backbone.logit_scale.fill_(4.605)
     optimizer = Optimizer(backbone, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8)
-    backward(backbone, recipe, batch, Accelerator(cpu=True))
+    backward(backbone, recipe, batch, CPU)
     backbone.logit_scale.grad.fill_(-1.0)
     optimizer.step(0.5)
     assert backbone.logit_scale.exp().item() == pytest.approx(100)
@@ -121,13 +260,13 @@ def test_the_scale_is_trained_and_stays_at_most_100():
 def test_the_optimizers_state_survives_a_save():
     backbone, recipe, batch = step_setup()
     optimizer = Optimizer(backbone, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8)
-    backward(backbone, recipe, batch, Accelerator(cpu=True))
+    backward(backbone, recipe, batch, CPU)
     optimizer.step(1e-3)
     again, _, _ = step_setup()
     again.model.load_state_dict(backbone.model.state_dict())
     resumed = Optimizer(again, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8)
     resumed.load_state({name: value.clone() for name, value in optimizer.state().items()})
     for its_backbone, its_optimizer in ((backbone, optimizer), (again, resumed)):
-        backward(its_backbone, recipe, batch, Accelerator(cpu=True))
+        backward(its_backbone, recipe, batch, CPU)
         its_optimizer.step(1e-3)
     assert all(torch.equal(a, b) for a, b in zip(backbone.parameters(), again.parameters(), strict=True))

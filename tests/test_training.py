@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import random
@@ -5,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +16,18 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_clip import save_tiny_clip
+from tiny_clip import save_tiny_clip, tiny_siglip
 from tiny_data import make_tiny_data
+from torch.utils.data import DataLoader
 
 from debias_diffusion.backbones import load_backbone
+from debias_diffusion.data import open_data
+from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import explain_full_disk, restore_folder, whole_folder
+from debias_diffusion.recipes import RECIPES
 from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training.batches import GlobalBatches
 
 STEPS = 7
 
@@ -116,8 +123,8 @@ def wait_for_step(output, step, process, patience=120):
 
 
 def test_a_killed_run_continues_bit_identically(world, finished, tmp_path):
-    # Killed at two chosen moments; a run that was killed right after a checkpoint proves less than one killed between.
-    for step in (3, 5):
+    # Killed at chosen moments; a run that was killed right after a checkpoint proves less than one killed between.
+    for step in (1, 3, 5):
         process = run_in_a_process(config(world, tmp_path))
         wait_for_step(tmp_path, step, process)
         process.send_signal(signal.SIGKILL)
@@ -163,14 +170,24 @@ def test_two_processes_make_the_same_run_as_one(world, finished, tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_random_moments_it_still_ends_the_same(world, finished, tmp_path):
-    rng = random.Random(0)
-    for _ in range(8):
-        process = run_in_a_process(config(world, tmp_path, checkpoint_every=1))
-        time.sleep(rng.uniform(6, 12))
+    # 20 kills at moments drawn from the first step on, of which some fall inside the write of a checkpoint.
+    settings = dict(checkpoint_every=1, max_steps=200, eval_every=1000)
+    train(config(world, tmp_path / "alone", **settings))
+    rng, output, inside = random.Random(0), tmp_path / "killed", 0
+    for _ in range(20):
+        process = run_in_a_process(config(world, output, **settings))
+        before = len(log(output)) if (output / "log.jsonl").exists() else 0
+        while process.poll() is None and (not (output / "log.jsonl").exists() or len(log(output)) <= before):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.5))
         process.send_signal(signal.SIGKILL)
         process.wait()
-    train(config(world, tmp_path))
-    assert same_weights(tmp_path, finished)
+        inside += any(path.name.startswith(".step") for path in (output / "checkpoints").glob(".*"))
+    assert not (output / "last").exists(), "all kills came too late"
+    assert inside, "no kill fell inside a write"
+    train(config(world, output, **settings))
+    assert same_weights(output, tmp_path / "alone")
+    assert without_clock(log(output)) == without_clock(log(tmp_path / "alone"))
 
 
 def test_a_finished_run_is_not_made_again(world, finished, tmp_path, capsys):
@@ -185,7 +202,7 @@ def test_the_plan_is_said_before_the_run(world, tmp_path, capsys):
     for part in (
         "window 248",
         "debias-clip",
-        "18 to train on, 6 held out",
+        "18 to train on, 1 of them in each epoch's reserve; 6 held out",
         "1 of 8 pairs",
         "GB a process",
         "time    about",
@@ -214,9 +231,171 @@ def test_long_clip_and_overrides_change_the_run(world, finished, tmp_path):
     assert len(set(first.values())) == 4
 
 
-def test_bf16_trains_too(world, tmp_path):
-    train(config(world, tmp_path, precision="bf16", max_steps=2))
-    assert [line["step"] for line in log(tmp_path) if "loss" in line] == [1, 2]
+def losses(output):
+    return [line["loss"] for line in log(output) if "loss" in line]
+
+
+@pytest.mark.parametrize(("precision", "steps"), [("bf16", 4), ("fp16", 16)])
+def test_half_precisions_train_too_and_continue_bit_identically(world, finished, tmp_path, precision, steps):
+    settings = dict(precision=precision, max_steps=steps)
+    train(config(world, tmp_path / "whole", **settings))
+    its_losses = losses(tmp_path / "whole")
+    assert its_losses[0] == pytest.approx(losses(finished)[0], rel=0.05)
+    assert its_losses[-1] < 0.7 * its_losses[0]  # fp16 first leaves some steps out, until its scale is found
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "last")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / f"step-{steps:08}")
+    train(config(world, tmp_path / "again", **settings))
+    assert same_weights(tmp_path / "whole", tmp_path / "again")
+
+
+def test_the_default_precision_is_the_devices(world, finished):
+    settings = json.loads((finished / "settings.json").read_text())
+    assert settings["precision"] == "fp32"
+    assert config(world, finished).resolved_precision(torch.device("cpu")) == "fp32"
+
+
+@pytest.mark.parametrize("settings", [{"chunk": 3}, {"checkpoint_activations": True}])
+def test_saving_memory_changes_nothing_but_rounding(world, finished, tmp_path, settings):
+    train(config(world, tmp_path, **settings))
+    assert losses(tmp_path) == pytest.approx(losses(finished), rel=1e-4)
+
+
+def test_a_run_may_be_continued_with_less_memory(world, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    for name in ("last", "checkpoints/step-00000007"):
+        shutil.rmtree(tmp_path / "run" / name)
+    train(config(world, tmp_path / "run", chunk=2, keep=1))
+    assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=1e-4)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000007"]
+
+
+def test_average_pooling_is_trained_and_stays_with_the_model(world, finished, tmp_path):
+    train(config(world, tmp_path, pooling="average", max_steps=2))
+    assert losses(tmp_path)[0] != losses(finished)[0]
+    assert (load_backbone(str(tmp_path / "last")).pooling, load_backbone(str(finished / "last")).pooling) == (
+        "average",
+        "eot",
+    )
+
+
+def test_siglip_trains_with_its_own_loss_window_and_scale(world, tmp_path):
+    base = tiny_siglip()
+    base.save(tmp_path / "base")
+    train(config((str(tmp_path / "base"), *world[1:]), tmp_path / "run", max_steps=3))
+    last = load_backbone(str(tmp_path / "run" / "last"))
+    assert (last.context_length, last.loss) == (196, "sigmoid")
+    line = next(line for line in log(tmp_path / "run") if "loss" in line)
+    assert line["logit_scale"] == pytest.approx(base.logit_scale.exp().item(), rel=1e-3)
+    assert line["logit_bias"] == pytest.approx(base.logit_bias.item(), rel=1e-3)
+    assert not torch.equal(last.logit_bias, base.logit_bias)
+    assert open_clip.create_model(f"local-dir:{tmp_path / 'run' / 'last'}").context_length == 196
+    with pytest.raises(UserError, match=r"label_smoothing is 0.1, but the sigmoid loss"):
+        train(config((str(tmp_path / "base"), *world[1:]), tmp_path / "other", label_smoothing=0.1))
+
+
+def test_stretching_all_positions(world, tmp_path):
+    train(config(world, tmp_path, keep_positions=0, max_steps=1))
+    last = load_backbone(str(tmp_path / "last"))
+    assert (last.context_length, last.kept_positions) == (308, 0)
+
+
+def poison(world, folder, word):
+    """The base model, with a word whose embedding is not a number."""
+    backbone = load_backbone(world[0])
+    (token,) = backbone.tokenizer.text_ids([word])[0]
+    with torch.no_grad():
+        backbone.model.token_embedding.weight[token] = torch.nan
+    backbone.save(folder)
+    return str(folder), token
+
+
+def test_a_step_whose_loss_is_not_finite_is_not_applied_and_its_samples_are_named(world, tmp_path):
+    model, token = poison(world, tmp_path / "base", "fifteen")
+    data, images = make_tiny_data(tmp_path / "world")
+    entries = json.loads(Path(data).read_text())
+    entries[15]["conversations"][1]["value"] += " It is fifteen."
+    Path(data).write_text(json.dumps(entries))
+    train(config((model, data, images), tmp_path / "run", max_steps=9))
+    named = [json.loads(line) for line in (tmp_path / "run" / "not-finite.jsonl").read_text().splitlines()]
+    left_out = {line["step"] for line in named}
+    assert named and all("15.png" in line["samples"] and len(line["samples"]) == 8 for line in named)
+    assert {line["step"] for line in log(tmp_path / "run") if "loss" in line} == set(range(1, 10)) - left_out
+    before, after = (load_file(Path(f) / "open_clip_model.safetensors") for f in (model, tmp_path / "run" / "last"))
+    rows = torch.arange(len(after["token_embedding.weight"])) != token
+    assert all(tensor.isfinite().all() for name, tensor in after.items() if name != "token_embedding.weight")
+    assert after["token_embedding.weight"][rows].isfinite().all()
+    assert not torch.equal(after["ln_final.weight"], before["ln_final.weight"])
+
+
+def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path):
+    model, _ = poison(world, tmp_path / "base", "number")  # in every caption
+    with pytest.raises(UserError, match=r"loss of step 3 is not finite.*like the 2 before it.*not-finite.jsonl"):
+        train(config((model, *world[1:]), tmp_path / "run", validation=0))
+    assert len((tmp_path / "run" / "not-finite.jsonl").read_text().splitlines()) == 3
+    # Started again it counts on from its checkpoint, and names each step once.
+    with pytest.raises(UserError, match="like the 2 before it"):
+        train(config((model, *world[1:]), tmp_path / "run", validation=0))
+    assert len((tmp_path / "run" / "not-finite.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(world, finished, tmp_path):
+    settings = dict(freeze_image_tower=True, feature_cache=str(tmp_path / "cache"))
+    train(config(world, tmp_path / "first", **settings))
+    base, last = load_backbone(world[0]), load_backbone(str(tmp_path / "first" / "last"))
+    for name, tensor in base.model.visual.state_dict().items():
+        assert torch.equal(last.model.visual.state_dict()[name], tensor)
+    assert not torch.equal(base.model.token_embedding.weight, last.model.token_embedding.weight)
+    # The first step's loss needs no gradient: it is that of a run without freezing.
+    assert losses(tmp_path / "first")[0] == pytest.approx(losses(finished)[0], rel=1e-4)
+    recalls = [next(line["t2i_r1"] for line in log(f) if "t2i_r1" in line) for f in (tmp_path / "first", finished)]
+    assert recalls[0] == recalls[1]
+    written = {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")}
+    assert written
+    process = run_in_a_process(config(world, tmp_path / "second", **settings))
+    wait_for_step(tmp_path / "second", 3, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    train(config(world, tmp_path / "second", **settings))
+    assert same_weights(tmp_path / "first", tmp_path / "second")
+    assert {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")} == written
+
+
+def test_tensorboard_has_what_the_log_has(world, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(config(world, tmp_path, trackers="tensorboard"))
+    events = EventAccumulator(str(tmp_path / "debias-diffusion")).Reload()
+    logged = {line["step"]: line["loss"] for line in log(tmp_path) if "loss" in line}
+    assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(logged)
+    assert [event.step for event in events.Scalars("t2i_r1")] == [0, 3, 6, 7]
+
+
+def test_a_tracker_that_is_unknown_or_not_installed_is_named(world, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="Unknown tracker 'tensorbord'. Did you mean tensorboard"):
+        config(world, tmp_path, trackers="wandb,tensorbord")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="'wandb' is not installed. `pip install wandb`"):
+        train(config(world, tmp_path, trackers="wandb"))
+
+
+def test_jsonl_and_shards_make_the_same_run_as_a_folder(world, finished, tmp_path):
+    entries = json.loads(Path(world[1]).read_text())
+    lines = [{"image": e["image"], "caption": e["conversations"][1]["value"]} for e in entries]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    train(config((world[0], str(tmp_path / "data.jsonl"), world[2]), tmp_path / "jsonl"))
+    (tmp_path / "shards").mkdir()
+    for start in (0, 12):
+        with tarfile.open(tmp_path / "shards" / f"{start:03}.tar", "w") as shard:
+            for number, line in enumerate(lines[start : start + 12]):
+                told = json.dumps({"id": line["image"], "caption": line["caption"]}).encode()
+                for ending, content in (("png", Path(world[2], line["image"]).read_bytes()), ("json", told)):
+                    member = tarfile.TarInfo(f"{number:05}.{ending}")
+                    member.size = len(content)
+                    shard.addfile(member, io.BytesIO(content))
+    train(config((world[0], str(tmp_path / "shards"), None), tmp_path / "tar"))
+    for name in ("jsonl", "tar"):
+        assert same_weights(tmp_path / name, finished)
 
 
 def test_unreadable_images_are_counted_named_and_survived(world, tmp_path):
@@ -230,6 +409,46 @@ def test_unreadable_images_are_counted_named_and_survived(world, tmp_path):
         ("7.png", "unreadable image"),
         ("20.png", "missing image"),
     }
+
+
+def test_every_process_and_worker_sees_each_pair_once_and_reserves_stand_in_for_bad_ones(world, tmp_path):
+    data, images = make_tiny_data(tmp_path / "world", count=40)
+    for bad in (3, 17, 30):
+        Path(images, f"{bad}.png").write_text("not an image")
+    captions, source = open_data(data, images)
+    backbone, recipe = load_backbone(world[0]), RECIPES["debias-clip"]
+    batches = GlobalBatches(40, 8, 3, seed=0, spare=6)
+    dataset = CaptionDataset(
+        captions.records, source, backbone.read_pixels, backbone.tokenizer, recipe, 0, batches.reserve
+    )
+
+    def steps(workers, world_size):
+        loaders = [
+            DataLoader(
+                dataset,
+                batch_sampler=batches.iterate(0, rank, world_size),
+                collate_fn=Collate(backbone.tokenizer, recipe),
+                num_workers=workers,
+            )
+            for rank in range(world_size)
+        ]
+        # [(key, sample id), ...] of each step, over all processes
+        return [
+            [pair for batch in step for pair in zip(batch.keys, batch.sample_ids, strict=True)]
+            for step in zip(*loaders, strict=True)
+        ]
+
+    alone = steps(0, 1)
+    assert alone == steps(2, 1) == steps(0, 2) == steps(1, 2)
+    for epoch in range(3):
+        seen = [(key[1], sample) for step in alone for key, sample in step if key[0] == epoch]
+        reserve = {f"{index}.png" for index in batches.reserve(epoch)}
+        replaced = {index: sample for index, sample in seen if sample != f"{index}.png"}
+        assert set(replaced) <= {3, 17, 30} and set(replaced.values()) <= reserve
+        assert not {"3.png", "17.png", "30.png"} & {sample for _, sample in seen}
+        whole = [sample for index, sample in seen if index not in replaced]
+        assert len(whole) == len(set(whole)) and not set(whole) & reserve
+    assert any(key[1] in (3, 17, 30) for step in alone for key, _ in step)
 
 
 def test_captions_that_cannot_be_used_are_named_once_and_too_many_stop_the_run(world, tmp_path):
@@ -340,6 +559,28 @@ def test_safetensors_says_the_disk_is_full_in_words_that_are_understood(small_di
 
     with pytest.raises(UserError, match="No space left"), explain_full_disk():
         save_file({"x": torch.zeros(5_000_000)}, small_disk / "x.safetensors")
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_run_costs_nothing_but_time(world, finished, tmp_path, small_disk):
+    """The run's checkpoints lie on a small disk that something else fills after the second one."""
+    output = tmp_path / "run"
+    output.mkdir()
+    subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
+    (small_disk / "checkpoints").mkdir()
+    (output / "checkpoints").symlink_to(small_disk / "checkpoints")
+    settings = dict(max_steps=30, eval_every=100)
+    process = run_in_a_process(config(world, output, **settings))
+    wait_for_step(output, 5, process)
+    used = shutil.disk_usage(small_disk).used
+    subprocess.run(["mount", "-o", f"remount,size={used // 1000 + 4000}k", small_disk], check=True)
+    told = process.communicate(timeout=120)[0]
+    assert "No space left on the disk" in told and "start the same command again" in told
+    assert not (output / "last").exists()
+    subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
+    assert max(path.name for path in (small_disk / "checkpoints").glob("step-*")) >= "step-00000004"
+    train(config(world, output, **settings))
+    train(config(world, tmp_path / "alone", **settings))
+    assert same_weights(output, tmp_path / "alone")
 
 
 def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):

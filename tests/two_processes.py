@@ -1,18 +1,20 @@
-"""One step shared by the processes that `torch.distributed.run` starts; each saves the gradients it ends with."""
+"""Steps shared by the processes that `torch.distributed.run` starts; each saves the gradients it ends with."""
 
 import sys
 
 from accelerate import Accelerator
 from safetensors.torch import save_file
-from test_step import gradients, step_setup
+from test_step import CASES, gradients, step_setup
 
 from debias_diffusion.training.step import backward
 
 if __name__ == "__main__":
-    recipe, folder = sys.argv[1:]
     accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
     assert accelerator.num_processes == 2
-    backbone, recipe, batch = step_setup(recipe, size=3, first=3 * accelerator.process_index)
-    backward(backbone, recipe, batch, accelerator)
-    save_file(gradients(backbone), f"{folder}/{accelerator.process_index}.safetensors")
+    for case in CASES:
+        for chunk in (None, 2):
+            backbone, recipe, batch = step_setup(case, size=3, first=3 * rank)
+            backward(backbone, recipe, batch, accelerator, chunk=chunk)
+            save_file(gradients(backbone), f"{sys.argv[1]}/{case}-{chunk}-{rank}.safetensors")
     accelerator.end_training()

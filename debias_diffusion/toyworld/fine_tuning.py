@@ -45,6 +45,8 @@ def toy_training(
         learning_rate=learning_rate,
         warmup=steps // 10,
         seed=seed,
+        precision="fp32",
+        max_bad=0,  # what the world draws is readable, so no scene need stand in for another
         workers=1,
         eval_every=steps,
         checkpoint_every=50,

@@ -35,6 +35,11 @@ class GlobalBatches:
         """Samples of the epochs that no step sees."""
         return self.an_epoch * self.epochs - self.total_steps * self.batch
 
+    @property
+    def remainder(self) -> int:
+        """Of these, the samples that were too few for another step."""
+        return self.dropped if self.dropped < self.batch else 0
+
     def __len__(self) -> int:
         return self.total_steps
 

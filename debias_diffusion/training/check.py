@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data import BadRecord, ImageFolder, PackedRecords, Record, read_sharegpt4v
+from ..data import BadRecord, ImageSource, PackedRecords, Record, open_data
 from ..data.dataset import UNREADABLE, unreadable
 from ..errors import UserError
 from ..sentences import split_sentences
@@ -24,7 +24,7 @@ _NAMED = 10  # bad records shown; all are in the file
 class _Everything(Dataset):
     """(sentences, tokens of the whole caption, fault or None) of every record."""
 
-    def __init__(self, records: Sequence[Record], images: ImageFolder, tokenizer: CaptionTokenizer):
+    def __init__(self, records: Sequence[Record], images: ImageSource, tokenizer: CaptionTokenizer):
         self.records, self.images, self.tokenizer = records, images, tokenizer
 
     def __len__(self) -> int:
@@ -49,8 +49,8 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     Raises:
         UserError: more than `config.max_bad` of the records are unusable.
     """
-    captions = read_sharegpt4v(config.data)
-    everything = _Everything(PackedRecords(captions.records), ImageFolder(config.images), tokenizer)
+    captions, images = open_data(config.data, config.images)
+    everything = _Everything(PackedRecords(captions.records), images, tokenizer)
     loader = DataLoader(everything, batch_size=None, num_workers=config.workers)
     found = list(tqdm(loader, desc="reading", unit=" pairs", total=len(everything)))
     sentences, tokens = np.array([row[0] for row in found]), np.array([row[1] for row in found])
@@ -75,14 +75,14 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     return report
 
 
-def look_for_images(records: Sequence[Record], images: ImageFolder, max_bad: float) -> int:
+def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: float) -> int:
     """How many of some images, spread evenly over the data, are missing.
 
     Raises:
         UserError: all of them are, or more than the share of `max_bad`.
     """
     looked_for = records[:: max(1, len(records) // _LOOKED_FOR)]
-    missing = [record.image for record in looked_for if not _is_there(record, images)]
+    missing = [record.image for record in looked_for if not images.is_there(record.image)]
     if len(missing) == len(looked_for):
         raise UserError(
             f"The image folder {str(images.root)!r} holds none of the images, for example {missing[0]!r}. Give the "
@@ -94,13 +94,6 @@ def look_for_images(records: Sequence[Record], images: ImageFolder, max_bad: flo
             f"{missing[0]!r}; --max-bad allows a share of {max_bad:g}. `train --check-data` names them all."
         )
     return len(missing)
-
-
-def _is_there(record: Record, images: ImageFolder) -> bool:
-    try:
-        return images.path(record.image).is_file()
-    except ValueError:
-        return False
 
 
 def report_bad(bad: list[BadRecord], output: Path) -> None:

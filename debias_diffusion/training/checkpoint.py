@@ -15,7 +15,6 @@ from ..errors import UserError
 from ..files import whole_folder, write_json
 from .step import Optimizer
 
-KEEP = 2  # the newest, and the one before it in case the disk loses the newest
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -28,22 +27,24 @@ class TrainState:
         best_r1: best mean of the two R@1 on the held-out pairs, in percent; -1 before the first measurement.
         best_step: the step it was measured at.
         replaced: records that were unreadable when their turn came.
+        not_finite: steps in a row, up to now, that were not applied because their loss was not finite.
     """
 
     step: int = 0
     best_r1: float = -1.0
     best_step: int = 0
     replaced: int = 0
+    not_finite: int = 0
 
 
-def save_checkpoint(folder: Path, backbone: Backbone, optimizer: Optimizer, state: TrainState) -> None:
-    """Writes `folder/step-...` and removes all but the newest `KEEP`."""
+def save_checkpoint(folder: Path, backbone: Backbone, optimizer: Optimizer, state: TrainState, keep: int) -> None:
+    """Writes `folder/step-...` and removes all but the newest `keep`."""
     with whole_folder(folder / f"step-{state.step:08d}") as temporary:
         model = {name: tensor.contiguous() for name, tensor in backbone.model.state_dict().items()}
         save_file(model, temporary / "model.safetensors")
         save_file(optimizer.state(), temporary / "optimizer.safetensors")
         write_json(temporary / "state.json", asdict(state))
-    for old in _checkpoints(folder)[:-KEEP]:
+    for old in _checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
 
 

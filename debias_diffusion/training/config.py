@@ -2,15 +2,21 @@
 
 import math
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-from ..captions import SAMPLERS
+import torch
+
 from ..errors import UserError, near_matches
 from ..positions import FACTOR, KEEP
-from ..recipes import PADDINGS, Recipe, find_recipe
+from ..recipes import Recipe, find_recipe
 
-# A run may be continued with other values of these: they change how it runs, not what comes out.
-_WITHOUT_EFFECT = ("output", "workers", "log_every", "checkpoint_every", "check_data")
+# A run may be continued with other values of these: they change how it runs, not (beyond rounding) what comes out.
+_WITHOUT_EFFECT = (
+    *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "check_data"),
+    *("chunk", "checkpoint_activations", "compile", "feature_cache"),
+)
+TRACKERS = ("tensorboard", "wandb")
 
 
 @dataclass
@@ -18,24 +24,34 @@ class TrainConfig:
     """Fine-tune a CLIP two-tower on long captions, so that its text encoder reads all of them.
 
     Attributes:
-        data: JSON file in ShareGPT4V's layout.
-        images: Folder that the data file's image paths start from.
+        data: Pairs of image and caption: a JSON file in ShareGPT4V's layout, a .jsonl file, or a folder of WebDataset
+            shards (`debias-diffusion shards` writes them).
+        images: Folder that a data file's image paths start from; null for shards, which hold their images.
         output: Folder of the run. A run that was stopped continues there when started again with the same settings.
-        model: Base model: an open_clip name (ViT-B-16, ViT-L-14-quickgelu), an open_clip folder, or hf-hub:owner/name.
-        pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model) or a file.
-            The default, null, is random weights.
-        recipe: debias-clip or long-clip. The five settings that follow override a part of it.
-        sampling: Sentences of the short caption: random (a random subset without the summary) or summary.
-        padding: Pads before the short caption: random or none.
-        short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1.
-        components: Principal components of the images that short captions are compared with; less than the batch
-            less one.
-        label_smoothing: From 0 to below 1.
-        keep_positions: First positions that stay as they are when the window is stretched, and in training.
+        model: Base model: an open_clip name (ViT-B-16, ViT-L-14-quickgelu, ViT-B-16-SigLIP2), an open_clip folder, or
+            hf-hub:owner/name.
+        pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model) or a file,
+            which may be Long-CLIP's. The default, null, is random weights.
+        recipe: debias-clip, long-clip or smart-clip-sampling. The six settings that follow override a part of it.
+        sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
+            second to a random end), independent (each with probability 1/2), shuffle (all, in random order), keep-4 or
+            keep-N (so many), details (all, in order). With it: summary (nothing else), opening (up to a random end).
+        padding: Pads before the short caption: random, none, pad-20, pad-40 or pad-N, pre-sot (before SOT too).
+        short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1; at 0 or 1 only one of them is computed.
+        components: Principal components of the images that short captions are compared with, less than the batch less
+            one; 0 compares them with the images as they are.
+        label_smoothing: From 0 to below 1; not for SigLIP's loss.
+        pooling: Where the text feature is read: eot, or average over all tokens that are not pads.
+        keep_positions: First positions that stay as they are when the window is stretched, and in training. 0
+            stretches all.
         stretch: How many positions each of the others becomes; 77 positions become 248 with the defaults. A model
             that training has already stretched is left as it is.
         validation: The first so many pairs are held out for R@1, the rest are trained on.
         batch: Pairs a step, over all processes together.
+        chunk: Pairs whose activations a process holds at once, for one forward pass more: a batch of 2048 in chunks of
+            64 gives the gradient of 2048 in the memory of 64. null holds all.
+        freeze_image_tower: Train the text tower alone. Image features are computed once and kept on the disk.
+        feature_cache: Folder for these, which runs can share; null is image-features beside the output folder.
         epochs: Passes over the data.
         max_steps: Stop after so many steps, if the epochs are not over before.
         learning_rate: Peak learning rate of AdamW, reached after the warm-up; then a cosine to 0.
@@ -43,22 +59,28 @@ class TrainConfig:
         weight_decay: On matrices only.
         betas: AdamW's averages.
         eps: AdamW's epsilon.
-        initial_scale: What similarities are multiplied with at the start (Long-CLIP's code: 100, which is also the
-            limit). null keeps the model's own.
-        precision: fp32, or bf16 for mixed precision.
+        initial_scale: What similarities are multiplied with at the start; null keeps the model's own. auto is 100 (the
+            limit, as in Long-CLIP's code), and the model's own for SigLIP.
+        precision: fp32, or bf16 or fp16 for mixed precision. auto is bf16 (fp16 where there is none) on a GPU and fp32
+            elsewhere.
+        checkpoint_activations: Compute activations again in the backward pass instead of keeping them.
+        compile: Compile the towers with torch.compile, which takes minutes at the start.
         seed: Of everything drawn: random weights, order of samples, short captions.
         workers: Processes that read images, for each training process. 0 reads them in the training process.
         eval_every: Steps between measurements of R@1 on the held-out pairs.
         checkpoint_every: Steps between checkpoints.
+        keep: Newest checkpoints that are kept.
         log_every: Steps between lines in log.jsonl.
-        max_bad: Largest share of records that may be unusable before the run stops, from 0 to 1.
+        trackers: tensorboard, wandb, or both with a comma between; null for log.jsonl alone, which is always written.
+        max_bad: Largest share of records that may be unusable before the run stops, from 0 to 1. As large a share of
+            each epoch is its reserve, which stands in for them.
         check_data: Read all images and captions, report what is wrong with them, and train nothing.
     """
 
     data: str
-    images: str
     output: str
     model: str
+    images: str | None = None
     pretrained: str | None = None
     recipe: str = "debias-clip"
     sampling: str | None = None
@@ -66,10 +88,14 @@ class TrainConfig:
     short_weight: float | None = None
     components: int | None = None
     label_smoothing: float | None = None
+    pooling: Literal["eot", "average"] | None = None
     keep_positions: int = KEEP
     stretch: int = FACTOR
     validation: int = 1000
     batch: int = 256
+    chunk: int | None = None
+    freeze_image_tower: bool = False
+    feature_cache: str | None = None
     epochs: int = 3
     max_steps: int | None = None
     learning_rate: float = 1e-6
@@ -77,48 +103,62 @@ class TrainConfig:
     weight_decay: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    initial_scale: float | None = 100.0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    initial_scale: float | Literal["auto"] | None = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    checkpoint_activations: bool = False
+    compile: bool = False
     seed: int = 0
     workers: int = 2
     eval_every: int = 500
     checkpoint_every: int = 500
+    keep: int = 2
     log_every: int = 10
+    trackers: str | None = None
     max_bad: float = 0.01
     check_data: bool = False
 
     def __post_init__(self):
-        for name in ("batch", "epochs", "stretch", "eval_every", "checkpoint_every", "log_every"):
+        for name in ("batch", "epochs", "stretch", "eval_every", "checkpoint_every", "log_every", "keep"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("validation", "warmup", "weight_decay", "workers", "keep_positions"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("max_steps", self.max_steps is None or self.max_steps >= 1, "at least 1, or null")
+        for name in ("max_steps", "chunk"):
+            self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or null")
         self._require("learning_rate", self.learning_rate > 0 and math.isfinite(self.learning_rate), "above 0")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
-        self._require(
-            "initial_scale", self.initial_scale is None or 0 < self.initial_scale <= 100, "in (0, 100], or null"
-        )
-        self._require("max_bad", 0 <= self.max_bad <= 1, "in [0, 1]")
-        self._choose("sampling", SAMPLERS)
-        self._choose("padding", PADDINGS)
+        scale = self.initial_scale
+        self._require("initial_scale", scale in (None, "auto") or 0 < scale <= 100, "in (0, 100], auto, or null")
+        self._require("max_bad", 0 <= self.max_bad < 1, "in [0, 1)")
+        for name in self.tracker_names():
+            if name not in TRACKERS:
+                hint = near_matches(name, TRACKERS)
+                raise UserError(f"Unknown tracker {name!r}.{hint} Choose from: {', '.join(TRACKERS)}.")
         self.make_recipe()
 
     def _require(self, name: str, fits: bool, rule: str) -> None:
         if not fits:
             raise UserError(f"{name} is {getattr(self, name)!r}, but must be {rule}.")
 
-    def _choose(self, name: str, allowed: dict) -> None:
-        value = getattr(self, name)
-        if value is not None and value not in allowed:
-            raise UserError(
-                f"Unknown {name} {value!r}.{near_matches(value, allowed)} Choose one of: {', '.join(allowed)}."
-            )
-
     def make_recipe(self) -> Recipe:
         """The named recipe with this configuration's overrides."""
-        names = ("sampling", "padding", "short_weight", "components", "label_smoothing")
+        names = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling")
         overrides = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(find_recipe(self.recipe), **overrides)
+
+    def tracker_names(self) -> list[str]:
+        return [name.strip() for name in (self.trackers or "").split(",") if name.strip()]
+
+    def feature_folder(self) -> Path:
+        """Where image features are kept."""
+        return Path(self.feature_cache) if self.feature_cache else Path(self.output).parent / "image-features"
+
+    def resolved_precision(self, device: torch.device) -> str:
+        """`precision`, or the fastest safe one of the device: bf16 has the range of fp32, fp16 needs scaling."""
+        if self.precision != "auto":
+            return self.precision
+        if device.type != "cuda":
+            return "fp32"
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
     def settings(self) -> dict:
         """All that decides what comes out, as plain JSON values."""

@@ -9,6 +9,8 @@ from ..backbones import Backbone
 from ..errors import UserError
 from ..files import held, restore_folder, whole_folder, write_json
 
+NOT_FINITE = "not-finite.jsonl"
+
 
 class RunFolder:
     """A run's output folder.
@@ -26,6 +28,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self._settings = self.path / "settings.json"
         self._log = self.path / "log.jsonl"
+        self._not_finite = self.path / NOT_FINITE
 
     @contextmanager
     def owned(self, is_main: bool) -> Iterator[None]:
@@ -71,18 +74,29 @@ class RunFolder:
 
     def log(self, line: dict) -> None:
         """Adds a line to log.jsonl."""
-        with open(self._log, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        _append(self._log, line)
+
+    def log_not_finite(self, line: dict) -> None:
+        """Names the samples of a step that was not applied, in log.jsonl by their number, in a file of its own."""
+        _append(self._not_finite, line)
+        self.log(line | {"samples": len(line["samples"])})
 
     def cut_log(self, step: int) -> None:
-        """Removes the lines of steps after `step`, which will be made again, and a line that a kill cut short."""
-        if self._log.exists():
-            lines = [line for line in self._log.read_text().splitlines() if line.endswith("}")]
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
-            self._log.write_text("".join(line + "\n" for line in kept))
+        """Removes what will be written again, the lines after `step` (all of a run that starts anew), and a line that a
+        kill cut short."""
+        for log in (self._log, self._not_finite):
+            if log.exists():
+                lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+                kept = [line for line in lines if json.loads(line)["step"] <= step and step > 0]
+                log.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def save_model(self, folder: Path, backbone: Backbone, scores: dict) -> None:
         """Writes an open_clip folder with its scores, whole or not at all."""
         with whole_folder(folder) as temporary:
             backbone.save(temporary)
             write_json(temporary / "scores.json", scores)
+
+
+def _append(path: Path, line: dict) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

@@ -2,30 +2,35 @@
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ..backbones import Backbone, load_backbone
-from ..data import Captions, ImageFolder, PackedRecords, Record, read_sharegpt4v
-from ..data.dataset import Batch, CaptionDataset, Collate
+from ..data import BadRecord, PackedRecords, Record, data_digest, open_data
+from ..data.dataset import UNREADABLE, Batch, CaptionDataset, Collate, unreadable
 from ..errors import UserError
-from ..files import explain_full_disk, sha256
+from ..files import explain_full_disk
 from ..objectives import check_components
-from ..retrieval import encode_pairs, recall_at_k
+from ..retrieval import encode_images, encode_texts, recall_at_k
 from .batches import GlobalBatches
 from .check import BAD_RECORDS, append_bad, check_data, check_share, look_for_images, report_bad
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .folder import RunFolder
+from .features import CachedImages, cached_images
+from .folder import NOT_FINITE, RunFolder
 from .plan import PROBE, print_plan
 from .schedule import learning_rate
-from .step import MAX_LOGIT_SCALE, Optimizer, autocast, backward
+from .setup import prepare_backbone, split
+from .step import Optimizer, autocast, backward
 from .stop import StopRequest
+from .trackers import make_accelerator, start_trackers
+
+PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
 
 
 def train(config: TrainConfig) -> Path | None:
@@ -33,7 +38,8 @@ def train(config: TrainConfig) -> Path | None:
 
     Leaves in `config.output`: `best/` and `last/`, open_clip folders that `open_clip.create_model("local-dir:...")`
     loads (the best by R@1 on the held-out pairs, and the one after the last step); `log.jsonl`; `settings.json`;
-    `bad-records.jsonl` where there are any; `checkpoints/` to continue from.
+    `checkpoints/` to continue from; and, where there are any, `bad-records.jsonl` and `not-finite.jsonl` (the samples
+    of steps that were not applied because their loss or gradient was not finite).
 
     Returns:
         The folder of the best model (of the last where nothing is held out); None for `check_data`, and for a run that
@@ -45,32 +51,13 @@ def train(config: TrainConfig) -> Path | None:
     if config.check_data:
         check_data(config, prepare_backbone(config).tokenizer)
         return None
-    accelerator = Accelerator()
+    accelerator = make_accelerator(config)
     folder = RunFolder(config.output)
     with explain_full_disk(), folder.owned(accelerator.is_main_process):
-        return _Run(config, accelerator, folder).run()
-
-
-def prepare_backbone(config: TrainConfig) -> Backbone:
-    """The base model with its window stretched, its scale set, and random weights, if any, from the seed."""
-    torch.manual_seed(config.seed)
-    backbone = load_backbone(config.model, config.pretrained)
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
-        raise UserError(
-            f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
-        )
-    if "debias_diffusion" not in backbone.config:
-        most = backbone.context_length - 2
-        if config.keep_positions > most:
-            raise UserError(
-                f"keep_positions is {config.keep_positions}, but must be at most {most} for {config.model!r}, which "
-                f"has {backbone.context_length} positions."
-            )
-        backbone.stretch(config.keep_positions, config.stretch)
-    if config.initial_scale is not None:
-        with torch.no_grad():
-            backbone.logit_scale.fill_(min(math.log(config.initial_scale), MAX_LOGIT_SCALE))
-    return backbone
+        try:
+            return _Run(config, accelerator, folder).run()
+        finally:
+            accelerator.end_training()
 
 
 class _Run:
@@ -80,29 +67,65 @@ class _Run:
         self.config, self.accelerator, self.folder = config, accelerator, folder
         self.main = accelerator.is_main_process
         self.recipe = config.make_recipe()
+        self.precision = config.resolved_precision(accelerator.device)
         if config.batch % accelerator.num_processes:
             raise UserError(
                 f"batch is {config.batch}, but must be a multiple of the {accelerator.num_processes} processes."
             )
-        captions = read_sharegpt4v(config.data)
-        self.images = ImageFolder(config.images)
-        self.held_out, records = _split(captions, config)
+        captions, self.images = open_data(config.data, config.images)
+        self.held_out, records, spare = split(captions, config)
         self.records = PackedRecords(records)
         self.missing = look_for_images(self.records, self.images, config.max_bad)
         self.backbone = prepare_backbone(config)
-        check_components(self.recipe.components, config.batch, self.backbone.config["model_cfg"]["embed_dim"])
-        self.settings = config.settings() | {"data_sha256": sha256(config.data)}
+        self.embed_dim = self.backbone.config["model_cfg"]["embed_dim"]
+        if self.recipe.has_short and self.recipe.components:
+            check_components(self.recipe.components, config.batch, self.embed_dim)
+        self.settings = config.settings() | {
+            "precision": self.precision,
+            "data_sha256": data_digest(config.data, captions),
+        }
         folder.check_settings(self.settings)
         if self.main and not folder.begun:
             report_bad(captions.bad, folder.path)
         check_share(len(captions.bad), len(captions.records) + len(captions.bad), config)
         self.backbone.to(accelerator.device).train()
-        self.optimizer = Optimizer(self.backbone, config.weight_decay, config.betas, config.eps)
-        self.batches = GlobalBatches(len(self.records), config.batch, config.epochs, config.seed, config.max_steps)
-        self.dataset = CaptionDataset(
-            self.records, self.images, self.backbone.preprocess, self.backbone.tokenizer, self.recipe, config.seed
+        if config.freeze_image_tower:
+            self._compute_image_features()
+        self.optimizer = Optimizer(
+            self.backbone, config.weight_decay, config.betas, config.eps, precision=self.precision
         )
-        self.collate = Collate(self.backbone.tokenizer)
+        self.batches = GlobalBatches(
+            len(self.records), config.batch, config.epochs, config.seed, config.max_steps, spare
+        )
+        self.dataset = CaptionDataset(
+            self.records,
+            self.images,
+            _as_it_is if config.freeze_image_tower else self.backbone.read_pixels,
+            self.backbone.tokenizer,
+            self.recipe,
+            config.seed,
+            self.batches.reserve,
+        )
+        self.collate = Collate(self.backbone.tokenizer, self.recipe)
+
+    def _compute_image_features(self) -> None:
+        """Fills the cache with what it lacks; from here on images are features, and the image tower has no work."""
+        config, visual = self.config, self.backbone.model.visual.eval()
+        records = [*self.held_out, *self.records]
+        self.images, bad = cached_images(
+            self.backbone,
+            records,
+            self.images,
+            config.feature_folder(),
+            self.accelerator,
+            self.precision,
+            min(64, config.batch),
+            config.workers,
+        )
+        if self.main:
+            report_bad(bad, self.folder.path)
+        check_share(len(bad), len(records), config)
+        visual.to("cpu")
 
     def run(self) -> Path | None:
         config, total = self.config, self.batches.total_steps
@@ -112,6 +135,7 @@ class _Run:
                 self._print_plan(state.step)
             self.folder.claim(self.settings)
             self.folder.cut_log(state.step)
+        start_trackers(self.accelerator, config, self.settings)
         request = StopRequest(self.accelerator)
         bar = tqdm(total=total, initial=state.step, desc="training", unit=" steps", disable=not self.main)
         with request.listening(), bar:
@@ -131,17 +155,17 @@ class _Run:
         return self._finish(state)
 
     def _print_plan(self, start: int) -> None:
-        probe = self.collate([self.dataset[(0, index)] for index in range(PROBE)])
+        probe = self.collate([self.dataset[(0, index, index)] for index in range(PROBE)])
         print_plan(
             self.config,
             self.recipe,
             self.backbone,
             probe,
             self.accelerator,
-            records=len(self.records),
+            self.precision,
+            batches=self.batches,
             held_out=len(self.held_out),
             start=start,
-            total=self.batches.total_steps,
         )
         if self.missing:
             print(f"  {self.missing} of the images looked for are missing; others will take their turn.")
@@ -161,22 +185,43 @@ class _Run:
         # A step draws random numbers only where the model drops patches; then a resumed run draws the same.
         torch.manual_seed((config.seed << 32) + state.step * accelerator.num_processes + accelerator.process_index)
         rate = learning_rate(state.step, self.batches.total_steps, config.learning_rate, config.warmup)
-        report = backward(self.backbone, self.recipe, batch.to(accelerator.device), accelerator, config.precision)
-        if not math.isfinite(report["loss"]):
-            raise UserError(
-                f"The loss of step {state.step + 1} is {report['loss']}. The step was not applied, and the last "
-                "checkpoint is unharmed. Lower --learning-rate, or look at the data."
-            )
-        self.optimizer.step(rate)
+        scaler = self.optimizer.scaler
+        report = backward(self.backbone, self.recipe, batch, accelerator, self.precision, config.chunk, scaler)
+        # Overflowing gradients are part of fp16; the scaler leaves such a step out by itself.
+        checked = ("loss",) if scaler else ("loss", "gradient_norm")
+        finite = all(math.isfinite(report.get(name, 0.0)) for name in checked)
         state.step += 1
+        if finite:
+            self.optimizer.step(rate)
+            state.not_finite = 0
+        else:
+            self._leave_out(batch, state, report)
         self._count_replaced(batch, state)
         bar.update()
         bar.set_postfix(loss=f"{report['loss']:.4f}", best_r1=f"{state.best_r1:.1f}" if state.best_r1 >= 0 else "-")
-        if self.main and (state.step % config.log_every == 0 or state.step == self.batches.total_steps):
+        if self.main and finite and (state.step % config.log_every == 0 or state.step == self.batches.total_steps):
             speed = round(config.batch / (time.perf_counter() - started), 2)
-            epoch = round(state.step * config.batch / len(self.records), 4)
-            line = {"step": state.step, "epoch": epoch, **report, "learning_rate": rate, "samples_per_second": speed}
-            self.folder.log(line)
+            epoch = round(state.step * config.batch / self.batches.an_epoch, 4)
+            self._log(
+                {"step": state.step, "epoch": epoch, **report, "learning_rate": rate, "samples_per_second": speed}
+            )
+
+    def _leave_out(self, batch: Batch, state: TrainState, report: dict[str, float]) -> None:
+        """Names the samples of a step that cannot be applied. Raises UserError when it was one too many in a row."""
+        self.optimizer.clear()
+        state.not_finite += 1
+        samples = gather_object(batch.sample_ids)
+        what = "loss" if not math.isfinite(report["loss"]) else "gradient"
+        if self.main:
+            self.folder.log_not_finite({"step": state.step, "not_finite": what, "samples": samples})
+        told = f"The {what} of step {state.step} is not finite; the step was not applied"
+        if state.not_finite == PATIENCE:
+            raise UserError(
+                f"{told}, like the {PATIENCE - 1} before it. The last checkpoint is unharmed, and the samples are "
+                f"named in {str(self.folder.path / NOT_FINITE)!r}. Look at them, or start anew with a lower "
+                "--learning-rate or another --precision."
+            )
+        self._say(f"{told}. Its samples are named in {self.folder.path / NOT_FINITE}.")
 
     def _count_replaced(self, batch: Batch, state: TrainState) -> None:
         """Names the records that were unreadable; stops the run when they become too many."""
@@ -200,19 +245,15 @@ class _Run:
         The base model is measured too, but not kept: it is no result of this run.
         """
         if self.main and self.held_out:
-            device, batch_size = self.accelerator.device, min(64, self.config.batch)
             self.backbone.eval()
-            with autocast(self.config.precision, device):
-                image, text, bad = encode_pairs(
-                    self.backbone, self.held_out, self.images, batch_size, device, progress=False
-                )
+            image, text, bad = self._encode_held_out()
             self.backbone.train()
-            if state.step == 0:
+            if state.step == 0 and not self.config.freeze_image_tower:  # else they were named with all others
                 report_bad(bad, self.folder.path)
             recalls = recall_at_k(image, text, ks=(1,))
             t2i, i2t = recalls["text_to_image"]["R@1"], recalls["image_to_text"]["R@1"]
             scores = {"step": state.step, "t2i_r1": t2i, "i2t_r1": i2t, "pairs": len(image), "left_out": len(bad)}
-            self.folder.log(scores)
+            self._log(scores)
             both = f"{t2i:.1f} text to image, {i2t:.1f} image to text"
             self._say(f"step {state.step}: R@1 on {len(image)} held-out pairs: {both}")
             if state.step > 0 and (t2i + i2t) / 2 > state.best_r1:
@@ -220,34 +261,60 @@ class _Run:
                 self.folder.save_model(self.folder.best, self.backbone, scores)
         self.accelerator.wait_for_everyone()
 
+    def _encode_held_out(self) -> tuple[torch.Tensor, torch.Tensor, list[BadRecord]]:
+        device, batch_size = self.accelerator.device, min(64, self.config.batch)
+        with autocast(self.precision, device):
+            if isinstance(self.images, CachedImages):
+                image, good, bad = _image_features(self.held_out, self.images)
+            else:
+                image, good, bad = encode_images(
+                    self.backbone, self.held_out, self.images, batch_size, device, progress=False
+                )
+            captions = [self.held_out[index].caption for index in good]
+            return image, encode_texts(self.backbone, captions, batch_size, device, progress=False), bad
+
     def _checkpoint(self, state: TrainState) -> None:
         if self.main:
-            save_checkpoint(self.folder.checkpoints, self.backbone, self.optimizer, state)
+            save_checkpoint(self.folder.checkpoints, self.backbone, self.optimizer, state, self.config.keep)
         self.accelerator.wait_for_everyone()
 
     def _finish(self, state: TrainState) -> Path:
         folder, result = self.folder, self.folder.best if self.held_out else self.folder.last
         if self.main:
             folder.save_model(folder.last, self.backbone, {"step": state.step})
-        self._say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced.")
+        rest = f", and the last {self.batches.remainder} pairs filled no step" if self.batches.remainder else ""
+        self._say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.")
         if self.held_out:
             self._say(f"Best R@1, mean of both directions: {state.best_r1:.1f} at step {state.best_step}.")
         self._say(f"Next: debias-diffusion export --model {folder.path} --output {folder.path / 'export'}")
         self.accelerator.wait_for_everyone()
         return result
 
+    def _log(self, line: dict) -> None:
+        """A line in log.jsonl, and its numbers in the trackers."""
+        self.folder.log(line)
+        numbers = {name: value for name, value in line.items() if name != "step"}
+        self.accelerator.log(numbers, step=line["step"])
+
     def _say(self, line: str) -> None:
         if self.main:
             tqdm.write(line)
 
 
-def _split(captions: Captions, config: TrainConfig) -> tuple[list[Record], list[Record]]:
-    """(held out, trained on). Raises UserError when too few remain for a batch."""
-    records, validation = captions.records, config.validation
-    left = max(0, len(records) - validation)
-    if left < config.batch:
-        raise UserError(
-            f"{len(records)} usable pairs less {validation} held out leave {left} to train on, fewer than "
-            f"a batch of {config.batch}. Lower --validation or --batch, or give more pairs."
-        )
-    return records[:validation], records[validation:]
+def _as_it_is(features: torch.Tensor) -> torch.Tensor:
+    return features
+
+
+def _image_features(records: Sequence[Record], images: CachedImages) -> tuple[torch.Tensor, list[int], list[BadRecord]]:
+    """As `retrieval.encode_images`, from the cache."""
+    features, good, bad = [], [], []
+    for index, record in enumerate(records):
+        try:
+            features.append(images.open(record.image))
+        except UNREADABLE as error:
+            bad.append(unreadable(record, error))
+        else:
+            good.append(index)
+    if not features:
+        raise UserError(f"None of the {len(records)} held-out images can be read; the first: {bad[0].detail}.")
+    return torch.stack(features), good, bad

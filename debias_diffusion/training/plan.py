@@ -13,7 +13,7 @@ from ..backbones import Backbone
 from ..data.dataset import Batch
 from ..errors import UserError
 from ..recipes import Recipe
-from .checkpoint import KEEP
+from .batches import GlobalBatches
 from .config import TrainConfig
 from .step import autocast, encode
 
@@ -38,9 +38,12 @@ class Cost:
     disk_bytes: int
 
 
-def measure(backbone: Backbone, probe: Batch, batch: int, accelerator: Accelerator, precision: str) -> Cost:
+def measure(
+    backbone: Backbone, probe: Batch, batch: int, chunk: int | None, keep: int, accelerator: Accelerator, precision: str
+) -> Cost:
     """Runs the towers forward and backward on `probe` and scales up to `batch` samples over all processes."""
     parameters = sum(p.numel() * p.element_size() for p in backbone.parameters())
+    trained = sum(p.numel() * p.element_size() for p in backbone.parameters() if p.requires_grad)
     weights = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
     saved: dict[int, int] = {}
 
@@ -65,12 +68,13 @@ def measure(backbone: Backbone, probe: Batch, batch: int, accelerator: Accelerat
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
     backbone.zero_grad()
-    share = batch / accelerator.num_processes / len(probe.keys)
+    local = batch / accelerator.num_processes
+    again = 4 / 3 if chunk and chunk < local else 1  # of three passes, the forward one is made twice
     return Cost(
-        state_bytes=4 * parameters,
-        activation_bytes=int(sum(saved.values()) * share),
-        step_seconds=seconds * share + _update_seconds(parameters),
-        disk_bytes=3 * parameters * (KEEP + 1) + 2 * parameters,
+        state_bytes=parameters + 3 * trained,
+        activation_bytes=int(sum(saved.values()) * min(local, chunk or local) / len(probe)),
+        step_seconds=seconds * again * local / len(probe) + _update_seconds(trained),
+        disk_bytes=(parameters + 2 * trained) * (keep + 1) + 2 * parameters,
     )
 
 
@@ -102,40 +106,47 @@ def print_plan(
     backbone: Backbone,
     probe: Batch,
     accelerator: Accelerator,
+    precision: str,
     *,
-    records: int,
+    batches: GlobalBatches,
     held_out: int,
     start: int,
-    total: int,
 ) -> None:
-    """Says what steps `start` to `total` will do, and about what they will need.
+    """Says what the steps from `start` on will do, and about what they will need.
 
     Raises:
         UserError: the disk has no room for the checkpoints.
     """
-    cost = measure(backbone, probe, config.batch, accelerator, config.precision)
+    cost = measure(backbone, probe, config.batch, config.chunk, config.keep, accelerator, precision)
     free_disk = check_disk(Path(config.output), cost.disk_bytes)
     memory, free = cost.state_bytes + cost.activation_bytes, free_memory(accelerator.device)
     stretched = backbone.config["debias_diffusion"]
     weights = config.pretrained or ("RANDOM" if backbone.random_weights else "its own")
     made = f", {start} of them made" if start else ""
+    total, samples = batches.total_steps, batches.total_steps * config.batch
+    reserve = f", {batches.spare} of them in each epoch's reserve" if batches.spare else ""
+    chunks = f" in chunks of {config.chunk}" if config.chunk else ""
+    rest = f"; the last {batches.remainder} pairs fill no step" if batches.remainder else ""
+    towers = "text tower, with cached image features" if config.freeze_image_tower else "both towers"
+    padding = f", {recipe.padding} padding, w = {recipe.short_weight:g}" if recipe.has_short else ""
+    components = f", {recipe.components} components" if recipe.has_short and recipe.components else ""
     lines = {
         "model": f"{config.model}, {weights} weights; window {backbone.context_length}: the first {stretched['keep']} "
-        f"positions kept, the others times {stretched['factor']}",
-        "recipe": f"{config.recipe}: {recipe.sampling} sentences, {recipe.padding} padding, w = "
-        f"{recipe.short_weight:g}, {recipe.components} components",
-        "pairs": f"{records} to train on, {held_out} held out",
-        "steps": f"{total} of {config.batch} pairs ({total * config.batch / records:.2f} epochs){made}",
-        "machine": f"{accelerator.num_processes} x {accelerator.device.type}, {config.precision}",
+        f"positions kept, the others times {stretched['factor']}; {backbone.loss} loss",
+        "recipe": f"{config.recipe}: {recipe.sampling} sentences{padding}{components}, {recipe.pooling} pooling",
+        "trained": towers,
+        "pairs": f"{batches.records} to train on{reserve}; {held_out} held out",
+        "steps": f"{total} of {config.batch} pairs{chunks} ({samples / batches.an_epoch:.2f} epochs){made}{rest}",
+        "machine": f"{accelerator.num_processes} x {accelerator.device.type}, {precision}",
         "memory": f"about {memory / GB:.1f} GB a process ({cost.state_bytes / GB:.1f} weights, gradients and AdamW, "
         f"{cost.activation_bytes / GB:.1f} activations); {free / GB:.1f} free",
         "disk": f"about {cost.disk_bytes / GB:.1f} GB in {config.output}; {free_disk / GB:.1f} free",
         "time": f"about {duration(cost.step_seconds * (total - start))} ({cost.step_seconds:.2g} s a step, from a "
-        f"probe of {len(probe.keys)} pairs; reading images and measuring R@1 not counted)",
+        f"probe of {len(probe)} pairs; reading images and measuring R@1 not counted)",
     }
     print("\n".join(f"  {name:<8}{line}" for name, line in lines.items()))
     if memory > free:
-        print("  The memory may not be enough: lower --batch.")
+        print("  The memory may not be enough: lower --chunk, or --batch.")
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,225 @@
+"""Image features on disk: computed once, used in every epoch and every run that can share them."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from ..backbones import Backbone
+from ..data import BadRecord, ImageSource, Record
+from ..data.dataset import UNREADABLE, unreadable
+from ..errors import UserError
+from ..files import held, write_json
+from .step import autocast
+
+STAMP = 16  # bytes that tell a version of an image file from all others
+
+
+def cache_key(backbone: Backbone, precision: str) -> dict:
+    """Everything but the image itself that its features depend on."""
+    weights = hashlib.sha256()
+    for name, tensor in sorted(backbone.model.visual.state_dict().items()):
+        weights.update(name.encode())
+        # As bytes, whatever the dtype: numpy has no bfloat16.
+        weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return {
+        "weights": weights.hexdigest(),
+        "vision_cfg": backbone.config["model_cfg"]["vision_cfg"],
+        "preprocess": str(backbone.preprocess),
+        "precision": precision,
+    }
+
+
+class FeatureCache:
+    """Image features by the stamp of the image they were computed from.
+
+    A subfolder for each key holds one pair of files for each process that wrote there: rows of float32 features, and
+    rows of stamps. Both only ever grow, and what a kill left of an incomplete row is cut off before more is written.
+
+    Args:
+        folder: where caches of any key lie.
+        key: what the features depend on besides the image (see `cache_key`).
+        dim: numbers in a feature.
+    """
+
+    def __init__(self, folder: str | os.PathLike, key: dict, dim: int):
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        self.folder, self.key, self.dim = Path(folder) / digest[:32], key, dim
+        self.read()
+
+    def read(self) -> None:
+        """Maps what is on the disk now."""
+        self._parts: list[np.ndarray] = []
+        stamps = [np.empty((0, STAMP), dtype=np.uint8)]
+        for features in sorted(self.folder.glob("features-*")):
+            written = np.fromfile(_stamps_of(features), dtype=np.uint8) if _stamps_of(features).exists() else stamps[0]
+            rows = min(len(written) // STAMP, features.stat().st_size // (4 * self.dim))
+            if rows:
+                self._parts.append(np.memmap(features, dtype=np.float32, mode="r", shape=(rows, self.dim)))
+                stamps.append(written[: rows * STAMP].reshape(rows, STAMP))
+        self._ends = np.cumsum([len(part) for part in self._parts])
+        # Sorted, so that a stamp is found by halving; equal stamps mean equal features.
+        known = np.concatenate(stamps).reshape(-1).view(f"S{STAMP}")
+        self._order = np.argsort(known, kind="stable")
+        self._known = known[self._order]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, stamps: Sequence[bytes]) -> np.ndarray:
+        """The row of each stamp's features, -1 where there are none."""
+        wanted = np.frombuffer(b"".join(stamps), dtype=f"S{STAMP}")
+        if not len(self):
+            return np.full(len(wanted), -1)
+        at = np.searchsorted(self._known, wanted).clip(max=len(self) - 1)
+        return np.where(self._known[at] == wanted, self._order[at], -1)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        """[dim]"""
+        part = int(np.searchsorted(self._ends, row, side="right"))
+        start = self._ends[part - 1] if part else 0
+        return torch.from_numpy(self._parts[part][row - start].copy())
+
+    def writer(self, process: int) -> "FeatureWriter":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "key.json", self.key)
+        return FeatureWriter(self.folder / f"features-{process:04d}", self.dim)
+
+
+def _stamps_of(features: Path) -> Path:
+    return features.with_name(features.name.replace("features", "stamps"))
+
+
+class FeatureWriter:
+    """Adds rows to one process's files."""
+
+    def __init__(self, path: Path, dim: int):
+        self._features, self._stamps = path, _stamps_of(path)
+        for file in (self._features, self._stamps):
+            file.touch()
+        rows = min(self._features.stat().st_size // (4 * dim), self._stamps.stat().st_size // STAMP)
+        os.truncate(self._features, rows * 4 * dim)
+        os.truncate(self._stamps, rows * STAMP)
+
+    def add(self, stamps: Sequence[bytes], features: torch.Tensor) -> None:
+        """Rows [n, dim], on the disk when this returns."""
+        _append(self._features, features.float().cpu().contiguous().numpy().tobytes())
+        # After the features: a stamp without features would be a lie, features without a stamp are cut off.
+        _append(self._stamps, b"".join(stamps))
+
+
+def _append(path: Path, content: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class CachedImages:
+    """An image source whose images are their features, [embed_dim], from a cache.
+
+    An image that has changed since its features were computed has another stamp, and so none.
+    """
+
+    def __init__(self, images: ImageSource, cache: FeatureCache):
+        self.images, self.cache, self.root = images, cache, images.root
+
+    def open(self, image: str) -> torch.Tensor:
+        """Raises OSError, ValueError or PIL's own errors where the image is missing, changed or cannot be read."""
+        row = int(self.cache.find([self.images.stamp(image)])[0])
+        if row < 0:
+            self.images.open(image)  # says what is wrong with it, if something is
+            raise OSError("has changed since its features were computed")
+        return self.cache[row]
+
+
+class _Missing(Dataset):
+    """(stamp, pixels, fault) of each image without features: the first two, or the last, are not None."""
+
+    def __init__(self, records: Sequence[Record], indices: Sequence[int], images: ImageSource, read_pixels):
+        self.records, self.indices, self.images, self.read_pixels = records, indices, images, read_pixels
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, position: int):
+        record = self.records[self.indices[position]]
+        try:
+            stamp = self.images.stamp(record.image)
+            return stamp, self.read_pixels(self.images.open(record.image)), None
+        except UNREADABLE as error:
+            return None, None, unreadable(record, error)
+
+
+def cached_images(
+    backbone: Backbone,
+    records: Sequence[Record],
+    images: ImageSource,
+    folder: str | os.PathLike,
+    accelerator: Accelerator,
+    precision: str,
+    batch: int,
+    workers: int,
+) -> tuple[CachedImages, list[BadRecord]]:
+    """Computes the features of all images that the cache lacks, shared among the processes, with a progress bar.
+
+    A run that is killed continues where it was. The image tower must be in `eval()` mode, on the device.
+
+    Returns:
+        The images' features as an image source, and the records whose image is unreadable.
+
+    Raises:
+        UserError: another run is filling this cache, or a feature is not finite.
+    """
+    cache = FeatureCache(folder, cache_key(backbone, precision), backbone.config["model_cfg"]["embed_dim"])
+    missing = _without_features(records, images, cache)[accelerator.process_index :: accelerator.num_processes]
+    cache.folder.mkdir(parents=True, exist_ok=True)
+    taken = f"Another run is filling {str(cache.folder)!r}. Wait for it, or give another --feature-cache."
+    with held(cache.folder, taken) if accelerator.is_main_process else nullcontext():
+        bad = _fill(backbone, records, missing, images, cache, accelerator, precision, batch, workers)
+        accelerator.wait_for_everyone()
+    cache.read()
+    return CachedImages(images, cache), gather_object(bad)
+
+
+def _without_features(records: Sequence[Record], images: ImageSource, cache: FeatureCache) -> list[int]:
+    stamps = []
+    for record in tqdm(records, desc="looking for image features", unit=" images", disable=len(records) < 10_000):
+        try:
+            stamps.append(images.stamp(record.image))
+        except UNREADABLE:
+            stamps.append(bytes(STAMP))
+    return np.flatnonzero(cache.find(stamps) < 0).tolist()
+
+
+@torch.inference_mode()
+def _fill(backbone, records, missing, images, cache, accelerator, precision, batch, workers) -> list[BadRecord]:
+    bad: list[BadRecord] = []
+    dataset = _Missing(records, missing, images, backbone.read_pixels)
+    loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
+    bar = tqdm(total=len(missing), desc="image features", unit=" images", disable=not accelerator.is_main_process)
+    writer = cache.writer(accelerator.process_index)
+    for rows in loader:
+        bad += [fault for _, _, fault in rows if fault is not None]
+        good = [(stamp, pixels) for stamp, pixels, fault in rows if fault is None]
+        if good:
+            pixels = torch.stack([pixels for _, pixels in good]).to(accelerator.device)
+            with autocast(precision, accelerator.device):
+                features = backbone.encode_image(pixels)
+            if not features.isfinite().all():
+                raise UserError(
+                    f"The image tower gives features that are not finite in {precision}. Take another --precision."
+                )
+            writer.add([stamp for stamp, _ in good], features)
+        bar.update(len(rows))
+    bar.close()
+    return bad

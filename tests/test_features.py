@@ -1,0 +1,165 @@
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_clip import tiny_clip
+from tiny_data import make_tiny_data
+
+from debias_diffusion.data import open_data
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import held
+from debias_diffusion.training.features import FeatureCache, cache_key, cached_images
+
+CPU = Accelerator(cpu=True)
+DIM = 5
+
+
+def stamp(number: int) -> bytes:
+    return hashlib.blake2b(str(number).encode(), digest_size=16).digest()
+
+
+def feature(number: int) -> torch.Tensor:
+    return torch.arange(DIM, dtype=torch.float32) + 10 * number
+
+
+def write(cache, process, numbers):
+    cache.writer(process).add([stamp(n) for n in numbers], torch.stack([feature(n) for n in numbers]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, 99), min_size=1, max_size=9)), max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_what_was_written_is_found_and_nothing_else(tmp_path_factory, writes):
+    folder = tmp_path_factory.mktemp("cache")
+    cache = FeatureCache(folder, {"weights": "a"}, DIM)
+    for process, numbers in writes:
+        write(cache, process, sorted(numbers))
+    cache.read()
+    known = set().union(*(numbers for _, numbers in writes))
+    rows = cache.find([stamp(n) for n in range(100)])
+    assert {n for n in range(100) if rows[n] >= 0} == known
+    assert all(torch.equal(cache[int(rows[n])], feature(n)) for n in known)
+    assert not FeatureCache(folder, {"weights": "b"}, DIM).find([stamp(n) for n in known] or [stamp(0)]).max() >= 0
+
+
+@pytest.mark.parametrize("cut", range(1, 50))
+def test_what_a_kill_left_half_written_is_not_used(tmp_path, cut):
+    cache = FeatureCache(tmp_path, {}, DIM)
+    write(cache, 0, [1, 2])
+    path = cache.folder / ("stamps-0000" if cut % 2 else "features-0000")
+    path.write_bytes(path.read_bytes()[: -min(cut, 15 if cut % 2 else 19)])
+    again = FeatureCache(tmp_path, {}, DIM)
+    assert again.find([stamp(1), stamp(2)]).tolist() == [0, -1]
+    write(again, 0, [2, 3])
+    again.read()
+    rows = again.find([stamp(1), stamp(2), stamp(3)])
+    assert [again[int(row)].tolist() for row in rows] == [feature(n).tolist() for n in (1, 2, 3)]
+
+
+@pytest.fixture
+def world(tmp_path):
+    data, images = make_tiny_data(tmp_path / "world", count=9)
+    captions, source = open_data(data, images)
+    return tiny_clip().eval(), captions.records, source, tmp_path / "cache"
+
+
+def fill(world, backbone=None, records=None):
+    its_backbone, its_records, source, folder = world
+    return cached_images(backbone or its_backbone, records or its_records, source, folder, CPU, "fp32", 4, 0)
+
+
+def plain_features(world, record):
+    backbone, _, source, _ = world
+    with torch.no_grad():
+        return backbone.encode_image(backbone.preprocess(source.open(record.image))[None])[0]
+
+
+def sizes(folder: Path) -> dict:
+    return {str(path): path.stat().st_size for path in folder.rglob("features-*")}
+
+
+def test_cached_features_are_the_image_towers(world):
+    images, bad = fill(world)
+    assert bad == [] and len(images.cache) == 9
+    for record in world[1]:
+        torch.testing.assert_close(images.open(record.image), plain_features(world, record), rtol=0, atol=1e-5)
+
+
+def test_features_are_computed_once_and_the_rest_is_added(world):
+    fill(world, records=world[1][:5])
+    first = sizes(world[3])
+    fill(world, records=world[1][:5])
+    assert sizes(world[3]) == first
+    images, _ = fill(world)
+    assert len(images.cache) == 9
+    (size,), (grown,) = first.values(), sizes(world[3]).values()
+    assert (size, grown) == (5 * 24 * 4, 9 * 24 * 4)
+
+
+def test_a_changed_image_has_no_old_features(world):
+    images, _ = fill(world)
+    record = world[1][3]
+    old = images.open(record.image)
+    Image.new("RGB", (40, 40), (1, 2, 3)).save(world[2].root / record.image)
+    with pytest.raises(OSError, match="has changed since its features were computed"):
+        images.open(record.image)
+    images, _ = fill(world)
+    assert not torch.equal(images.open(record.image), old)
+    torch.testing.assert_close(images.open(record.image), plain_features(world, record), rtol=0, atol=1e-5)
+
+
+def test_everything_that_changes_features_changes_the_key(world):
+    backbone = world[0]
+    keys = [cache_key(backbone, "fp32"), cache_key(backbone, "bf16")]
+    with torch.no_grad():
+        backbone.model.visual.proj[0, 0] += 1e-3
+    keys.append(cache_key(backbone, "fp32"))
+    backbone.preprocess.transforms[0].size = 16
+    keys.append(cache_key(backbone, "fp32"))
+    with torch.no_grad():
+        backbone.model.token_embedding.weight[0] += 1
+    assert cache_key(backbone, "fp32") == keys[-1]
+    assert len({json.dumps(key, sort_keys=True) for key in keys}) == 4
+
+
+def test_other_weights_are_not_served_the_old_features(world):
+    fill(world)
+    other = tiny_clip(seed=1).eval()
+    images, _ = fill(world, backbone=other)
+    with torch.no_grad():
+        expected = other.encode_image(other.preprocess(world[2].open(world[1][0].image))[None])[0]
+    torch.testing.assert_close(images.open(world[1][0].image), expected, rtol=0, atol=1e-5)
+    assert len(sizes(world[3])) == 2
+
+
+def test_unreadable_images_are_named_and_the_others_served(world):
+    records = world[1]
+    (world[2].root / records[2].image).write_text("not an image")
+    (world[2].root / records[5].image).unlink()
+    images, bad = fill(world)
+    assert {(fault.where, fault.kind) for fault in bad} == {
+        (records[2].image, "unreadable image"),
+        (records[5].image, "missing image"),
+    }
+    for index in (2, 5):
+        with pytest.raises((OSError, SyntaxError)):
+            images.open(records[index].image)
+    assert images.open(records[0].image).shape == (24,)
+
+
+def test_two_runs_do_not_fill_one_cache_at_once(world):
+    images, _ = fill(world)
+    with held(images.cache.folder, "x"), pytest.raises(UserError, match="Another run is filling"):
+        fill(world)
+
+
+def test_features_that_are_not_finite_are_refused(world):
+    with torch.no_grad():
+        world[0].model.visual.proj.fill_(torch.inf)
+    with pytest.raises(UserError, match="not finite in fp32"):
+        fill(world)
