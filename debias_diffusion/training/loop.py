@@ -28,7 +28,7 @@ from .schedule import learning_rate
 from .setup import prepare_backbone, split
 from .step import Optimizer, autocast, backward
 from .stop import StopRequest
-from .trackers import make_accelerator, start_trackers
+from .trackers import make_accelerator, tracked
 
 PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
 
@@ -54,10 +54,7 @@ def train(config: TrainConfig) -> Path | None:
     accelerator = make_accelerator(config)
     folder = RunFolder(config.output)
     with explain_full_disk(), folder.owned(accelerator.is_main_process):
-        try:
-            return _Run(config, accelerator, folder).run()
-        finally:
-            accelerator.end_training()
+        return _Run(config, accelerator, folder).run()
 
 
 class _Run:
@@ -135,10 +132,9 @@ class _Run:
                 self._print_plan(state.step)
             self.folder.claim(self.settings)
             self.folder.cut_log(state.step)
-        start_trackers(self.accelerator, config, self.settings)
         request = StopRequest(self.accelerator)
         bar = tqdm(total=total, initial=state.step, desc="training", unit=" steps", disable=not self.main)
-        with request.listening(), bar:
+        with tracked(self.accelerator, config, self.settings), request.listening(), bar:
             if state.step == 0:
                 self._measure_recall(state)
             for batch in self._loader(state.step):

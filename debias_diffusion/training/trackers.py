@@ -2,6 +2,8 @@
 
 import hashlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -25,9 +27,16 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     return Accelerator(log_with=names or None, project_dir=config.output)
 
 
-def start_trackers(accelerator: Accelerator, config: TrainConfig, settings: dict) -> None:
-    """Opens the trackers; a run that continues goes on where it was."""
-    if not config.tracker_names():
+@contextmanager
+def tracked(accelerator: Accelerator, config: TrainConfig, settings: dict) -> Iterator[None]:
+    """Keeps the trackers open; a run that continues goes on where it was.
+
+    Raises:
+        UserError: one of them cannot be started.
+    """
+    names = config.tracker_names()
+    if not names:
+        yield
         return
     path = Path(config.output).resolve()
     wandb = {
@@ -37,4 +46,12 @@ def start_trackers(accelerator: Accelerator, config: TrainConfig, settings: dict
         "resume": "allow",
     }
     plain = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, bool))}
-    accelerator.init_trackers(PROJECT, config=plain, init_kwargs={"wandb": wandb})
+    try:
+        accelerator.init_trackers(PROJECT, config=plain, init_kwargs={"wandb": wandb})
+    except Exception as error:  # whatever a library makes of a missing login or network
+        reason = str(error).splitlines()[0]
+        raise UserError(f"The trackers {', '.join(names)} could not be started: {reason}") from error
+    try:
+        yield
+    finally:
+        accelerator.end_training()
