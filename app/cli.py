@@ -1,4 +1,4 @@
-"""`debias-diffusion`: quickstart, train, export, generate, evaluate.
+"""`debias-diffusion`: quickstart, train, export, generate, shards, evaluate.
 
 Each command's options are the fields of one dataclass, whose docstring is their help. Values come from YAML
 (`--config file.yaml`) and from the command line, the later the stronger.
@@ -41,6 +41,12 @@ def _generate():
     return GenerateConfig, lambda config: print(f"Wrote {generate(config)}")
 
 
+def _shards():
+    from .shards import ShardsConfig, write_shards
+
+    return ShardsConfig, write_shards
+
+
 def _retrieval():
     from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 
@@ -69,6 +75,7 @@ COMMANDS = {
     "train": ("fine-tune a CLIP model on long captions, so that its text encoder reads all of them", _train),
     "export": ("write a trained text encoder as a transformers folder", _export),
     "generate": ("draw a picture from a prompt of any length", _generate),
+    "shards": ("write pairs as WebDataset shards of small images, which are trained on faster", _shards),
     "evaluate": ("measure what an encoder reads: " + ", ".join(EVALUATIONS), EVALUATIONS),
 }
 

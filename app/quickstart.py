@@ -254,7 +254,7 @@ class _Quickstart:
 
         data, images = map(str, self._pairs("evaluation"))
         output = str(self.output / "retrieval" / encoder)
-        recall = evaluate_robustness(RobustnessConfig(self._trained(encoder), data, images, output, limit=None))
+        recall = evaluate_robustness(RobustnessConfig(self._trained(encoder), data, output, images, limit=None))
         return {
             edit: {"t2i_r1": r1["text_to_image"], "i2t_r1": r1["image_to_text"]}
             for edit, r1 in recall["recall_at_1_percent"].items()

@@ -4,9 +4,10 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from tqdm import tqdm
 from transformers import AutoModel
 
-from debias_diffusion.data import BadRecord, ImageFolder, Record
+from debias_diffusion.data import BadRecord, ImageSource, Record
 from debias_diffusion.data.dataset import UNREADABLE, unreadable
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
@@ -44,11 +45,12 @@ class GenerationConfig:
     """Settings of an evaluation of generated images.
 
     Attributes:
-        data: JSON file in ShareGPT4V's layout; its captions are the prompts, its images the originals.
-        images: Folder that the data file's image paths start from.
+        data: JSON file in ShareGPT4V's layout, JSONL file, or folder of WebDataset shards. Its captions are the
+            prompts, its images the originals.
         base: SDXL folder in diffusers' layout, or a hub id.
         output: Folder for the result, `generation.json`, and the generated images, `images/000000.png` and so on.
             Images that are finished there are kept, if they were made with the same settings.
+        images: Folder that the data file's image paths start from; not for shards, which hold theirs.
         encoder: Text encoder that takes the place of SDXL's first one: a folder written by `export`, or of training.
             The default is SDXL's own.
         limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
@@ -67,9 +69,9 @@ class GenerationConfig:
     """
 
     data: str
-    images: str
     base: str
     output: str
+    images: str | None = None
     encoder: str | None = None
     limit: int | None = 1000
     seed: int = 0
@@ -84,10 +86,17 @@ class GenerationConfig:
     device: str | None = None
 
 
-def load_square(path: str | os.PathLike, size: int) -> Image.Image:
+# An image's file, or what opens an image that has none of its own, as RGB.
+Picture = str | os.PathLike | Callable[[], Image.Image]
+
+
+def load_square(picture: Picture, size: int) -> Image.Image:
     """The largest centred square of an image, as RGB, resized with Pillow's antialiased bicubic filter."""
-    with Image.open(path) as image:
-        image = image.convert("RGB")
+    if callable(picture):
+        image = picture()
+    else:
+        with Image.open(picture) as image:
+            image = image.convert("RGB")
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     box = (left, top, left + side, top + side)
@@ -95,10 +104,10 @@ def load_square(path: str | os.PathLike, size: int) -> Image.Image:
     return image.crop(box).resize((size, size), Image.Resampling.BICUBIC)
 
 
-def _batches(paths: Sequence[Path], size: int, batch_size: int, what: str) -> Iterator[Tensor]:
+def _batches(pictures: Sequence[Picture], size: int, batch_size: int, what: str) -> Iterator[Tensor]:
     """The images as uint8 [B, 3, size, size]."""
-    for start in tqdm(range(0, len(paths), batch_size), desc=what):
-        squares = [np.asarray(load_square(path, size)) for path in paths[start : start + batch_size]]
+    for start in tqdm(range(0, len(pictures), batch_size), desc=what):
+        squares = [np.asarray(load_square(picture, size)) for picture in pictures[start : start + batch_size]]
         yield torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
 
 
@@ -141,7 +150,7 @@ class InceptionScore:
         self.device = device
 
     @torch.inference_mode()
-    def __call__(self, generated: Sequence[Path], originals: Sequence[Path], batch_size: int) -> dict[str, float]:
+    def __call__(self, generated: Sequence[Picture], originals: Sequence[Picture], batch_size: int) -> dict[str, float]:
         """{"fid_64": ..., "fid_2048": ...}; the order of the images does not matter.
 
         Raises:
@@ -154,8 +163,8 @@ class InceptionScore:
         )
         return {f"fid_{n}": distance for n, distance in zip(FID_FEATURES, distances, strict=True)}
 
-    def _features(self, paths: Sequence[Path], batch_size: int) -> Iterator[Sequence[Tensor]]:
-        for batch in _batches(paths, self.size, batch_size, "Inception features"):
+    def _features(self, pictures: Sequence[Picture], batch_size: int) -> Iterator[Sequence[Tensor]]:
+        for batch in _batches(pictures, self.size, batch_size, "Inception features"):
             yield self.extractor(batch.to(self.device))
 
 
@@ -229,11 +238,11 @@ class ClsFeatures:
         self.device = device
 
     @torch.inference_mode()
-    def __call__(self, paths: Sequence[Path], batch_size: int) -> Tensor:
+    def __call__(self, pictures: Sequence[Picture], batch_size: int) -> Tensor:
         """[N, width] features of the images, on the CPU."""
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
         features = []
-        for batch in _batches(paths, self.size, batch_size, "CLS features"):
+        for batch in _batches(pictures, self.size, batch_size, "CLS features"):
             pixels = ((batch.float() / 255 - mean) / std).to(self.device)
             features.append(self.model(pixel_values=pixels).last_hidden_state[:, 0].float().cpu())
         return torch.cat(features)
@@ -365,7 +374,7 @@ def _check_same_settings(folder: Path, settings: dict) -> None:
         )
 
 
-def _with_readable_original(records: Sequence[Record], images: ImageFolder) -> tuple[list[int], list[BadRecord]]:
+def _with_readable_original(records: Sequence[Record], images: ImageSource) -> tuple[list[int], list[BadRecord]]:
     """The positions of the records whose original can be decoded, and the others by name."""
     good, bad = [], []
     for index, record in enumerate(tqdm(records, desc="check originals")):
@@ -403,7 +412,9 @@ class _Scores:
         if self.own:
             self.digests["own_features"] = weights_digest(self.own.model)
 
-    def __call__(self, generated: Sequence[Path], originals: Sequence[Path]) -> tuple[dict, list[str], dict[str, str]]:
+    def __call__(
+        self, generated: Sequence[Picture], originals: Sequence[Picture]
+    ) -> tuple[dict, list[str], dict[str, str]]:
         """The scores, null where skipped, notes for whoever reads them, and how images were resized for each."""
         scores, notes, resize = {"fid_64": None, "fid_2048": None, "dino_score": None}, [], {}
         if self.inception:
@@ -427,8 +438,8 @@ class _Scores:
             resize["fid_own"] = RESIZE.format(size=self.own.size)
         return scores, notes, resize
 
-    def _features(self, network: ClsFeatures, *images: Sequence[Path]) -> list[Tensor]:
-        return [network(paths, self.batch_size) for paths in images]
+    def _features(self, network: ClsFeatures, *sides: Sequence[Picture]) -> list[Tensor]:
+        return [network(pictures, self.batch_size) for pictures in sides]
 
 
 def evaluate_generation(config: GenerationConfig) -> dict:
@@ -446,32 +457,32 @@ def evaluate_generation(config: GenerationConfig) -> dict:
     started = time.monotonic()
     _check(config)
     device = pick_device(config.device)
-    records, bad = read_pairs(config.data, config.limit)
-    images = ImageFolder(config.images)
+    pairs = read_pairs(config.data, config.images, config.limit)
+    records, images = pairs.records, pairs.images
     good, unreadable_originals = _with_readable_original(records, images)
     print_left_out(unreadable_originals)
     needs_fid = config.inception_weights is not None or config.own_features is not None
     if len(good) < (2 if needs_fid else 1):
         raise UserError(
-            f"{len(good)} of {len(records)} pairs have a readable original below {config.images!r}; FID needs at least "
+            f"{len(good)} of {len(records)} pairs have a readable original in {str(images.root)!r}; FID needs at least "
             "2, the DINO score 1. Give the folder that the data file's image paths start from, or raise the limit."
         )
 
     # Loaded before hours of generation, not after.
     score = _Scores(config, device)
-    models = {"data": digest(config.data), "base": _digest_or_id(config.base)}
+    models = {"data": pairs.digest, "base": _digest_or_id(config.base)}
     models["encoder"] = config.encoder and _digest_or_id(config.encoder)
     settings = drawing_settings(config, **models)
     prompts = {index: records[index].caption for index in good}
     generated = generate_images(config, prompts, settings, device)
-    scores, notes, resize = score(generated, [images.path(records[index].image) for index in good])
+    scores, notes, resize = score(generated, [partial(images.open, records[index].image) for index in good])
     report = {
         "settings": asdict(config),
         "versions": versions(),
         "digests": models | score.digests,
         "generation": settings,
         "pairs": len(generated),
-        "left_out": [asdict(record) for record in bad + unreadable_originals],
+        "left_out": [asdict(record) for record in pairs.bad + unreadable_originals],
         "resize": resize,
         **scores,
         "notes": notes,

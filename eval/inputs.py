@@ -1,22 +1,40 @@
-"""What evaluations are given: pairs of a data file, a batch size."""
+"""What evaluations are given: image-caption pairs, a batch size."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from debias_diffusion.data import BadRecord, Record, read_sharegpt4v
+from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data
 from debias_diffusion.errors import UserError
 
 
-def read_pairs(data: str, limit: int | None) -> tuple[list[Record], list[BadRecord]]:
-    """The first `limit` usable records of a data file, and its bad ones, which are also named on the console.
+@dataclass(frozen=True)
+class Pairs:
+    """What is evaluated on.
+
+    Attributes:
+        records: the pairs.
+        images: what opens their images.
+        bad: the records that the data cannot give.
+        digest: of all the data.
+    """
+
+    records: list[Record]
+    images: ImageSource
+    bad: list[BadRecord]
+    digest: str
+
+
+def read_pairs(data: str, images: str | None, limit: int | None) -> Pairs:
+    """The first `limit` usable pairs of what `data.open_data` reads; bad records are also named on the console.
 
     Raises:
-        UserError: the file cannot be used, or `limit` is below 1.
+        UserError: the data cannot be used, or `limit` is below 1.
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit={limit} leaves nothing to evaluate. Give a number of pairs from 1, or null for all.")
-    captions = read_sharegpt4v(data)
+    captions, source = open_data(data, images)
     print_left_out(captions.bad)
-    return captions.records[:limit], captions.bad
+    return Pairs(captions.records[:limit], source, captions.bad, data_digest(data, captions))
 
 
 def print_left_out(bad: Sequence[BadRecord]) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from debias_diffusion.backbones import Backbone, load_backbone
-from debias_diffusion.data import BadRecord, ImageFolder
+from debias_diffusion.data import BadRecord
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
 from debias_diffusion.retrieval import encode_pairs, recall_at_k
 
 from .inputs import check_batch_size, print_left_out, read_pairs
-from .report import digest, table, versions, weights_digest
+from .report import table, versions, weights_digest
 
 
 @dataclass
@@ -23,9 +23,9 @@ class RetrievalConfig:
 
     Attributes:
         model: Folder of a trained open_clip model, or an open_clip model name such as ViT-B-16.
-        data: JSON file in ShareGPT4V's layout.
-        images: Folder that the data file's image paths start from.
+        data: JSON file in ShareGPT4V's layout, JSONL file, or folder of WebDataset shards.
         output: Folder for the result, `retrieval.json`.
+        images: Folder that the data file's image paths start from; not for shards, which hold theirs.
         pretrained: Tag or file of open_clip's pretrained weights, for a model given by name.
         limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
         batch_size: Images, or captions, encoded at once.
@@ -34,8 +34,8 @@ class RetrievalConfig:
 
     model: str
     data: str
-    images: str
     output: str
+    images: str | None = None
     pretrained: str | None = None
     limit: int | None = 1000
     batch_size: int = 64
@@ -61,8 +61,9 @@ class Evaluation:
     """What evaluations of a two-tower have in common: what they are given, and the JSON they leave.
 
     Attributes:
-        records: the pairs to evaluate on.
-        images: where their images lie.
+        pairs: what to evaluate on.
+        records: its pairs.
+        images: what opens their images.
         backbone: the model, in evaluation mode on `device`.
 
     Raises:
@@ -73,8 +74,8 @@ class Evaluation:
         self.started = time.monotonic()
         check_batch_size(config.batch_size)
         self.config = config
-        self.records, self.bad = read_pairs(config.data, config.limit)
-        self.images = ImageFolder(config.images)
+        self.pairs = read_pairs(config.data, config.images, config.limit)
+        self.records, self.images = self.pairs.records, self.pairs.images
         self.device = pick_device(config.device)
         self.backbone = load_for_evaluation(config.model, config.pretrained, self.device)
 
@@ -83,9 +84,9 @@ class Evaluation:
         report = {
             "settings": asdict(self.config),
             "versions": versions(),
-            "digests": {"data": digest(self.config.data), "model": weights_digest(self.backbone)},
+            "digests": {"data": self.pairs.digest, "model": weights_digest(self.backbone)},
             **numbers,
-            "left_out": [asdict(record) for record in self.bad + unreadable],
+            "left_out": [asdict(record) for record in self.pairs.bad + unreadable],
             "seconds": round(time.monotonic() - self.started, 1),
         }
         write_json(Path(self.config.output) / f"{name}.json", report)

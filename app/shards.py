@@ -1,0 +1,238 @@
+"""From image-caption pairs to WebDataset shards of small JPEGs, which training reads without decoding large images."""
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from debias_diffusion.data import BadRecord, ImageSource, PackedRecords, data_digest, open_data
+from debias_diffusion.data.dataset import UNREADABLE, unreadable
+from debias_diffusion.data.shards import MANIFEST, read_manifest
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import held, sha256, write_json
+from debias_diffusion.training.check import BAD_RECORDS, report_bad
+
+
+@dataclass
+class ShardsConfig:
+    """Write image-caption pairs as WebDataset shards of small JPEGs, which `train --data` reads in their place.
+
+    Attributes:
+        data: JSON file in ShareGPT4V's layout, or what else `train` reads.
+        output: Folder to write. A run that was stopped continues there when started again with the same settings.
+        images: Folder that the data file's image paths start from.
+        size: Pixels of each image's shorter side. Smaller images stay as they are.
+        per_shard: Pairs a shard.
+        quality: Of the JPEGs, from 1 to 100.
+        workers: Processes that read and shrink images. 0 does it in the one process.
+        max_bad: Largest share of pairs that may be unusable, from 0 to 1.
+    """
+
+    data: str
+    output: str
+    images: str | None = None
+    size: int = 256
+    per_shard: int = 5000
+    quality: int = 95
+    workers: int = 2
+    max_bad: float = 0.01
+
+    def __post_init__(self):
+        for name, least, most in (
+            ("size", 1, 65500),
+            ("per_shard", 1, None),
+            ("quality", 1, 100),
+            ("workers", 0, None),
+        ):
+            value = getattr(self, name)
+            if value < least or (most is not None and value > most):
+                limit = f"at least {least}" if most is None else f"from {least} to {most}"
+                raise UserError(f"{name} is {value}, but must be {limit}.")
+        if not 0 <= self.max_bad <= 1:
+            raise UserError(f"max_bad is {self.max_bad}, but must be in [0, 1].")
+
+
+def write_shards(config: ShardsConfig) -> Path:
+    """Writes the shards, in the pairs' order, and `shards.json` beside them, and says what to do with them.
+
+    Each shard is there whole or not at all, and the same pairs give the same bytes. Pairs that cannot be used are left
+    out and named in `bad-records.jsonl`. A run that was killed continues with the shards that are missing.
+
+    Raises:
+        UserError: the data cannot be used, too many pairs are unusable, or the output holds something else.
+    """
+    output = Path(config.output)
+    _check_output(output)
+    output.mkdir(parents=True, exist_ok=True)
+    with held(output, f"Another process writes to {config.output!r}. Wait for it, or give another output."):
+        writer = _Writer(config, output)
+        writer.write()
+        writer.finish()
+    print(f"Next: debias-diffusion train --data {output}, without --images")
+    return output
+
+
+def shrink(image: Image.Image, size: int, quality: int) -> bytes:
+    """An RGB image as JPEG, its shorter side `size` pixels, or as it is where that is shorter still."""
+    scale = size / max(1, min(image.size))
+    if scale < 1:
+        sides = [max(size, round(side * scale)) for side in image.size]
+        image = image.resize(sides, Image.Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()
+
+
+class _Shrunk(Dataset):
+    """Each record's image as a small JPEG, or the BadRecord that says why there is none."""
+
+    def __init__(self, records: PackedRecords, images: ImageSource, config: ShardsConfig):
+        self.records, self.images, self.config = records, images, config
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> bytes | BadRecord:
+        record = self.records[index]
+        try:
+            return shrink(self.images.open(record.image), self.config.size, self.config.quality)
+        except UNREADABLE as error:
+            return unreadable(record, error)
+
+
+class _Writer:
+    """One run: which shards there are to be, and what is known of those that are there.
+
+    Attributes:
+        bad: records that the data itself cannot give.
+        shards: {name: entry of `shards.json`} of the shards that are done.
+    """
+
+    def __init__(self, config: ShardsConfig, output: Path):
+        self.config, self.output = config, output
+        captions, images = open_data(config.data, config.images)
+        self.bad, self.records = captions.bad, PackedRecords(captions.records)
+        self.dataset = _Shrunk(self.records, images, config)
+        self.settings = {name: getattr(config, name) for name in ("size", "per_shard", "quality")}
+        self.settings["data_sha256"] = data_digest(config.data, captions)
+        starts = range(0, len(self.records), config.per_shard)
+        self.parts = {
+            f"shard-{number:06}.tar": range(start, min(start + config.per_shard, len(self.records)))
+            for number, start in enumerate(starts)
+        }
+        self.shards = self._done()
+
+    def _done(self) -> dict[str, dict]:
+        """The shards of an earlier run that are there. Raises UserError when it had other settings."""
+        manifest = read_manifest(self.output) or {"settings": self.settings, "shards": []}
+        before, now = manifest["settings"], self.settings
+        if before != now:
+            names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            changes = "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
+            raise UserError(
+                f"The shards in {str(self.output)!r} were made with other settings: {changes}. Give another output, go "
+                "back to those settings, or remove the folder."
+            )
+        return {shard["name"]: shard for shard in manifest["shards"] if _is_whole(self.output, shard)}
+
+    def write(self) -> None:
+        """Writes the shards that are missing."""
+        missing = {name: part for name, part in self.parts.items() if name not in self.shards}
+        self._save(complete=False)
+        indices = [index for part in missing.values() for index in part]
+        # In the order asked for, whichever worker is ready first.
+        loader = DataLoader(self.dataset, batch_size=None, sampler=indices, num_workers=self.config.workers)
+        done = len(self.records) - len(indices)
+        with tqdm(desc="writing shards", total=len(self.records), initial=done, unit=" pairs") as bar:
+            images = _counted(loader, bar)
+            for name, part in missing.items():
+                self.shards[name] = self._write_shard(name, part, images)
+                self._save(complete=False)
+                self._require_any()
+
+    def _write_shard(self, name: str, part: range, images: Iterator[bytes | BadRecord]) -> dict:
+        """One shard; returns its entry of `shards.json`. The samples' keys are their positions in the data."""
+        temporary, bad = self.output / f".{name}.tmp", []
+        try:
+            with open(temporary, "wb") as file:
+                with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+                    for index in part:
+                        image, record = next(images), self.records[index]
+                        if isinstance(image, BadRecord):
+                            bad.append(image)
+                            continue
+                        caption = {"id": record.sample_id, "caption": record.caption}
+                        _add(tar, f"{index:09}.jpg", image)
+                        _add(tar, f"{index:09}.json", json.dumps(caption).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            entry = {"name": name, "samples": len(part) - len(bad), "bytes": temporary.stat().st_size}
+            entry |= {"sha256": sha256(temporary), "left_out": [asdict(record) for record in bad]}
+            os.replace(temporary, self.output / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return entry
+
+    def _require_any(self) -> None:
+        """Raises UserError when of all pairs so far none has an image: the folder is a wrong one."""
+        if not any(shard["samples"] for shard in self.shards.values()):
+            first = next(record for shard in self.shards.values() for record in shard["left_out"])
+            raise UserError(
+                f"None of the first {self.config.per_shard} images can be read, for example {first['detail']}. Is "
+                f"{str(self.dataset.images.root)!r} the folder that the image paths start from?"
+            )
+
+    def _save(self, complete: bool) -> None:
+        shards = [self.shards[name] for name in self.parts if name in self.shards]
+        manifest = {"settings": self.settings, "complete": complete, "shards": shards}
+        write_json(self.output / MANIFEST, manifest)
+
+    def finish(self) -> None:
+        """Says what was left out and how much was written. Raises UserError when too much was left out."""
+        shards = self.shards.values()
+        bad = [*self.bad, *(BadRecord(**record) for shard in shards for record in shard["left_out"])]
+        (self.output / BAD_RECORDS).unlink(missing_ok=True)
+        report_bad(bad, self.output)
+        pairs = len(self.records) + len(self.bad)
+        if len(bad) > self.config.max_bad * pairs:
+            raise UserError(
+                f"{len(bad)} of {pairs} pairs cannot be used, more than the share of {self.config.max_bad:g} that "
+                f"--max-bad allows. They are named in {str(self.output / BAD_RECORDS)!r}. Mend them and give a new "
+                "output; or raise --max-bad, and the shards that are written will do."
+            )
+        self._save(complete=True)
+        samples, size = (sum(shard[name] for shard in shards) for name in ("samples", "bytes"))
+        print(f"Wrote {samples} of {pairs} pairs in {len(shards)} shards, {size / 1e6:,.1f} MB, to {self.output}")
+
+
+def _counted(images: Iterable, bar: tqdm) -> Iterator:
+    for image in images:
+        bar.update()
+        yield image
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    """Adds a file without a time or an owner, so that the same content gives the same bytes."""
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def _is_whole(output: Path, shard: dict) -> bool:
+    path = output / Path(shard["name"]).name
+    return path.is_file() and path.stat().st_size == shard["bytes"] and "left_out" in shard
+
+
+def _check_output(output: Path) -> None:
+    """Raises UserError for an output that is no folder, or one with anything but shards of this command."""
+    if output.is_dir() and not (output / MANIFEST).is_file() and any(path.name != ".lock" for path in output.iterdir()):
+        raise UserError(f"The output {str(output)!r} exists and holds something else. Give a new folder.")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"The output {str(output)!r} is a file. Give a new folder.")
