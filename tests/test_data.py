@@ -1,12 +1,16 @@
 import json
 import pickle
+import tempfile
+from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from debias_diffusion.data import ImageFolder, PackedRecords, Record, read_sharegpt4v
+from debias_diffusion.data import ImageFolder, PackedRecords, Record, open_data, read_sharegpt4v
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.recipes import RECIPES
@@ -35,11 +39,11 @@ def images(tmp_path):
     return ImageFolder(tmp_path)
 
 
-def dataset(images, count=6, recipe="debias-clip", extra=()):
+def dataset(images, count=6, recipe="debias-clip", extra=(), reserve=None):
     captions = [entry(f"{i}.png", f"Scene {i}. A red cat. A blue dog. A bird.") for i in range(count)]
     path = write(images.root / "data.json", captions + [entry(name, "A. B.") for name in extra])
     records = read_sharegpt4v(path).records
-    return CaptionDataset(records, images, as_tensor, TOKENIZER, RECIPES[recipe], seed=5)
+    return CaptionDataset(records, images, as_tensor, TOKENIZER, RECIPES[recipe], 5, reserve)
 
 
 def test_reads_sharegpt4vs_layout(tmp_path):
@@ -85,6 +89,7 @@ def test_bad_records_are_left_out_and_named(tmp_path):
         (None, "is not there"),
         ("{", "is not JSON"),
         ("\ud800".encode("utf-8", "surrogatepass"), "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"a": 1}', "holds a dict, not a list"),
         ("[]", "has 0 entries and none is usable"),
         ("[1, 2]", "has 2 entries and none is usable.*entry 0, not an object"),
@@ -98,6 +103,65 @@ def test_files_of_another_shape_are_refused(tmp_path, content, message):
         read_sharegpt4v(path)
     with pytest.raises(UserError, match="is a folder"):
         read_sharegpt4v(tmp_path)
+
+
+def test_jsonl_gives_its_records_and_names_its_bad_lines(tmp_path):
+    lines = [
+        "\ufeff" + json.dumps({"image": "1.jpg", "caption": "One.\n Two."}),
+        "",
+        json.dumps(entry("2.jpg", "Größe – 大きい."), ensure_ascii=False),
+        '{"image": "3.jpg", "caption": "cut off',
+        " \t",
+        "[" * 100_000,
+        "7" * 5000,
+        json.dumps({"image": "4.jpg", "text": "?"}),
+        json.dumps({"image": "\ud800.jpg", "caption": "?"}),
+        json.dumps({"caption": "?"}),
+        json.dumps({"image": "5.jpg", "caption": None, **entry("6.jpg", "Six.")}),
+    ]
+    content = (
+        "\r\n".join(lines).encode() + b'\n{"image": "7.jpg", "caption": "\xff"}\n{"image": "8.jpg", "caption": "Last."}'
+    )
+    (tmp_path / "d.jsonl").write_bytes(content)
+    captions, images = open_data(str(tmp_path / "d.jsonl"), str(tmp_path))
+    assert [(record.sample_id, record.image, record.caption) for record in captions.records] == [
+        ("1.jpg", "1.jpg", "One. Two."),
+        ("2.jpg", "2.jpg", "Größe – 大きい."),
+        ("6.jpg", "6.jpg", "Six."),
+        ("8.jpg", "8.jpg", "Last."),
+    ]
+    assert [(bad.where, bad.kind) for bad in captions.bad] == [
+        ("line 4", "bad line of JSON"),
+        ("line 6", "bad line of JSON"),
+        ("line 7", "bad line of JSON"),
+        ("line 8", "no caption"),
+        ("line 9", "no image path"),
+        ("line 10", "no image path"),
+        ("line 12", "bad line of JSON"),
+    ]
+    assert "cut off" in captions.bad[0].detail and images.root == tmp_path.resolve()
+
+
+@hypothesis.given(st.lists(st.text(), min_size=1))
+def test_jsonl_and_json_give_the_same_records(texts):
+    entries = [entry(f"{index}.jpg", text) for index, text in enumerate([*texts, "Not empty."])]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "d.jsonl").write_text("\n".join(map(json.dumps, entries)))
+        ours, _ = open_data(Path(folder) / "d.jsonl", folder)
+        theirs, _ = open_data(write(Path(folder) / "d.json", entries), folder)
+    assert ours.records == theirs.records and len(ours.bad) == len(theirs.bad)
+
+
+def test_a_jsonl_without_a_usable_line_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is not there. Give a file with lines"):
+        open_data(tmp_path / "d.jsonl", tmp_path)
+    for content, message in (
+        ("", "has 0 entries"),
+        ("{}\n\nx", "has 2 entries and none is usable.*line 1, no image path"),
+    ):
+        (tmp_path / "d.jsonl").write_text(content)
+        with pytest.raises(UserError, match=message):
+            open_data(tmp_path / "d.jsonl", tmp_path)
 
 
 def test_no_path_leaves_the_image_folder(images, tmp_path_factory):
@@ -114,11 +178,12 @@ def test_no_path_leaves_the_image_folder(images, tmp_path_factory):
 
 def test_draws_do_not_depend_on_workers_or_order(images):
     data = dataset(images)
-    keys = [[(epoch, index) for index in (3, 0, 5)] for epoch in range(2)]
+    keys = [[(epoch, index, place) for place, index in enumerate((3, 0, 5))] for epoch in range(2)]
+    collate = Collate(TOKENIZER, data.recipe)
 
     def read(workers, order):
         batches = {}
-        for batch in DataLoader(data, batch_sampler=order, collate_fn=Collate(TOKENIZER), num_workers=workers):
+        for batch in DataLoader(data, batch_sampler=order, collate_fn=collate, num_workers=workers):
             batches[tuple(batch.keys)] = batch
         return batches
 
@@ -135,7 +200,7 @@ def test_draws_do_not_depend_on_workers_or_order(images):
 
 def test_a_batch_holds_the_long_captions_then_the_short_ones(images):
     data = dataset(images, recipe="long-clip")
-    batch = Collate(TOKENIZER)([data[(0, 1)], data[(0, 4)]])
+    batch = Collate(TOKENIZER, data.recipe)([data[(0, 1, 0)], data[(0, 4, 1)]])
     texts = [TOKENIZER.tokenizer.decode(row, skip_special_tokens=True).strip("!") for row in batch.tokens.padded()]
     assert [text.split(" .")[0] for text in texts] == ["scene 1", "scene 4", "scene 1", "scene 4"]
     assert "bird" in texts[0] and "bird" not in texts[2]
@@ -146,17 +211,24 @@ def test_unreadable_images_are_replaced_the_same_way_each_time_and_named(images)
     (images.root / "text.png").write_text("not an image")
     whole = (images.root / "5.png").read_bytes()
     (images.root / "cut.png").write_bytes(whole[: len(whole) // 2])
-    data = dataset(images, extra=["gone.png", "text.png", "cut.png", "../x.png"])
-    for index in range(6, 10):
-        sample = data[(0, index)]
+    data = dataset(images, extra=["gone.png", "text.png", "cut.png", "../x.png"], reserve=in_reserve)
+    for place, index in enumerate(range(6, 10)):
+        sample = data[(0, index, place)]
         assert sample.bad[0].where == data.records[index].image
         assert sample.bad[0].kind == ("missing image" if index == 6 else "unreadable image")
-        again = pickle.loads(pickle.dumps(data))[(0, index)]
+        # 6 is unreadable itself
+        expected = [("gone.png", "4.png"), ("4.png",), ("5.png",), ("gone.png", "4.png")][place]
+        assert (*(bad.where for bad in sample.bad[1:]), sample.sample_id) == expected
+        again = pickle.loads(pickle.dumps(data))[(0, index, place)]
         assert torch.equal(sample.image, again.image) and sample.captions == again.captions
-    assert data[(0, 2)].bad == []
+    assert data[(0, 2, 0)].bad == []
+
+
+def in_reserve(epoch):
+    return [6, 4, 5]
 
 
 def test_nothing_but_unreadable_images_stops_with_an_explanation(images):
-    data = dataset(images, count=0, extra=["gone.png", "away.png"])
+    data = dataset(images, count=0, extra=[f"gone{i}.png" for i in range(40)], reserve=lambda epoch: range(30))
     with pytest.raises(UserError, match="20 images in a row cannot be read.*--check-data"):
-        data[(0, 0)]
+        data[(0, 39, 7)]
