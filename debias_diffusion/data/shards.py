@@ -11,7 +11,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from PIL import Image
@@ -174,7 +174,7 @@ def _read_shard(images: ShardImages, shard: str, expected: int | None) -> tuple[
                 if fault:
                     bad.append(BadRecord(shard, fault, ascii(member.name)))
                 elif member.isfile() and name and _kind(name[2]) in _LARGEST:
-                    key = str(PurePosixPath(name[1]))
+                    key = name[1].removeprefix("./")
                     samples.setdefault(key, []).append(_part(file, shard, name[2].lower(), member))
     except (_Break, OSError, ValueError) as error:
         broken = error
@@ -217,8 +217,7 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 def _fault(member: tarfile.TarInfo) -> str | None:
     """Why a member is not used: what it is, or where its name leads."""
-    path = PurePosixPath(member.name)
-    if path.is_absolute() or ".." in path.parts or re.search(r"[\x00-\x1f\x7f-\x9f]", member.name):
+    if member.name.startswith("/") or ".." in member.name.split("/") or re.search(r"[\x00-\x1f\x7f-\x9f]", member.name):
         return "unsafe member name"
     if not (member.isfile() or member.isdir()) or member.issparse():
         return "member that is no file"
