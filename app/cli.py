@@ -144,7 +144,9 @@ def _explain(message: str, program: str, known: list[str]) -> str:
     if unknown:
         hint = near_matches(unknown[1].replace("-", "_"), known, most=2)
         return f"Unknown option {unknown[1]!r}.{hint} `{program} --help` lists all."
+    literals = re.search(r"typing\.Literal\[(.*?)\]", message)
     types = re.findall(r"Expected an? <class '(\w+)'>", message)
+    types += literals[1].replace("'", "").split(", ") if literals else []
     wrong = re.search(r'Parser key "(\w+)".*(?:Given|Got) value: (.*)', message)
     if wrong and types:
         expected = " or ".join("null" if name == "NoneType" else name for name in types)

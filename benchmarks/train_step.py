@@ -1,32 +1,37 @@
 """One training step, ours against a padded one, at ShareGPT4V-like lengths.
 
-    python benchmarks/train_step.py [--model ViT-B-16] [--batch 8] [--repeats 3]
+    python benchmarks/train_step.py [--model ViT-B-16] [--batch 8] [--repeats 3] [--peer FOLDER]
 
 (a) padded    open_clip's own forward passes on rows padded to the window, long and short captions one after the other,
               and an SVD for the components
 (b) ours      captions up to their EOT, the shared beginning once
+(c) frozen    ours with a frozen image tower whose features are at hand
+(d) peer      Long-CLIP's released model and losses, where FOLDER is a checkout of github.com/beichenzbc/Long-CLIP; it
+              has QuickGELU, so take a model with it (ViT-B-16-quickgelu)
 
-Same weights, samples, dtype, attention kernels (PyTorch's scaled_dot_product_attention) and optimizer. The two take
-turns, so that what else the machine does falls on both. Prints a table and writes it to benchmarks/results/.
+Same weights, samples, dtype and optimizer; (a) to (c) use PyTorch's scaled_dot_product_attention, (d) what it uses.
+They take turns, so that what else the machine does falls on all. Prints a table and writes it to benchmarks/results/.
 """
 
 import argparse
+import importlib.util
 import json
-import platform
 import random
 import statistics
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from machine import PeakMemory, machine, peak_flops, seconds
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.data.dataset import Batch
 from debias_diffusion.objectives import contrastive_loss
-from debias_diffusion.recipes import RECIPES, Recipe
+from debias_diffusion.recipes import Recipe, find_recipe
 from debias_diffusion.training.step import Optimizer, autocast, backward
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,12 +40,13 @@ SENTENCES, SENTENCE_TOKENS = (6, 12), (12, 26)
 
 
 def make_batch(backbone: Backbone, size: int, seed: int) -> Batch:
-    """Random images and token ids, with captions sampled and padded as the recipe does."""
+    """Random images and token ids, with captions sampled and padded as DeBias-CLIP's recipe does."""
     rng, tokenizer = random.Random(seed), backbone.tokenizer
+    words = tokenizer.markers.sot
     long_ids, short_ids = [], []
     for _ in range(size):
         sentences = [
-            [rng.randrange(1, 49406) for _ in range(rng.randint(*SENTENCE_TOKENS))]
+            [rng.randrange(1, words) for _ in range(rng.randint(*SENTENCE_TOKENS))]
             for _ in range(rng.randint(*SENTENCES))
         ]
         drawn = rng.sample(sentences[1:], rng.randint(1, len(sentences) - 1))
@@ -48,15 +54,16 @@ def make_batch(backbone: Backbone, size: int, seed: int) -> Batch:
             ids.append([token for part in parts for token in part][: tokenizer.context_length - 2])
     n_pre = [0] * size + [rng.randint(0, tokenizer.n_post(ids)) for ids in short_ids]
     side = backbone.model.visual.image_size
-    images = torch.randn(size, 3, *side, generator=torch.Generator().manual_seed(seed))
-    return Batch([(0, i) for i in range(size)], images, tokenizer.batch(long_ids + short_ids, n_pre), [])
+    images = torch.randint(256, (size, 3, *side), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    keys = [(0, i, i) for i in range(size)]
+    return Batch(keys, list(map(str, range(size))), images, tokenizer.batch(long_ids + short_ids, n_pre), [])
 
 
 def padded_backward(backbone: Backbone, recipe: Recipe, batch: Batch, rows: torch.Tensor, precision: str) -> None:
     """The step as it stands in the paper, without sparing anything."""
-    model, size = backbone.model, len(batch.keys)
+    model, size = backbone.model, len(batch)
     with autocast(precision, batch.images.device):
-        image = model.encode_image(batch.images)
+        image = backbone.encode_image(batch.images)
         long_text, short_text = model.encode_text(rows[:size]), model.encode_text(rows[size:])
     image, long_text, short_text = (F.normalize(x.float(), dim=-1) for x in (image, long_text, short_text))
     mean = image.mean(0)
@@ -68,24 +75,30 @@ def padded_backward(backbone: Backbone, recipe: Recipe, batch: Batch, rows: torc
     (w * short + (1 - w) * long).backward()
 
 
-def seconds(run, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+def load_peer(folder: Path, backbone: Backbone):
+    """Long-CLIP's own model class from its checkout, with our weights."""
+    spec = importlib.util.spec_from_file_location("model_longclip", folder / "model" / "model_longclip.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ours, cfg = backbone.model, backbone.config["model_cfg"]
+    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
+    peer = module.CLIP(
+        *(cfg["embed_dim"], vision["image_size"], vision["layers"], vision["width"], vision["patch_size"]),
+        *(backbone.context_length, text["vocab_size"], text["width"], text["heads"], text["layers"], False),
+    )
+    state = {name: tensor for name, tensor in ours.state_dict().items() if name != "attn_mask"}
+    state["positional_embedding_res"] = state["positional_embedding"].clone()
+    peer.load_state_dict(state)
+    if not torch.distributed.is_initialized():  # its losses gather, with however few processes
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return peer.to(ours.logit_scale.device).train()
 
 
-def machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    model = next(names, platform.processor())
-    return f"{model}, {torch.get_num_threads()} threads"
+def peer_backward(peer, images: torch.Tensor, rows: torch.Tensor, precision: str) -> None:
+    with autocast(precision, images.device):
+        long, short = peer(images, *rows.chunk(2), 0)
+    (long + short).backward()
 
 
 def main() -> None:
@@ -94,6 +107,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--peer", type=Path)
     arguments = parser.parse_args()
 
     accelerator = Accelerator()
@@ -102,28 +116,60 @@ def main() -> None:
     backbone = load_backbone(arguments.model)
     backbone.stretch()
     backbone.to(device).train()
-    debias = RECIPES["debias-clip"]
+    debias = find_recipe("debias-clip")
     components = min(debias.components, arguments.batch - 2)
     recipe = Recipe(debias.sampling, debias.padding, debias.short_weight, components)
-    optimizer = Optimizer(backbone, weight_decay=1e-2, betas=(0.9, 0.999), eps=1e-8)
+    settings = dict(weight_decay=1e-2, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = Optimizer(backbone, **settings)
+    backbone.model.visual.requires_grad_(False)
+    text_optimizer = Optimizer(backbone, **settings)
+    peer = load_peer(arguments.peer, backbone) if arguments.peer else None
+    peer_optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-6, weight_decay=1e-2) if peer else None
 
-    times = {"padded": [], "ours": []}
-    computed, literal = 0, 0
-    for repeat in tqdm(range(-1, arguments.repeats), desc="steps, the first uncounted"):
+    def apply(backward: Callable, its_optimizer: Optimizer) -> None:
+        backbone.model.visual.requires_grad_(its_optimizer is optimizer)
+        backward()
+        its_optimizer.step(1e-6)
+
+    def apply_peer(images: torch.Tensor, rows: torch.Tensor) -> None:
+        peer_backward(peer, images, rows, precision)
+        peer_optimizer.step()
+        peer_optimizer.zero_grad()
+
+    names = ["padded", "ours", "frozen"] + ["peer"] * bool(peer)
+    times, peaks, flops = ({name: [] for name in names} for _ in range(3))
+    computed, literal, memory = 0, 0, PeakMemory(device)
+    for repeat in tqdm(range(-1, arguments.repeats), desc="rounds, the first uncounted"):
         batch = make_batch(backbone, arguments.batch, seed=repeat + 1).to(device)
         rows = batch.tokens.padded()
+        with torch.no_grad():
+            features = backbone.encode_image(batch.images)
+            pixels = (batch.images / 255 - backbone._pixel_mean) / backbone._pixel_std
+        cached = Batch(batch.keys, batch.sample_ids, features, batch.tokens, [])
         steps = {
-            "padded": lambda batch=batch, rows=rows: padded_backward(backbone, recipe, batch, rows, precision),
-            "ours": lambda batch=batch: backward(backbone, recipe, batch, accelerator, precision),
+            "padded": lambda b=batch, r=rows: apply(
+                lambda: padded_backward(backbone, recipe, b, r, precision), optimizer
+            ),
+            "ours": lambda b=batch: apply(lambda: backward(backbone, recipe, b, accelerator, precision), optimizer),
+            "frozen": lambda b=cached: apply(
+                lambda: backward(backbone, recipe, b, accelerator, precision), text_optimizer
+            ),
+            "peer": lambda p=pixels, r=rows: apply_peer(p, r),
         }
-        for name, step in steps.items():
-            taken = seconds(lambda step=step: (step(), optimizer.step(1e-6)), device)
-            if repeat >= 0:
-                times[name].append(taken)
+        for name in names:
+            if repeat < 0:
+                with FlopCounterMode(display=False) as counter:
+                    steps[name]()
+                flops[name] = counter.get_total_flops()
+                continue
+            memory.start()
+            times[name].append(seconds(steps[name], device))
+            peaks[name].append(memory.read())
         computed += len(batch.tokens.prefix_ids) + len(batch.tokens.ids)
         literal += rows.numel()
 
     medians = {name: statistics.median(values) for name, values in times.items()}
+    peak = peak_flops(device)
     result = {
         "machine": machine(device),
         "torch": torch.__version__,
@@ -132,18 +178,24 @@ def main() -> None:
         "batch": arguments.batch,
         "precision": precision,
         "repeats": arguments.repeats,
-        "samples_per_second": {name: round(arguments.batch / value, 3) for name, value in medians.items()},
         "seconds": {name: [round(value, 3) for value in values] for name, values in times.items()},
+        "samples_per_second": {name: round(arguments.batch / value, 3) for name, value in medians.items()},
+        "ratio_to_padded": {name: round(medians["padded"] / value, 3) for name, value in medians.items()},
+        "peak_gb": {name: round(max(values) / 1e9, 2) for name, values in peaks.items() if None not in values},
+        "share_of_peak_flops": peak and {name: round(flops[name] / medians[name] / peak, 3) for name in names},
         "text_tokens_computed_share": round(computed / literal, 3),
-        "speedup": round(medians["padded"] / medians["ours"], 3),
     }
     RESULTS.mkdir(exist_ok=True)
-    name = f"train_step-{arguments.model}-{device.type}-{precision}-batch{arguments.batch}.json"
-    (RESULTS / name).write_text(json.dumps(result, indent=2) + "\n")
+    file = f"train_step-{arguments.model}-{device.type}-{precision}-batch{arguments.batch}.json"
+    (RESULTS / file).write_text(json.dumps(result, indent=2) + "\n")
     print(f"\n{result['machine']}, {arguments.model}, batch {arguments.batch}, {precision}")
-    for name, speed in result["samples_per_second"].items():
-        print(f"  {name:<8}{speed:8.2f} samples/s")
-    print(f"  ours computes {100 * computed / literal:.0f}% of the padded text tokens and is {result['speedup']:.2f}x")
+    for name in names:
+        share = f", {100 * result['share_of_peak_flops'][name]:.0f}% of peak FLOP/s" if peak else ""
+        print(
+            f"  {name:<8}{result['samples_per_second'][name]:8.2f} samples/s, {result['ratio_to_padded'][name]:.2f}x "
+            f"padded, peak memory {result['peak_gb'].get(name, float('nan')):.2f} GB{share}"
+        )
+    print(f"  ours computes {100 * computed / literal:.0f}% of the padded text tokens")
 
 
 if __name__ == "__main__":

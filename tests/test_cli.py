@@ -57,7 +57,7 @@ def test_every_training_option_is_explained():
         (["train", "--batch=many"], "batch must be int, got 'many'"),
         (["train", "--max-steps", "x"], "max_steps must be int or null, got 'x'"),
         (["train", "--config=/nowhere.yaml"], "/nowhere.yaml"),
-        (["train"], "required: data, images, output, model"),
+        (["train"], "required: data, output, model"),
         (["generate"], "required: prompt, base"),
     ],
 )
@@ -65,6 +65,15 @@ def test_one_message_and_no_traceback(capsys, arguments, message):
     code, _, err = run(capsys, *arguments)
     assert code == 2
     assert message in err and err.startswith("error: ") and "Traceback" not in err and err.count("\n") == 1
+
+
+def test_a_value_that_is_none_of_the_allowed_ones_is_answered_with_them(capsys, world, tmp_path):
+    for option, message in {
+        "--precision=fp8": "precision must be auto or fp32 or bf16 or fp16, got 'fp8'",
+        "--initial-scale=ten": "initial_scale must be float or null or auto, got 'ten'",
+    }.items():
+        code, _, err = run(capsys, "train", *world, "--output", tmp_path, option)
+        assert code == 2 and message in err
 
 
 def test_yaml_is_read_overridden_and_printed(capsys, tmp_path, world):

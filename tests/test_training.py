@@ -20,6 +20,7 @@ from tiny_clip import save_tiny_clip, tiny_siglip
 from tiny_data import make_tiny_data
 from torch.utils.data import DataLoader
 
+from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.backbones import load_backbone
 from debias_diffusion.data import open_data
 from debias_diffusion.data.dataset import CaptionDataset, Collate
@@ -478,6 +479,21 @@ def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys)
     assert "7.png: unreadable image" in capsys.readouterr().out
     assert len((tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()) == 1
     assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_check_data_compares_shards_with_their_checksums(world, tmp_path, capsys):
+    shards = tmp_path / "shards"
+    write_shards(ShardsConfig(data=world[1], images=world[2], output=str(shards), size=32, per_shard=12))
+    settings = config((world[0], str(shards), None), tmp_path / "run", check_data=True)
+    train(settings)
+    assert "24 of 24 pairs can be used" in capsys.readouterr().out
+    with open(shards / "shard-000001.tar", "r+b") as file:
+        file.seek(600)  # within the first image: a byte that decoding may well not notice
+        byte = file.read(1)
+        file.seek(600)
+        file.write(bytes([byte[0] ^ 1]))
+    train(replace(settings, max_bad=0.5))
+    assert "shard-000001.tar: changed shard" in capsys.readouterr().out
 
 
 def test_bad_settings_are_named(world, tmp_path):

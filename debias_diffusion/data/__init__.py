@@ -3,7 +3,7 @@
 from .images import ImageFolder, ImageSource
 from .shards import ShardImages, read_shards, verify_shards
 from .sharegpt4v import BadRecord, Captions, PackedRecords, Record, read_jsonl, read_sharegpt4v
-from .source import data_digest, open_data
+from .source import data_digest, is_shards, open_data
 
 __all__ = [
     "BadRecord",
@@ -14,6 +14,7 @@ __all__ = [
     "Record",
     "ShardImages",
     "data_digest",
+    "is_shards",
     "open_data",
     "read_jsonl",
     "read_shards",

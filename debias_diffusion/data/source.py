@@ -24,7 +24,7 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
         UserError: `images` is missing or too much, or the data cannot be used.
     """
     path = Path(data)
-    if _is_shards(path):
+    if is_shards(path):
         if images is not None:
             raise UserError(
                 f"The data {os.fspath(data)!r} are shards, which hold their images, but images is "
@@ -40,7 +40,7 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
     return (read_jsonl if path.suffix.lower() == ".jsonl" else read_sharegpt4v)(path), folder
 
 
-def _is_shards(path: Path) -> bool:
+def is_shards(path: Path) -> bool:
     return path.is_dir() or path.suffix.lower() == ".tar"
 
 
@@ -50,7 +50,7 @@ def data_digest(data: str | os.PathLike, captions: Captions) -> str:
     Images count by their names only, those in shards by their places and sizes too.
     """
     path = Path(data)
-    if not _is_shards(path):
+    if not is_shards(path):
         return sha256(path)
     total = hashlib.sha256()
     for record in (*captions.records, *captions.bad):

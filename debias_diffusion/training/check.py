@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data import BadRecord, ImageSource, PackedRecords, Record, open_data
+from ..data import BadRecord, ImageSource, PackedRecords, Record, is_shards, open_data, verify_shards
 from ..data.dataset import UNREADABLE, unreadable
 from ..errors import UserError
 from ..sentences import split_sentences
@@ -43,6 +43,8 @@ class _Everything(Dataset):
 def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     """Decodes every image and tokenizes every caption, prints what was found, names every bad record in a file.
 
+    Shards are also compared with their checksums.
+
     Returns:
         {"pairs", "usable", "bad": {kind: count}, "sentences_mean", "tokens_mean", "tokens_p95", "over_window"}
 
@@ -55,6 +57,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     found = list(tqdm(loader, desc="reading", unit=" pairs", total=len(everything)))
     sentences, tokens = np.array([row[0] for row in found]), np.array([row[1] for row in found])
     bad = [*captions.bad, *(row[2] for row in found if row[2] is not None)]
+    changed = verify_shards(config.data) if is_shards(Path(config.data)) else []
     report = {
         "pairs": len(captions.records) + len(captions.bad),
         "usable": len(captions.records) + len(captions.bad) - len(bad),
@@ -70,7 +73,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
         f"{report['tokens_p95']:.0f}; {report['over_window']} are longer than the window of {tokenizer.context_length} "
         "and would be cut."
     )
-    report_bad(bad, Path(config.output))
+    report_bad(bad + changed, Path(config.output))
     check_share(len(bad), report["pairs"], config)
     return report
 

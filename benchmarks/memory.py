@@ -1,0 +1,69 @@
+"""What a step holds in memory as the batch grows: whole, and in chunks of 64.
+
+    python benchmarks/memory.py [--most 4096] [--whole 512]
+
+The toy CLIP on random uint8 images and captions of ShareGPT4V's lengths; the peak of the process (or the device) during
+forward and backward, less what was in use before: activations and whatever else grows with the batch. Batches above
+`--whole` are only made in chunks. Prints a table and writes it to benchmarks/results/.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from machine import PeakMemory, machine, seconds
+from train_step import make_batch
+
+from debias_diffusion.backbones import load_backbone
+from debias_diffusion.recipes import find_recipe
+from debias_diffusion.training.step import backward
+
+RESULTS = Path(__file__).parent / "results"
+CHUNK = 64
+_M_MMAP_THRESHOLD = -3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--most", type=int, default=4096)
+    parser.add_argument("--whole", type=int, default=512)
+    arguments = parser.parse_args()
+    # Blocks from 64 kB on go back to the system when freed; else the holes between blocks of ever other sizes count.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    accelerator, recipe = Accelerator(), find_recipe("debias-clip")
+    backbone = load_backbone("toy/clip")
+    backbone.stretch()
+    backbone.to(accelerator.device).train()
+    memory = PeakMemory(accelerator.device)
+    sizes = [64 * 2**power for power in range(20) if 64 * 2**power <= arguments.most]
+    rows = []
+    backward(backbone, recipe, make_batch(backbone, 64, 0), accelerator)  # gradients exist from here on
+    for size in sizes:
+        batch = make_batch(backbone, size, 0)
+        row = {"batch": size, "pixels_mb": round(batch.images.nbytes / 1e6, 1)}
+        for name, chunk in (("whole", None), ("chunks", CHUNK)):
+            if chunk is None and size > arguments.whole:
+                continue
+            gc.collect()
+            if accelerator.device.type == "cpu":
+                ctypes.CDLL(None).malloc_trim(0)  # or what the last run gave back would count as in use
+            memory.start()
+            before = memory.read()
+            taken = seconds(
+                lambda batch=batch, chunk=chunk: backward(backbone, recipe, batch, accelerator, chunk=chunk),
+                accelerator.device,
+            )
+            row |= {f"{name}_mb": round((memory.read() - before) / 1e6, 1), f"{name}_seconds": round(taken, 2)}
+        rows.append(row)
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    result = {"machine": machine(accelerator.device), "torch": torch.__version__, "chunk": CHUNK, "rows": rows}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"memory-toy-{accelerator.device.type}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
