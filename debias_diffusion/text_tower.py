@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +18,41 @@ _GROUPS = 8
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def block_forward(block: ResidualAttentionBlock, hidden_states: torch.Tensor, attend: Attention) -> torch.Tensor:
+def before_attention(block: ResidualAttentionBlock, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[..., width] -> query, key and value, each [..., heads, width / heads]"""
+    attention = block.attn
+    qkv = F.linear(block.ln_1(hidden_states), attention.in_proj_weight, attention.in_proj_bias)
+    return tuple(part.unflatten(-1, (attention.num_heads, -1)) for part in qkv.chunk(3, dim=-1))
+
+
+def after_attention(block: ResidualAttentionBlock, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """What went into the block [..., width] and the attended values [..., heads, width / heads] -> what comes out"""
+    hidden_states = hidden_states + block.ls_1(block.attn.out_proj(attended.flatten(-2)))
+    return hidden_states + block.ls_2(block.mlp(block.ln_2(hidden_states)))
+
+
+def block_forward(
+    block: ResidualAttentionBlock,
+    hidden_states: torch.Tensor,
+    attend: Attention,
+    rows: torch.Tensor | None = None,
+    before: Callable = before_attention,
+    after: Callable = after_attention,
+) -> torch.Tensor:
     """One transformer block with its attention given as a function.
 
     Args:
         block: open_clip's block, whose weights are used where they are.
         hidden_states: [..., width], any leading shape.
         attend: (query, key, value), each [..., heads, width / heads], to the attended values of the same shape.
+        rows: which of the rows [rows, width] are wanted. `attend` then gets the queries of these alone; keys and values
+            are still of all.
+        before, after: what stands before and after the attention, perhaps compiled.
     """
-    attention = block.attn
-    qkv = F.linear(block.ln_1(hidden_states), attention.in_proj_weight, attention.in_proj_bias)
-    query, key, value = (part.unflatten(-1, (attention.num_heads, -1)) for part in qkv.chunk(3, dim=-1))
-    attended = attention.out_proj(attend(query, key, value).flatten(-2))
-    hidden_states = hidden_states + block.ls_1(attended)
-    return hidden_states + block.ls_2(block.mlp(block.ln_2(hidden_states)))
+    query, key, value = before(block, hidden_states)
+    if rows is not None:
+        query, hidden_states = query[rows], hidden_states[rows]
+    return after(block, hidden_states, attend(query, key, value))
 
 
 @dataclass(frozen=True)
@@ -38,25 +60,24 @@ class _Group:
     """Captions that attend together, padded to the longest of them.
 
     Attributes:
-        rows: [tokens] where the group's tokens lie among all captions' tokens.
-        slots: [tokens] where they lie in the padded group, flattened.
+        slots: [tokens] where the group's tokens, which lie one after the other, belong in the padded group, flattened.
         size, text: captions, and tokens of the longest: the padded group's shape.
         prefix: how much of the shared prefix the caption that sees most of it sees.
+        seen: [size, 1, 1, prefix + text], True where a caption's last token looks: at all there is of it.
         mask: [size, 1, text, prefix + text], True where a token may look; None where a causal mask says it all.
     """
 
-    rows: torch.Tensor
     slots: torch.Tensor
     size: int
     text: int
     prefix: int
+    seen: torch.Tensor
     mask: torch.Tensor | None
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """[all tokens, heads, head_dim] -> [size, heads, text, head_dim]"""
+        """[tokens, heads, head_dim] -> [size, heads, text, head_dim]"""
         # Every slot is written once, so that forward and backward are plain, deterministic copies.
-        empty = packed.new_zeros(self.size * self.text, *packed.shape[1:])
-        padded = empty.index_copy(0, self.slots, packed.index_select(0, self.rows))
+        padded = packed.new_zeros(self.size * self.text, *packed.shape[1:]).index_copy(0, self.slots, packed)
         return padded.unflatten(0, (self.size, self.text)).transpose(1, 2)
 
     def behind(self, shared: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -65,44 +86,66 @@ class _Group:
         return torch.cat([shared, own], dim=2)
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """[size, heads, text, head_dim] -> [tokens, heads, head_dim], in the order of `rows`"""
+        """[size, heads, text, head_dim] -> [tokens, heads, head_dim]"""
         return padded.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
 
 
 class _Layout:
-    """Where each caption's tokens lie in a packed batch: the prefix first, then the captions one after the other."""
+    """Where each caption's tokens lie in a packed batch: the prefix first, then the groups one after the other.
 
-    def __init__(self, tokens: TokenBatch, device: torch.device):
-        self.n_prefix = len(tokens.prefix_ids)
-        lengths, n_prefix = tokens.lengths, tokens.n_prefix
+    Attributes:
+        n_prefix: tokens of the prefix.
+        ids: [sum of lengths] which of the batch's ids stands where behind the prefix.
+        positions: [n_prefix + sum of lengths] of each token in its literal row.
+        last: [batch] where the captions' last tokens lie, in the groups' order.
+        back: [batch] where among these each caption of the batch is.
+        captions, tokens: how many of each group, in their order.
+    """
+
+    def __init__(self, batch: TokenBatch, device: torch.device):
+        self.n_prefix = len(batch.prefix_ids)
+        members = self._grouped(batch)
+        order = torch.cat(members)
+        lengths, n_prefix = batch.lengths[order], batch.n_prefix[order]
         starts = lengths.cumsum(0) - lengths
         within = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+        in_batch = (batch.lengths.cumsum(0) - batch.lengths)[order]
+        self.ids = (within + in_batch.repeat_interleave(lengths)).to(device)
         # A caption's own tokens follow the part of the prefix it sees.
         own = within + n_prefix.repeat_interleave(lengths)
         self.positions = torch.cat([torch.arange(self.n_prefix), own]).to(device)
         self.last = (self.n_prefix + starts + lengths - 1).to(device)
-        self.groups = []
-        # What every caption sees of the prefix; whatever else stands there are pads.
-        n_common = int(tokens.shared_sot)
-        for has_pads in (False, True):
-            members = ((n_prefix > n_common) == has_pads).nonzero().flatten()
-            members = members[lengths[members].argsort(stable=True)]
-            for group in members.tensor_split(min(_GROUPS, len(members)) or 1):
-                if len(group):
-                    self.groups.append(self._group(group, starts, lengths, n_prefix, has_pads, device))
+        self.back = order.argsort().to(device)
+        self.captions = [len(group) for group in members]
+        self.tokens = [int(batch.lengths[group].sum()) for group in members]
+        self.groups = [self._group(batch, group, device) for group in members]
 
     @staticmethod
-    def _group(members, starts, lengths, n_prefix, has_pads, device) -> _Group:
-        size, text, prefix = len(members), int(lengths[members].max()), int(n_prefix[members].max())
-        inside = torch.arange(text) < lengths[members, None]
-        rows = (starts[members, None] + torch.arange(text))[inside]
+    def _grouped(batch: TokenBatch) -> list[torch.Tensor]:
+        """Captions of like length, those without pads in front and those with some apart."""
+        members = []
+        # What every caption sees of the prefix; whatever else stands there are pads.
+        n_common = int(batch.shared_sot)
+        for has_pads in (False, True):
+            captions = ((batch.n_prefix > n_common) == has_pads).nonzero().flatten()
+            captions = captions[batch.lengths[captions].argsort(stable=True)]
+            members += captions.tensor_split(min(_GROUPS, len(captions)) or 1)
+        return [group for group in members if len(group)]
+
+    @staticmethod
+    def _group(batch: TokenBatch, members: torch.Tensor, device: torch.device) -> _Group:
+        lengths, n_prefix = batch.lengths[members, None], batch.n_prefix[members, None]
+        size, text, prefix = len(members), int(lengths.max()), int(n_prefix.max())
+        inside = torch.arange(text) < lengths
         slots = torch.arange(size * text).view(size, text)[inside]
+        # [size, 1, 1, ...]: a dimension for the heads and one for the queries
+        before = (torch.arange(prefix) < n_prefix)[:, None, None]
         mask = None
-        if has_pads:
-            seen = (torch.arange(prefix) < n_prefix[members, None])[:, None, None].expand(size, 1, text, prefix)
-            causal = torch.ones(text, text, dtype=torch.bool).tril().expand(size, 1, text, text)
-            mask = torch.cat([seen, causal], dim=-1).to(device)
-        return _Group(rows.to(device), slots.to(device), size, text, prefix, mask)
+        if prefix > int(batch.shared_sot):
+            causal = torch.ones(text, text, dtype=torch.bool).tril()
+            mask = torch.cat([before.expand(-1, -1, text, -1), causal.expand(size, 1, -1, -1)], dim=-1).to(device)
+        seen = torch.cat([before, inside[:, None, None]], dim=-1).to(device)
+        return _Group(slots.to(device), size, text, prefix, seen, mask)
 
 
 class TextTower:
@@ -127,13 +170,16 @@ class TextTower:
     def __call__(self, tokens: TokenBatch) -> torch.Tensor:
         """[batch, embed_dim] features of each caption's EOT, projected, not normalised."""
         tower = self.tower
-        ids = torch.cat([tokens.prefix_ids, tokens.ids])
-        layout = _Layout(tokens, ids.device)
+        layout = _Layout(tokens, tokens.ids.device)
+        ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
         # [longest prefix + sum of lengths, width]
         hidden_states = tower.token_embedding(ids) + tower.positional_embedding[layout.positions]
-        for block in tower.transformer.resblocks:
-            hidden_states = block_forward(block, hidden_states, lambda q, k, v: _attend(layout, q, k, v))
-        return self.project(tower.ln_final(hidden_states[layout.last]))
+        *blocks, last = tower.transformer.resblocks
+        for block in blocks:
+            hidden_states = block_forward(block, hidden_states, partial(_attend, layout))
+        # Of what the last block gives, only EOT is read.
+        hidden_states = block_forward(last, hidden_states, partial(_attend_last, layout), layout.last)
+        return self.project(tower.ln_final(hidden_states[layout.back]))
 
     def project(self, pooled: torch.Tensor) -> torch.Tensor:
         """[batch, width] -> [batch, embed_dim]"""
@@ -172,13 +218,12 @@ def set_positions(model: nn.Module, table: torch.Tensor) -> None:
 
 def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention of packed rows [rows, heads, head_dim]: the prefix to itself, captions to it and themselves."""
-    n = layout.n_prefix
-    prefix = [x[:n] for x in (query, key, value)]
-    own = [x[n:] for x in (query, key, value)]
-    prefix_out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in prefix), is_causal=True)
-    out = torch.zeros_like(own[0])
-    for group in layout.groups:
-        group_query, *group_key_value = (group.pad(x) for x in own)
+    prefix, own = zip(*(x.tensor_split([layout.n_prefix]) for x in (query, key, value)), strict=True)
+    out = [
+        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in prefix), is_causal=True)[0].transpose(0, 1)
+    ]
+    for group, *packed in zip(layout.groups, *(x.split(layout.tokens) for x in own), strict=True):
+        group_query, *group_key_value = (group.pad(x) for x in packed)
         keys_values = [group.behind(*pair) for pair in zip(prefix[1:], group_key_value, strict=True)]
         if group.mask is None:
             # All see the same before their text: SOT, or nothing where none is shared. With SOT as a query too, a
@@ -187,5 +232,16 @@ def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torc
             attended = F.scaled_dot_product_attention(queries, *keys_values, is_causal=True)[:, :, group.prefix :]
         else:
             attended = F.scaled_dot_product_attention(group_query, *keys_values, attn_mask=group.mask)
-        out = out.index_copy(0, group.rows, group.unpad(attended).to(out.dtype))
-    return torch.cat([prefix_out[0].transpose(0, 1), out])
+        out.append(group.unpad(attended))
+    return torch.cat(out)
+
+
+def _attend_last(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The same for the captions' last tokens alone: queries and result are [batch, heads, head_dim], in their order."""
+    prefix, own = zip(*(x.tensor_split([layout.n_prefix]) for x in (key, value)), strict=True)
+    queries = query.split(layout.captions)
+    out = []
+    for group, group_query, *packed in zip(layout.groups, queries, *(x.split(layout.tokens) for x in own), strict=True):
+        keys_values = [group.behind(shared, group.pad(x)) for shared, x in zip(prefix, packed, strict=True)]
+        out.append(F.scaled_dot_product_attention(group_query[:, :, None], *keys_values, attn_mask=group.seen)[:, :, 0])
+    return torch.cat(out)

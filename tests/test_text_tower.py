@@ -54,11 +54,16 @@ def test_text_tower_equals_the_padded_rows_in_value_and_gradient(captions, begin
         torch.testing.assert_close(fast_gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_nothing_after_eot_is_computed():
+def test_nothing_that_is_not_needed_is_computed():
     seen = []
-    handle = BACKBONE.model.transformer.resblocks[0].mlp.register_forward_hook(lambda m, i, o: seen.append(i[0].shape))
+    hooks = [
+        block.mlp.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape))
+        for block in BACKBONE.model.transformer.resblocks
+    ]
     ids = BACKBONE.tokenizer.text_ids(["a cat", "a dog on a mat", "birds"])
     BACKBONE.encode_text(BACKBONE.tokenizer.batch(ids, [10, 0, 4]))
-    handle.remove()
-    # SOT and the longest prefix once, then each caption's text and EOT
-    assert seen == [(11 + sum(len(row) + 1 for row in ids), 32)]
+    for hook in hooks:
+        hook.remove()
+    # SOT and the longest prefix once, then each caption's text and EOT; of the last block EOT alone
+    tokens = 11 + sum(len(row) + 1 for row in ids)
+    assert seen == [(tokens, 32), (tokens, 32), (3, 32)]
