@@ -25,7 +25,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from .errors import UserError, near_matches
 from .families import Family, find_family
 from .positions import FACTOR, KEEP, stretch_positions
-from .text_tower import PaddedTextTower, TextTower, set_positions
+from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions
 from .tokens import CaptionTokenizer, TokenBatch
 from .toyworld.shipped import shipped
 from .weights import find_weights, load_weights, reason
@@ -57,6 +57,7 @@ class Backbone(nn.Module):
         self.config = config
         self.family = find_family("this model", config["model_cfg"])
         self.text = (TextTower if self.family.causal else PaddedTextTower)(getattr(model, "text", model))
+        self.pooling = config.get("debias_diffusion", {}).get("pooling", "eot")
         preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
         self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
         # [3, 1, 1] each: the last step of `preprocess`, for images that are normalised where the model is
@@ -87,6 +88,23 @@ class Backbone(nn.Module):
         """What the sigmoid loss adds to the scaled similarities; None for the softmax loss."""
         return self.model.logit_bias
 
+    @property
+    def pooling(self) -> str:
+        """Where the text feature is read, one of `POOLINGS`. Anything but "eot" is written into `config`.
+
+        open_clip itself knows nothing of it: a saved folder that it loads is pooled at EOT there.
+        """
+        return self.text.pooling
+
+    @pooling.setter
+    def pooling(self, pooling: str) -> None:
+        if pooling not in POOLINGS:
+            raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
+        self.text.pooling = pooling
+        ours = self.config.get("debias_diffusion", {})
+        if pooling != ours.get("pooling", "eot"):
+            self.config["debias_diffusion"] = ours | {"pooling": pooling}
+
     def tokenize(self, captions: list[str]) -> TokenBatch:
         return self.tokenizer(captions)
 
@@ -111,7 +129,7 @@ class Backbone(nn.Module):
         set_positions(self.model, table)
         self.tokenizer = self.tokenizer.with_context_length(len(table))
         self.config["model_cfg"]["text_cfg"]["context_length"] = len(table)
-        self.config["debias_diffusion"] = {"keep": keep, "factor": factor}
+        self.config["debias_diffusion"] = self.config.get("debias_diffusion", {}) | {"keep": keep, "factor": factor}
 
     def save(self, folder: str | os.PathLike) -> None:
         """Writes an open_clip folder that `open_clip.create_model("local-dir:" + folder)` loads, and the tokenizer."""
@@ -200,10 +218,11 @@ def _read_config(file: Path) -> dict:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         parts = [config["model_cfg"][name] for name in ("vision_cfg", "text_cfg")]
+        parts.append(config.get("debias_diffusion", {}))
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"{str(file)!r} is no open_clip configuration: {reason(error)}.") from error
     if not all(isinstance(part, dict) for part in parts):
-        raise UserError(f"{str(file)!r} is no open_clip configuration: vision_cfg and text_cfg must be objects.")
+        raise UserError(f"{str(file)!r} is no open_clip configuration: its parts must be JSON objects.")
     return config
 
 

@@ -15,6 +15,10 @@ from .tokens import TokenBatch
 # would waste calls, fewer would waste padding.
 _GROUPS = 8
 
+# Where the text feature is read: at EOT (at the last slot where there is no causal mask), or as the mean of all states
+# from SOT to EOT without pads (DeBias-CLIP, section E.2).
+POOLINGS = ("eot", "average")
+
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -158,17 +162,19 @@ class TextTower:
 
     Args:
         tower: the module that holds the text tower's parts: an `open_clip.CLIP`, or a `CustomTextCLIP`'s `text`.
+        pooling: one of `POOLINGS`.
     """
 
-    def __init__(self, tower: nn.Module):
+    def __init__(self, tower: nn.Module, pooling: str = "eot"):
         self.tower = tower
+        self.pooling = pooling
 
     @property
     def context_length(self) -> int:
         return self.tower.positional_embedding.shape[0]
 
     def __call__(self, tokens: TokenBatch) -> torch.Tensor:
-        """[batch, embed_dim] features of each caption's EOT, projected, not normalised."""
+        """[batch, embed_dim] features of the captions, projected, not normalised."""
         tower = self.tower
         layout = _Layout(tokens, tokens.ids.device)
         ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
@@ -177,6 +183,9 @@ class TextTower:
         *blocks, last = tower.transformer.resblocks
         for block in blocks:
             hidden_states = block_forward(block, hidden_states, partial(_attend, layout))
+        if self.pooling == "average":
+            hidden_states = block_forward(last, hidden_states, partial(_attend, layout))
+            return self.project(_average(tokens, layout, tower.ln_final(hidden_states)))
         # Of what the last block gives, only EOT is read.
         hidden_states = block_forward(last, hidden_states, partial(_attend_last, layout), layout.last)
         return self.project(tower.ln_final(hidden_states[layout.back]))
@@ -197,10 +206,29 @@ class PaddedTextTower(TextTower):
     """
 
     def __call__(self, tokens: TokenBatch) -> torch.Tensor:
-        """[batch, embed_dim] features of each row's last slot, projected, not normalised."""
+        """[batch, embed_dim] features of the captions, projected, not normalised."""
         tower = self.tower
         hidden_states = tower.token_embedding(tokens.padded()) + tower.positional_embedding
-        return self.project(tower.ln_final(tower.transformer(hidden_states))[:, -1])
+        states = tower.ln_final(tower.transformer(hidden_states))
+        if self.pooling == "eot":
+            return self.project(states[:, -1])
+        slots, start = torch.arange(states.shape[1]), tokens.n_prefix[:, None]
+        inside = (start <= slots) & (slots < start + tokens.lengths[:, None])
+        sums = (inside.to(states)[..., None] * states).sum(dim=1)
+        return self.project(sums / tokens.lengths.to(states)[:, None])
+
+
+def _average(tokens: TokenBatch, layout: _Layout, states: torch.Tensor) -> torch.Tensor:
+    """The mean of each caption's states from SOT to EOT, without pads: [tokens, width] -> [batch, width]
+
+    The shared SOT counts once in every caption.
+    """
+    prefix, own = states.tensor_split([layout.n_prefix])
+    groups = zip(layout.groups, own.split(layout.tokens), strict=True)
+    sums = torch.cat([group.pad(packed[:, None]).sum(dim=2)[:, 0] for group, packed in groups])[layout.back]
+    n_shared = int(tokens.shared_sot)
+    counts = (tokens.lengths + n_shared).to(states)
+    return (sums + prefix[:n_shared].sum(dim=0)) / counts[:, None]
 
 
 def set_positions(model: nn.Module, table: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
 
 from debias_diffusion.backbones import load_backbone
 from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import to_transformers
 
 
 def test_stretching_leaves_short_captions_as_they_were():
@@ -34,6 +35,32 @@ def test_a_saved_folder_loads_in_open_clip_and_here(tmp_path, quick_gelu):
     torch.testing.assert_close(theirs.encode_text(tokens.padded()), expected, rtol=0, atol=1e-5)
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(theirs.encode_image(images), backbone.encode_image(images))
+
+
+def test_average_pooling_is_saved_and_heeded_when_loaded(tmp_path):
+    backbone = tiny_clip()
+    backbone.pooling = "average"
+    backbone.stretch()
+    backbone.save(tmp_path)
+    tokens = backbone.tokenize(["a cat on a mat", "dogs"])
+    again = load_backbone(str(tmp_path))
+    assert (again.pooling, again.kept_positions) == ("average", 20)
+    assert torch.equal(again.encode_text(tokens), backbone.encode_text(tokens))
+    again.pooling = "eot"
+    again.save(tmp_path / "eot")
+    assert load_backbone(str(tmp_path / "eot")).pooling == "eot"
+    assert not torch.allclose(again.encode_text(tokens), backbone.encode_text(tokens))
+    with pytest.raises(UserError, match="pooling must be one of eot, average, got 'mean'"):
+        backbone.pooling = "mean"
+    assert "debias_diffusion" not in tiny_clip().config
+
+
+def test_what_was_trained_with_average_pooling_has_no_pooled_output_in_transformers():
+    backbone = tiny_clip()
+    backbone.pooling = "average"
+    to_transformers(backbone)
+    with pytest.raises(UserError, match="average pooling"):
+        to_transformers(backbone, projection=True)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])

@@ -1,8 +1,12 @@
+import contextlib
+
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_clip import tiny_clip
+from tiny_clip import tiny_clip, tiny_siglip
 
+from debias_diffusion.text_tower import POOLINGS
 from debias_diffusion.tokens import CaptionTokenizer, Markers
 
 BACKBONE = tiny_clip().double()
@@ -10,6 +14,15 @@ BACKBONE.stretch(keep=5, factor=2)
 WITHOUT_SOT = CaptionTokenizer(BACKBONE.tokenizer.tokenizer, 149, Markers(sot=None, eot=49407, pad=7))
 # How rows begin: what all captions share, and what not.
 BEGINNINGS = ["SOT, pads, text", "pads, SOT, text", "pads, text"]
+
+
+@contextlib.contextmanager
+def pooled(backbone, pooling):
+    backbone.pooling = pooling
+    try:
+        yield
+    finally:
+        backbone.pooling = "eot"
 
 
 def batch_of(captions, beginning, seed):
@@ -29,29 +42,58 @@ def gradients(backbone, loss):
     return text
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 147), st.floats(0, 1)), min_size=1, max_size=40),
-    st.sampled_from(BEGINNINGS),
-    st.integers(0, 2**31),
-)
-@example([(5, 0.0), (0, 0.0)], "pads, SOT, text", 0)  # nothing is shared
-@example([(5, 0.01), (3, 0.0), (9, 1.0)], "pads, text", 0)
-@settings(max_examples=25)
-def test_text_tower_equals_the_padded_rows_in_value_and_gradient(captions, beginning, seed):
-    tokens = batch_of(captions, beginning, seed)
-    assert BACKBONE.context_length == 149
-    generator = torch.Generator().manual_seed(seed)
-    direction = torch.randn(len(captions), 24, generator=generator, dtype=torch.float64)
+def literal_features(backbone, tokens):
+    """open_clip's own forward on literal rows; for average pooling its parts, and the mean slot by slot."""
+    rows = tokens.padded()
+    if backbone.pooling == "eot":
+        return backbone.model.encode_text(rows)
+    tower = getattr(backbone.model, "text", backbone.model)
+    states = tower.transformer(tower.token_embedding(rows) + tower.positional_embedding, attn_mask=tower.attn_mask)
+    means = []
+    for caption, its_states in enumerate(tower.ln_final(states)):
+        start = int(tokens.n_prefix[caption])
+        counted = [0] if tokens.shared_sot else []
+        counted += range(start, start + int(tokens.lengths[caption]))
+        means.append(sum(its_states[slot] for slot in counted) / len(counted))
+    return backbone.text.project(torch.stack(means))
 
-    fast = BACKBONE.encode_text(tokens)
-    fast_gradients = gradients(BACKBONE, (fast * direction).sum())
-    plain = BACKBONE.model.encode_text(tokens.padded())
-    plain_gradients = gradients(BACKBONE, (plain * direction).sum())
 
+def assert_same_values_and_gradients(backbone, tokens, direction):
+    fast = backbone.encode_text(tokens)
+    fast_gradients = gradients(backbone, (fast * direction).sum())
+    plain = literal_features(backbone, tokens)
+    plain_gradients = gradients(backbone, (plain * direction).sum())
     torch.testing.assert_close(fast, plain, rtol=0, atol=1e-9)
     assert fast_gradients.keys() == plain_gradients.keys()
     for name, gradient in plain_gradients.items():
         torch.testing.assert_close(fast_gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 147), st.floats(0, 1)), min_size=1, max_size=40),
+    st.sampled_from(BEGINNINGS),
+    st.sampled_from(POOLINGS),
+    st.integers(0, 2**31),
+)
+@example([(5, 0.0), (0, 0.0)], "pads, SOT, text", "eot", 0)  # nothing is shared
+@example([(5, 0.01), (3, 0.0), (9, 1.0)], "pads, text", "average", 0)
+@settings(max_examples=30)
+def test_text_tower_equals_the_padded_rows_in_value_and_gradient(captions, beginning, pooling, seed):
+    tokens = batch_of(captions, beginning, seed)
+    assert BACKBONE.context_length == 149
+    generator = torch.Generator().manual_seed(seed)
+    direction = torch.randn(len(captions), 24, generator=generator, dtype=torch.float64)
+    with pooled(BACKBONE, pooling):
+        assert_same_values_and_gradients(BACKBONE, tokens, direction)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_a_tower_without_a_mask_is_pooled_likewise(pooling):
+    backbone = tiny_siglip().double()
+    tokens = backbone.tokenizer.batch(backbone.tokenizer.text_ids(["the cat", "", "a thing " * 40]), [5, 0, 0])
+    direction = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with pooled(backbone, pooling):
+        assert_same_values_and_gradients(backbone, tokens, direction)
 
 
 def test_nothing_that_is_not_needed_is_computed():

@@ -130,6 +130,11 @@ def to_transformers(backbone: Backbone, projection: bool = False) -> tuple[TextE
     if projection:
         if tower.text_projection is None:
             raise UserError("This text tower has no projection to export.")
+        if backbone.pooling != "eot":
+            raise UserError(
+                f"This text tower was trained with {backbone.pooling} pooling, and a CLIPTextModelWithProjection pools "
+                "at EOT. Export it without the projection; its hidden states are the same."
+            )
         state["text_projection.weight"] = _projection(tower).detach().clone().contiguous()
         encoder = CLIPTextModelWithProjection(config)
     else:
