@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,8 +31,116 @@ def test_sentences_of_known_captions(caption):
     assert split_sentences(caption) == CASES[caption]
 
 
-@given(st.text(max_size=300))
+TABLES = Path(__file__).parent / "sentences"
+HALVES = {half: json.loads((TABLES / f"{half}.json").read_text()) for half in ("open", "held_back")}
+# Cases of the open half that are known to fail, by their first sentence, with the reason.
+KNOWN_FAILURES = {
+    "The view from the window takes in the whole of Main St.": "only who knows that Cars is no name can tell "
+    '"Main St. Cars are parked" from "Main St. Bridge is closed"',
+}
+
+
+def answer(case):
+    """What is returned for a case, and what should be; white space inside a sentence as single spaces."""
+    caption = case.get("caption") or case.get("joined_by", " ").join(case["sentences"])
+    return [[" ".join(s.split()) for s in sentences] for sentences in (split_sentences(caption), case["sentences"])]
+
+
+@pytest.mark.parametrize("case", HALVES["open"], ids=lambda case: f"{case['kind']}: {case['sentences'][0][:40]}")
+def test_the_open_cases(case, request):
+    if reason := KNOWN_FAILURES.get(case["sentences"][0]):
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    split, expected = answer(case)
+    assert split == expected
+
+
+def test_known_failures_are_among_the_open_cases():
+    assert set(KNOWN_FAILURES) <= {case["sentences"][0] for case in HALVES["open"]}
+
+
+def test_no_fewer_of_the_cases_held_back_are_right_than_were_measured():
+    # Says how many and not which: these cases are there to measure with, not to tune on. Measured: 154 of 159.
+    right = sum(split == expected for split, expected in map(answer, HALVES["held_back"]))
+    assert right >= 152 and len(HALVES["held_back"]) == 159
+
+
+# Beside the tables, so that the rules behind them are not only tested on the words they were made with.
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["A photo of a cat.", "highly detailed.", "masterpiece."],
+        ["A view of St. Louis.", "The arch is tall."],
+        ["He is at 42nd St. and Park Ave. with a bag.", "The bag is red."],
+        ["She lives on Elm Dr.", "The house is white."],
+        ["Prof. A. Lenz sings.", "The Dr. Who poster hangs behind a chair in J. Smith's house."],
+        ["The answer is no.", "The dog sat.", "3 cats ran to no. 5."],
+        ["A 12 fl. oz. can and a 5-in. nail lie there.", "The board is 2 ft. 3 in. wide."],
+        ["It was 9 a.m. Tuesday.", "It is 5 p.m.", "Children are playing."],
+        ["Er wohnt im 3. Stock.", "Ein Hund, z.B. ein Dackel, rennt.", "„Halt!“ ruft er.", "Der Hund steht."],
+        ["« Arrêtez ! » crie-t-il.", "On lit « Fermé ! »", "La porte est rouge."],
+        ["В комнате стоит стол, стул и т.д.", "На столе ваза."],
+        ["Look at this cat! 😻", "It is asleep.", "The mug has a 🎉 on it.", "Lovely day 🎉🎉", "The sun is out."],
+        ["The list: 1. A dog.", "2. A cat.", "(3) A bird (small?) sings."],
+        ['The text reads "LOVE. LAUGH. LIVE." in white.', "It is a pillow."],
+        ['The box is 5" tall.', 'A ruler 3" long lies near.', "The end."],
+        ["Taken for NASA.", "Look!!!", "What?!", "No...", "Yes."],
+    ],
+    ids=lambda sentences: sentences[0],
+)
+def test_more_captions(sentences):
+    assert split_sentences(" ".join(sentences)) == sentences
+
+
+def test_scripts_without_white_space_between_sentences():
+    assert split_sentences("这是猫！它很可爱。") == ["这是猫！", "它很可爱。"]
+    assert split_sentences("「行こう。」と彼は言った。空は青い。") == ["「行こう。」と彼は言った。", "空は青い。"]
+
+
+def test_lines():
+    assert split_sentences("A title\n\nA dog\nruns.\n- a ball\n- a stick\n1) Grass") == [
+        "A title",
+        "A dog\nruns.",
+        "- a ball",
+        "- a stick",
+        "1) Grass",
+    ]
+
+
+PIECES = st.text("aA.!?…。！「」\"“”«»()' \n1-*😀", max_size=60)
+
+
+@given(st.text(max_size=300) | PIECES)
 def test_splitting_loses_no_text(caption):
     sentences = split_sentences(caption)
     assert "".join("".join(sentences).split()) == "".join(caption.split())
     assert all(sentence == sentence.strip() != "" for sentence in sentences)
+
+
+WORDS = "A a cat The Dr St e.g p.m U.S no 7 3.5 I iPad - * 1 EST X 猫 と 네 и".split()
+STOPS = ["", "", "", ".", ".", "!", "?", "...", "…", "?!", "。", "！", ",", ":"]
+WORD = st.tuples(st.sampled_from(WORDS), st.sampled_from(STOPS)).map("".join)
+QUOTED = st.tuples(st.sampled_from(["", '"', "(", "“"]), WORD, st.sampled_from(["", '"', ")", "”", "😀"])).map("".join)
+SPACED = st.lists(QUOTED, max_size=12).map(" ".join)
+GLUED = st.lists(st.tuples(WORD, st.sampled_from(["", " ", "  "])).map("".join), max_size=12).map("".join)
+
+
+@given(SPACED | GLUED)
+def test_sentences_joined_by_spaces_are_split_into_the_same_ones_again(caption):
+    # Of captions in one line. A blank line, or one that begins a list's item, ends a sentence without a stop, and
+    # nothing is left of that once sentences are joined by spaces; a quotation mark with letters on both sides opens a
+    # quotation only once a space stands before it.
+    sentences = split_sentences(caption)
+    assert split_sentences(" ".join(sentences)) == sentences
+
+
+# Each of these takes less than a second. What looked back or ahead without a limit would take minutes.
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *(".", "a.", '("', ". ", ". . ", "A. ", "e.g. ", "1. ", ": 1. ", '"', '" ', '"a', "(a", '."', "*. ", ". *- "),
+        *("\n", "\n ", "\n- ", "\n\n ", " ", "a", "aa.Aa", "…", "。」", "「", "« ", ". »", "😀", ".😀 "),
+    ],
+)
+def test_long_captions_of_one_kind_of_character_are_read(unit):
+    caption = unit * (200_000 // len(unit))
+    assert "".join("".join(split_sentences(caption)).split()) == "".join(caption.split())
