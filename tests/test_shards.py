@@ -304,11 +304,13 @@ def test_shards_from_elsewhere(tmp_path):
         ("._0006.jpg", b"what another system leaves"),
         ("0007.v2.jpg", encoded(picture(7))),
         ("0007.v2.txt", b"Seven."),
+        *pair("./0008", 8),
     ]
     # all images before all captions
     second = [("x.jpg", encoded(picture(8))), ("y.jpg", encoded(picture(9))), ("y.txt", b"Y."), ("x.txt", b"X.")]
     tar(tmp_path / "one.tar", first)
     tar(tmp_path / "two.tar", second)
+    (tmp_path / "._two.tar").write_bytes(b"what another system leaves")
     captions, images = read_shards(tmp_path)
     assert captions.bad == []
     assert [(r.sample_id, r.caption) for r in captions.records] == [
@@ -318,11 +320,12 @@ def test_shards_from_elsewhere(tmp_path):
         ("four", "Vier – 四."),
         ("one/0005", "Five."),
         ("one/0007", "Seven."),
+        ("one/0008", caption(8)),
         ("two/x", "X."),
         ("two/y", "Y."),
     ]
     assert [images.open(r.image).size for r in captions.records] == [
-        *[(24, 24), (10, 20), (24, 24), (24, 24), (9, 9), (24, 24)],
+        *[(24, 24), (10, 20), (24, 24), (24, 24), (9, 9), (24, 24), (24, 24)],
         *[(24, 24), (24, 24)],
     ]
     alone, images = open_data(str(tmp_path / "two.tar"))
@@ -417,6 +420,19 @@ def test_of_a_shard_cut_anywhere_what_was_whole_is_used(folder, tmp_path):
             assert f"{3 - left} of 3 samples are missing" in bad.detail and "byte" in bad.detail
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_neither_half_a_caption_nor_half_an_image_is_used(tmp_path, order):
+    path = tar(tmp_path / "s.tar", [*pair("a"), *pair("b")[::order]])
+    with tarfile.open(path) as file:
+        last = file.getmembers()[-1]
+    os.truncate(path, last.offset_data + last.size - 1)
+    captions, _ = read_shards(path)
+    assert [record.sample_id for record in captions.records] == ["s/a"]
+    assert [bad.kind for bad in captions.bad] == ["broken shard"] and f"ends inside '{last.name}'" in captions.bad[
+        0
+    ].detail
+
+
 def test_a_damaged_header_ends_a_shard_and_no_damage_stops_the_reading(tmp_path):
     path = tar(tmp_path / "s.tar", [member for key in range(4) for member in pair(str(key), key)])
     whole = path.read_bytes()
@@ -454,19 +470,50 @@ def test_whatever_the_bytes_are_they_are_read_or_named(data):
             assert images.is_there(record.image)
 
 
-def test_a_member_of_negative_size_does_not_make_the_reading_endless(tmp_path):
-    path = tar(tmp_path / "s.tar", [*pair("a"), *pair("b")])
+def with_header(path, index, kind, size, unpacked=0):
+    """Gives a tar's member another type and size; `unpacked` is the size that a sparse one would have unpacked."""
     content = bytearray(path.read_bytes())
     with tarfile.open(path) as file:
-        header = file.getmembers()[2].offset
-    content[header + 124 : header + 136] = b"\xff" * 10 + (-2048 & 0xFFFF).to_bytes(2, "big")
+        header = file.getmembers()[index].offset
     block = content[header : header + 512]
+    block[124:136] = b"\xff" * 8 + (size & 0xFFFFFFFF).to_bytes(4, "big") if size < 0 else b"%011o\0" % size
+    block[156:157] = kind
+    block[483:495] = b"%011o\0" % unpacked if kind == tarfile.GNUTYPE_SPARSE else bytes(12)
     block[148:156] = b" " * 8
-    content[header + 148 : header + 156] = b"%06o\0 " % sum(block)
-    path.write_bytes(content)
+    block[148:156] = b"%06o\0 " % sum(block)
+    path.write_bytes(content[:header] + block + content[header + 512 :])
+    return path
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_SPARSE])
+@pytest.mark.parametrize("size", [-1, -2048])
+@pytest.mark.parametrize("index", [2, 3])  # an image, a caption
+def test_a_member_of_negative_size_does_not_make_the_reading_endless(tmp_path, kind, size, index):
+    path = with_header(tar(tmp_path / "s.tar", [*pair("a"), *pair("b")]), index, kind, size, unpacked=100)
     captions, _ = read_shards(path)
     assert [record.sample_id for record in captions.records] == ["s/a"]
-    assert [bad.kind for bad in captions.bad] == ["broken shard"]
+    assert "broken shard" in [bad.kind for bad in captions.bad]
+
+
+def test_sparse_members_are_ignored_and_named(tmp_path):
+    members = [*pair("a"), *pair("b"), *pair("c")]
+    size = len(members[2][1])
+    path = with_header(tar(tmp_path / "s.tar", members), 2, tarfile.GNUTYPE_SPARSE, size, unpacked=10**9)
+    captions, _ = read_shards(path)
+    assert [record.sample_id for record in captions.records] == ["s/a", "s/c"]
+    assert [bad.kind for bad in captions.bad] == ["member that is no file", "no image"]
+
+
+def test_a_shard_cut_after_it_was_indexed_is_noticed(tmp_path):
+    path = tar(tmp_path / "s.tar", pair("a"))
+    captions, images = read_shards(path)
+    images.open(captions.records[0].image)
+    os.truncate(path, 900)
+    assert not images.is_there(captions.records[0].image)
+    with pytest.raises(OSError, match=r"'s.tar' ends inside the image"):
+        images.open(captions.records[0].image)
+    with pytest.raises(OSError, match=r"'s.tar' ends before the image"):
+        images.stamp(captions.records[0].image)
 
 
 def test_absurdly_large_images_are_named(tmp_path):
@@ -532,6 +579,7 @@ def test_verifying_finds_one_flipped_byte_and_a_lost_shard(folder, tmp_path):
     (bad,) = verify_shards(tmp_path / "shards")
     assert (bad.where, bad.kind) == ("shard-000001.tar", "changed shard")
     assert verify_shards(path) == [bad] and verify_shards(path.with_name("shard-000000.tar")) == []
+    assert open_data(str(path.with_name("shard-000000.tar")))[0].bad == []
     path.unlink()
     for faults in (verify_shards(tmp_path / "shards"), open_data(str(tmp_path / "shards"))[0].bad):
         assert [(bad.where, bad.kind, bad.detail) for bad in faults] == [(path.name, "missing shard", "3 samples")]

@@ -202,7 +202,7 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="backslashreplace") as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # or a large shard's would all be kept
-                if member.size < 0 or tar.offset <= end:
+                if tar.offset <= end:
                     raise _Break("a member of negative size")
                 if member.isreg() and not member.issparse() and member.offset_data + member.size > length:
                     raise _Break(f"it ends inside {member.name!a}")
