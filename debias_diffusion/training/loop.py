@@ -137,8 +137,9 @@ class _Run:
         with tracked(self.accelerator, config, self.settings), request.listening(), bar:
             if state.step == 0:
                 self._measure_recall(state)
+            started = time.perf_counter()
             for batch in self._loader(state.step):
-                self._step(batch, state, bar)
+                self._step(batch, state, bar, started)
                 last = state.step == total
                 if state.step % config.eval_every == 0 or last:
                     self._measure_recall(state)
@@ -148,6 +149,7 @@ class _Run:
                 if stop:
                     self._say(f"Stopped after step {state.step} of {total}. The same command continues from there.")
                     return None
+                started = time.perf_counter()
         return self._finish(state)
 
     def _print_plan(self, start: int) -> None:
@@ -176,8 +178,9 @@ class _Run:
             pin_memory=accelerator.device.type == "cuda",
         )
 
-    def _step(self, batch: Batch, state: TrainState, bar: tqdm) -> None:
-        config, accelerator, started = self.config, self.accelerator, time.perf_counter()
+    def _step(self, batch: Batch, state: TrainState, bar: tqdm, started: float) -> None:
+        """`started`: when this process began to wait for the batch."""
+        config, accelerator = self.config, self.accelerator
         # A step draws random numbers only where the model drops patches; then a resumed run draws the same.
         torch.manual_seed((config.seed << 32) + state.step * accelerator.num_processes + accelerator.process_index)
         rate = learning_rate(state.step, self.batches.total_steps, config.learning_rate, config.warmup)
@@ -194,13 +197,14 @@ class _Run:
             self._leave_out(batch, state, report)
         self._count_replaced(batch, state)
         bar.update()
-        bar.set_postfix(loss=f"{report['loss']:.4f}", best_r1=f"{state.best_r1:.1f}" if state.best_r1 >= 0 else "-")
+        speed = config.batch / (time.perf_counter() - started)
+        best = f"{state.best_r1:.1f}" if state.best_r1 >= 0 else "-"
+        bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}", best_r1=best)
         if self.main and finite and (state.step % config.log_every == 0 or state.step == self.batches.total_steps):
-            speed = round(config.batch / (time.perf_counter() - started), 2)
             epoch = round(state.step * config.batch / self.batches.an_epoch, 4)
-            self._log(
-                {"step": state.step, "epoch": epoch, **report, "learning_rate": rate, "samples_per_second": speed}
-            )
+            numbers = {name: value for name, value in report.items() if math.isfinite(value)}  # fp16 may overflow
+            line = {"step": state.step, "epoch": epoch, **numbers, "learning_rate": rate}
+            self._log(line | {"samples_per_second": round(speed, 2)})
 
     def _leave_out(self, batch: Batch, state: TrainState, report: dict[str, float]) -> None:
         """Names the samples of a step that cannot be applied. Raises UserError when it was one too many in a row."""
