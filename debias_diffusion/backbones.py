@@ -131,6 +131,25 @@ class Backbone(nn.Module):
         self.config["model_cfg"]["text_cfg"]["context_length"] = len(table)
         self.config["debias_diffusion"] = self.config.get("debias_diffusion", {}) | {"keep": keep, "factor": factor}
 
+    def checkpoint_activations(self) -> None:
+        """Trades time for memory: of each block only the input is kept for the backward pass, in both towers.
+
+        Values and gradients stay as they are. An image tower that open_clip cannot do this for stays as it is.
+        """
+        self.model.visual.set_grad_checkpointing(True)
+        self.text.checkpoint_activations()
+
+    def compile(self, **options) -> None:
+        """Lets torch.compile make both towers faster, on their first use, which takes minutes and a C compiler.
+
+        Values and gradients stay the same up to rounding, the names in the state dict to the letter.
+
+        Args:
+            options: of torch.compile, for example `backend`.
+        """
+        self.model.visual.compile(**options)
+        self.text.compile(**options)
+
     def save(self, folder: str | os.PathLike) -> None:
         """Writes an open_clip folder that `open_clip.create_model("local-dir:" + folder)` loads, and the tokenizer."""
         folder = Path(folder)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from .tokens import TokenBatch
 
@@ -168,6 +169,7 @@ class TextTower:
     def __init__(self, tower: nn.Module, pooling: str = "eot"):
         self.tower = tower
         self.pooling = pooling
+        self._before, self._after = before_attention, after_attention
 
     @property
     def context_length(self) -> int:
@@ -182,13 +184,29 @@ class TextTower:
         hidden_states = tower.token_embedding(ids) + tower.positional_embedding[layout.positions]
         *blocks, last = tower.transformer.resblocks
         for block in blocks:
-            hidden_states = block_forward(block, hidden_states, partial(_attend, layout))
+            hidden_states = self._run(block, hidden_states, partial(_attend, layout))
         if self.pooling == "average":
-            hidden_states = block_forward(last, hidden_states, partial(_attend, layout))
+            hidden_states = self._run(last, hidden_states, partial(_attend, layout))
             return self.project(_average(tokens, layout, tower.ln_final(hidden_states)))
         # Of what the last block gives, only EOT is read.
-        hidden_states = block_forward(last, hidden_states, partial(_attend_last, layout), layout.last)
+        hidden_states = self._run(last, hidden_states, partial(_attend_last, layout), layout.last)
         return self.project(tower.ln_final(hidden_states[layout.back]))
+
+    def _run(self, block: nn.Module, hidden_states: torch.Tensor, attend: Attention, rows=None) -> torch.Tensor:
+        run = partial(block_forward, before=self._before, after=self._after)
+        if self.tower.transformer.grad_checkpointing and torch.is_grad_enabled():
+            # A block draws no random numbers whose state would have to be kept.
+            return checkpoint(run, block, hidden_states, attend, rows, use_reentrant=False, preserve_rng_state=False)
+        return run(block, hidden_states, attend, rows)
+
+    def checkpoint_activations(self) -> None:
+        """Keeps only what goes into each block for the backward pass, which computes the rest again."""
+        self.tower.transformer.grad_checkpointing = True
+
+    def compile(self, **options) -> None:
+        """Compiles all but the attention, for any number of tokens: each batch has another."""
+        parts = (before_attention, after_attention)
+        self._before, self._after = (torch.compile(part, dynamic=True, **options) for part in parts)
 
     def project(self, pooled: torch.Tensor) -> torch.Tensor:
         """[batch, width] -> [batch, embed_dim]"""
@@ -216,6 +234,10 @@ class PaddedTextTower(TextTower):
         inside = (start <= slots) & (slots < start + tokens.lengths[:, None])
         sums = (inside.to(states)[..., None] * states).sum(dim=1)
         return self.project(sums / tokens.lengths.to(states)[:, None])
+
+    def compile(self, **options) -> None:
+        """Compiles the blocks as one: each batch has the same number of slots."""
+        self.tower.transformer.compile(**options)
 
 
 def _average(tokens: TokenBatch, layout: _Layout, states: torch.Tensor) -> torch.Tensor:
