@@ -16,9 +16,8 @@ from .captions import draw_generator, find_sampler, join_sentences, numbered
 from .errors import UserError, near_matches
 from .objectives import Features, dual_caption_objective
 from .sentences import split_sentences
+from .text_tower import POOLINGS
 from .tokens import CaptionTokenizer, TokenBatch
-
-POOLINGS = ("eot", "average")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import gzip
 import html
 import os
+import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +11,13 @@ from functools import lru_cache
 from pathlib import Path
 
 import ftfy
-import regex
 import torch
 from transformers import CLIPTokenizer, PreTrainedTokenizerBase
 
 PAD = 0  # the id that pads CLIP's training captions, before the text and after EOT; never EOT itself
 
 # What a tokenizer would read as a special token: transformers' names and open_clip's.
-_SPECIAL = regex.compile(r"<(\|startoftext\||\|endoftext\||start_of_text|end_of_text)>", regex.IGNORECASE)
+_SPECIAL = re.compile(r"<(\|startoftext\||\|endoftext\||start_of_text|end_of_text)>", re.IGNORECASE)
 
 
 def clean(caption: str) -> str:
