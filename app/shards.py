@@ -184,8 +184,9 @@ class _Writer:
         """Raises UserError when of all pairs so far none has an image: the folder is a wrong one."""
         if not any(shard["samples"] for shard in self.shards.values()):
             first = next(record for shard in self.shards.values() for record in shard["left_out"])
+            tried = min(self.config.per_shard, len(self.records))
             raise UserError(
-                f"None of the first {self.config.per_shard} images can be read, for example {first['detail']}. Is "
+                f"None of the first {tried} images can be read, for example {first['detail']}. Is "
                 f"{str(self.dataset.images.root)!r} the folder that the image paths start from?"
             )
 

@@ -8,9 +8,9 @@ folder    CaptionDataset on the same files
 shards    CaptionDataset on shards of size 256, which `debias-diffusion shards` writes of the same files
 
 Once in this process, by the second of its processor time, and once in batches through a DataLoader of two worker
-processes, by the second on the clock, halved. Every process has one thread. Pairs are made of scikit-image's photographs
-and of sentences from captions of them, at ShareGPT4V's lengths; everything is read from the system's cache of the disk.
-The candidates take turns, so that what else the machine does falls on all. Prints a table and writes it to
+processes, by the second on the clock, halved. Every process has one thread. Pairs are made of scikit-image's
+photographs and of sentences from captions of them, at ShareGPT4V's lengths; everything is read from the system's cache
+of the disk. The candidates take turns, so that what else the machine does falls on all. Prints a table and writes it to
 benchmarks/results/.
 """
 

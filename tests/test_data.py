@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from debias_diffusion.data import ImageFolder, PackedRecords, Record, open_data, read_sharegpt4v
+from debias_diffusion.data import ImageFolder, PackedRecords, Record, open_data, read_jsonl, read_sharegpt4v
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.recipes import RECIPES
@@ -154,7 +154,7 @@ def test_jsonl_and_json_give_the_same_records(texts):
 
 def test_a_jsonl_without_a_usable_line_is_refused(tmp_path):
     with pytest.raises(UserError, match="is not there. Give a file with lines"):
-        open_data(tmp_path / "d.jsonl", tmp_path)
+        read_jsonl(tmp_path / "d.jsonl")
     for content, message in (
         ("", "has 0 entries"),
         ("{}\n\nx", "has 2 entries and none is usable.*line 1, no image path"),
