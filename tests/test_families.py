@@ -6,10 +6,19 @@ import open_clip
 import pytest
 import torch
 from open_clip.tokenizer import HFTokenizer
+from PIL import Image
 from test_tokens import HOSTILE, random_strings
-from tiny_clip import SIGLIP_CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
+from tiny_clip import (
+    SIGLIP_CONFIG,
+    byte_tokenizer,
+    registered,
+    save_tiny_clip,
+    siglip_tokenizer,
+    tiny_clip,
+    tiny_siglip,
+)
 
-from debias_diffusion.backbones import load_backbone
+from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.families import find_family
 from debias_diffusion.interchange import export_text_encoder
@@ -170,3 +179,80 @@ def test_code_that_a_tokenizer_brings_is_not_run(tmp_path):
 def test_a_siglip_is_no_text_encoder_for_sdxl(tmp_path):
     with pytest.raises(UserError, match="a SigLIP has no causal mask.*Export a CLIP"):
         export_text_encoder(tiny_siglip(), tmp_path)
+
+
+# OpenAI's and LAION's, and SigLIP's but for those that differ in the size of the images alone
+CLIPS = [f"ViT-{size}-quickgelu" for size in ("B-32", "B-16", "L-14", "L-14-336")]
+CLIPS += ["ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14"]
+SIGLIPS = [model for model in open_clip.list_models() if "SigLIP" in model and model[-3:] not in ("378", "384", "512")]
+
+
+def without_weights(model, config):
+    """A Backbone around `model`, with a tiny tokenizer of the kind the family has."""
+    family, text_cfg = find_family("this", config), config["text_cfg"]
+    tokenizer = byte_tokenizer(77) if family.sot else siglip_tokenizer(2 if "act_kwargs" in text_cfg else 1)
+    return Backbone(model, family.caption_tokenizer(tokenizer, text_cfg), {"model_cfg": config}, random_weights=True)
+
+
+@pytest.mark.parametrize("model", CLIPS + SIGLIPS)
+def test_every_configuration_reads_its_window_and_trains_all_its_weights(model):
+    config = open_clip.get_model_config(model)
+    with torch.device("meta"):
+        backbone = without_weights(open_clip.create_model(model, load_weights=False, device="meta"), config)
+        window = backbone.context_length
+        backbone.stretch(keep=10)
+    longer = 10 + 4 * (window - 10)
+    assert backbone.context_length == longer == config["text_cfg"]["context_length"]
+    assert backbone.loss == ("sigmoid" if "SigLIP" in model else "softmax")
+    tokens = backbone.tokenize(["a" * 400, "the cat"])
+    assert tokens.lengths[0] + tokens.n_prefix[0] == longer
+    side = backbone.model.visual.image_size
+    images = torch.zeros(2, 3, *side, dtype=torch.uint8, device="meta")
+    features = torch.cat([backbone.encode_text(tokens.to("meta")), backbone.encode_image(images)])
+    assert features.shape == (4, config["embed_dim"])
+    features.sum().backward()
+    untrained = {name for name, parameter in backbone.model.named_parameters() if parameter.grad is None}
+    assert untrained == ({"logit_scale", "logit_bias"} if "SigLIP" in model else {"logit_scale"})
+
+
+def of_true_width(model):
+    """Two layers of a model, as wide as it is, with few words; for timm's image towers, of fixed depth, a tiny one."""
+    config = open_clip.get_model_config(model)
+    config["text_cfg"] |= {"layers": 2, "vocab_size": 514}
+    if "timm_model_name" in config["vision_cfg"]:
+        config["vision_cfg"] = SIGLIP_CONFIG["vision_cfg"]
+    else:
+        config["vision_cfg"]["layers"] = 2
+    settings = {name: value for name, value in deepcopy(config).items() if name != "custom_text"}
+    torch.manual_seed(0)
+    network = (open_clip.CustomTextCLIP if config.get("custom_text") else open_clip.CLIP)(**settings)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim > 0:
+                parameter.add_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return without_weights(network, config).eval()
+
+
+@pytest.mark.parametrize(
+    "model", ["ViT-B-16-quickgelu", "ViT-L-14", "ViT-H-14", "ViT-bigG-14", "ViT-B-16-SigLIP", "ViT-gopt-16-SigLIP2-256"]
+)
+def test_two_layers_of_true_width_give_open_clips_features_and_gradients(model):
+    backbone = of_true_width(model)
+    backbone.stretch()
+    ids = backbone.tokenizer.text_ids(["a" * 300, "the cat is a thing on the mat", "x"])
+    tokens = backbone.tokenizer.batch(ids, [0, 9, 30])
+    found = {}
+    for whose, encode in (("ours", backbone.encode_text), ("theirs", lambda t: backbone.model.encode_text(t.padded()))):
+        backbone.zero_grad()
+        features = encode(tokens)
+        torch.nn.functional.normalize(features, dim=-1).sum(dim=0).square().sum().backward()
+        found[whose] = {"features": features.detach()}
+        found[whose] |= {n: p.grad for n, p in backbone.model.named_parameters() if p.grad is not None}
+    assert found["ours"].keys() == found["theirs"].keys() and len(found["ours"]) > 20
+    for name, expected in found["theirs"].items():
+        tolerance = 1e-5 * expected.abs().max().item()
+        assert tolerance > 0, name
+        torch.testing.assert_close(found["ours"][name], expected, rtol=0, atol=tolerance, msg=name)
+    image = Image.effect_noise((64, 48), 90)
+    pixels = backbone.encode_image(backbone.read_pixels(image)[None])
+    assert torch.equal(pixels, backbone.model.encode_image(backbone.preprocess(image)[None]))
