@@ -510,7 +510,7 @@ def test_bad_settings_are_named(world, tmp_path):
     refused("Unknown model 'ViT-B16'. Did you mean ViT-B-16", model="ViT-B16")
     refused("batch normalisation", model="RN50-quickgelu")
     refused("keep_positions is 76, but must be at most 75", keep_positions=76)
-    refused("Data file '/nowhere.json' is not there", data="/nowhere.json")
+    refused("'/nowhere.json' (is|are) not there", data="/nowhere.json")
     refused("Image folder '/nowhere' is not there", images="/nowhere")
     refused("holds none of the images, for example '6.png'", images=str(tmp_path))
 
