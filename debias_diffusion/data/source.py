@@ -31,7 +31,7 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
                 f"{os.fspath(images)!r}. Leave images out, or give a JSON or JSONL file as the data."
             )
         return read_shards(path)
-    if images is None and not path.exists():
+    if not path.exists():
         raise UserError(
             f"The data {os.fspath(data)!r} are not there. Give a JSON or JSONL file, or WebDataset shards: a folder of "
             "*.tar, or one tar."
