@@ -56,7 +56,7 @@ def block_forward(
     """
     query, key, value = before(block, hidden_states)
     if rows is not None:
-        query, hidden_states = query[rows], hidden_states[rows]
+        query, hidden_states = query.index_select(0, rows), hidden_states.index_select(0, rows)
     return after(block, hidden_states, attend(query, key, value))
 
 
@@ -104,7 +104,8 @@ class _Layout:
         positions: [n_prefix + sum of lengths] of each token in its literal row.
         last: [batch] where the captions' last tokens lie, in the groups' order.
         back: [batch] where among these each caption of the batch is.
-        captions, tokens: how many of each group, in their order.
+        groups: captions that attend together.
+        captions, tokens: how many of each group.
     """
 
     def __init__(self, batch: TokenBatch, device: torch.device):
@@ -163,12 +164,14 @@ class TextTower:
 
     Args:
         tower: the module that holds the text tower's parts: an `open_clip.CLIP`, or a `CustomTextCLIP`'s `text`.
+
+    Attributes:
         pooling: one of `POOLINGS`.
     """
 
-    def __init__(self, tower: nn.Module, pooling: str = "eot"):
+    def __init__(self, tower: nn.Module):
         self.tower = tower
-        self.pooling = pooling
+        self.pooling = "eot"
         self._before, self._after = before_attention, after_attention
 
     @property
@@ -190,7 +193,7 @@ class TextTower:
             return self.project(_average(tokens, layout, tower.ln_final(hidden_states)))
         # Of what the last block gives, only EOT is read.
         hidden_states = self._run(last, hidden_states, partial(_attend_last, layout), layout.last)
-        return self.project(tower.ln_final(hidden_states[layout.back]))
+        return self.project(tower.ln_final(hidden_states).index_select(0, layout.back))
 
     def _run(self, block: nn.Module, hidden_states: torch.Tensor, attend: Attention, rows=None) -> torch.Tensor:
         run = partial(block_forward, before=self._before, after=self._after)

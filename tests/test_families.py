@@ -108,7 +108,8 @@ def test_a_stretched_folder_loads_in_open_clip_and_here(tmp_path, version, keep,
     backbone = tiny_siglip(version).eval()
     backbone.stretch(keep)
     assert backbone.context_length == backbone.tokenizer.context_length == window
-    assert not hasattr(backbone.model.text, "attn_mask") or backbone.model.text.attn_mask is None
+    assert backbone.model.context_length == backbone.model.text.context_length == backbone.model.text.num_pos == window
+    assert backbone.model.text.attn_mask is None
     backbone.save(tmp_path)
     tokens = backbone.tokenize(CAPTIONS)
     expected = backbone.encode_text(tokens)
