@@ -15,6 +15,7 @@ from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.recipes import RECIPES
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.training.check import printable
 
 TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
 
@@ -162,6 +163,20 @@ def test_a_jsonl_without_a_usable_line_is_refused(tmp_path):
         (tmp_path / "d.jsonl").write_text(content)
         with pytest.raises(UserError, match=message):
             open_data(tmp_path / "d.jsonl", tmp_path)
+
+
+@pytest.mark.parametrize(("size", "fits"), [((1, 200), True), ((1, 201), False), ((900, 3), False)])
+def test_a_line_of_pixels_is_no_picture(images, size, fits):
+    Image.new("RGB", size).save(images.root / "line.png")
+    if fits:
+        assert images.open("line.png").size == size
+    else:
+        with pytest.raises(ValueError, match=f"{size[0]} x {size[1]} pixels are no picture"):
+            images.open("line.png")
+
+
+def test_what_data_say_cannot_move_the_cursor():
+    assert printable("a\x1b[2Jb\nc\u202eé猫") == "a\ufffd[2Jb\ufffdc\ufffdé猫"
 
 
 def test_no_path_leaves_the_image_folder(images, tmp_path_factory):

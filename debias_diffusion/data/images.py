@@ -33,6 +33,21 @@ class ImageSource(Protocol):
         """
 
 
+_MOST_LOPSIDED = 200  # times longer than wide, or the reverse
+
+
+def decoded(image: Image.Image) -> Image.Image:
+    """The RGB image of an opened file.
+
+    Raises:
+        ValueError: resizing its shorter side to what a model reads would make the other enormous.
+        OSError and PIL's own errors: it cannot be decoded.
+    """
+    if min(image.size) * _MOST_LOPSIDED < max(image.size):
+        raise ValueError(f"{image.width} x {image.height} pixels are no picture")
+    return image.convert("RGB")
+
+
 def digest_of(*parts: str | int) -> bytes:
     """16 bytes that stand for these parts."""
     return hashlib.blake2b("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -66,7 +81,7 @@ class ImageFolder:
     def open(self, image: str) -> Image.Image:
         """The decoded RGB image. Raises OSError, ValueError or PIL's own errors when it cannot be had."""
         with Image.open(self.path(image)) as file:
-            return file.convert("RGB")
+            return decoded(file)
 
     def is_there(self, image: str) -> bool:
         """Whether there is such a file inside the root."""

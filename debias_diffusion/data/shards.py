@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import sha256
-from .images import digest_of
+from .images import decoded, digest_of
 from .sharegpt4v import BadRecord, Captions, Record, caption_of, fold, is_text
 
 MANIFEST = "shards.json"  # what `debias-diffusion shards` leaves beside its shards
@@ -60,7 +60,7 @@ class ShardImages:
         if len(content) < size:
             raise OSError(f"{shard!r} ends inside the image, and did not when it was indexed")
         with Image.open(io.BytesIO(content), formats=_FORMATS) as file:
-            return file.convert("RGB")
+            return decoded(file)
 
     def is_there(self, image: str) -> bool:
         """Whether the shard is there and long enough."""

@@ -18,7 +18,7 @@ from ..files import explain_full_disk
 from ..objectives import check_components
 from ..retrieval import encode_images, encode_texts, recall_at_k
 from .batches import GlobalBatches
-from .check import BAD_RECORDS, append_bad, check_data, check_share, look_for_images, report_bad
+from .check import BAD_RECORDS, append_bad, check_data, check_share, look_for_images, printable, report_bad
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .features import CachedImages, cached_images
@@ -229,7 +229,7 @@ class _Run:
         if count:
             append_bad(batch.bad, self.folder.path)
             first = batch.bad[0]
-            tqdm.write(f"replaced {first.where}: {first.kind} (all in {self.folder.path / BAD_RECORDS})")
+            tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.folder.path / BAD_RECORDS})")
         if self.accelerator.num_processes > 1:
             device = self.accelerator.device
             count = int(self.accelerator.reduce(torch.tensor(count, device=device), reduction="sum").item())
