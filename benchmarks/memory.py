@@ -2,14 +2,13 @@
 
     python benchmarks/memory.py [--most 4096] [--whole 512]
 
-The toy CLIP on random uint8 images and captions of ShareGPT4V's lengths; the peak of the process (or the device) during
-forward and backward, less what was in use before: activations and whatever else grows with the batch. Batches above
+The toy CLIP on random uint8 images and captions of ShareGPT4V's lengths; by how much the memory of the process (or the
+device) grows during forward and backward: activations and whatever else depends on the batch. Batches above
 `--whole` are only made in chunks. Prints a table and writes it to benchmarks/results/.
 """
 
 import argparse
 import ctypes
-import gc
 import json
 from pathlib import Path
 
@@ -48,16 +47,12 @@ def main() -> None:
         for name, chunk in (("whole", None), ("chunks", CHUNK)):
             if chunk is None and size > arguments.whole:
                 continue
-            gc.collect()
-            if accelerator.device.type == "cpu":
-                ctypes.CDLL(None).malloc_trim(0)  # or what the last run gave back would count as in use
             memory.start()
-            before = memory.read()
             taken = seconds(
                 lambda batch=batch, chunk=chunk: backward(backbone, recipe, batch, accelerator, chunk=chunk),
                 accelerator.device,
             )
-            row |= {f"{name}_mb": round((memory.read() - before) / 1e6, 1), f"{name}_seconds": round(taken, 2)}
+            row |= {f"{name}_mb": round(memory.read() / 1e6, 1), f"{name}_seconds": round(taken, 2)}
         rows.append(row)
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     result = {"machine": machine(accelerator.device), "torch": torch.__version__, "chunk": CHUNK, "rows": rows}

@@ -10,7 +10,8 @@
               has QuickGELU, so take a model with it (ViT-B-16-quickgelu)
 
 Same weights, samples, dtype and optimizer; (a) to (c) use PyTorch's scaled_dot_product_attention, (d) what it uses.
-They take turns, so that what else the machine does falls on all. Prints a table and writes it to benchmarks/results/.
+Memory is what a step takes beside weights and AdamW's averages. They take turns, so that what else the machine does
+falls on all. Prints a table and writes it to benchmarks/results/.
 """
 
 import argparse
@@ -181,7 +182,7 @@ def main() -> None:
         "seconds": {name: [round(value, 3) for value in values] for name, values in times.items()},
         "samples_per_second": {name: round(arguments.batch / value, 3) for name, value in medians.items()},
         "ratio_to_padded": {name: round(medians["padded"] / value, 3) for name, value in medians.items()},
-        "peak_gb": {name: round(max(values) / 1e9, 2) for name, values in peaks.items() if None not in values},
+        "step_gb": {name: round(max(values) / 1e9, 2) for name, values in peaks.items() if None not in values},
         "share_of_peak_flops": peak and {name: round(flops[name] / medians[name] / peak, 3) for name in names},
         "text_tokens_computed_share": round(computed / literal, 3),
     }
@@ -193,7 +194,7 @@ def main() -> None:
         share = f", {100 * result['share_of_peak_flops'][name]:.0f}% of peak FLOP/s" if peak else ""
         print(
             f"  {name:<8}{result['samples_per_second'][name]:8.2f} samples/s, {result['ratio_to_padded'][name]:.2f}x "
-            f"padded, peak memory {result['peak_gb'].get(name, float('nan')):.2f} GB{share}"
+            f"padded, a step takes {result['step_gb'].get(name, float('nan')):.2f} GB{share}"
         )
     print(f"  ours computes {100 * computed / literal:.0f}% of the padded text tokens")
 
