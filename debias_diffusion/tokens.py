@@ -118,11 +118,12 @@ class TokenBatch:
 
     def padded(self) -> torch.Tensor:
         """The literal rows, [batch, context_length], as an encoder that knows nothing of prefixes takes them."""
+        slots, n_prefix = torch.arange(self.context_length), self.n_prefix[:, None]
+        own = (n_prefix <= slots) & (slots < n_prefix + self.lengths[:, None])
         rows = self.ids.new_full((len(self), self.context_length), self.pad)
-        texts = self.ids.split(self.lengths.tolist())
-        for row, n_prefix, text in zip(rows, self.n_prefix.tolist(), texts, strict=True):
-            row[:n_prefix] = self.prefix_ids[:n_prefix]
-            row[n_prefix : n_prefix + len(text)] = text
+        rows[:, : len(self.prefix_ids)] = self.prefix_ids
+        rows[(slots >= n_prefix).to(rows.device)] = self.pad
+        rows[own.to(rows.device)] = self.ids
         return rows
 
 
