@@ -101,6 +101,14 @@ def test_features_are_computed_once_and_the_rest_is_added(world):
     assert (size, grown) == (5 * 24 * 4, 9 * 24 * 4)
 
 
+def test_when_asked_to_stop_what_was_computed_is_kept(world):
+    backbone, records, source, folder = world
+    asked = iter([False, True])
+    images, _ = cached_images(backbone, records, source, folder, CPU, "fp32", 2, 0, lambda: next(asked))
+    assert len(images.cache) == 4
+    assert len(fill(world)[0].cache) == 9
+
+
 def test_a_changed_image_has_no_old_features(world):
     images, _ = fill(world)
     record = world[1][3]

@@ -362,6 +362,22 @@ def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(wor
     assert {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")} == written
 
 
+def test_sigterm_while_image_features_are_computed_exits_cleanly_and_keeps_them(world, tmp_path):
+    data, images = make_tiny_data(tmp_path / "world", count=3000)
+    settings = config((world[0], data, images), tmp_path / "run", freeze_image_tower=True, max_steps=2)
+    process = run_in_a_process(settings)
+    cache = tmp_path / "image-features"
+    while process.poll() is None and not any(path.stat().st_size for path in cache.rglob("features-*")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and "Stopped while image features were computed" in output
+    before = sum(path.stat().st_size for path in cache.rglob("features-*"))
+    assert 0 < before < 3000 * 24 * 4
+    train(settings)
+    assert sum(path.stat().st_size for path in cache.rglob("features-*")) == 3000 * 24 * 4
+
+
 def test_tensorboard_has_what_the_log_has(world, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -169,10 +169,12 @@ def cached_images(
     precision: str,
     batch: int,
     workers: int,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[CachedImages, list[BadRecord]]:
     """Computes the features of all images that the cache lacks, shared among the processes, with a progress bar.
 
-    A run that is killed continues where it was. The image tower must be in `eval()` mode, on the device.
+    A run that is killed, or that `stop` ends after a batch, continues where it was. The image tower must be in `eval()`
+    mode, on the device.
 
     Returns:
         The images' features as an image source, and the records whose image is unreadable.
@@ -185,7 +187,7 @@ def cached_images(
     cache.folder.mkdir(parents=True, exist_ok=True)
     taken = f"Another run is filling {str(cache.folder)!r}. Wait for it, or give another --feature-cache."
     with held(cache.folder, taken) if accelerator.is_main_process else nullcontext():
-        bad = _fill(backbone, records, missing, images, cache, accelerator, precision, batch, workers)
+        bad = _fill(backbone, records, missing, images, cache, accelerator, precision, batch, workers, stop)
         accelerator.wait_for_everyone()
     cache.read()
     return CachedImages(images, cache), gather_object(bad)
@@ -202,7 +204,7 @@ def _without_features(records: Sequence[Record], images: ImageSource, cache: Fea
 
 
 @torch.inference_mode()
-def _fill(backbone, records, missing, images, cache, accelerator, precision, batch, workers) -> list[BadRecord]:
+def _fill(backbone, records, missing, images, cache, accelerator, precision, batch, workers, stop) -> list[BadRecord]:
     bad: list[BadRecord] = []
     dataset = _Missing(records, missing, images, backbone.read_pixels)
     loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
@@ -221,5 +223,7 @@ def _fill(backbone, records, missing, images, cache, accelerator, precision, bat
                 )
             writer.add([stamp for stamp, _ in good], features)
         bar.update(len(rows))
+        if stop():
+            break
     bar.close()
     return bad

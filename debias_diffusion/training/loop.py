@@ -86,26 +86,34 @@ class _Run:
             report_bad(captions.bad, folder.path)
         check_share(len(captions.bad), len(captions.records) + len(captions.bad), config)
         self.backbone.to(accelerator.device).train()
-        if config.freeze_image_tower:
-            self._compute_image_features()
         self.optimizer = Optimizer(
             self.backbone, config.weight_decay, config.betas, config.eps, precision=self.precision
         )
         self.batches = GlobalBatches(
             len(self.records), config.batch, config.epochs, config.seed, config.max_steps, spare
         )
-        self.dataset = CaptionDataset(
-            self.records,
-            self.images,
-            _as_it_is if config.freeze_image_tower else self.backbone.read_pixels,
-            self.backbone.tokenizer,
-            self.recipe,
-            config.seed,
-            self.batches.reserve,
-        )
         self.collate = Collate(self.backbone.tokenizer, self.recipe)
 
-    def _compute_image_features(self) -> None:
+    def run(self) -> Path | None:
+        request = StopRequest(self.accelerator)
+        with request.listening():
+            if self.config.freeze_image_tower:
+                self._compute_image_features(request)
+                if request.asked():
+                    self._say("Stopped while image features were computed. The same command continues from there.")
+                    return None
+            self.dataset = CaptionDataset(
+                self.records,
+                self.images,
+                _as_it_is if self.config.freeze_image_tower else self.backbone.read_pixels,
+                self.backbone.tokenizer,
+                self.recipe,
+                self.config.seed,
+                self.batches.reserve,
+            )
+            return self._train(request)
+
+    def _compute_image_features(self, request: StopRequest) -> None:
         """Fills the cache with what it lacks; from here on images are features, and the image tower has no work."""
         config, visual = self.config, self.backbone.model.visual.eval()
         records = [*self.held_out, *self.records]
@@ -118,13 +126,14 @@ class _Run:
             self.precision,
             min(64, config.batch),
             config.workers,
+            lambda: request.here,
         )
         if self.main:
             report_bad(bad, self.folder.path)
         check_share(len(bad), len(records), config)
         visual.to("cpu")
 
-    def run(self) -> Path | None:
+    def _train(self, request: StopRequest) -> Path | None:
         config, total = self.config, self.batches.total_steps
         state = load_checkpoint(self.folder.checkpoints, self.backbone, self.optimizer)
         if self.main:
@@ -132,9 +141,8 @@ class _Run:
                 self._print_plan(state.step)
             self.folder.claim(self.settings)
             self.folder.cut_log(state.step)
-        request = StopRequest(self.accelerator)
         bar = tqdm(total=total, initial=state.step, desc="training", unit=" steps", disable=not self.main)
-        with tracked(self.accelerator, config, self.settings), request.listening(), bar:
+        with tracked(self.accelerator, config, self.settings), bar:
             if state.step == 0:
                 self._measure_recall(state)
             started = time.perf_counter()

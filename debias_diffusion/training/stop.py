@@ -32,6 +32,11 @@ class StopRequest:
             raise KeyboardInterrupt
         self._asked = True
 
+    @property
+    def here(self) -> bool:
+        """Whether this process was asked."""
+        return self._asked
+
     def asked(self) -> bool:
         """The same answer on every process, whichever of them was asked."""
         if self.accelerator.num_processes == 1:
