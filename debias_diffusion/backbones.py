@@ -16,11 +16,9 @@ import torch
 from open_clip import CLIPTextCfg
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import ResidualAttentionBlock
-from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
-from torchvision.transforms import Compose
-from torchvision.transforms.functional import pil_to_tensor
+from torchvision.transforms import Compose, PILToTensor
 
 from .errors import UserError, near_matches
 from .families import Family, find_family
@@ -44,6 +42,8 @@ class Backbone(nn.Module):
         text: the text tower, sharing `model`'s weights.
         tokenizer: CaptionTokenizer for the model's window.
         preprocess: open_clip's validation transform, PIL image -> float [3, height, width].
+        read_pixels: the same resizing and cropping, but to uint8 [3, height, width], a quarter of the bytes. An object
+            of its own, so that worker processes can be given it without the model.
         config: what `open_clip_config.json` holds.
         family: what sets it apart from other two-towers (see `Family`).
         random_weights: whether nothing was loaded into it.
@@ -60,6 +60,7 @@ class Backbone(nn.Module):
         self.pooling = config.get("debias_diffusion", {}).get("pooling", "eot")
         preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
         self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
+        self.read_pixels = Compose([*self.preprocess.transforms[:-2], PILToTensor()])
         # [3, 1, 1] each: the last step of `preprocess`, for images that are normalised where the model is
         for name in ("mean", "std"):
             values = torch.tensor(getattr(self.preprocess.transforms[-1], name), dtype=torch.float32)
@@ -107,10 +108,6 @@ class Backbone(nn.Module):
 
     def tokenize(self, captions: list[str]) -> TokenBatch:
         return self.tokenizer(captions)
-
-    def read_pixels(self, image: Image.Image) -> torch.Tensor:
-        """An image resized and cropped as by `preprocess`, but as uint8 [3, height, width]: a quarter of the bytes."""
-        return pil_to_tensor(Compose(self.preprocess.transforms[:-2])(image))
 
     def encode_image(self, images: torch.Tensor) -> torch.Tensor:
         """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]"""

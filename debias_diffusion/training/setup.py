@@ -20,7 +20,7 @@ def prepare_backbone(config: TrainConfig) -> Backbone:
         raise UserError(
             f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
         )
-    if "debias_diffusion" not in backbone.config:
+    if "keep" not in backbone.config.get("debias_diffusion", {}):
         most = backbone.context_length - 2
         if config.keep_positions > most:
             raise UserError(
