@@ -76,7 +76,7 @@ def backward(
     total = torch.stack(list(losses.values())).sum()
     report = {"loss": total.detach(), **report}
     if not total.isfinite():
-        return {name: value.item() for name, value in report.items()}
+        return _numbers(report)
     (scaler.scale(total) if scaler else total).backward()
     # Every process holds the whole gradient of scale and bias; summed below, it must count once.
     for whole in (backbone.logit_scale, backbone.logit_bias):
@@ -89,7 +89,12 @@ def backward(
     gradients = [parameter.grad for parameter in backbone.parameters() if parameter.grad is not None]
     _sum_over_processes(gradients, accelerator)
     report["gradient_norm"] = torch.nn.utils.get_total_norm(gradients) / (scaler.get_scale() if scaler else 1)
-    return {name: value.item() for name, value in report.items()}
+    return _numbers(report)
+
+
+def _numbers(report: dict[str, torch.Tensor]) -> dict[str, float]:
+    # From the device in one piece: each piece is waited for.
+    return dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
 
 
 def _sum_over_processes(gradients: list[torch.Tensor], accelerator: Accelerator) -> None:
