@@ -294,7 +294,8 @@ class _Run:
         self._say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.")
         if self.held_out:
             self._say(f"Best R@1, mean of both directions: {state.best_r1:.1f} at step {state.best_step}.")
-        self._say(f"Next: debias-diffusion export --model {folder.path} --output {folder.path / 'export'}")
+        if self.backbone.family.causal:  # diffusers' pipelines read CLIP's text encoders, not SigLIP's
+            self._say(f"Next: debias-diffusion export --model {folder.path} --output {folder.path / 'export'}")
         self.accelerator.wait_for_everyone()
         return result
 
