@@ -531,6 +531,13 @@ def test_bad_settings_are_named(world, tmp_path):
     refused("holds none of the images, for example '6.png'", images=str(tmp_path))
 
 
+def test_compiling_without_a_compiler_is_refused(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError, match=r"compile needs a C\+\+ compiler, and there is none"):
+        train(config(world, tmp_path / "run", compile=True))
+
+
 def test_an_output_folder_of_other_settings_is_refused(world, finished):
     before = log(finished)
     with pytest.raises(UserError, match=r"other settings \(learning_rate: 0.001 there, 0.0001 here; seed: 0"):

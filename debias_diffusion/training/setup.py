@@ -1,6 +1,8 @@
 """What a run needs before its first step: the base model, and which pairs it learns from."""
 
 import math
+import os
+import shutil
 
 import torch
 from torch import nn
@@ -35,6 +37,8 @@ def prepare_backbone(config: TrainConfig) -> Backbone:
     if config.checkpoint_activations:
         backbone.checkpoint_activations()
     if config.compile:
+        if not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "cl"))):
+            raise UserError("compile needs a C++ compiler, and there is none. Install g++ or clang++, or leave it out.")
         backbone.compile()
     return backbone
 
