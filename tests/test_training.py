@@ -148,8 +148,7 @@ def test_sigterm_writes_a_checkpoint_and_exits_cleanly(world, finished, tmp_path
     assert same_weights(tmp_path, finished)
 
 
-def test_two_processes_make_the_same_run_as_one(world, finished, tmp_path):
-    settings = config(world, tmp_path, workers=1)
+def run_in_two_processes(settings: TrainConfig) -> str:
     names = [name for name in settings.__dataclass_fields__ if getattr(settings, name) is not None and name != "betas"]
     options = [f"--{name}={getattr(settings, name)}" for name in names]
     # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
@@ -158,7 +157,13 @@ def test_two_processes_make_the_same_run_as_one(world, finished, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 x cpu" in done.stdout and done.stdout.count("Done: 7 steps") == 1
+    assert "2 x cpu" in done.stdout
+    return done.stdout
+
+
+def test_two_processes_make_the_same_run_as_one(world, finished, tmp_path):
+    told = run_in_two_processes(config(world, tmp_path, workers=1))
+    assert told.count("Done: 7 steps") == 1
     alone, shared = log(finished), log(tmp_path)
     assert [line["step"] for line in shared] == [line["step"] for line in alone]
     for one, other in zip(alone, shared, strict=True):
@@ -327,6 +332,26 @@ def test_a_step_whose_loss_is_not_finite_is_not_applied_and_its_samples_are_name
     assert all(tensor.isfinite().all() for name, tensor in after.items() if name != "token_embedding.weight")
     assert after["token_embedding.weight"][rows].isfinite().all()
     assert not torch.equal(after["ln_final.weight"], before["ln_final.weight"])
+
+
+def test_two_processes_share_image_features_and_what_goes_wrong(world, tmp_path):
+    """A frozen image tower, a broken image and steps that are not finite, by one process and by two."""
+    model, _ = poison(world, tmp_path / "base", "fifteen")
+    data, images = make_tiny_data(tmp_path / "world")
+    entries = json.loads(Path(data).read_text())
+    entries[15]["conversations"][1]["value"] += " It is fifteen."
+    Path(data).write_text(json.dumps(entries))
+    Path(images, "7.png").write_text("not an image")
+    settings = dict(freeze_image_tower=True, max_bad=0.1, max_steps=6, eval_every=6)
+    runs = [tmp_path / "alone" / "run", tmp_path / "shared" / "run"]  # each with a feature cache beside it
+    train(config((model, data, images), runs[0], **settings))
+    run_in_two_processes(config((model, data, images), runs[1], **settings))
+    for name in ("not-finite.jsonl", "bad-records.jsonl"):
+        alone, shared = ([json.loads(line) for line in (run / name).read_text().splitlines()] for run in runs)
+        assert shared and {json.dumps(line) for line in shared} == {json.dumps(line) for line in alone}
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
+    parts = list((tmp_path / "shared" / "image-features").rglob("features-*"))
+    assert len(parts) == 2 and sum(part.stat().st_size for part in parts) == 23 * 24 * 4
 
 
 def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path):
