@@ -247,3 +247,6 @@ def test_nothing_but_unreadable_images_stops_with_an_explanation(images):
     data = dataset(images, count=0, extra=[f"gone{i}.png" for i in range(40)], reserve=lambda epoch: range(30))
     with pytest.raises(UserError, match="20 images in a row cannot be read.*--check-data"):
         data[(0, 39, 7)]
+    alone = dataset(images, count=0, extra=["gone.png"], reserve=None)
+    with pytest.raises(UserError, match="An image that no reserve .* stands in for cannot be read from"):
+        alone[(0, 0, 0)]

@@ -80,8 +80,9 @@ class CaptionDataset(Dataset):
                 continue
             captions = self.recipe.captions(record.caption, self.tokenizer, self.seed, epoch, record.sample_id)
             return Sample(key, record.sample_id, image, captions, bad)
+        many = f"{len(bad)} images in a row" if len(bad) > 1 else "An image that no reserve (--max-bad) stands in for"
         raise UserError(
-            f"{len(bad)} images in a row cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "
+            f"{many} cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "
             "`train --check-data` names them all."
         )
 
