@@ -16,7 +16,7 @@ from debias_diffusion.data import BadRecord, ImageSource, PackedRecords, data_di
 from debias_diffusion.data.dataset import UNREADABLE, unreadable
 from debias_diffusion.data.shards import MANIFEST, read_manifest
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import held, sha256, write_json
+from debias_diffusion.files import changed_settings, held, sha256, write_json
 from debias_diffusion.training.check import BAD_RECORDS, report_bad
 
 
@@ -134,11 +134,9 @@ class _Writer:
         manifest = read_manifest(self.output) or {"settings": self.settings, "shards": []}
         before, now = manifest["settings"], self.settings
         if before != now:
-            names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-            changes = "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
             raise UserError(
-                f"The shards in {str(self.output)!r} were made with other settings: {changes}. Give another output, go "
-                "back to those settings, or remove the folder."
+                f"The shards in {str(self.output)!r} were made with other settings: {changed_settings(before, now)}. "
+                "Give another output, go back to those settings, or remove the folder."
             )
         return {shard["name"]: shard for shard in manifest["shards"] if _is_whole(self.output, shard)}
 

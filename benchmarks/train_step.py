@@ -145,7 +145,7 @@ def main() -> None:
         rows = batch.tokens.padded()
         with torch.no_grad():
             features = backbone.encode_image(batch.images)
-            pixels = (batch.images / 255 - backbone._pixel_mean) / backbone._pixel_std
+            pixels = backbone.normalise(batch.images)
         cached = Batch(batch.keys, batch.sample_ids, features, batch.tokens, [])
         steps = {
             "padded": lambda b=batch, r=rows: apply(

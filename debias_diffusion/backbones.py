@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 from torch import nn
 from torchvision.transforms import Compose, PILToTensor
 
-from .errors import UserError, near_matches
+from .errors import UserError, near_matches, reason
 from .families import Family, find_family
 from .positions import FACTOR, KEEP, stretch_positions
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions
 from .tokens import CaptionTokenizer, TokenBatch
 from .toyworld.shipped import shipped
-from .weights import find_weights, load_weights, reason
+from .weights import find_weights, load_weights
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -110,11 +110,17 @@ class Backbone(nn.Module):
         return self.tokenizer(captions)
 
     def encode_image(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]"""
-        if images.dtype == torch.uint8:
-            # As torchvision's ToTensor and Normalize do it, to the last bit.
-            images = (images.to(self._pixel_mean.dtype) / 255 - self._pixel_mean) / self._pixel_std
-        return self.model.encode_image(images)
+        """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]
+
+        Features [batch, embed_dim], of an image tower that has done its work before, are returned as they are.
+        """
+        if images.ndim == 2:
+            return images
+        return self.model.encode_image(self.normalise(images) if images.dtype == torch.uint8 else images)
+
+    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 [batch, 3, height, width] to floats, as torchvision's ToTensor and Normalize do it, to the last bit."""
+        return (pixels.to(self._pixel_mean.dtype) / 255 - self._pixel_mean) / self._pixel_std
 
     def encode_text(self, tokens: TokenBatch) -> torch.Tensor:
         """Tokens -> [batch, embed_dim]"""

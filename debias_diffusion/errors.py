@@ -20,3 +20,8 @@ def near_matches(name: str, allowed: Iterable[str], most: int = 3) -> str:
     by_lower = {candidate.lower(): candidate for candidate in allowed}
     close = difflib.get_close_matches(name.lower(), by_lower, n=most, cutoff=0.6)
     return f" Did you mean {' or '.join(by_lower[match] for match in close)}?" if close else ""
+
+
+def reason(error: Exception) -> str:
+    """An error of a library in a line."""
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__

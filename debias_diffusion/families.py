@@ -11,9 +11,8 @@ from pathlib import Path
 from open_clip.tokenizer import get_clean_fn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .errors import UserError
+from .errors import UserError, reason
 from .tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, load_tokenizer
-from .weights import reason
 
 TOKENIZER_FOLDER = "tokenizer"
 

@@ -48,6 +48,12 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def changed_settings(before: dict, now: dict) -> str:
+    """The settings that differ, by name, in words: "size was 256, now 384; ..."."""
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
+
+
 @contextmanager
 def held(folder: Path, by_another: str) -> Iterator[None]:
     """Holds a folder for this process alone.

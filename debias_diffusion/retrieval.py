@@ -3,7 +3,7 @@
 Here rather than in the evaluation because training watches it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -79,18 +79,23 @@ def encode_images(
     batch_size: int,
     device: torch.device | str,
     progress: bool = True,
+    read: Callable | None = None,
 ) -> tuple[Tensor, list[int], list[BadRecord]]:
     """The image features [M, D] on the CPU, the positions of the M records they belong to, and the unreadable rest.
+
+    Args:
+        read: what `images` opens to what `backbone.encode_image` takes; None: `backbone.preprocess`.
 
     Raises:
         UserError: none of the images can be read.
     """
+    read = read or backbone.preprocess
     features, good, bad = [], [], []
     for start in tqdm(range(0, len(records), batch_size), desc="images", disable=not progress):
         batch = []
         for index, record in enumerate(records[start : start + batch_size], start):
             try:
-                batch.append(backbone.preprocess(images.open(record.image)))
+                batch.append(read(images.open(record.image)))
             except UNREADABLE as error:
                 bad.append(unreadable(record, error))
             else:

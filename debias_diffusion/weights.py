@@ -19,11 +19,6 @@ _LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, of which i
 _NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size")  # what OpenAI's files hold besides
 
 
-def reason(error: Exception) -> str:
-    """An error of a library in a line."""
-    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-
-
 def find_weights(model: str, source: str | None, pretrained: str | None) -> Path | None:
     """The file of weights that a model's name stands for; None where random weights were asked for.
 

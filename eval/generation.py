@@ -26,7 +26,7 @@ from debias_diffusion.data import BadRecord, ImageSource, Record
 from debias_diffusion.data.dataset import UNREADABLE, unreadable
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import write_json
+from debias_diffusion.files import changed_settings, write_json
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import check_base, load_sdxl
 from debias_diffusion.tokens import clean
@@ -366,11 +366,9 @@ def _check_same_settings(folder: Path, settings: dict) -> None:
         raise UserError(f"{str(file)!r} is not JSON ({error}). Give another output, or remove the folder.") from error
     before = before if isinstance(before, dict) else {}
     if before != settings:
-        names = sorted(name for name in before.keys() | settings.keys() if before.get(name) != settings.get(name))
-        changes = "; ".join(f"{name} was {before.get(name)!r}, now {settings.get(name)!r}" for name in names)
         raise UserError(
-            f"The images in {str(folder)!r} were made with other settings: {changes}. Give another output, go back to "
-            "those settings, or remove the folder."
+            f"The images in {str(folder)!r} were made with other settings: {changed_settings(before, settings)}. Give "
+            "another output, go back to those settings, or remove the folder."
         )
 
 

@@ -40,7 +40,7 @@ def read_pairs(data: str, images: str | None, limit: int | None) -> Pairs:
 def print_left_out(bad: Sequence[BadRecord]) -> None:
     """Says how many records were left out and why, the first five by name."""
     for record in bad[:5]:
-        print(f"left out {record.where}: {record.kind} ({record.detail})")
+        print(f"left out {record}")
     if len(bad) > 5:
         print(f"left out {len(bad) - 5} more; the report names all")
 

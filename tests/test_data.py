@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from debias_diffusion.data import ImageFolder, PackedRecords, Record, open_data, read_jsonl, read_sharegpt4v
 from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.data.sharegpt4v import printable
 from debias_diffusion.errors import UserError
 from debias_diffusion.recipes import RECIPES
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
-from debias_diffusion.training.check import printable
 
 TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
 

@@ -16,7 +16,7 @@ from debias_diffusion.backbones import load_backbone
 from debias_diffusion.data import read_sharegpt4v
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer
-from debias_diffusion.toyworld.clip import as_pixels, draw_indices, encode, render_all, train_clip
+from debias_diffusion.toyworld.clip import draw_indices, encode, render_all, train_clip
 from debias_diffusion.toyworld.grammar import caption, long_caption, short_caption
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.render import SIZE, render
@@ -318,5 +318,5 @@ def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, tokenizer):
     assert torch.equal(again.preprocess(pictures[0]), backbone.preprocess(pictures[0]))
     torch.testing.assert_close(encode(again, pictures, texts)[0], image, rtol=0, atol=1e-5)
     # What training drew and scaled itself is what the model's own transform gives.
-    drawn = as_pixels(render_all([scene("train", 0), scene("train", 1)], backbone.preprocess), backbone.preprocess)
+    drawn = backbone.normalise(render_all([scene("train", 0), scene("train", 1)], backbone))
     torch.testing.assert_close(drawn[1], backbone.preprocess(pictures[1]), rtol=0, atol=1e-6)

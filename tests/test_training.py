@@ -316,12 +316,18 @@ def poison(world, folder, word):
     return str(folder), token
 
 
-def test_a_step_whose_loss_is_not_finite_is_not_applied_and_its_samples_are_named(world, tmp_path):
-    model, token = poison(world, tmp_path / "base", "fifteen")
-    data, images = make_tiny_data(tmp_path / "world")
+def data_with_fifteen(folder):
+    """(data file, image folder): the sixteenth caption has the word."""
+    data, images = make_tiny_data(folder)
     entries = json.loads(Path(data).read_text())
     entries[15]["conversations"][1]["value"] += " It is fifteen."
     Path(data).write_text(json.dumps(entries))
+    return data, images
+
+
+def test_a_step_whose_loss_is_not_finite_is_not_applied_and_its_samples_are_named(world, tmp_path):
+    model, token = poison(world, tmp_path / "base", "fifteen")
+    data, images = data_with_fifteen(tmp_path / "world")
     train(config((model, data, images), tmp_path / "run", max_steps=9))
     named = [json.loads(line) for line in (tmp_path / "run" / "not-finite.jsonl").read_text().splitlines()]
     left_out = {line["step"] for line in named}
@@ -337,10 +343,7 @@ def test_a_step_whose_loss_is_not_finite_is_not_applied_and_its_samples_are_name
 def test_two_processes_share_image_features_and_what_goes_wrong(world, tmp_path):
     """A frozen image tower, a broken image and steps that are not finite, by one process and by two."""
     model, _ = poison(world, tmp_path / "base", "fifteen")
-    data, images = make_tiny_data(tmp_path / "world")
-    entries = json.loads(Path(data).read_text())
-    entries[15]["conversations"][1]["value"] += " It is fifteen."
-    Path(data).write_text(json.dumps(entries))
+    data, images = data_with_fifteen(tmp_path / "world")
     Path(images, "7.png").write_text("not an image")
     settings = dict(freeze_image_tower=True, max_bad=0.1, max_steps=6, eval_every=6)
     runs = [tmp_path / "alone" / "run", tmp_path / "shared" / "run"]  # each with a feature cache beside it

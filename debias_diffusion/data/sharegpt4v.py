@@ -53,6 +53,14 @@ class BadRecord:
     kind: str
     detail: str
 
+    def __str__(self) -> str:
+        return f"{printable(self.where)}: {self.kind} ({printable(self.detail)})"
+
+
+def printable(text: str) -> str:
+    """Text from data, without what would move a terminal's cursor or change its colours."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
 
 @dataclass(frozen=True)
 class Captions:

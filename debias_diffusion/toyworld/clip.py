@@ -47,17 +47,9 @@ def new_clip(tokenizer: CLIPTokenizer, seed: int = 0) -> Backbone:
     return Backbone(model, captions, {"model_cfg": config, "preprocess_cfg": preprocess}, random_weights=True)
 
 
-def render_all(scenes: Sequence[Scene], preprocess) -> torch.Tensor:
-    """Scenes as the model sees them, uint8 [len(scenes), 3, size, size]; see `as_pixels`."""
-    resize, *_ = preprocess.transforms
-    pictures = [np.asarray(resize(render(its))) for its in tqdm(scenes, desc="drawing")]
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
-
-
-def as_pixels(pictures: torch.Tensor, preprocess) -> torch.Tensor:
-    """uint8 pictures as the model's input: float, normalised."""
-    normalise = preprocess.transforms[-1]
-    return normalise(pictures.float() / 255)
+def render_all(scenes: Sequence[Scene], backbone: Backbone) -> torch.Tensor:
+    """Scenes as the model sees them, uint8 [len(scenes), 3, size, size]."""
+    return torch.stack([backbone.read_pixels(render(its)) for its in tqdm(scenes, desc="drawing")])
 
 
 def train_clip(
@@ -65,7 +57,7 @@ def train_clip(
 ) -> Backbone:
     """Trains the base model on summaries with one or two details, drawn anew at each step; see `base_scene`."""
     backbone = new_clip(tokenizer, seed)
-    pictures = render_all([base_scene(index) for index in range(scenes)], backbone.preprocess)
+    pictures = render_all([base_scene(index) for index in range(scenes)], backbone)
     loss = partial(_loss, backbone, pictures, batch, seed)
     run_stage(folder, backbone.model, loss, steps=steps, peak=1e-3, weight_decay=0.1)
     return backbone
@@ -75,7 +67,7 @@ def _loss(backbone: Backbone, pictures: torch.Tensor, batch: int, seed: int, ste
     indices = draw_indices(len(pictures), batch, seed, step)
     texts = [short_caption(base_scene(i), generator("train", i, f"short/{seed}/{step}")).text for i in indices]
     with torch.autocast("cpu", torch.bfloat16):
-        image = backbone.encode_image(as_pixels(pictures[torch.from_numpy(indices)], backbone.preprocess))
+        image = backbone.encode_image(pictures[torch.from_numpy(indices)])
         text = backbone.encode_text(backbone.tokenize(texts))
     scale = backbone.logit_scale.clamp(max=np.log(100)).exp()
     return contrastive_loss(F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1), scale)

@@ -14,7 +14,7 @@ from ..backbones import Backbone
 from ..captions import join_sentences
 from ..objectives import contrastive_loss
 from ..tokens import clean
-from .clip import CONFIG, CONTEXT_LENGTH, as_pixels, draw_indices, render_all
+from .clip import CONFIG, CONTEXT_LENGTH, draw_indices, render_all
 from .grammar import long_caption
 from .scenes import base_scene, generator
 from .stage import run_stage
@@ -57,11 +57,9 @@ def train_second_text_encoder(
 
 @torch.inference_mode()
 def _image_features(backbone: Backbone, scenes: int) -> torch.Tensor:
-    pictures = render_all([base_scene(index) for index in range(scenes)], backbone.preprocess)
+    pictures = render_all([base_scene(index) for index in range(scenes)], backbone)
     parts = tqdm(pictures.split(500), desc="image features")
-    return torch.cat(
-        [F.normalize(backbone.encode_image(as_pixels(part, backbone.preprocess)), dim=-1) for part in parts]
-    )
+    return torch.cat([F.normalize(backbone.encode_image(part), dim=-1) for part in parts])
 
 
 def draw_text(index: int, purpose: str) -> str:

@@ -106,14 +106,9 @@ def report_bad(bad: list[BadRecord], output: Path) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(record.kind for record in bad).most_common())
     print(f"{len(bad)} records cannot be used ({kinds}):")
     for record in bad[:_NAMED]:
-        print(f"  {printable(record.where)}: {record.kind} ({printable(record.detail)})")
+        print(f"  {record}")
     append_bad(bad, output)
     print(f"  all of them: {output / BAD_RECORDS}")
-
-
-def printable(text: str) -> str:
-    """Text from data, without what would move a terminal's cursor or change its colours."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def append_bad(bad: list[BadRecord], output: Path) -> None:

@@ -143,7 +143,7 @@ class CachedImages:
 
 
 class _Missing(Dataset):
-    """(stamp, pixels, fault) of each image without features: the first two, or the last, are not None."""
+    """(stamp, pixels) of each image without features, or the BadRecord that says why there are none."""
 
     def __init__(self, records: Sequence[Record], indices: Sequence[int], images: ImageSource, read_pixels):
         self.records, self.indices, self.images, self.read_pixels = records, indices, images, read_pixels
@@ -151,13 +151,13 @@ class _Missing(Dataset):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, position: int):
+    def __getitem__(self, position: int) -> tuple[bytes, torch.Tensor] | BadRecord:
         record = self.records[self.indices[position]]
         try:
             stamp = self.images.stamp(record.image)
-            return stamp, self.read_pixels(self.images.open(record.image)), None
+            return stamp, self.read_pixels(self.images.open(record.image))
         except UNREADABLE as error:
-            return None, None, unreadable(record, error)
+            return unreadable(record, error)
 
 
 def cached_images(
@@ -184,10 +184,12 @@ def cached_images(
     """
     cache = FeatureCache(folder, cache_key(backbone, precision), backbone.config["model_cfg"]["embed_dim"])
     missing = _without_features(records, images, cache)[accelerator.process_index :: accelerator.num_processes]
+    dataset = _Missing(records, missing, images, backbone.read_pixels)
+    loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
     cache.folder.mkdir(parents=True, exist_ok=True)
     taken = f"Another run is filling {str(cache.folder)!r}. Wait for it, or give another --feature-cache."
     with held(cache.folder, taken) if accelerator.is_main_process else nullcontext():
-        bad = _fill(backbone, records, missing, images, cache, accelerator, precision, batch, workers, stop)
+        bad = _fill(backbone, loader, cache, accelerator, precision, stop)
         accelerator.wait_for_everyone()
     cache.read()
     return CachedImages(images, cache), gather_object(bad)
@@ -204,15 +206,14 @@ def _without_features(records: Sequence[Record], images: ImageSource, cache: Fea
 
 
 @torch.inference_mode()
-def _fill(backbone, records, missing, images, cache, accelerator, precision, batch, workers, stop) -> list[BadRecord]:
+def _fill(backbone, loader, cache, accelerator, precision, stop) -> list[BadRecord]:
     bad: list[BadRecord] = []
-    dataset = _Missing(records, missing, images, backbone.read_pixels)
-    loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
-    bar = tqdm(total=len(missing), desc="image features", unit=" images", disable=not accelerator.is_main_process)
+    total = len(loader.dataset)
+    bar = tqdm(total=total, desc="image features", unit=" images", disable=not accelerator.is_main_process)
     writer = cache.writer(accelerator.process_index)
     for rows in loader:
-        bad += [fault for _, _, fault in rows if fault is not None]
-        good = [(stamp, pixels) for stamp, pixels, fault in rows if fault is None]
+        bad += [row for row in rows if isinstance(row, BadRecord)]
+        good = [row for row in rows if not isinstance(row, BadRecord)]
         if good:
             pixels = torch.stack([pixels for _, pixels in good]).to(accelerator.device)
             with autocast(precision, accelerator.device):

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,17 +10,18 @@ from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ..data import BadRecord, PackedRecords, Record, data_digest, open_data
-from ..data.dataset import UNREADABLE, Batch, CaptionDataset, Collate, unreadable
+from ..data import BadRecord, PackedRecords, data_digest, open_data
+from ..data.dataset import Batch, CaptionDataset, Collate
+from ..data.sharegpt4v import printable
 from ..errors import UserError
 from ..files import explain_full_disk
 from ..objectives import check_components
 from ..retrieval import encode_images, encode_texts, recall_at_k
 from .batches import GlobalBatches
-from .check import BAD_RECORDS, append_bad, check_data, check_share, look_for_images, printable, report_bad
+from .check import BAD_RECORDS, append_bad, check_data, check_share, look_for_images, report_bad
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .features import CachedImages, cached_images
+from .features import cached_images
 from .folder import NOT_FINITE, RunFolder
 from .plan import PROBE, print_plan
 from .schedule import learning_rate
@@ -74,9 +74,9 @@ class _Run:
         self.records = PackedRecords(records)
         self.missing = look_for_images(self.records, self.images, config.max_bad)
         self.backbone = prepare_backbone(config)
-        self.embed_dim = self.backbone.config["model_cfg"]["embed_dim"]
         if self.recipe.has_short and self.recipe.components:
-            check_components(self.recipe.components, config.batch, self.embed_dim)
+            embed_dim = self.backbone.config["model_cfg"]["embed_dim"]
+            check_components(self.recipe.components, config.batch, embed_dim)
         self.settings = config.settings() | {
             "precision": self.precision,
             "data_sha256": data_digest(config.data, captions),
@@ -272,12 +272,15 @@ class _Run:
     def _encode_held_out(self) -> tuple[torch.Tensor, torch.Tensor, list[BadRecord]]:
         device, batch_size = self.accelerator.device, min(64, self.config.batch)
         with autocast(self.precision, device):
-            if isinstance(self.images, CachedImages):
-                image, good, bad = _image_features(self.held_out, self.images)
-            else:
-                image, good, bad = encode_images(
-                    self.backbone, self.held_out, self.images, batch_size, device, progress=False
-                )
+            image, good, bad = encode_images(
+                self.backbone,
+                self.held_out,
+                self.images,
+                batch_size,
+                device,
+                progress=False,
+                read=self.dataset.preprocess,
+            )
             captions = [self.held_out[index].caption for index in good]
             return image, encode_texts(self.backbone, captions, batch_size, device, progress=False), bad
 
@@ -312,18 +315,3 @@ class _Run:
 
 def _as_it_is(features: torch.Tensor) -> torch.Tensor:
     return features
-
-
-def _image_features(records: Sequence[Record], images: CachedImages) -> tuple[torch.Tensor, list[int], list[BadRecord]]:
-    """As `retrieval.encode_images`, from the cache."""
-    features, good, bad = [], [], []
-    for index, record in enumerate(records):
-        try:
-            features.append(images.open(record.image))
-        except UNREADABLE as error:
-            bad.append(unreadable(record, error))
-        else:
-            good.append(index)
-    if not features:
-        raise UserError(f"None of the {len(records)} held-out images can be read; the first: {bad[0].detail}.")
-    return torch.stack(features), good, bad

@@ -18,8 +18,7 @@ _BUCKET = 25_000_000  # numbers in a message between processes
 
 def encode(backbone: Backbone, batch: Batch) -> torch.Tensor:
     """[batch, 1 + captions, embed_dim]: the features of each sample's image and of its captions."""
-    # Features of a frozen image tower come as they are.
-    image = batch.images if batch.images.ndim == 2 else backbone.encode_image(batch.images)
+    image = backbone.encode_image(batch.images)
     texts = backbone.encode_text(batch.tokens).unflatten(0, (-1, len(batch)))
     return torch.stack([image.to(texts.dtype), *texts], dim=1)
 
@@ -176,7 +175,7 @@ class Optimizer:
             for key, value in self.adamw.state.get(parameter, {}).items()
         }
         scaler = self.scaler.state_dict() if self.scaler else {}
-        return state | {f"{_SCALER}{key}": torch.tensor(value, dtype=torch.float64) for key, value in scaler.items()}
+        return state | {f"{_SCALER}{key}": torch.tensor(value) for key, value in scaler.items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.named.items():
@@ -184,8 +183,4 @@ class Optimizer:
             if keys:
                 self.adamw.state[parameter] = {key: state[f"{name}/{key}"].to(parameter.device) for key in keys}
         if self.scaler:
-            scaler = {key: state[_SCALER + key].item() for key in self.scaler.state_dict()}
-            scaler["growth_interval"], scaler["_growth_tracker"] = (
-                int(scaler[key]) for key in ("growth_interval", "_growth_tracker")
-            )
-            self.scaler.load_state_dict(scaler)
+            self.scaler.load_state_dict({key: state[_SCALER + key].item() for key in self.scaler.state_dict()})

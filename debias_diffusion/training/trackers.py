@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from ..errors import UserError
+from ..errors import UserError, reason
 from .config import TrainConfig
 
 PROJECT = "debias-diffusion"
@@ -49,8 +49,7 @@ def tracked(accelerator: Accelerator, config: TrainConfig, settings: dict) -> It
     try:
         accelerator.init_trackers(PROJECT, config=plain, init_kwargs={"wandb": wandb})
     except Exception as error:  # whatever a library makes of a missing login or network
-        reason = str(error).splitlines()[0]
-        raise UserError(f"The trackers {', '.join(names)} could not be started: {reason}") from error
+        raise UserError(f"The trackers {', '.join(names)} could not be started: {reason(error)}.") from error
     try:
         yield
     finally:
