@@ -1,5 +1,8 @@
 import hashlib
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,6 +110,36 @@ def test_when_asked_to_stop_what_was_computed_is_kept(world):
     images, _ = cached_images(backbone, records, source, folder, CPU, "fp32", 2, 0, lambda: next(asked))
     assert len(images.cache) == 4
     assert len(fill(world)[0].cache) == 9
+
+
+class OneOfTwo:
+    """What `cached_images` asks of accelerate, for one of two processes played by threads."""
+
+    num_processes, device = 2, torch.device("cpu")
+
+    def __init__(self, process_index: int, meeting: threading.Barrier):
+        self.process_index, self.is_main_process = process_index, process_index == 0
+        self.wait_for_everyone = meeting.wait
+
+
+def test_a_slow_process_shares_the_same_list_as_a_fast_one(world, monkeypatch):
+    backbone, records, source, folder = world
+    late = iter([0, 1])  # seconds: the second reads the cache when the first could long have filled its share
+
+    def slow_key(*inputs):
+        time.sleep(next(late))
+        return cache_key(*inputs)
+
+    monkeypatch.setattr("debias_diffusion.training.features.cache_key", slow_key)
+    monkeypatch.setattr("debias_diffusion.training.features.gather_object", lambda bad: bad)
+    meeting = threading.Barrier(2, timeout=60)
+    with ThreadPoolExecutor(2) as threads:
+        runs = [
+            threads.submit(cached_images, backbone, records, source, folder, OneOfTwo(index, meeting), "fp32", 4, 0)
+            for index in range(2)
+        ]
+        caches = [run.result()[0].cache for run in runs]
+    assert [len(cache) for cache in caches] == [9, 9]
 
 
 def test_a_changed_image_has_no_old_features(world):

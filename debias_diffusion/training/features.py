@@ -90,8 +90,10 @@ class FeatureCache:
         return torch.from_numpy(self._parts[part][row - start].copy())
 
     def writer(self, process: int) -> "FeatureWriter":
+        """For `process` alone; the first one also says in words what the folder's name stands for."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / "key.json", self.key)
+        if process == 0:
+            write_json(self.folder / "key.json", self.key)
         return FeatureWriter(self.folder / f"features-{process:04d}", self.dim)
 
 
@@ -187,6 +189,8 @@ def cached_images(
     dataset = _Missing(records, missing, images, backbone.read_pixels)
     loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
     cache.folder.mkdir(parents=True, exist_ok=True)
+    # Each process takes its share of the same list, so none may add to the cache before all have read it.
+    accelerator.wait_for_everyone()
     taken = f"Another run is filling {str(cache.folder)!r}. Wait for it, or give another --feature-cache."
     with held(cache.folder, taken) if accelerator.is_main_process else nullcontext():
         bad = _fill(backbone, loader, cache, accelerator, precision, stop)
