@@ -1,5 +1,6 @@
 """The encoder in and out of the formats that people load."""
 
+from .stretch import stretch_text_encoder
 from .transformers_folder import (
     export_text_encoder,
     import_text_encoder,
@@ -7,4 +8,4 @@ from .transformers_folder import (
     to_transformers,
 )
 
-__all__ = ["export_text_encoder", "import_text_encoder", "load_text_encoder", "to_transformers"]
+__all__ = ["export_text_encoder", "import_text_encoder", "load_text_encoder", "stretch_text_encoder", "to_transformers"]

@@ -1,0 +1,170 @@
+"""A stretched encoder is an ordinary one, costs next to no memory, and leaves the one it came from alone."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny_clip import byte_tokenizer
+from tiny_sdxl import text_encoder, text_encoder_2
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from debias_diffusion import stretch_positions
+from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import stretch_text_encoder
+from debias_diffusion.tokens import clip_tokenizer
+
+OLD = torch.tensor([[*range(20), *range(20, 248, 4)]])  # where the 77 old positions are in the new table
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return clip_tokenizer(77, pad_token="!")
+
+
+@pytest.fixture(params=[text_encoder, text_encoder_2], ids=["plain", "projection"])
+def encoder(request):
+    return request.param()
+
+
+def outputs(encoder, ids, **arguments):
+    with torch.inference_mode():
+        found = encoder(ids, output_hidden_states=True, **arguments)
+    return [*found.hidden_states, found.last_hidden_state, getattr(found, "text_embeds", found.last_hidden_state)]
+
+
+def captions(tokenizer):
+    texts = ["A cat sits on a mat.", "A red house stands behind two green trees. " * 20]
+    return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
+
+
+def table_of(encoder):
+    return next(weight for name, weight in encoder.named_parameters() if name.endswith("position_embedding.weight"))
+
+
+def test_at_the_old_positions_it_is_the_old_encoder_bit_for_bit(encoder, tokenizer):
+    stretched, longer = stretch_text_encoder(encoder, tokenizer)
+    assert type(stretched) is type(encoder) and stretched.config.max_position_embeddings == 248
+    ids = captions(tokenizer)
+    assert OLD.shape == (1, 77) and ids.shape == (2, 77)
+    for ours, theirs in zip(outputs(stretched, ids, position_ids=OLD), outputs(encoder, ids), strict=True):
+        assert torch.equal(ours, theirs)
+    # At its own positions it is not; and it reads all 248.
+    assert not torch.equal(outputs(stretched, ids)[-1], outputs(encoder, ids)[-1])
+    long = captions(longer)
+    assert long.shape == (2, 248) and torch.isfinite(outputs(stretched, long)[-1]).all()
+    assert torch.equal(table_of(stretched), stretch_positions(table_of(encoder)))
+
+
+def test_it_shares_all_other_weights(encoder, tokenizer):
+    stretched, _ = stretch_text_encoder(encoder, tokenizer)
+    theirs, ours = dict(encoder.named_parameters()), dict(stretched.named_parameters())
+    assert theirs.keys() == ours.keys() and stretched.state_dict().keys() == encoder.state_dict().keys()
+    apart = [name for name in ours if ours[name].data_ptr() != theirs[name].data_ptr()]
+    assert len(apart) == 1 and apart[0].endswith("position_embedding.weight")
+    assert not any(tensor.is_meta for tensor in (*stretched.parameters(), *stretched.buffers()))
+
+
+def test_no_second_copy_is_made(tokenizer):
+    # Every tensor alive that is not a view of another's memory.
+    def tensor_bytes():
+        gc.collect()
+        storages = [item.untyped_storage() for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr()}.values())
+
+    encoder = text_encoder_2()
+    before = tensor_bytes()
+    stretched, _ = stretch_text_encoder(encoder, tokenizer)
+    table = 248 * stretched.config.hidden_size * 4
+    assert table <= tensor_bytes() - before <= table + 248 * 8 + 1000  # and the position ids
+    assert sum(weight.nbytes for weight in encoder.parameters()) > 50 * table
+
+
+def test_the_original_is_left_alone(encoder, tokenizer):
+    before, config = copy.deepcopy(encoder.state_dict()), encoder.config.to_dict()
+    stretched, longer = stretch_text_encoder(encoder, tokenizer)
+    stretched.to(torch.float16)
+    assert encoder.config.to_dict() == config and tokenizer.model_max_length == 77
+    assert longer is not tokenizer and longer.model_max_length == 248
+    assert longer("a cat on a mat").input_ids == tokenizer("a cat on a mat").input_ids
+    assert longer.pad_token == tokenizer.pad_token == "!"
+    after = encoder.state_dict()
+    assert after.keys() == before.keys()
+    for name, weight in before.items():
+        assert after[name].dtype == weight.dtype and torch.equal(after[name], weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtype_mode_and_gradients_are_kept(encoder, tokenizer, dtype):
+    encoder.to(dtype).train()
+    table_of(encoder).requires_grad_(False)
+    stretched, _ = stretch_text_encoder(encoder, tokenizer)
+    assert stretched.training and not stretch_text_encoder(encoder.eval(), tokenizer)[0].training
+    assert {weight.dtype for weight in stretched.parameters()} == {dtype} and stretched.dtype == dtype
+    frozen = [name for name, weight in stretched.named_parameters() if not weight.requires_grad]
+    assert len(frozen) == 1 and frozen[0].endswith("position_embedding.weight")
+
+
+def test_it_is_saved_and_loaded_like_any_other(encoder, tokenizer, tmp_path):
+    stretched, longer = stretch_text_encoder(encoder, tokenizer)
+    stretched.save_pretrained(tmp_path / "text_encoder")
+    longer.save_pretrained(tmp_path / "tokenizer")
+    loaded = type(encoder).from_pretrained(tmp_path / "text_encoder").eval()
+    reloaded = CLIPTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert reloaded.model_max_length == loaded.config.max_position_embeddings == 248
+    ids = captions(reloaded)
+    assert torch.equal(ids, captions(longer))
+    for ours, theirs in zip(outputs(loaded, ids), outputs(stretched, ids), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_other_windows(tokenizer):
+    short = text_encoder(window=64)
+    stretched, longer = stretch_text_encoder(short, tokenizer, keep=0, factor=2)
+    assert table_of(stretched).shape[0] == stretched.config.max_position_embeddings == longer.model_max_length == 128
+    with pytest.raises(ValueError, match=r"keep must be in \[0, 62\].*got 70"):
+        stretch_text_encoder(short, tokenizer, keep=70)
+
+
+def test_words_added_to_the_vocabulary_are_kept():
+    tokenizer = byte_tokenizer(77)
+    config = CLIPTextConfig(
+        vocab_size=514, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=512, eos_token_id=513, pad_token_id=513,
+    )  # fmt: skip
+    encoder = CLIPTextModel(config).eval()
+    tokenizer.add_tokens("<toy>")
+    encoder.resize_token_embeddings(len(tokenizer))
+    stretched, longer = stretch_text_encoder(encoder, tokenizer)
+    ids = longer("<toy>", return_tensors="pt").input_ids
+    assert ids.tolist() == [[512, 514, 513]]
+    assert torch.equal(outputs(stretched, ids)[-1], outputs(encoder, ids)[-1])  # within the 20 kept positions
+
+
+def test_what_cannot_be_stretched_is_named(tokenizer):
+    encoder = text_encoder()
+    longer = stretch_text_encoder(encoder, tokenizer)
+    with pytest.raises(UserError, match="has 248 positions already.*Use it as it is"):
+        stretch_text_encoder(*longer)
+    with pytest.raises(UserError, match="A Linear cannot be stretched"):
+        stretch_text_encoder(torch.nn.Linear(2, 2), tokenizer)
+    with torch.device("meta"):
+        empty = CLIPTextModelWithProjection(encoder.config)
+    with pytest.raises(UserError, match="has no weights"):
+        stretch_text_encoder(empty, tokenizer)
+    narrow = text_encoder().to(torch.float8_e4m3fn)
+    with pytest.raises(UserError, match="is quantised. Stretch the original"):
+        stretch_text_encoder(narrow, tokenizer)
+    encoder.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UserError, match="q_proj.*LoRA.*before they are added"):
+        stretch_text_encoder(encoder, tokenizer)
+
+
+def test_an_encoder_that_is_offloaded_is_refused(tokenizer):
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    encoder = text_encoder()
+    add_hook_to_module(encoder, ModelHook())
+    with pytest.raises(UserError, match="offloaded.*before you turn that on"):
+        stretch_text_encoder(encoder, tokenizer)
