@@ -1,17 +1,22 @@
-"""SDXL prompts of any length: tokens cut into windows, and the windows' states joined as if they were one."""
+"""Prompts of any length for diffusers' SDXL and Stable Diffusion 1.5 pipelines."""
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.loaders import StableDiffusionXLLoraLoaderMixin, TextualInversionLoaderMixin
+from diffusers.loaders import (
+    StableDiffusionLoraLoaderMixin,
+    StableDiffusionXLLoraLoaderMixin,
+    TextualInversionLoaderMixin,
+)
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .weighting import parse_weights
+from .windows import Cut, Tokens, join_windows, positions_for, rate_cuts, split_windows, weigh
 
 try:
     from diffusers.utils.torch_utils import get_module_execution_device
@@ -19,26 +24,12 @@ except ImportError:  # older diffusers run both encoders on the pipeline's one d
     get_module_execution_device = None
 
 
-class Cut(IntEnum):
-    """How good it is to end a window after a token."""
+class LongPromptOptions(NamedTuple):
+    """See `set_long_prompt`."""
 
-    NEVER = 0  # inside the vectors of one textual inversion
-    TOKEN = 1
-    WORD = 2
-    COMMA = 3
-    SENTENCE = 4
-
-
-class Tokens(NamedTuple):
-    """One text as one encoder reads it.
-
-    Attributes:
-        ids: the text's tokens, without BOS and EOS.
-        cuts: for each token, how good it is to end a window after it.
-    """
-
-    ids: list[int]
-    cuts: list[Cut]
+    negative_clip_skip: bool = False
+    strict: bool = False
+    weighting: bool = False
 
 
 class PromptLayout(NamedTuple):
@@ -55,112 +46,183 @@ class PromptLayout(NamedTuple):
     windows: tuple[int, ...]
 
 
-def positions_for(n_tokens: int, windows: list[int]) -> int:
-    """The length of the embeddings that hold `n_tokens` tokens, BOS and EOS.
+class LongPromptMixin:
+    """What the pipelines of both families share: from texts to the states of each text encoder."""
 
-    As many whole windows of the shortest kind as are needed, as long as they fit the longest window; else that window,
-    or as many of it as are needed. For windows of 77 and 248 that is 77, 152, 227, 248, 494, 740, ...; for two windows
-    of 248 it begins at 248.
+    _long_prompt = LongPromptOptions()
 
-    Args:
-        n_tokens: of the longest text, without BOS and EOS.
-        windows: positions of each text encoder, BOS and EOS included.
-    """
+    def set_long_prompt(self, *, negative_clip_skip: bool = False, strict: bool = False, weighting: bool = False):
+        """Sets how long prompts are read; what is not named returns to its default.
 
-    def whole(window: int) -> int:
-        return 2 + (window - 2) * max(1, math.ceil(n_tokens / (window - 2)))
+        Args:
+            negative_clip_skip: the negative prompt follows `clip_skip` too. In diffusers it never does.
+            strict: a prompt for which an encoder needs a second window raises a ValueError.
+            weighting: `(word:1.3)`, `word++`, `[word]` and BREAK mean what they do in A1111's interface and compel, see
+                `parse_weights`; the weights move a token's states away from those of the empty prompt, as in ComfyUI.
 
-    positions = whole(min(windows))
-    return positions if positions <= max(windows) else whole(max(windows))
+        Returns:
+            the pipeline itself
+        """
+        self._long_prompt = LongPromptOptions(negative_clip_skip, strict, weighting)
+        return self
+
+    def to_json_string(self) -> str:
+        """The pipeline's configuration under the name of diffusers' class, so that a saved folder loads with both."""
+        config = json.loads(super().to_json_string())
+        config["_class_name"] = next(
+            cls.__name__
+            for cls in type(self).__mro__
+            if issubclass(cls, DiffusionPipeline) and cls.__module__.partition(".")[0] == "diffusers"
+        )
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+    def _text_encoders(self) -> list[tuple[PreTrainedTokenizerBase, PreTrainedModel]]:
+        """The pipeline's text encoders, each with its tokenizer."""
+        raise NotImplementedError
+
+    def _states(
+        self, encoder: PreTrainedModel, ids: torch.Tensor, clip_skip: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """States [rows, window, width] as the UNet knows them, and pooled embeddings [rows, width], if it reads any."""
+        raise NotImplementedError
+
+    def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
+        windows = tuple(
+            max(len(split_windows(text, _window(encoder, positions) - 2)) for text in batch)
+            for (_, encoder), batch in zip(self._text_encoders(), texts, strict=False)
+        )
+        return PromptLayout(_longest(texts), positions, windows)
+
+    def _tokenize(self, *texts: str | list[str] | None, batch_size: int | None = None) -> list[list[Tokens]]:
+        """[encoders][batch] tokens of each encoder's text, which is the first one if it has none of its own.
+
+        A single text stands for the whole batch.
+        """
+        first = texts[0]
+        if batch_size is None:
+            batch_size = 1 if isinstance(first, str) else len(first)
+        tokens = []
+        for (tokenizer, _), own in zip(self._text_encoders(), texts, strict=False):
+            own = own or first
+            own = [own] * batch_size if isinstance(own, str) else list(own)
+            if len(own) != batch_size:
+                raise ValueError(f"prompts must have one batch size, got {batch_size} and {len(own)}: {own}")
+            tokens.append(self._tokens(own, tokenizer))
+        return tokens
+
+    def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+        added = tokenizer.added_tokens_encoder
+        # Only inversions of several vectors need converting, and converting warns of any text past the window.
+        converts = isinstance(self, TextualInversionLoaderMixin) and any(name.endswith("_1") for name in added)
+        tokens = []
+        for text in texts:
+            parts = parse_weights(text) if self._long_prompt.weighting else [[(text, 1.0)]]
+            if converts:
+                parts = [
+                    [(self.maybe_convert_prompt(run, tokenizer), weight) for run, weight in part] for part in parts
+                ]
+            tokens.append(_join_parts([_part_tokens(part, tokenizer) for part in parts]))
+        return tokens
+
+    def _shared_length(
+        self, prompts: list[list[Tokens]] | None, negatives: list[list[Tokens]] | None, *given: torch.Tensor | None
+    ) -> int | None:
+        """Positions for both prompts: those of embeddings passed in, else as many as the longest text needs."""
+        texts = (prompts or []) + (negatives or [])
+        fixed = next((embeds.shape[1] for embeds in given if embeds is not None), None)
+        if not texts:
+            return fixed
+        n_tokens = _longest(texts)
+        if fixed is None:
+            return positions_for(n_tokens, [_window(encoder) for _, encoder in self._text_encoders()])
+        if n_tokens + 2 > fixed:
+            raise ValueError(
+                f"a text of {n_tokens} tokens, BOS and EOS do not fit the {fixed} positions of the embeddings that were"
+                " passed in: encode prompt and negative prompt together, so that they share a length."
+            )
+        return fixed
+
+    def _check_strict(self, texts: list[list[Tokens]], positions: int) -> None:
+        if self._long_prompt.strict and max((layout := self._layout(texts, positions)).windows) > 1:
+            windows = [_window(encoder) for _, encoder in self._text_encoders()]
+            raise ValueError(
+                f"a text of {layout.tokens} tokens needs {' and '.join(map(str, layout.windows))} windows of the text"
+                f" encoders, which have {' and '.join(map(str, windows))} positions, and `strict` allows one: shorten"
+                " it, take an encoder with more positions, or call set_long_prompt(strict=False)."
+            )
+
+    def _encode(
+        self, texts: list[list[Tokens]], length: int, clip_skip: int | None, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Embeddings [batch, length, width of all encoders] and the last encoder's pooled [batch, pooled width]."""
+        self._check_strict(texts, length)
+        embeds, pooled = [], None
+        for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
+            states, pooled = self._encode_with(tokenizer, encoder, batch, length, clip_skip, device)
+            embeds.append(states)
+        return torch.concat(embeds, dim=-1), pooled
+
+    def _encode_with(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        encoder: PreTrainedModel,
+        texts: list[Tokens],
+        length: int,
+        clip_skip: int | None,
+        device: torch.device,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One encoder's states [batch, length, width] and, of each text's first window, its pooled embeddings."""
+        window = _window(encoder, length)
+        split = [split_windows(text, window - 2) for text in texts]  # [batch][windows] which tokens
+        rows = [[text.ids[at] for at in piece] for text, pieces in zip(texts, split, strict=True) for piece in pieces]
+        counts = [len(pieces) for pieces in split]
+        weights = [
+            [text.weights[at] for at in piece] for text, pieces in zip(texts, split, strict=True) for piece in pieces
+        ]
+        weighted = any(weight != 1 for row in weights for weight in row)
+        # One empty window lends its pads to all texts whose last window has too few of its own.
+        lacking = any(window + sum(map(len, pieces[:-1])) < length for pieces in split)
+        ids = _window_ids(rows + [[]] * (lacking or weighted), window, tokenizer)
+        inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
+        states, pooled = self._states(encoder, ids.to(inputs), clip_skip)
+        states, empty = states[: len(rows)].to(device), states[-1].to(device) if lacking or weighted else None
+        if weighted:
+            padded = [[1.0, *row] + [1.0] * (window - 1 - len(row)) for row in weights]
+            states = weigh(states, torch.tensor(padded), empty)
+        joined = [
+            join_windows(own, [len(piece) for piece in pieces], empty, length)
+            for own, pieces in zip(states.split(counts), split, strict=True)
+        ]
+        first_windows = list(itertools.accumulate([0, *counts[:-1]]))
+        return torch.stack(joined), None if pooled is None else pooled[first_windows]
+
+    @contextmanager
+    def _scaled_lora(self, scale: float | None) -> Iterator[None]:
+        """Scales the text encoders' LoRA layers, and gives them back exactly the scales they had."""
+        if scale is None or not isinstance(self, StableDiffusionXLLoraLoaderMixin | StableDiffusionLoraLoaderMixin):
+            yield
+            return
+        self._lora_scale = scale  # what diffusers' `lora_scale` reports
+        encoders = [self.text_encoder, getattr(self, "text_encoder_2", None)]
+        layers = [
+            module
+            for encoder in encoders
+            if encoder is not None
+            for module in encoder.modules()
+            if hasattr(module, "scale_layer") and hasattr(module, "scaling")  # PEFT's layers
+        ]
+        before = [dict(layer.scaling) for layer in layers]
+        try:
+            for layer in layers:
+                layer.scale_layer(scale)
+            yield
+        finally:
+            # Dividing by the scale would round, and cannot undo a scale of 0.
+            for layer, scaling in zip(layers, before, strict=True):
+                layer.scaling.update(scaling)
 
 
-def rate_cuts(text: str, spans: list[tuple[int, int]], names: list[str | None]) -> list[Cut]:
-    """How good it is to end a window after each token of a text.
-
-    Args:
-        text: what was tokenized.
-        spans: where in `text` each token starts and ends, in characters.
-        names: the content of each added token, None for the vocabulary's own.
-    """
-    cuts = []
-    for (_, end), (start, _), name, next_name in zip(spans, spans[1:], names, names[1:], strict=False):
-        gap = text[end:start]
-        # What ends a sentence or a clause may stand inside quotation marks or brackets: (like this.)
-        last = text[max(0, end - 8) : end].rstrip("\"'”’»)]}")[-1:] or " "
-        if next_name is not None and next_name == _next_vector(name):
-            cuts.append(Cut.NEVER)
-        elif start < end:  # both tokens are bytes of one character
-            cuts.append(Cut.TOKEN)
-        elif "\n" in gap or last in "。！？" or (gap and last in ".!?…"):
-            cuts.append(Cut.SENTENCE)
-        elif last in "，、；：" or (gap and last in ",;:"):
-            cuts.append(Cut.COMMA)
-        else:
-            cuts.append(Cut.WORD if gap else Cut.TOKEN)
-    return cuts + [Cut.SENTENCE] * (len(spans) > 0)
-
-
-def _next_vector(name: str | None) -> str | None:
-    """The token of a textual inversion that follows `name`: "<x>_1" after "<x>", "<x>_2" after "<x>_1"."""
-    if name is None:
-        return None
-    stem, _, number = name.rpartition("_")
-    return f"{stem}_{int(number) + 1}" if stem and number.isdecimal() else f"{name}_1"
-
-
-def split_windows(tokens: Tokens, slots: int) -> list[list[int]]:
-    """A text's ids in pieces of at most `slots`, each cut where it hurts least.
-
-    A cut leaves at most half of the window unused. Among the places that allows, the best kind wins (a sentence's end,
-    then a comma, a word, a token), and among equals the last. The vectors of one textual inversion stay together, also
-    where that leaves more unused; only one that has more vectors than there are slots is cut.
-
-    Returns:
-        at least one piece; an empty text is one empty piece.
-    """
-    pieces, start = [], 0
-    while len(tokens.ids) - start > slots:
-        end = _best_end(tokens.cuts, start, slots)
-        pieces.append(tokens.ids[start:end])
-        start = end
-    return [*pieces, tokens.ids[start:]]
-
-
-def _best_end(cuts: list[Cut], start: int, slots: int) -> int:
-    """Where a window that begins at token `start` ends, exclusive."""
-    half = start + slots - slots // 2
-
-    def goodness(end: int) -> tuple:
-        return cuts[end - 1] > Cut.NEVER, end >= half, cuts[end - 1], end
-
-    return max(range(start + 1, start + slots + 1), key=goodness)
-
-
-def join_windows(states: torch.Tensor, n_tokens: list[int], empty: torch.Tensor | None, length: int) -> torch.Tensor:
-    """The states of a text's windows as those of one long window.
-
-    BOS of the first window, every text token in order, EOS of the last window, then pads: the last window's own, and
-    when those run out the positions after BOS of an empty window, as often as needed. So token j of a text stands at
-    position 1 + j, whatever an encoder's window is, and two encoders' states belong together.
-
-    Args:
-        states: [windows, window, width], each `[BOS, text, EOS, pads]`.
-        n_tokens: [windows] text tokens in each.
-        empty: [window, width] states of `[BOS, EOS, pads]`; None if the last window's pads suffice.
-        length: positions wanted, at least the text's tokens and two.
-
-    Returns:
-        [length, width]
-    """
-    texts = [row[1 : 1 + n] for row, n in zip(states, n_tokens, strict=True)]
-    parts = [states[0, :1], *texts, states[-1, 1 + n_tokens[-1] :]]
-    missing = length - sum(len(part) for part in parts)
-    if missing > 0:
-        parts += [empty[1:]] * math.ceil(missing / len(empty[1:]))
-    return torch.cat(parts)[:length]
-
-
-class SDXLLongPromptMixin:
+class SDXLLongPromptMixin(LongPromptMixin):
     """Lets any SDXL pipeline of diffusers read prompts of any length. Put it first: `class X(Mixin, Pipeline)`.
 
     A prompt that fits the shorter window (77 tokens with BOS and EOS, for SDXL's own encoders) is encoded as diffusers
@@ -169,20 +231,6 @@ class SDXLLongPromptMixin:
     negative prompt and batch-mates share the longest length that one of them needs. An encoder whose window is shorter
     than that reads the text in several windows (`split_windows`, `join_windows`). Nothing is ever truncated.
     """
-
-    _negative_clip_skip = False
-
-    def set_long_prompt(self, *, negative_clip_skip: bool = False):
-        """Sets how long prompts are read; what is not named returns to its default.
-
-        Args:
-            negative_clip_skip: the negative prompt follows `clip_skip` too. In diffusers it never does.
-
-        Returns:
-            the pipeline itself
-        """
-        self._negative_clip_skip = negative_clip_skip
-        return self
 
     def encode_prompt(
         self,
@@ -225,7 +273,8 @@ class SDXLLongPromptMixin:
             shape. Pooled embeddings are those of the first window. Without guidance the negatives are what was passed.
 
         Raises:
-            ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in.
+            ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in; under
+                `strict`, a text that needs a second window.
         """
         device = device or self._execution_device
         guided = do_classifier_free_guidance
@@ -241,7 +290,7 @@ class SDXLLongPromptMixin:
                 prompt_embeds, pooled = self._encode(prompts, length, clip_skip, device)
                 pooled_prompt_embeds = pooled if pooled_prompt_embeds is None else pooled_prompt_embeds
             if negatives is not None:
-                negative_clip_skip = clip_skip if self._negative_clip_skip else None
+                negative_clip_skip = clip_skip if self._long_prompt.negative_clip_skip else None
                 negative_prompt_embeds, pooled = self._encode(negatives, length, negative_clip_skip, device)
                 if negative_pooled_prompt_embeds is None:
                     negative_pooled_prompt_embeds = pooled
@@ -272,22 +321,7 @@ class SDXLLongPromptMixin:
         negatives = None
         if do_classifier_free_guidance:
             negatives = self._tokenize_negative(negative_prompt, negative_prompt_2, len(prompts[0]))
-        positions = self._shared_length(prompts, negatives)
-        windows = []
-        for (_, encoder), texts in zip(self._text_encoders(), prompts, strict=False):
-            slots = min(encoder.config.max_position_embeddings, positions) - 2
-            windows.append(max(len(split_windows(text, slots)) for text in texts))
-        return PromptLayout(_longest(prompts), positions, tuple(windows))
-
-    def to_json_string(self) -> str:
-        """The pipeline's configuration under the name of diffusers' class, so that a saved folder loads with both."""
-        config = json.loads(super().to_json_string())
-        config["_class_name"] = next(
-            cls.__name__
-            for cls in type(self).__mro__
-            if issubclass(cls, DiffusionPipeline) and cls.__module__.partition(".")[0] == "diffusers"
-        )
-        return json.dumps(config, indent=2, sort_keys=True) + "\n"
+        return self._layout(prompts, self._shared_length(prompts, negatives))
 
     def _text_encoders(self) -> list[tuple[PreTrainedTokenizerBase, PreTrainedModel]]:
         """The pipeline's one or two text encoders, each with its tokenizer."""
@@ -305,103 +339,155 @@ class SDXLLongPromptMixin:
         """Like `_tokenize`; None if the negative prompt is to be zeros."""
         if negative is None and self.config.force_zeros_for_empty_prompt:
             return None
-        return self._tokenize(negative or "", negative_2, batch_size)
+        return self._tokenize(negative or "", negative_2, batch_size=batch_size)
 
-    def _tokenize(
-        self, text: str | list[str], text_2: str | list[str] | None, batch_size: int | None = None
-    ) -> list[list[Tokens]]:
-        """[encoders][batch] tokens; a single text stands for the whole batch."""
-        if batch_size is None:
-            batch_size = 1 if isinstance(text, str) else len(text)
-        tokens = []
-        for (tokenizer, _), texts in zip(self._text_encoders(), (text, text_2 or text), strict=False):
-            texts = [texts] * batch_size if isinstance(texts, str) else list(texts)
-            if len(texts) != batch_size:
-                raise ValueError(f"prompts must have one batch size, got {batch_size} and {len(texts)}: {texts}")
-            tokens.append(self._tokens(texts, tokenizer))
-        return tokens
+    def _states(self, encoder, ids, clip_skip):
+        output = encoder(ids, output_hidden_states=True)
+        # "2": SDXL was trained on the penultimate layer.
+        return output.hidden_states[-2 - (clip_skip or 0)], getattr(output, "text_embeds", None)
 
-    def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-        added = tokenizer.added_tokens_encoder
-        # Only inversions of several vectors need converting, and converting warns of any text past the window.
-        if isinstance(self, TextualInversionLoaderMixin) and any(name.endswith("_1") for name in added):
-            texts = self.maybe_convert_prompt(texts, tokenizer)
-        # verbose=False: the warning that a text exceeds the model's window does not hold here
-        batch = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        tokens = []
-        for text, ids, spans in zip(texts, batch["input_ids"], batch["offset_mapping"], strict=True):
-            names = [name if name in added else None for name in tokenizer.convert_ids_to_tokens(ids)]
-            tokens.append(Tokens(ids, rate_cuts(text, spans, names)))
-        return tokens
 
-    def _shared_length(
-        self, prompts: list[list[Tokens]] | None, negatives: list[list[Tokens]] | None, *given: torch.Tensor | None
-    ) -> int | None:
-        """Positions for both prompts: those of embeddings passed in, else as many as the longest text needs."""
-        texts = (prompts or []) + (negatives or [])
-        fixed = next((embeds.shape[1] for embeds in given if embeds is not None), None)
-        if not texts:
-            return fixed
-        n_tokens = _longest(texts)
-        if fixed is None:
-            windows = [encoder.config.max_position_embeddings for _, encoder in self._text_encoders()]
-            return positions_for(n_tokens, windows)
-        if n_tokens + 2 > fixed:
-            raise ValueError(
-                f"a text of {n_tokens} tokens, BOS and EOS do not fit the {fixed} positions of the embeddings that were"
-                " passed in: encode prompt and negative prompt together, so that they share a length."
+class SDLongPromptMixin(LongPromptMixin):
+    """Lets any Stable Diffusion 1.x pipeline of diffusers read prompts of any length, as `SDXLLongPromptMixin` does.
+
+    Put it first: `class X(Mixin, Pipeline)`. Such a pipeline has one text encoder, whose last layer it reads.
+    """
+
+    def encode_prompt(
+        self,
+        prompt: str | list[str] | None,
+        device: torch.device | None,
+        num_images_per_prompt: int,
+        do_classifier_free_guidance: bool,
+        negative_prompt: str | list[str] | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        lora_scale: float | None = None,
+        clip_skip: int | None = None,
+    ):
+        """Prompts as the UNet reads them. Arguments and results are those of diffusers' method of this name.
+
+        Args:
+            prompt: what to draw, one text or a batch; None if `prompt_embeds` is given.
+            device: where the results go; the pipeline's device if None.
+            num_images_per_prompt: each row is repeated this often.
+            do_classifier_free_guidance: if False, the negative prompt is not used and not counted.
+            negative_prompt: what not to draw; "" if None.
+            prompt_embeds: [batch, positions, width] made earlier, instead of `prompt`. Fixes the length.
+            negative_prompt_embeds: likewise for the negative prompt.
+            lora_scale: LoRA layers of the text encoder are scaled by this during the call.
+            clip_skip: how many layers before the last one to stop; the final norm is applied all the same.
+
+        Returns:
+            prompt_embeds [batch * num_images_per_prompt, positions, width] and negative_prompt_embeds of that shape.
+            Without guidance the latter are what was passed.
+
+        Raises:
+            ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in; under
+                `strict`, a text that needs a second window.
+        """
+        device = device or self._execution_device
+        guided = do_classifier_free_guidance
+        prompts = None if prompt_embeds is not None else self._tokenize(prompt)
+        batch_size = prompt_embeds.shape[0] if prompts is None else len(prompts[0])
+        negatives = None
+        if guided and negative_prompt_embeds is None:
+            negatives = self._tokenize(negative_prompt or "", batch_size=batch_size)
+        length = self._shared_length(prompts, negatives, prompt_embeds, negative_prompt_embeds if guided else None)
+
+        with self._scaled_lora(lora_scale):
+            if prompts is not None:
+                prompt_embeds, _ = self._encode(prompts, length, clip_skip, device)
+            if negatives is not None:
+                negative_clip_skip = clip_skip if self._long_prompt.negative_clip_skip else None
+                negative_prompt_embeds, _ = self._encode(negatives, length, negative_clip_skip, device)
+
+        dtype = self.unet.dtype if self.text_encoder is None else self.text_encoder.dtype
+        prompt_embeds = _repeat(prompt_embeds.to(dtype=dtype, device=device), num_images_per_prompt)
+        if guided:
+            negative_prompt_embeds = _repeat(
+                negative_prompt_embeds.to(dtype=dtype, device=device), num_images_per_prompt
             )
-        return fixed
+        return prompt_embeds, negative_prompt_embeds
 
-    def _encode(
-        self, texts: list[list[Tokens]], length: int, clip_skip: int | None, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings [batch, length, width of both encoders] and the second encoder's pooled [batch, pooled width]."""
-        embeds = []
-        for (tokenizer, encoder), tokens in zip(self._text_encoders(), texts, strict=False):
-            window = min(encoder.config.max_position_embeddings, length)
-            split = [split_windows(text, window - 2) for text in tokens]  # [batch][windows] ids
-            rows = [piece for pieces in split for piece in pieces]
-            # One empty window lends its pads to all texts whose last window has too few of its own.
-            lacking = any(window + sum(map(len, pieces[:-1])) < length for pieces in split)
-            ids = _window_ids(rows + [[]] * lacking, window, tokenizer)
-            inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
-            output = encoder(ids.to(inputs), output_hidden_states=True)
-            # "2": SDXL was trained on the penultimate layer.
-            states = output.hidden_states[-2 - (clip_skip or 0)].to(device)
-            counts = [len(pieces) for pieces in split]
-            joined = [
-                join_windows(own, [len(piece) for piece in pieces], states[-1] if lacking else None, length)
-                for own, pieces in zip(states[: len(rows)].split(counts), split, strict=True)
-            ]
-            embeds.append(torch.stack(joined))
-        # `output` and `counts` are now the second encoder's, the one whose pooled embedding SDXL uses.
-        first_windows = list(itertools.accumulate([0, *counts[:-1]]))
-        return torch.concat(embeds, dim=-1), output.text_embeds[first_windows]
+    def prompt_layout(
+        self,
+        prompt: str | list[str],
+        negative_prompt: str | list[str] | None = None,
+        do_classifier_free_guidance: bool = True,
+    ) -> PromptLayout:
+        """How `encode_prompt` reads these prompts, without running the text encoder."""
+        prompts = self._tokenize(prompt)
+        negatives = None
+        if do_classifier_free_guidance:
+            negatives = self._tokenize(negative_prompt or "", batch_size=len(prompts[0]))
+        return self._layout(prompts, self._shared_length(prompts, negatives))
 
-    @contextmanager
-    def _scaled_lora(self, scale: float | None) -> Iterator[None]:
-        """Scales the text encoders' LoRA layers, and gives them back exactly the scales they had."""
-        if scale is None or not isinstance(self, StableDiffusionXLLoraLoaderMixin):
-            yield
-            return
-        self._lora_scale = scale  # what diffusers' `lora_scale` reports
-        encoders = [encoder for encoder in (self.text_encoder, self.text_encoder_2) if encoder is not None]
-        layers = [
-            module
-            for encoder in encoders
-            for module in encoder.modules()
-            if hasattr(module, "scale_layer") and hasattr(module, "scaling")  # PEFT's layers
-        ]
-        before = [dict(layer.scaling) for layer in layers]
-        try:
-            for layer in layers:
-                layer.scale_layer(scale)
-            yield
-        finally:
-            # Dividing by the scale would round, and cannot undo a scale of 0.
-            for layer, scaling in zip(layers, before, strict=True):
-                layer.scaling.update(scaling)
+    def _text_encoders(self):
+        if self.text_encoder is None:
+            raise ValueError(
+                "`text_encoder` is None, so no prompt can be encoded: pass `prompt_embeds` (and"
+                " `negative_prompt_embeds`, with guidance)."
+            )
+        return [(self.tokenizer, self.text_encoder)]
+
+    def _states(self, encoder, ids, clip_skip):
+        with _last_layer_is(encoder, clip_skip or 0):
+            return encoder(ids)[0], None
+
+
+@contextmanager
+def _last_layer_is(encoder: PreTrainedModel, skipped: int) -> Iterator[None]:
+    """Within, the encoder's final norm reads the states of `skipped` layers before the last one.
+
+    Through hooks, because offloaded encoders work through `forward` only.
+    """
+    if not skipped:
+        yield
+        return
+    model = getattr(encoder, "text_model", encoder)  # transformers 5 has no such part
+    layers, states = model.encoder.layers, []
+    if not 0 < skipped < len(layers):
+        raise ValueError(f"`clip_skip` must be from 0 to {len(layers) - 1} for this text encoder, got {skipped}")
+
+    def keep(module, inputs, output):
+        states.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [
+        layers[-1 - skipped].register_forward_hook(keep),
+        model.final_layer_norm.register_forward_pre_hook(lambda module, inputs: (states.pop(), *inputs[1:])),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _part_tokens(runs: list[tuple[str, float]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """The tokens of runs of text and their weights, tokenized as one text."""
+    text = "".join(run for run, _ in runs)
+    # verbose=False: the warning that a text exceeds the model's window does not hold here
+    batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, spans = batch["input_ids"], batch["offset_mapping"]
+    added = tokenizer.added_tokens_encoder
+    names = [name if name in added else None for name in tokenizer.convert_ids_to_tokens(ids)]
+    of_characters = [weight for run, weight in runs for _ in run]
+    return Tokens(ids, rate_cuts(text, spans, names), [of_characters[start] for start, _ in spans])
+
+
+def _join_parts(parts: list[Tokens]) -> Tokens:
+    """The parts between BREAKs as one text; those without tokens are left out."""
+    parts = [part for part in parts if part.ids] or parts[:1]
+    for part in parts[:-1]:
+        part.cuts[-1] = Cut.BREAK
+    return Tokens(*(list(itertools.chain(*column)) for column in zip(*parts, strict=True)))
+
+
+def _window(encoder: PreTrainedModel, positions: int | None = None) -> int:
+    """How many positions an encoder reads at once, of as many as are wanted."""
+    window = encoder.config.max_position_embeddings
+    return window if positions is None else min(window, positions)
 
 
 def _longest(texts: list[list[Tokens]]) -> int:

@@ -1,6 +1,16 @@
-"""Stable Diffusion XL from text, with prompts of any length."""
+"""diffusers' Stable Diffusion XL pipelines, with prompts of any length.
 
-from diffusers import StableDiffusionXLPipeline
+Each loads from any SDXL folder, single file or other pipeline that its parent loads from, and saves what both load. A
+248-token encoder goes in as an ordinary component: `from_pretrained(base, text_encoder=..., tokenizer=...)`.
+"""
+
+from diffusers import (
+    StableDiffusionXLControlNetImg2ImgPipeline,
+    StableDiffusionXLControlNetPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLInpaintPipeline,
+    StableDiffusionXLPipeline,
+)
 
 from .long_prompt import SDXLLongPromptMixin
 
@@ -11,3 +21,21 @@ class StableDiffusionXLLongPromptPipeline(SDXLLongPromptMixin, StableDiffusionXL
     Loads from any SDXL folder, and from those that `save_pretrained` of either class wrote. A 248-token encoder goes in
     as an ordinary component: `from_pretrained(base, text_encoder=..., tokenizer=...)`.
     """
+
+
+class StableDiffusionXLLongPromptImg2ImgPipeline(SDXLLongPromptMixin, StableDiffusionXLImg2ImgPipeline):
+    """diffusers' `StableDiffusionXLImg2ImgPipeline`, with prompts of any length."""
+
+
+class StableDiffusionXLLongPromptInpaintPipeline(SDXLLongPromptMixin, StableDiffusionXLInpaintPipeline):
+    """diffusers' `StableDiffusionXLInpaintPipeline`, with prompts of any length."""
+
+
+class StableDiffusionXLLongPromptControlNetPipeline(SDXLLongPromptMixin, StableDiffusionXLControlNetPipeline):
+    """diffusers' `StableDiffusionXLControlNetPipeline`, with prompts of any length."""
+
+
+class StableDiffusionXLLongPromptControlNetImg2ImgPipeline(
+    SDXLLongPromptMixin, StableDiffusionXLControlNetImg2ImgPipeline
+):
+    """diffusers' `StableDiffusionXLControlNetImg2ImgPipeline`, with prompts of any length."""
