@@ -1,0 +1,100 @@
+"""`with_long_prompts`: pipelines that are already there, of classes without a long-prompt class of their own."""
+
+import gc
+
+import numpy as np
+import pytest
+import tiny_sdxl
+import torch
+from diffusers import (
+    DiffusionPipeline,
+    FluxPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPAGPipeline,
+    StableDiffusionXLPipeline,
+)
+
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, with_long_prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHORT = "a red cat on a blue sofa"
+LONG = "a red cat on a blue sofa, " * 16 + "under a large tree"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl"))
+
+
+def load(cls, base, **components):
+    pipe = cls.from_pretrained(base, add_watermarker=False, **components)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def draw(pipe, prompt, **kwargs):
+    generator = torch.Generator("cpu").manual_seed(0)
+    return pipe(prompt, generator=generator, num_inference_steps=2, output_type="np", **kwargs).images
+
+
+def test_models_are_shared_and_the_pipeline_given_stays_as_it_is(base):
+    pipe = load(StableDiffusionXLPipeline, base)
+    short = draw(pipe, SHORT)
+    long = with_long_prompts(pipe)
+    assert type(pipe) is StableDiffusionXLPipeline and isinstance(long, StableDiffusionXLPipeline)
+    assert all(long.components[name] is component for name, component in pipe.components.items())
+    assert np.array_equal(draw(long, SHORT), short)
+    own = load(StableDiffusionXLLongPromptPipeline, base)
+    assert np.array_equal(draw(long, LONG), draw(own, LONG))
+    assert pipe.encode_prompt(LONG)[0].shape[1] == 77
+    # Options and new components belong to one of the two only.
+    long.set_long_prompt(strict=True)
+    again = with_long_prompts(long)
+    with pytest.raises(ValueError, match="`strict` allows one"):
+        again.encode_prompt(LONG)
+    again.set_long_prompt()
+    with pytest.raises(ValueError, match="`strict` allows one"):
+        long.encode_prompt(LONG)
+    long.text_encoder = None
+    assert pipe.text_encoder is not None and pipe.config["text_encoder"] == ("transformers", "CLIPTextModel")
+
+
+def test_nothing_is_cast_or_copied(base):
+    pipe = load(StableDiffusionXLPipeline, base).to(torch.bfloat16)
+    pipe.unet.to(torch.float32)
+    gc.collect()
+    before = {id(object_) for object_ in gc.get_objects() if isinstance(object_, torch.nn.Parameter)}
+    long = with_long_prompts(pipe)
+    after = {id(object_) for object_ in gc.get_objects() if isinstance(object_, torch.nn.Parameter)}
+    assert after <= before
+    assert long.text_encoder.dtype == torch.bfloat16 and long.unet.dtype == torch.float32
+
+
+@pytest.mark.parametrize("cls", [StableDiffusionXLPAGPipeline, StableDiffusionXLImg2ImgPipeline])
+def test_other_classes(base, cls):
+    pipe = load(cls, base)
+    image = {"image": torch.zeros(1, 3, 64, 64), "strength": 0.9} if cls is StableDiffusionXLImg2ImgPipeline else {}
+    long = with_long_prompts(pipe)
+    assert type(long) is type(with_long_prompts(pipe)) and issubclass(type(long), cls)
+    assert np.array_equal(draw(long, SHORT, **image), draw(pipe, SHORT, **image))
+    assert not np.array_equal(draw(long, LONG, **image), draw(long, LONG.replace("tree", "house"), **image))
+
+
+def test_a_refiner_has_one_encoder(base):
+    pipe = load(StableDiffusionXLImg2ImgPipeline, base, text_encoder=None, tokenizer=None)
+    long = with_long_prompts(pipe)
+    assert all(map(torch.equal, long.encode_prompt(SHORT), pipe.encode_prompt(SHORT)))
+    assert long.encode_prompt(LONG)[0].shape == (1, 152, tiny_sdxl.WIDTH_2)
+
+
+def test_it_saves_and_loads_as_diffusers_class(base, tmp_path):
+    long = with_long_prompts(load(StableDiffusionXLPAGPipeline, base))
+    long.save_pretrained(tmp_path)
+    assert type(DiffusionPipeline.from_pretrained(tmp_path)) is StableDiffusionXLPAGPipeline
+
+
+def test_what_encodes_otherwise_is_refused_by_name():
+    with pytest.raises(ValueError, match="FluxPipeline does not encode prompts as SDXL .* takes prompt, prompt_2"):
+        with_long_prompts(FluxPipeline.__new__(FluxPipeline))
+    with pytest.raises(ValueError, match="DiffusionPipeline does not encode .* is missing"):
+        with_long_prompts(DiffusionPipeline())

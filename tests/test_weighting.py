@@ -1,0 +1,223 @@
+"""Prompt weights: the syntax, and what they do to embeddings."""
+
+import math
+
+import pytest
+import tiny_sdxl
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, parse_weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rounded(prompt):
+    return [[(text, round(weight, 6)) for text, weight in part] for part in parse_weights(prompt)]
+
+
+PLAIN = {
+    "no syntax": ("a red cat, on a sofa.", "a red cat, on a sofa."),
+    "hyphens": ("state-of-the-art well-known", "state-of-the-art well-known"),
+    "dashes": ("a cat - red -- on a sofa – here", "a cat - red -- on a sofa – here"),
+    "plus alone": ("a + b ++ c", "a + b ++ c"),
+    "plus inside": ("a+b 1+1", "a+b 1+1"),
+    "never opened": ("a cat) on] a :1.3) sofa", "a cat) on] a :1.3) sofa"),
+    "escaped brackets": (r"a \(red\) \[cat\]", "a (red) [cat]"),
+    "escaped signs": (r"C\+\+ and well\-\-", "C++ and well--"),
+    "escaped backslash": (r"a \\ b \d", r"a \ b \d"),
+    "colon and number": ("at 10:30, 4:3", "at 10:30, 4:3"),
+    "break in a word": ("BREAKFAST break OUTBREAK", "BREAKFAST break OUTBREAK"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "text"), PLAIN.values(), ids=PLAIN)
+def test_what_is_text(prompt, text):
+    assert parse_weights(prompt) == [[(text, 1.0)]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "runs"),
+    [
+        ("a (red) cat", [("a ", 1), ("red", 1.1), (" cat", 1)]),
+        ("((red))", [("red", 1.21)]),
+        ("[red]", [("red", 1 / 1.1)]),
+        ("([red])", [("red", 1)]),
+        ("(red cat:1.3) on", [("red cat", 1.3), (" on", 1)]),
+        ("(red:.5)(cat: -2 )", [("red", 0.5), ("cat", -2)]),
+        ("(a (red:2) cat:1.5)", [("a ", 1.5), ("red", 3), (" cat", 1.5)]),
+        ("(a:b:1.2)", [("a:b", 1.2)]),
+        ("(10:30)", [("10", 30)]),  # as A1111 reads it
+        ("[red:1.3]", [("red:1.3", 1 / 1.1)]),  # only round brackets take a number
+        ("cat+", [("cat", 1.1)]),
+        ("a cat++, here", [("a ", 1), ("cat", 1.21), (", here", 1)]),
+        ("red-haired++ man", [("red-haired", 1.21), (" man", 1)]),
+        ("cat--.", [("cat", 0.81), (".", 1)]),
+        ("(red cat)++ on", [("red cat", 1.21), (" on", 1)]),
+        ("(red cat)-- on", [("red cat", 0.81), (" on", 1)]),
+        ("(red)-haired", [("red", 1.1), ("-haired", 1)]),
+        ("(a cat++:2)", [("a ", 2), ("cat", 2.42)]),
+        ("<x>++ cat", [("<x>", 1.21), (" cat", 1)]),
+        (r"(red \(dark\):1.2)", [("red (dark)", 1.2)]),
+        ("a (red cat", [("a ", 1), ("red cat", 1.1)]),  # never closed: to the end
+        ("a [[red", [("a ", 1), ("red", 1 / 1.21)]),
+        ("a (red] cat)", [("a ", 1), ("red] cat", 1.1)]),
+        ("([red)", [("red)", 1)]),  # both reach to the end
+    ],
+)
+def test_what_has_weight(prompt, runs):
+    assert rounded(prompt) == [[(text, round(weight, 6)) for text, weight in runs]]
+
+
+def test_what_is_read_apart():
+    assert parse_weights("a cat BREAK a dog") == [[("a cat", 1)], [("a dog", 1)]]
+    assert parse_weights("a cat\n BREAK,BREAK\n") == [[("a cat", 1)], [(",", 1)], []]
+    assert rounded("(a cat BREAK a dog:2) sky") == [[("a cat", 2)], [("a dog", 2), (" sky", 1)]]
+    assert parse_weights("") == [[]]
+
+
+def escape(text):
+    return "".join("\\" + character if character in "()[]\\+-" else character for character in text)
+
+
+TEXTS = st.text(alphabet=st.sampled_from("ab 12.,:;()[]+-\\\n<>é猫"), max_size=40)
+
+
+@given(TEXTS)
+def test_escaped_text_is_text(text):
+    assert "".join(run for run, _ in parse_weights(escape(text))[0]) == text
+    assert all(weight == 1 for _, weight in parse_weights(escape(text))[0])
+
+
+@given(TEXTS | st.text(max_size=40))
+def test_any_text_has_a_meaning_and_loses_no_word(text):
+    try:
+        parts = parse_weights(text)
+    except ValueError as error:
+        assert "must be numbers" in str(error)
+        return
+    runs = [run for part in parts for run in part]
+    assert all(run and math.isfinite(weight) for run, weight in runs)
+    read = "".join(run for run, _ in runs)
+    for kept in ("a", "b", "é", "猫", "<", ";"):
+        assert read.count(kept) == text.count(kept)
+
+
+@given(st.lists(st.sampled_from(["(", "["]), max_size=12), st.floats(0.1, 3).map(lambda x: round(x, 2)))
+def test_nested_weights_multiply(brackets, weight):
+    closing = {"(": ")", "[": "]"}
+    prompt = "".join(brackets) + f"(x:{weight})" + "".join(closing[bracket] for bracket in reversed(brackets))
+    expected = weight * 1.1 ** (brackets.count("(") - brackets.count("["))
+    ((text, got),) = parse_weights(prompt)[0]
+    assert text == "x" and got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("prompt", ["(" * 20_000 + "x", "x" + "+" * 20_000, f"(x:{'9' * 400})"])
+def test_a_weight_beyond_numbers_is_refused(prompt):
+    with pytest.raises(ValueError, match="the weight of 'x' is inf: a prompt's weights must be numbers"):
+        parse_weights(prompt)
+
+
+# ---- in the pipeline
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl"))
+
+
+@pytest.fixture(scope="module")
+def pipe(base):
+    long = tiny_sdxl.text_encoder(window=248)
+    return StableDiffusionXLLongPromptPipeline.from_pretrained(base, text_encoder=long, add_watermarker=False)
+
+
+@pytest.fixture
+def weighting(pipe):
+    yield pipe.set_long_prompt(weighting=True)
+    pipe.set_long_prompt()
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def test_off_by_default_and_without_syntax_nothing_changes(pipe):
+    text = "a (red:1.3) cat++ BREAK a dog"
+    plain, written = pipe.encode_prompt("a red cat"), pipe.encode_prompt(text)
+    ids = pipe.tokenizer(text, add_special_tokens=False).input_ids
+    assert pipe.prompt_layout(text).tokens == len(ids)
+    pipe.set_long_prompt(weighting=True)
+    try:
+        assert all(map(torch.equal, pipe.encode_prompt("a red cat"), plain))
+        assert all(map(torch.equal, pipe.encode_prompt("(a red cat:1)"), plain))
+        assert pipe.prompt_layout(text).tokens == 5
+        assert not torch.equal(pipe.encode_prompt(text)[0], written[0])
+    finally:
+        pipe.set_long_prompt()
+
+
+@pytest.mark.parametrize("weight", [1.3, 0.5, 0.0, -1.0])
+@pytest.mark.parametrize("length", [5, 120, 300])
+def test_states_move_away_from_the_empty_prompt(pipe, weight, length):
+    """By hand for a prompt within one window; in several windows each state moves by the empty one of its place."""
+    before, after = "red " * (length - 3), " sky tree"
+    plain, _, pooled, _ = pipe.encode_prompt(f"{before}cat{after}")
+    pipe.set_long_prompt(weighting=True)
+    try:
+        weighted, _, pooled_weighted, _ = pipe.encode_prompt(f"{before}(cat:{weight}){after}")
+    finally:
+        pipe.set_long_prompt()
+    at = 1 + length - 3
+    # Not bit for bit: the empty window is one row more in the encoder's batch.
+    changed = ((plain - weighted).abs() > 1e-5).any(-1)[0].nonzero().flatten().tolist()
+    assert changed == [at]
+    torch.testing.assert_close(pooled_weighted, pooled, rtol=1e-5, atol=1e-6)
+    place = {}
+    for name, encoder, tokenizer in (
+        ("first", pipe.text_encoder, pipe.tokenizer),
+        ("second", pipe.text_encoder_2, pipe.tokenizer_2),
+    ):
+        window = min(encoder.config.max_position_embeddings, plain.shape[1])
+        pads = [tokenizer.pad_token_id] * (window - 2)
+        empty = encoder(torch.tensor([[49406, 49407, *pads]]), output_hidden_states=True).hidden_states[-2][0]
+        # "red" has no good place for a cut, so windows are full
+        place[name] = empty[1 + (at - 1) % (window - 2)]
+    empty = torch.cat([place["first"], place["second"]])
+    torch.testing.assert_close(weighted[0, at], empty + weight * (plain[0, at] - empty), rtol=1e-4, atol=1e-5)
+
+
+def test_the_negative_prompt_has_weights_too(weighting):
+    plain, weighted = (weighting.encode_prompt("cat", negative_prompt=text)[1] for text in ("a dog", "a (dog:1.4)"))
+    assert ((plain - weighted).abs() > 1e-5).any(-1)[0].nonzero().flatten().tolist() == [2]
+
+
+def test_what_follows_a_break_does_not_see_what_was_before(weighting):
+    a, b = (weighting.encode_prompt(f"{text} BREAK a big dog")[0][0] for text in ("a red cat", "a blue sky"))
+    dog = weighting.encode_prompt("a big dog")[0][0]
+    assert not torch.equal(a[1:4], b[1:4])
+    torch.testing.assert_close(a[4:7], b[4:7], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a[4:7], dog[1:4], rtol=1e-5, atol=1e-6)
+    assert weighting.prompt_layout("a red cat BREAK a big dog") == (6, 77, (2, 2))
+    # parts without a word are no windows
+    assert weighting.prompt_layout("BREAK BREAK a cat BREAK") == (2, 77, (1, 1))
+    assert weighting.prompt_layout("BREAK") == (0, 77, (1, 1))
+
+
+def test_weights_of_a_word_of_several_tokens_and_of_an_inversion(base):
+    pipe = StableDiffusionXLLongPromptPipeline.from_pretrained(base, add_watermarker=False)
+    for tokenizer, encoder, width in (
+        (pipe.tokenizer, pipe.text_encoder, 32),
+        (pipe.tokenizer_2, pipe.text_encoder_2, tiny_sdxl.WIDTH_2),
+    ):
+        pipe.load_textual_inversion(
+            {"<x>": torch.randn(3, width)}, token="<x>", tokenizer=tokenizer, text_encoder=encoder
+        )
+    pipe.set_long_prompt(weighting=True)
+    tokens = pipe._tokenize("a (<x>:1.5) supercalifragilistic++", None)[0][0]
+    assert tokens.weights[:4] == [1, 1.5, 1.5, 1.5]
+    assert len(tokens.weights) == len(tokens.ids) > 6
+    assert tokens.weights[4:] == [pytest.approx(1.21)] * (len(tokens.ids) - 4)
