@@ -1,0 +1,309 @@
+"""How SDXL's two encoders should be read: objects drawn right in the toy world, under one change at a time.
+
+    nice -n 10 python benchmarks/policies.py [--prompts 300] [--short-prompts 120] [--seed 0] [--output runs/policies]
+
+Changes are made to the second encoder (in windows of 77 tokens, stretched to 248 positions, trained at 248 positions),
+to the tokens that texts are padded with, and to the layer that the UNet reads, each with three first encoders: the toy
+world's CLIP in windows, and its two of 248 positions. Prompts are of the development split, noise is the same in all.
+
+Each combination is kept in the output folder when it is done, so a run that was stopped continues. Prints a table, and
+writes it to benchmarks/results/ as policies.md, with the numbers as policies.json.
+"""
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from machine import machine
+from torch import nn
+from tqdm import tqdm
+
+from debias_diffusion.backbones import load_backbone
+from debias_diffusion.eval.quickstart import LATE, paired_bootstrap
+from debias_diffusion.eval.report import digest, versions, weights_digest
+from debias_diffusion.files import write_json, write_text
+from debias_diffusion.interchange import import_text_encoder, stretch_text_encoder, to_transformers
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.tokens import clean
+from debias_diffusion.toyworld.checker import objects_correct
+from debias_diffusion.toyworld.fine_tuning import VALIDATION, toy_training
+from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.toyworld.scenes import Scene, scene
+from debias_diffusion.toyworld.scores import GUIDANCE_SCALE, STEPS
+from debias_diffusion.toyworld.shipped import shipped
+from debias_diffusion.training import train
+
+RESULTS = Path(__file__).parent / "results"
+SPLIT = "development"
+FIRST = ("clip", "long-clip", "debias-clip")
+_ALL_FIRST = "all three"
+_AT_ONCE = 20  # pictures drawn
+_PADS = {"EOT": "<|endoftext|>", "0": "!"}
+_TRAINED_ON = 4000  # pairs, as in the quickstart
+# Peak learning rates: that of the toy world's first encoders, and a fifth of it, which moves the encoder less.
+RATES = {"trained": 5e-4, "trained gently": 1e-4}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How prompts are read. The defaults are those of the pipeline.
+
+    Attributes:
+        first: one of FIRST.
+        second: windows, stretched, or one of RATES.
+        pads: of the first and the second encoder.
+        last: which encoders give their last layer, after the final norm, in place of the penultimate one.
+    """
+
+    first: str
+    second: str = "windows"
+    pads: tuple[str, str] = ("EOT", "0")
+    last: tuple[str, ...] = ()
+
+
+DEFAULT = "windows, EOT and 0, penultimate"
+BOTH = ("text_encoder", "text_encoder_2")
+CHANGES = {
+    DEFAULT: {},
+    "second encoder stretched": {"second": "stretched"},
+    "second encoder trained": {"second": "trained"},
+    "second encoder trained gently": {"second": "trained gently"},
+    "both padded with EOT": {"pads": ("EOT", "EOT")},
+    "both padded with 0": {"pads": ("0", "0")},
+    "last layer of the first": {"last": BOTH[:1]},
+    "last layer of both": {"last": BOTH},
+    "second stretched, last layer of both": {"second": "stretched", "last": BOTH},  # as Long-CLIP does it
+}
+
+# For each picture, by place, whether the object there was drawn right; or by first encoder and place.
+Right = list[dict]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is drawn: scenes with their captions."""
+
+    scenes: list[Scene]
+    captions: list[Caption]
+
+    @classmethod
+    def make(cls, pairs: Sequence[tuple[Scene, Caption]]) -> "Prompts":
+        return cls([its for its, _ in pairs], [text for _, text in pairs])
+
+
+class Bench:
+    """The combinations, each drawn once.
+
+    Args:
+        output: where what is done is kept.
+        prompts: how many long prompts.
+        short_prompts: how many in which all is said within 77 tokens.
+        seed: of the noise and of the training.
+    """
+
+    def __init__(self, output: Path, prompts: int, short_prompts: int, seed: int):
+        self.output, self.seed = output, seed
+        self.long = Prompts.make([(scene(SPLIT, index), caption(SPLIT, index)) for index in range(prompts)])
+        self.short = Prompts.make([short_prompt(SPLIT, index) for index in range(short_prompts)])
+        self.digests = {name: digest(shipped(f"toy/{name}")) for name in ("sdxl", *FIRST)}
+
+    def run(self) -> dict[tuple[str, str], dict]:
+        """What was drawn, by change and first encoder."""
+        cells = [(change, Policy(first, **its)) for change, its in CHANGES.items() for first in FIRST]
+        found = {}
+        for number, (change, policy) in enumerate(cells, 1):
+            file = self.output / "cells" / f"{number:02}.json"
+            found[change, policy.first] = self._cell(file, policy, f"[{number}/{len(cells)}] {change}, {policy.first}")
+        return found
+
+    def _cell(self, file: Path, policy: Policy, title: str) -> dict:
+        second = self._trained(policy.second) if policy.second in RATES else None
+        settings = {
+            "policy": asdict(policy),
+            "prompts": [len(self.long.scenes), len(self.short.scenes)],
+            "seed": self.seed,
+            "models": {"sdxl": self.digests["sdxl"], "first": self.digests[policy.first]}
+            | ({"second": weights_digest(second)} if second else {}),
+        }
+        settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
+        before = json.loads(file.read_text()) if file.exists() else {}
+        if before.get("settings") == settings:
+            print(f"{title}: already done ({before['seconds']:.0f} s)", flush=True)
+            return before
+        started = time.monotonic()
+        pipe = make_pipeline(policy, second)
+        drawn = {name: self._draw(pipe, getattr(self, name), f"{title}, {name}") for name in ("long", "short")}
+        result = {"settings": settings, "seconds": round(time.monotonic() - started, 1), **drawn}
+        write_json(file, result)
+        return result
+
+    def _draw(self, pipe: StableDiffusionXLLongPromptPipeline, prompts: Prompts, title: str) -> dict:
+        """Pictures in batches of one length, so that none is padded further than it would be alone."""
+        texts = [clean(its.text) for its in prompts.captions]
+        groups: dict[int, list[int]] = {}
+        for index, text in enumerate(texts):
+            groups.setdefault(pipe.prompt_layout(text).positions, []).append(index)
+        right = {}
+        with tqdm(desc=title, total=len(texts), unit=" pictures") as bar:
+            for group in groups.values():
+                for start in range(0, len(group), _AT_ONCE):
+                    batch = group[start : start + _AT_ONCE]
+                    noise = [torch.Generator().manual_seed(self.seed + index) for index in batch]
+                    pictures = pipe(
+                        [texts[index] for index in batch],
+                        generator=noise,
+                        num_inference_steps=STEPS,
+                        guidance_scale=GUIDANCE_SCALE,
+                    ).images
+                    for index, picture in zip(batch, pictures, strict=True):
+                        right[index] = objects_correct(picture, prompts.scenes[index])
+                    bar.update(len(batch))
+        positions = {str(length): len(group) for length, group in sorted(groups.items())}
+        return {"positions": positions, "right": [right[index] for index in range(len(texts))]}
+
+    def _trained(self, name: str) -> nn.Module:
+        """The second encoder fine-tuned at 248 positions, as the quickstart does it with the first one.
+
+        It learns against the toy CLIP's image tower, frozen, as it did when it was made.
+        """
+        base, folder = self.output / "second-two-tower", self.output / f"second-{name.replace(' ', '-')}"
+        if not base.exists():
+            second = load_sdxl("toy/sdxl", None, torch.device("cpu")).text_encoder_2
+            backbone = load_backbone(shipped("toy/clip"))
+            import_text_encoder(backbone, second)
+            backbone.save(base)
+        data, images = write_pairs(self.output / "pairs", VALIDATION, _TRAINED_ON)
+        settings = {"learning_rate": RATES[name], "seed": self.seed}
+        config = toy_training("debias-clip", str(base), data, images, folder / "run", **settings)
+        if not (folder / "done").exists():
+            if train(replace(config, freeze_image_tower=True)) is None:
+                raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
+            (folder / "done").touch()
+        return to_transformers(load_backbone(str(folder / "run" / "last")), projection=True)[0]
+
+
+def make_pipeline(policy: Policy, trained: nn.Module | None) -> StableDiffusionXLLongPromptPipeline:
+    """The toy SDXL, reading prompts as the policy says; `trained` is its second encoder where the policy wants it."""
+    encoder = None if policy.first == "clip" else f"toy/{policy.first}"
+    pipe = load_sdxl("toy/sdxl", encoder, torch.device("cpu"))
+    pipe.set_progress_bar_config(disable=True)
+    if policy.second != "windows":
+        stretched, tokenizer = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
+        pipe.register_modules(text_encoder_2=trained or stretched, tokenizer_2=tokenizer)
+    pipe.tokenizer, pipe.tokenizer_2 = map(copy.deepcopy, (pipe.tokenizer, pipe.tokenizer_2))
+    pipe.tokenizer.pad_token, pipe.tokenizer_2.pad_token = (_PADS[pad] for pad in policy.pads)
+    for name in policy.last:
+        getattr(pipe, name).register_forward_hook(_last_for_penultimate)
+    return pipe
+
+
+def _last_for_penultimate(encoder, inputs, output):
+    """Puts the last layer after the final norm where a pipeline looks for the penultimate one."""
+    output.hidden_states = (*output.hidden_states[:-2], output.last_hidden_state, output.hidden_states[-1])
+    return output
+
+
+def told_in(right: Right, told: Sequence[dict[str, int]], wanted: Callable[[int], bool]) -> Right:
+    """The objects that are first told in a sentence whose number, from 0, is wanted."""
+    return [
+        {place: is_right for place, is_right in its.items() if wanted(its_told[place])}
+        for its, its_told in zip(right, told, strict=True)
+    ]
+
+
+def together(of_each: dict[str, Right]) -> Right:
+    """Pictures of the same prompts with several encoders, as if each prompt's were one with the objects of all."""
+    return [
+        {
+            (name, place): is_right
+            for name, its in zip(of_each, pictures, strict=True)
+            for place, is_right in its.items()
+        }
+        for pictures in zip(*of_each.values(), strict=True)
+    ]
+
+
+def compare(right: Right, default: Right) -> dict[str, float]:
+    """Objects drawn right, in percent, and how many points more than by default, with the ends of a 95% interval."""
+    results = [is_right for its in right for is_right in its.values()]
+    found = {"objects": len(results), "right": 100 * sum(results) / len(results)}
+    found |= {name: 100 * value for name, value in paired_bootstrap(right, default).items()}
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def compare_all(found: dict[tuple[str, str], dict], told: Sequence[dict[str, int]]) -> list[dict]:
+    """A row for each change and first encoder, and for each change with all of them."""
+    kinds: dict[str, Callable[[dict], Right]] = {
+        "all": lambda cell: cell["long"]["right"],
+        "2 to 4": lambda cell: told_in(cell["long"]["right"], told, lambda number: number < LATE),
+        "later": lambda cell: told_in(cell["long"]["right"], told, lambda number: number >= LATE),
+        "short": lambda cell: cell["short"]["right"],
+    }
+    rows = []
+    for change in CHANGES:
+        row = {"change": change, "first": _ALL_FIRST}
+        for kind, pick in kinds.items():
+            ours, default = ({f: pick(found[c, f]) for f in FIRST} for c in (change, DEFAULT))
+            row[kind] = compare(together(ours), together(default))
+        rows.append(row)
+        for first in FIRST:
+            pair = found[change, first], found[DEFAULT, first]
+            rows.append({"change": change, "first": first} | {kind: compare(*map(kinds[kind], pair)) for kind in kinds})
+    return rows
+
+
+def as_table(rows: list[dict]) -> str:
+    """The rows in Markdown."""
+    lines = [
+        "| read so | first encoder | objects right, % | told in sentences 2 to 4 | told later | short prompts |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        numbers = [_in_words(row[kind], row["change"] == DEFAULT) for kind in ("all", "2 to 4", "later", "short")]
+        lines.append("| " + " | ".join([row["change"], row["first"], *numbers]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _in_words(its: dict[str, float], is_default: bool) -> str:
+    if is_default:
+        return f"{its['right']:.1f}"
+    return f"{its['right']:.1f}: {its['difference']:+.1f} ({its['low']:+.1f} to {its['high']:+.1f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=300, help="long prompts")
+    parser.add_argument("--short-prompts", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("runs/policies"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # for tensors as small as these a second thread only waits
+    bench = Bench(arguments.output, arguments.prompts, arguments.short_prompts, arguments.seed)
+    found = bench.run()
+    rows = compare_all(found, [its.first_told() for its in bench.long.captions])
+    result = {
+        "machine": machine(torch.device("cpu")),
+        "versions": versions(),
+        "settings": {"split": SPLIT, "steps": STEPS, "guidance_scale": GUIDANCE_SCALE}
+        | {name: value for name, value in vars(arguments).items() if name != "output"},
+        "rows": rows,
+        "positions": {
+            f"{change}, {first}": {kind: cell[kind]["positions"] for kind in ("long", "short")}
+            for (change, first), cell in found.items()
+        },
+        "seconds": sum(cell["seconds"] for cell in found.values()),
+    }
+    print("\n" + as_table(rows))
+    write_json(RESULTS / "policies.json", result)
+    write_text(RESULTS / "policies.md", as_table(rows))
+
+
+if __name__ == "__main__":
+    main()
