@@ -74,7 +74,7 @@ COMMANDS = {
     "quickstart": ("train, draw and compare in a small world, in minutes and without downloads", _quickstart),
     "train": ("fine-tune a CLIP model on long captions, so that its text encoder reads all of them", _train),
     "export": ("write a trained text encoder as a transformers folder", _export),
-    "generate": ("draw a picture from a prompt of any length", _generate),
+    "generate": ("draw pictures from prompts of any length", _generate),
     "shards": ("write pairs as WebDataset shards of small images, which are trained on faster", _shards),
     "evaluate": ("measure what an encoder reads: " + ", ".join(EVALUATIONS), EVALUATIONS),
 }
@@ -125,7 +125,7 @@ def _parse(program: str, summary: str, options: type, arguments: list[str]):
     parser = Parser(prog=program, description=summary[0].upper() + summary[1:] + ".")
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
     if "prompt" in fields:
-        parser.add_argument("prompt", type=str, help="what to draw, in up to 20,000 characters")
+        parser.add_argument("prompt", type=str, nargs="?", help="what to draw, in up to 20,000 characters")
     parser.add_class_arguments(options, as_group=False, skip={"prompt"} & set(fields))
     flags = [name for name, field in fields.items() if field.type in (bool, "bool")]
     values = parser.parse_args(_normalise(arguments, flags)).as_dict()

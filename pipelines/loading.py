@@ -1,19 +1,31 @@
-"""An SDXL with its first text encoder replaced, checked before gigabytes are read."""
+"""A Stable Diffusion with its text encoders replaced, checked before gigabytes are read."""
 
 import os
 import re
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
-from diffusers import DiffusionPipeline, UNet2DConditionModel
-from transformers import CLIPTextConfig
+from diffusers import AutoencoderKL, DiffusionPipeline, UNet2DConditionModel
+from safetensors import SafetensorError
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, reason
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.toyworld.shipped import shipped
 
+from .stable_diffusion import StableDiffusionLongPromptPipeline
 from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
+
+SDXL = "StableDiffusionXLPipeline"
+PIPELINES = {SDXL: StableDiffusionXLLongPromptPipeline, "StableDiffusionPipeline": StableDiffusionLongPromptPipeline}
+STRETCH = "stretch"  # in place of a second encoder: the base's own, with Long-CLIP's stretched positions
+
+# What is loaded: everything; what reads prompts; what draws from their embeddings.
+Part = Literal["all", "encoders", "denoiser"]
+_DENOISER = ("unet", "vae")
+_ENCODERS = ("text_encoder", "tokenizer")
 
 _CLIP_OF_WIDTH = {512: "ViT-B-32 or ViT-B-16", 768: "ViT-L-14", 1024: "ViT-H-14", 1280: "ViT-bigG-14"}
 # diffusers renamed it, and ignores with a mere warning the name it does not know
@@ -25,56 +37,137 @@ def load_sdxl(
     encoder: str | os.PathLike | None,
     device: torch.device,
     dtype: torch.dtype | None = None,
+    encoder_2: str | os.PathLike | None = None,
 ) -> StableDiffusionXLLongPromptPipeline:
-    """Loads an SDXL for long prompts.
+    """`load_pipeline` for an SDXL and nothing else."""
+    check_base(base)
+    return load_pipeline(base, encoder, device, dtype, encoder_2)
+
+
+def load_pipeline(
+    base: str | os.PathLike,
+    encoder: str | os.PathLike | None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    encoder_2: str | os.PathLike | None = None,
+    part: Part = "all",
+) -> DiffusionPipeline:
+    """Loads an SDXL or a Stable Diffusion 1.5 for long prompts.
 
     Args:
         base: folder in diffusers' layout, hub id, or "toy/sdxl".
-        encoder: what takes the place of the first text encoder, anything `load_text_encoder` takes. None keeps SDXL's
-            own, which reads long prompts in windows.
+        encoder: what takes the place of the first text encoder, anything `load_text_encoder` takes. None keeps the
+            base's own, which reads long prompts in windows.
         device: where it runs.
-        dtype: of all models; float32 on the CPU and float16 elsewhere if None.
+        dtype: of all models; `default_dtype(device)` if None.
+        encoder_2: what takes the place of SDXL's second text encoder, a CLIPTextModelWithProjection. None keeps the
+            base's own; "stretch" keeps its weights and stretches its positions as Long-CLIP does.
+        part: "encoders" leaves out UNet and autoencoder, which are then None; "denoiser" the text encoders, so that it
+            draws from embeddings that the other part has made.
 
     Raises:
-        UserError: the base is no SDXL, or the encoder is none or has a width that does not fit. Known before the base's
-            weights are read.
+        UserError: the base is of another kind, or an encoder is none or does not fit. Known before the base's weights
+            are read.
     """
     base = shipped(base)
-    check_base(base)
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.float16)
-    replaced = {}
-    if encoder is not None:
-        text_encoder, tokenizer = load_text_encoder(encoder)
-        _check_width(text_encoder.config.hidden_size, os.fspath(encoder), base)
-        replaced = {"text_encoder": text_encoder.to(dtype), "tokenizer": tokenizer}
+    kind = check_base(base, tuple(PIPELINES))
+    if kind != SDXL and encoder_2 is not None:
+        raise UserError(f"The base model {base!r} is a {kind}, which has no second encoder. Leave encoder_2 out.")
+    dtype = dtype or default_dtype(device)
+    names = _ENCODERS + (("text_encoder_2", "tokenizer_2") if kind == SDXL else ())
+    parts = dict.fromkeys({"all": (), "encoders": _DENOISER, "denoiser": names}[part])
+    if part != "denoiser":
+        parts |= _replaced(base, kind, encoder, encoder_2, dtype)
     try:
-        pipe = StableDiffusionXLLongPromptPipeline.from_pretrained(
-            base, add_watermarker=False, **replaced, **{_DTYPE_ARGUMENT: dtype}
+        pipe = PIPELINES[kind].from_pretrained(
+            base, **parts, **({"add_watermarker": False} if kind == SDXL else {}), **{_DTYPE_ARGUMENT: dtype}
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:300].rstrip(".")
-        raise UserError(f"The base model {base!r} could not be loaded: {reason}. Give an SDXL folder.") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(
+            f"The base model {base!r} could not be loaded: {reason(error)}. Give an SDXL folder."
+        ) from error
+    if part != "denoiser" and encoder_2 == STRETCH:
+        from debias_diffusion.interchange.stretch import stretch_text_encoder
+
+        text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
+        pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
     return pipe.to(device)
 
 
-def check_base(base: str) -> None:
-    """Raises UserError unless `base` is an SDXL in diffusers' layout; reads its model_index.json only."""
+def default_dtype(device: torch.device) -> torch.dtype:
+    """float32 on the CPU, float16 elsewhere."""
+    return torch.float32 if device.type == "cpu" else torch.float16
+
+
+def check_base(base: str | os.PathLike, kinds: tuple[str, ...] = (SDXL,)) -> str:
+    """The name of diffusers' class that `base` is saved from; reads its model_index.json only.
+
+    Raises:
+        UserError: there is no such base, or it is none of `kinds`.
+    """
     base = shipped(base)
     is_folder = Path(base).is_dir()
     if not is_folder and not re.fullmatch(r"[\w.-]+/[\w.-]+", base):
         raise UserError(f"The base model {base!r} is not there. Give an SDXL folder in diffusers' layout, or a hub id.")
     try:
         kind = DiffusionPipeline.load_config(base)["_class_name"]
+    except (OSError, KeyError) as error:
+        why = "it has no readable model_index.json" if is_folder else "no hub model of this name can be reached"
+        raise UserError(f"The base model {base!r} cannot be read: {why}. Give an SDXL folder.") from error
+    if kind not in kinds:
+        raise UserError(f"The base model {base!r} is a {kind}, not a {' or a '.join(kinds)}. Give an SDXL folder.")
+    return kind
+
+
+def default_size(base: str | os.PathLike) -> tuple[int, int]:
+    """(height, width) in pixels of what a base draws if nothing else is asked; reads configurations only."""
+    base = shipped(base)
+    scale = 2 ** (len(_config(base, AutoencoderKL, "vae")["block_out_channels"]) - 1)
+    size = _config(base, UNet2DConditionModel, "unet")["sample_size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    return height * scale, width * scale
+
+
+def _config(base: str, cls: type, subfolder: str) -> dict:
+    try:
+        return cls.load_config(base, subfolder=subfolder)
     except OSError as error:
-        reason = "it has no readable model_index.json" if is_folder else "no hub model of this name can be reached"
-        raise UserError(f"The base model {base!r} cannot be read: {reason}. Give an SDXL folder.") from error
-    if kind != "StableDiffusionXLPipeline":
-        raise UserError(f"The base model {base!r} is a {kind}, not a StableDiffusionXLPipeline. Give an SDXL folder.")
+        raise UserError(
+            f"The base model {base!r} has no readable {subfolder}/config.json. Give a whole SDXL folder."
+        ) from error
 
 
-def _check_width(width: int, encoder: str, base: str) -> None:
-    second = CLIPTextConfig.from_pretrained(base, subfolder="text_encoder_2").hidden_size
-    unet = UNet2DConditionModel.load_config(base, subfolder="unet")["cross_attention_dim"]
+def _text_config(base: str, subfolder: str) -> CLIPTextConfig:
+    try:
+        return CLIPTextConfig.from_pretrained(base, subfolder=subfolder)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The base model {base!r} has no readable {subfolder}/config.json. Give a whole SDXL folder."
+        ) from error
+
+
+def _replaced(
+    base: str, kind: str, encoder: str | os.PathLike | None, encoder_2: str | os.PathLike | None, dtype: torch.dtype
+) -> dict:
+    """The components that take the place of the base's own, by name."""
+    replaced = {}
+    if encoder is not None:
+        text_encoder, tokenizer = load_text_encoder(encoder)
+        (_check_first if kind == SDXL else _check_only)(text_encoder, os.fspath(encoder), base)
+        replaced |= {"text_encoder": text_encoder.to(dtype), "tokenizer": tokenizer}
+    if encoder_2 is not None and encoder_2 != STRETCH:
+        text_encoder, tokenizer = load_text_encoder(encoder_2)
+        _check_second(text_encoder, os.fspath(encoder_2), base)
+        # Pads are what the UNet was trained to see after a text; another file's tokenizer may name others.
+        tokenizer.pad_token = CLIPTokenizer.from_pretrained(base, subfolder="tokenizer_2").pad_token
+        replaced |= {"text_encoder_2": text_encoder.to(dtype), "tokenizer_2": tokenizer}
+    return replaced
+
+
+def _check_first(text_encoder: PreTrainedModel, encoder: str, base: str) -> None:
+    width = text_encoder.config.hidden_size
+    second = _text_config(base, "text_encoder_2").hidden_size
+    unet = _config(base, UNet2DConditionModel, "unet")["cross_attention_dim"]
     if width + second == unet:
         return
     model = _CLIP_OF_WIDTH.get(unet - second)
@@ -83,3 +176,37 @@ def _check_width(width: int, encoder: str, base: str) -> None:
         f"its UNet reads {unet}. An encoder of width {unet - second} fits{f': {model}' if model else ''}. SDXL takes "
         "one of width 768: ViT-L-14."
     )
+
+
+def _check_only(text_encoder: PreTrainedModel, encoder: str, base: str) -> None:
+    """The encoder of a base that has one, and reads its last layer instead of the one before."""
+    width, unet = text_encoder.config.hidden_size, _config(base, UNet2DConditionModel, "unet")["cross_attention_dim"]
+    if width != unet:
+        model = _CLIP_OF_WIDTH.get(unet)
+        raise UserError(
+            f"The encoder {encoder!r} has width {width}, and the base's UNet reads {unet}. An encoder of width {unet} "
+            f"fits{f': {model}' if model else ''}."
+        )
+    if isinstance(text_encoder, CLIPTextModelWithProjection):
+        raise UserError(
+            f"The encoder {encoder!r} has a projection, which this base does not read. Write it with `debias-diffusion "
+            "export`, without --projection."
+        )
+
+
+def _check_second(text_encoder: PreTrainedModel, encoder: str, base: str) -> None:
+    own = _text_config(base, "text_encoder_2")
+    wanted = f"SDXL's second encoder has width {own.hidden_size} and a projection to {own.projection_dim}" + (
+        ": ViT-bigG-14." if own.hidden_size == 1280 else "."
+    )
+    if text_encoder.config.hidden_size != own.hidden_size:
+        raise UserError(f"The second encoder {encoder!r} has width {text_encoder.config.hidden_size}. {wanted}")
+    if not isinstance(text_encoder, CLIPTextModelWithProjection):
+        raise UserError(
+            f"The second encoder {encoder!r} has no projection. {wanted} Write it with `debias-diffusion export "
+            "--projection`."
+        )
+    if text_encoder.config.projection_dim != own.projection_dim:
+        raise UserError(
+            f"The second encoder {encoder!r} has a projection to {text_encoder.config.projection_dim}. {wanted}"
+        )

@@ -1,0 +1,109 @@
+"""PNGs that say how they were made: written whole or not at all, read back, and compared."""
+
+import json
+import os
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from debias_diffusion.files import changed_settings
+
+SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
+PARAMETERS_KEY = "parameters"  # for viewers that read the chunk of A1111's interface
+
+# diffusers' schedulers by the names that A1111's interface gives to samplers
+_SAMPLERS = {
+    "DDIMScheduler": "DDIM",
+    "DPMSolverMultistepScheduler": "DPM++ 2M",
+    "DPMSolverSDEScheduler": "DPM++ SDE",
+    "DPMSolverSinglestepScheduler": "DPM++ 2S",
+    "EulerAncestralDiscreteScheduler": "Euler a",
+    "EulerDiscreteScheduler": "Euler",
+    "HeunDiscreteScheduler": "Heun",
+    "KDPM2AncestralDiscreteScheduler": "DPM2 a",
+    "KDPM2DiscreteScheduler": "DPM2",
+    "LCMScheduler": "LCM",
+    "LMSDiscreteScheduler": "LMS",
+    "PNDMScheduler": "PLMS",
+    "UniPCMultistepScheduler": "UniPC",
+}
+
+
+def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
+    """Writes a picture and its text chunks so that a killed run leaves all of it or nothing.
+
+    The unfinished file has the same name for every run, so that the run that goes on replaces what a killed one left.
+    """
+    info = PngInfo()
+    for key, value in text.items():
+        info.add_text(key, value)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            image.save(file, format="PNG", pnginfo=info)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_settings(path: Path) -> dict | None:
+    """The settings in a PNG that `generate` wrote, without decoding the picture; None if it holds none."""
+    try:
+        with Image.open(path) as image:
+            settings = json.loads(image.info[SETTINGS_KEY])
+    except (OSError, SyntaxError, KeyError, ValueError, Image.DecompressionBombError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def first_difference(before: dict, wanted: dict) -> str:
+    """The first of the `wanted` settings that a picture was not made with, in words; "" if there is none."""
+    name = next((name for name in wanted if before.get(name) != wanted[name]), None)
+    if name is None:
+        return ""
+    values = [before.get(name), wanted[name]]
+    if all(isinstance(value, str) for value in values):
+        # Of long prompts, where they part.
+        same = next((i for i, (a, b) in enumerate(zip(*values, strict=False)) if a != b), min(map(len, values)))
+        begin = max(0, same - 20)
+        values = ["…" * (begin > 0) + value[begin : begin + 60] + "…" * (len(value) > begin + 60) for value in values]
+    return changed_settings({name: values[0]}, {name: values[1]})
+
+
+def parameters(settings: dict, scheduler: str) -> str:
+    """A picture's settings in the format of A1111's interface, which many viewers read.
+
+    The prompt; a line "Negative prompt: ..." if there is one; and a last line "Steps: 30, Sampler: Euler, ...".
+
+    Args:
+        settings: what `generate` writes under `SETTINGS_KEY`.
+        scheduler: the name of diffusers' class.
+    """
+    fields = {
+        "Steps": settings["steps"],
+        "Sampler": _SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler")),
+        "CFG scale": settings["guidance_scale"],
+        "Seed": settings["seed"],
+        "Size": f"{settings['width']}x{settings['height']}",
+        "Model": settings["base"].rstrip("/\\").replace("\\", "/").rpartition("/")[2],
+        "Version": f"debias-diffusion {version('debias-diffusion')}",
+    }
+    lines = [_one_line(settings["prompt"])]
+    if settings["negative_prompt"]:
+        lines.append(f"Negative prompt: {_one_line(settings['negative_prompt'])}")
+    lines.append(", ".join(f"{name}: {_quoted(str(value))}" for name, value in fields.items()))
+    return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _quoted(value: str) -> str:
+    """As A1111 does where a value would look like the next field."""
+    return json.dumps(value, ensure_ascii=False) if re.search(r"[,:\n]", value) else value

@@ -1,0 +1,232 @@
+"""Files of prompts: one a line, JSON lines, or CSV. What cannot be drawn is left out, and named with its line."""
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from debias_diffusion.data.sharegpt4v import printable
+from debias_diffusion.errors import UserError
+from debias_diffusion.tokens import clean
+
+MAX_CHARACTERS = 20_000  # some 4,500 tokens, far past what one picture can show
+MAX_SEED = 2**63 - 1
+_TEXTS = ("prompt", "negative_prompt", "negative", "prompt_2")
+_COLUMNS = (*_TEXTS, "seed")
+_SHAPES = (
+    'a .txt of one prompt a line, a .jsonl of lines like {"prompt": "a cat", "negative_prompt": "grey", "seed": 7}, or '
+    "a .csv with such columns"
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to draw.
+
+    Attributes:
+        number: its place in the file, from 0; bad entries count, blank lines do not.
+        text: the prompt.
+        negative: what not to draw, None if the entry does not say.
+        second: the prompt of SDXL's second text encoder, None if it is the same.
+        seed: of the noise, None if the entry does not say.
+    """
+
+    number: int
+    text: str
+    negative: str | None = None
+    second: str | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An entry that is not drawn: where it stands, and why."""
+
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return printable(f"{self.where}: {self.reason}")
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """What a file of prompts holds.
+
+    Attributes:
+        prompts: the usable ones, in the file's order.
+        left_out: the others.
+        lines: for each prompt's number, the line of the file that it begins in, from 1.
+        unused: names of columns that nothing is done with.
+    """
+
+    prompts: list[Prompt]
+    left_out: list[LeftOut]
+    lines: dict[int, int]
+    unused: list[str]
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises UserError for a prompt that is too long, or holds what no file can hold."""
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"The {name} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read. Shorten it.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"The {name} holds {text[error.start]!r}, which is no character. Write it as UTF-8.") from error
+
+
+def check_prompt(text: str) -> None:
+    """Raises UserError for a prompt that is empty, too long, or holds what no file can hold."""
+    check_text("prompt", text)
+    if not clean(text):
+        raise UserError("The prompt is empty. Say what to draw.")
+
+
+def read_prompts(path: str | os.PathLike) -> PromptFile:
+    """Reads a .txt, .jsonl or .csv of prompts, in UTF-8.
+
+    Raises:
+        UserError: there is no such file, it is of another kind, its columns do not fit, or no entry is usable.
+    """
+    path = Path(path)
+    entries = _READERS.get(path.suffix.lower())
+    if entries is None:
+        raise UserError(f"The file of prompts {str(path)!r} ends in {path.suffix!r}. Give {_SHAPES}.")
+    prompts, left_out, lines, unused = [], [], {}, {}
+    for number, (line, entry) in enumerate(entries(path, _read(path))):
+        try:
+            if isinstance(entry, str):
+                raise UserError(entry)
+            prompts.append(_prompt(number, entry))
+            lines[number] = line
+            unused |= dict.fromkeys(name for name in entry if name not in _COLUMNS)
+        except UserError as error:
+            left_out.append(LeftOut(f"line {line}", str(error)))
+    if not prompts:
+        first = f" The first fault: {left_out[0]}" if left_out else ""
+        raise UserError(f"The file of prompts {str(path)!r} holds no usable prompt.{first} Give {_SHAPES}.")
+    return PromptFile(prompts, left_out, lines, list(unused))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"The file of prompts {str(path)!r} cannot be read ({error.strerror}). Give {_SHAPES}."
+        ) from error
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError(f"The file of prompts {str(path)!r} is in UTF-16. Save it as UTF-8.")
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+
+# An entry as a file has it: values by column, or, in words, why there are none.
+Entry = dict | str
+
+
+def _text_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
+    for line, raw in enumerate(data.splitlines(), 1):
+        try:
+            text = raw.decode().strip()
+        except UnicodeDecodeError as error:
+            yield line, f"Not UTF-8 ({error.reason} at byte {error.start})."
+        else:
+            if text:
+                yield line, {"prompt": text}
+
+
+def _json_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
+    for line, raw in enumerate(data.splitlines(), 1):
+        if not raw.strip():
+            continue
+        try:
+            entry = json.loads(raw.decode())
+        except (ValueError, RecursionError) as error:
+            yield line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {raw[:40].decode(errors='replace')!r}."
+            continue
+        yield line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
+
+
+def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"The file of prompts {str(path)!r} is not UTF-8 (line {line}). Save it as UTF-8.") from error
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header = _header(path, rows)
+    while True:
+        line = rows.line_num + 1
+        row = _next_row(rows)
+        if row is None:
+            return
+        if isinstance(row, str):
+            yield line, row
+        elif len(row) > len(header):
+            yield line, f"It has {len(row)} cells, and the first line names {len(header)} columns."
+        elif any(cell.strip() for cell in row):
+            # An empty cell says nothing; a row may end early.
+            yield line, {name: cell for name, cell in zip(header, row, strict=False) if cell.strip()}
+
+
+def _next_row(rows: Iterator[list[str]]) -> list[str] | str | None:
+    """The next row; what is wrong with it; None after the last."""
+    try:
+        return next(rows, None)
+    except csv.Error as error:
+        return f"Not CSV: {error}."
+
+
+def _header(path: Path, rows: Iterator[list[str]]) -> list[str]:
+    first = _next_row(rows)
+    header = [name.strip().lower() for name in first] if isinstance(first, list) else []
+    if "prompt" not in header:
+        raise UserError(
+            f"The file of prompts {str(path)!r} has no column 'prompt'. Its first line must name the columns, with "
+            f"commas between them, of {', '.join(_COLUMNS)}; it is {','.join(header)[:80]!r}."
+        )
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise UserError(f"The file of prompts {str(path)!r} has more than one column {twice[0]!r}. Keep one.")
+    return header
+
+
+_READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[int, Entry]]]] = {
+    ".txt": _text_entries,
+    ".jsonl": _json_entries,
+    ".csv": _csv_entries,
+}
+
+
+def _prompt(number: int, entry: dict) -> Prompt:
+    """An entry as a Prompt. Raises UserError."""
+    entry = {name: value for name, value in entry.items() if value is not None}
+    if "prompt" not in entry:
+        raise UserError(f"It has no prompt, only: {', '.join(entry) or 'nothing'}"[:200] + ".")
+    for name in _TEXTS:
+        if not isinstance(entry.get(name, ""), str):
+            raise UserError(f"The {name} must be text, got {str(entry[name])[:80]!r}.")
+        check_text(name, entry.get(name, ""))
+    check_prompt(entry["prompt"])
+    negatives = {entry[name] for name in ("negative_prompt", "negative") if name in entry}
+    if len(negatives) > 1:
+        raise UserError("Its negative and negative_prompt differ. Keep one.")
+    seed = parse_seed(entry["seed"]) if "seed" in entry else None
+    return Prompt(number, entry["prompt"], next(iter(negatives), None), entry.get("prompt_2") or None, seed)
+
+
+def parse_seed(value) -> int:
+    """A seed from a setting, JSON or a cell; whole numbers may end in ".0", as tables saved from pandas have them.
+
+    Raises:
+        UserError: it is no whole number from 0 to 2^63 - 1.
+    """
+    digits = str(value).strip().removesuffix(".0")
+    if isinstance(value, bool) or not re.fullmatch("[0-9]{1,19}", digits) or int(digits) > MAX_SEED:
+        raise UserError(f"The seed must be a whole number from 0 to 2^63 - 1, got {str(value)[:80]!r}.")
+    return int(digits)
