@@ -59,8 +59,8 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
     if file.suffix in (".npz", ".npy"):  # big_vision's, which open_clip refuses where a shape differs
         open_clip.load_checkpoint(clip, str(file))
         return None
-    state = _read(file)
-    if _LONG_CLIPS in state:
+    state = read_state(file)
+    if is_long_clip(state):
         return _load_long_clip(clip, state, file, model, quick_gelu)
     table = state.get(_POSITIONS, state.get(f"text.{_POSITIONS}"))
     window = len(getattr(clip, "text", clip).positional_embedding)
@@ -74,9 +74,12 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
     return None
 
 
-def _read(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, mapped into memory rather than read where its format allows, under plain names."""
-    if file.suffix == ".safetensors":
+def read_state(file: Path) -> dict[str, torch.Tensor]:
+    """What a file of weights holds, mapped into memory rather than read where its format allows, under plain names.
+
+    Nothing in the file is executed. What the libraries raise for broken and hostile files comes through.
+    """
+    if file.suffix == ".safetensors" or _is_safetensors(file):
         state = load_file(file)
     else:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -87,10 +90,30 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): value for name, value in state.items()}
 
 
+def _is_safetensors(file: Path) -> bool:
+    """Whether it begins as safetensors do, with the length of a JSON object and the object."""
+    with open(file, "rb") as opened:
+        start = opened.read(9)
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= 100_000_000
+
+
+def is_long_clip(state: dict[str, torch.Tensor]) -> bool:
+    """Whether a state dict is Long-CLIP's, with two tables of positions."""
+    return _LONG_CLIPS in state
+
+
+def fold_long_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Long-CLIP's weights with one table of positions, as its code adds its two: rows 0 to 19 of one, the rest of the
+    other."""
+    table = torch.cat([state[_POSITIONS][:KEEP], state[_LONG_CLIPS][KEEP:]])
+    others = {name: tensor for name, tensor in state.items() if name not in (*_NO_WEIGHTS, _LONG_CLIPS)}
+    return others | {_POSITIONS: table}
+
+
 def _load_long_clip(
     clip: nn.Module, state: dict[str, torch.Tensor], file: Path, model: str, quick_gelu: bool
 ) -> dict[str, int]:
-    """Folds Long-CLIP's two tables into one, as its code adds them: rows 0 to 19 of one, the rest of the other."""
+    """Loads Long-CLIP's weights into a two-tower, which gets their window."""
     if not quick_gelu:
         right = f"{model}-quickgelu"
         right = right if right in open_clip.list_models() else "ViT-B-16-quickgelu or ViT-L-14-quickgelu"
@@ -106,8 +129,6 @@ def _load_long_clip(
             f"{str(file)!r} is a Long-CLIP checkpoint with tables of positions {shapes}; for {model!r} both must be "
             f"{expected}. longclip-B.pt belongs to ViT-B-16-quickgelu, longclip-L.pt to ViT-L-14-quickgelu."
         )
-    state = {name: tensor for name, tensor in state.items() if name not in _NO_WEIGHTS}
-    state[_POSITIONS] = torch.cat([state[_POSITIONS][:KEEP], state.pop(_LONG_CLIPS)[KEEP:]])
     set_positions(clip, torch.empty(expected))
-    clip.load_state_dict(state)
+    clip.load_state_dict(fold_long_clip(state))
     return {"keep": KEEP, "factor": FACTOR}

@@ -1,11 +1,20 @@
 """The encoder in and out of the formats that people load."""
 
+from .clip_model import export_clip_model
+from .encoders import import_text_encoder, to_transformers
+from .load import best_of_run, load_text_encoder
+from .single_file import write_file
 from .stretch import stretch_text_encoder
-from .transformers_folder import (
-    export_text_encoder,
-    import_text_encoder,
-    load_text_encoder,
-    to_transformers,
-)
+from .transformers_folder import export_text_encoder, write_text_encoder
 
-__all__ = ["export_text_encoder", "import_text_encoder", "load_text_encoder", "stretch_text_encoder", "to_transformers"]
+__all__ = [
+    "best_of_run",
+    "export_clip_model",
+    "export_text_encoder",
+    "import_text_encoder",
+    "load_text_encoder",
+    "stretch_text_encoder",
+    "to_transformers",
+    "write_file",
+    "write_text_encoder",
+]

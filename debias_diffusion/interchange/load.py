@@ -1,0 +1,66 @@
+"""A text encoder from whatever it lies in, recognised by its content."""
+
+import os
+from pathlib import Path
+
+import open_clip
+from transformers import CLIPTokenizer
+
+from ..backbones import CONFIG_FILE, load_backbone
+from ..errors import UserError
+from ..toyworld.shipped import shipped
+from .encoders import TextEncoder, is_bigg, text_config, to_transformers
+from .single_file import read_file
+from .transformers_folder import read_folder, read_hub
+
+
+def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokenizer]:
+    """Loads a text encoder and its tokenizer, ready for a diffusers pipeline.
+
+    Args:
+        path: what it is, is seen from its content:
+
+            - a training run (its best model, else its last), or an open_clip folder;
+            - a folder written by `debias-diffusion export`, any transformers folder of a CLIPTextModel, its tokenizer
+              beside or in it, or of a CLIPModel, whose text half is taken;
+            - a file of weights (safetensors, or a torch file without code): open_clip's or OpenAI's two-tower,
+              Long-CLIP's `.pt`, ComfyUI's `clip_l` and `clip_g`, a whole checkpoint of Stable Diffusion. Where a file
+              does not tell what activation its weights were trained with, a rule does (see `single_file`);
+            - a hub id (`owner/name`) of a transformers repository, or `hf-hub:owner/name` of an open_clip one;
+            - "toy/debias-clip" and the like.
+
+    Returns:
+        (text_encoder, tokenizer): a CLIPTextModel, or a CLIPTextModelWithProjection where a folder says so and for
+        bigG (32 blocks), SDXL's second encoder; in eval mode; in float32, or in the dtype that a transformers folder
+        names. The tokenizer's `model_max_length` is the encoder's window.
+
+    Raises:
+        UserError: nothing of the kind is there; says what is, where that can be seen.
+    """
+    name = best_of_run(shipped(path))
+    place = Path(name.removeprefix("local-dir:"))
+    if (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
+        backbone = load_backbone(name)
+        return to_transformers(backbone, projection=is_bigg(text_config(backbone)))
+    if place.is_file():
+        return read_file(place)
+    if place.exists():
+        return read_folder(place)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        known = f" {name!r} is an open_clip model: `debias-diffusion export --model {name}` makes a folder of it."
+        raise UserError(
+            f"{name!r} is not there. Give a folder with a text encoder, a file of weights, or a hub id (owner/name)."
+            + (known if name in open_clip.list_models() else "")
+        )
+    return read_hub(name)
+
+
+def best_of_run(model: str) -> str:
+    """The best model's folder where `model` is a training run, its last where none was held out for; else `model`."""
+    folder = Path(model)
+    if (folder / CONFIG_FILE).is_file():
+        return model
+    for name in ("best", "last"):
+        if (folder / name / CONFIG_FILE).is_file():
+            return str(folder / name)
+    return model

@@ -1,0 +1,299 @@
+"""A text encoder from one file of weights, whoever wrote it, and as one file for ComfyUI.
+
+Two layouts are read, each under any prefix: transformers' names (`text_model.…`: ComfyUI's clip_l, the first encoder
+of Stable Diffusion's checkpoints) and OpenAI's (`transformer.resblocks.…`: open_clip's and OpenAI's two-towers,
+Long-CLIP, the second encoder of SDXL's checkpoints). Of several encoders in one file the narrowest is taken: SDXL's
+first.
+
+What weights do not tell, in this order:
+
+- what the file's own metadata say, if we wrote it, or a config.json or open_clip_config.json of the same sizes beside
+  it;
+- heads: one for each 64 of the width, as in every CLIP of OpenAI's and LAION's;
+- activation: QuickGELU with 12 blocks, as in all that OpenAI trained and what descends from it (the first encoder of
+  SD 1.5, SDXL, SD3 and FLUX; Long-CLIP); GELU with more (H/14, bigG/14: LAION's). LAION's own smaller models, and
+  others, break this rule, so a two-tower file that nothing else tells about is loaded with a warning;
+- tokenizer: CLIP's, padded with EOT, or with "!" (id 0) for bigG, as SDXL pads.
+"""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import CLIPTextConfig, CLIPTokenizer
+
+from ..backbones import CONFIG_FILE
+from ..errors import UserError, reason
+from ..tokens import clip_tokenizer
+from ..weights import fold_long_clip, is_long_clip, read_state
+from .encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
+from .names import State, text_to_transformers
+from .wrong_files import check_readable, what_it_is
+
+# A layout is known by its table of tokens; all that belongs to the encoder stands under the same prefix.
+_TRANSFORMERS = "embeddings.token_embedding.weight"
+_OPENAI = "token_embedding.weight"
+_OPENAIS_PARTS = ("positional_embedding", "ln_final.", "transformer.", "text_projection", _OPENAI)
+_VOCABULARY = 49408
+_HEAD_WIDTH = 64
+_OPENAIS_BLOCKS = 12
+_ACTIVATIONS = ("quick_gelu", "gelu")
+WRITTEN_BY = "debias-diffusion"
+
+
+def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
+    """The text encoder in a file of weights, in float32 and eval mode, and its tokenizer; see above.
+
+    A CLIPTextModel, or for bigG a CLIPTextModelWithProjection if the file holds the projection.
+
+    Raises:
+        UserError: the file holds no CLIP text encoder, or not a whole one; says what it holds instead, where known.
+    """
+    check_readable(file)
+    try:
+        content = read_state(file)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a wrong or hostile file makes the libraries raise
+        raise UserError(_unreadable(file, error)) from error
+    tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    try:
+        state, sure = _text_part(tensors, file)
+        config, told = _config(state, file)
+        _check_tensors(state, config, file)
+        own = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
+        encoder = make_encoder(config, own, is_bigg(config) and "text_projection.weight" in state)
+    except UserError:
+        raise
+    except Exception as error:  # as above
+        raise UserError(f"{os.fspath(file)!r} holds no text encoder that can be built: {reason(error)}.") from error
+    if not (sure or told):
+        told = _GUESSED.format(file=os.fspath(file), blocks=config.num_hidden_layers, act=config.hidden_act)
+        warnings.warn(told, stacklevel=3)
+    pad = {"pad_token": "!"} if is_bigg(config) else {}
+    return encoder, clip_tokenizer(config.max_position_embeddings, **pad)
+
+
+_GUESSED = (
+    "{file!r} does not tell its activation; with {blocks} blocks it was taken for {act}. If that is wrong, name the "
+    "model instead: --model ViT-L-14 (LAION's) or ViT-L-14-quickgelu (OpenAI's) with --pretrained FILE."
+)
+
+
+def _unreadable(file: Path, error: Exception) -> str:
+    named, told = repr(os.fspath(file)), str(error)
+    if "TorchScript" in told:
+        return (
+            f"{named} is a TorchScript archive, which holds code and is not run. If it is OpenAI's, name the model "
+            "instead: --model ViT-L-14-quickgelu --pretrained openai."
+        )
+    if unsupported := re.search(r"(?:GLOBAL|class|global) ([\w.]+)", told):
+        return (
+            f"{named} is a pickle with more in it than tensors ({unsupported[1]}), which can be code, and is not "
+            "loaded. Get the same weights as .safetensors."
+        )
+    return f"The file {named} could not be read; it may be cut short, or no file of weights: {reason(error)}."
+
+
+def _text_part(tensors: State, file: Path) -> tuple[State, bool]:
+    """(the text encoder's weights under transformers' names, whether it is of a kind that keeps to the rule).
+
+    Raises:
+        UserError: there is none.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        prefix = name.removesuffix(_TRANSFORMERS)
+        is_transformers = prefix != name
+        prefix = prefix if is_transformers else name.removesuffix(_OPENAI)
+        if prefix != name and (not prefix or prefix.endswith(".")) and tensor.ndim == 2:
+            found.append((tensor.shape[1], prefix, is_transformers))
+    if not found:
+        raise UserError(
+            f"{os.fspath(file)!r} holds no CLIP text encoder: {what_it_is(tensors)}. Give a file with weights such as "
+            "text_model.embeddings.token_embedding.weight or token_embedding.weight."
+        )
+    _, prefix, is_transformers = min(found)
+    if any(name.endswith("scaled_fp8") or ".scale_weight" in name for name in tensors if name.startswith(prefix)):
+        raise UserError(f"The text encoder in {os.fspath(file)!r} is quantised (scaled fp8). Give it in fp16 or fp32.")
+    if is_transformers:
+        return _from_transformers(tensors, prefix), True
+    part = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(tuple(prefix + part for part in _OPENAIS_PARTS))
+    }
+    if is_long_clip(part):
+        tables = [tuple(part[name].shape) for name in ("positional_embedding", "positional_embedding_res")]
+        if tables[0] != tables[1]:
+            raise UserError(f"{os.fspath(file)!r} is a Long-CLIP with two tables of positions of sizes {tables}.")
+        return text_to_transformers(fold_long_clip(part)), True
+    # OpenAI's own files say their sizes, too; below a prefix of Stable Diffusion's stand LAION's larger ones.
+    return text_to_transformers(part), "input_resolution" in tensors or prefix not in ("", "text.")
+
+
+def _from_transformers(tensors: State, prefix: str) -> State:
+    """The encoder's weights below `prefix`, which ends in `text_model.` unless transformers 5 left that out."""
+    root = prefix.removesuffix("text_model.")
+    parts = tuple(prefix + part for part in ("embeddings.", "encoder.", "final_layer_norm."))
+    state = {
+        f"text_model.{name.removeprefix(prefix)}": tensor
+        for name, tensor in tensors.items()
+        if name.startswith(parts) and not name.endswith("position_ids")
+    }
+    if f"{root}text_projection.weight" in tensors:
+        state["text_projection.weight"] = tensors[f"{root}text_projection.weight"]
+    elif f"{root}text_projection" in tensors:  # as ComfyUI once saved it
+        state["text_projection.weight"] = tensors[f"{root}text_projection"].T
+    return state
+
+
+def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
+    """(the configuration that the weights' sizes say, whether something told the activation)."""
+    tokens, table = (state.get(f"text_model.embeddings.{name}_embedding.weight") for name in ("token", "position"))
+    fc1 = state.get("text_model.encoder.layers.0.mlp.fc1.weight")
+    if table is None or fc1 is None:
+        raise UserError(f"{os.fspath(file)!r} holds a text encoder without positions or without blocks.")
+    vocabulary, width = tokens.shape
+    if vocabulary != _VOCABULARY:
+        raise UserError(
+            f"The text encoder in {os.fspath(file)!r} has a vocabulary of {vocabulary}, and CLIP's has {_VOCABULARY}. "
+            "Only for CLIP's there is a tokenizer without a folder: give the folder that holds its own."
+        )
+    blocks = {match[1] for name in state if (match := re.match(r"text_model\.encoder\.layers\.(\d+)\.", name))}
+    told = _told(file, width, len(blocks))
+    projection = state.get("text_projection.weight")
+    config = CLIPTextConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=len(fc1),
+        projection_dim=None if projection is None else len(projection),
+        num_hidden_layers=len(blocks),
+        num_attention_heads=told.get("num_attention_heads") or max(1, width // _HEAD_WIDTH),
+        max_position_embeddings=len(table),
+        hidden_act=told.get("hidden_act") or ("quick_gelu" if len(blocks) == _OPENAIS_BLOCKS else "gelu"),
+        bos_token_id=vocabulary - 2,
+        eos_token_id=vocabulary - 1,
+    )
+    config.pad_token_id = 0 if is_bigg(config) else vocabulary - 1
+    return config, "hidden_act" in told
+
+
+def _told(file: Path, width: int, blocks: int) -> dict:
+    """What stands in the file's metadata, else beside it, of "hidden_act" and "num_attention_heads"."""
+    for told in (_metadata(file), _beside(file, width, blocks)):
+        heads = told.get("num_attention_heads")
+        act = told.get("hidden_act")
+        if act in _ACTIVATIONS and isinstance(heads, int) and 1 <= heads <= width and width % heads == 0:
+            return {"hidden_act": act, "num_attention_heads": heads}
+    return {}
+
+
+def _metadata(file: Path) -> dict:
+    written = written_metadata(file)
+    if written.get("written_by") != WRITTEN_BY or not written.get("num_attention_heads", "").isdecimal():
+        return {}
+    return written | {"num_attention_heads": int(written["num_attention_heads"])}
+
+
+def _beside(file: Path, width: int, blocks: int) -> dict:
+    config = _json(file.parent / "config.json")
+    config = config.get("text_config", config)
+    if isinstance(config, dict) and (config.get("hidden_size"), config.get("num_hidden_layers")) == (width, blocks):
+        return config
+    model = _json(file.parent / CONFIG_FILE).get("model_cfg")
+    text = model.get("text_cfg") if isinstance(model, dict) else None
+    if isinstance(text, dict) and (text.get("width"), text.get("layers")) == (width, blocks):
+        act = "quick_gelu" if model.get("quick_gelu") else "gelu"
+        return {"hidden_act": act, "num_attention_heads": text.get("heads")}
+    return {}
+
+
+def _json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _check_tensors(state: State, config: CLIPTextConfig, file: Path) -> None:
+    """Raises UserError unless the weights are those of `config`, all of them, each as large as it says."""
+    expected = _shapes(config)
+    if config.projection_dim:
+        expected["text_projection.weight"] = (config.projection_dim, config.hidden_size)
+    faults = [f"{name} is missing" for name in expected if name not in state]
+    faults += [f"{name} does not belong there" for name in state if name not in expected]
+    for name, tensor in state.items():
+        if name in expected and tuple(tensor.shape) != expected[name]:
+            faults.append(f"{name} is {tuple(tensor.shape)}, not {expected[name]}")
+        elif not tensor.is_floating_point() or tensor.layout != torch.strided:
+            faults.append(f"{name} is of {tensor.dtype}, not of floating-point numbers")
+        # A few bytes can be made to look like gigabytes.
+        elif tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            faults.append(f"{name} is larger than what the file holds of it")
+    if faults:
+        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
+        raise UserError(f"The text encoder in {os.fspath(file)!r} is not whole: {faults[0]}{more}.")
+
+
+def _shapes(config: CLIPTextConfig) -> dict[str, tuple[int, ...]]:
+    """The weights of a CLIPTextModel by name, without the projection."""
+    width, inner = config.hidden_size, config.intermediate_size
+    norm = {"weight": (width,), "bias": (width,)}
+    linear = {"weight": (width, width), "bias": (width,)}
+    block = {f"self_attn.{name}": linear for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    block |= {"layer_norm1": norm, "layer_norm2": norm}
+    block |= {"mlp.fc1": {"weight": (inner, width), "bias": (inner,)}}
+    block |= {"mlp.fc2": {"weight": (width, inner), "bias": (width,)}}
+    shapes = {
+        "embeddings.token_embedding.weight": (config.vocab_size, width),
+        "embeddings.position_embedding.weight": (config.max_position_embeddings, width),
+        "final_layer_norm.weight": (width,),
+        "final_layer_norm.bias": (width,),
+    }
+    for index in range(config.num_hidden_layers):
+        for part, parameters in block.items():
+            for name, shape in parameters.items():
+                shapes[f"encoder.layers.{index}.{part}.{name}"] = shape
+    return {f"text_model.{name}": shape for name, shape in shapes.items()}
+
+
+def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None = None) -> Path:
+    """Writes the encoder as one safetensors file with `text_model.…` keys, whole or not at all. Returns the file.
+
+    The metadata hold what weights do not tell, so that `read_file` need not guess, and `notes`.
+    """
+    metadata = {
+        "format": "pt",
+        "written_by": WRITTEN_BY,
+        "hidden_act": encoder.config.hidden_act,
+        "num_attention_heads": str(encoder.config.num_attention_heads),
+        **(notes or {}),
+    }
+    tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in prefixed_state(encoder).items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return file
+
+
+def written_metadata(file: Path) -> dict[str, str]:
+    """A safetensors file's metadata; empty for any other file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.metadata() or {}
+    except Exception:  # whatever a file of another kind makes the library raise
+        return {}
