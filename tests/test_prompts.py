@@ -1,0 +1,158 @@
+"""Files of prompts: what is read of them, and what is left out by its line."""
+
+import json
+
+import pytest
+
+from debias_diffusion.app.prompts import MAX_SEED, Prompt, parse_seed, read_prompts
+from debias_diffusion.errors import UserError
+
+
+def read(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_prompts(path)
+
+
+def left_out(file):
+    return [(entry.where, entry.reason) for entry in file.left_out]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_one_prompt_a_line(tmp_path, end, mark):
+    lines = ["", "a cat, (grey:1.2)", "  ", ' ein "Bär" — {x} ', "# 猫", ""]
+    file = read(tmp_path, "p.txt", mark + end.join(lines).encode())
+    assert file.prompts == [Prompt(0, "a cat, (grey:1.2)"), Prompt(1, 'ein "Bär" — {x}'), Prompt(2, "# 猫")]
+    assert (file.left_out, file.unused, file.lines) == ([], [], {0: 2, 1: 4, 2: 5})
+
+
+def test_a_bad_line_keeps_its_number(tmp_path):
+    file = read(tmp_path, "p.TXT", b"one\n\xff\xfe\n" + b"x" * 20_001 + b"\n\xc2\xad\xe2\x80\x8b two\n")
+    assert [(prompt.number, prompt.text[-3:]) for prompt in file.prompts] == [(0, "one"), (3, "two")]
+    assert left_out(file) == [
+        ("line 2", "Not UTF-8 (invalid start byte at byte 0)."),
+        ("line 3", "The prompt has 20,001 characters; at most 20,000 are read. Shorten it."),
+    ]
+    assert str(file.left_out[0]) == "line 2: Not UTF-8 (invalid start byte at byte 0)."
+
+
+def test_json_lines(tmp_path):
+    entries = [
+        {"prompt": "one", "negative_prompt": "n", "seed": 7, "prompt_2": "two", "id": 9},
+        {"prompt": "a\nb", "negative": "n", "seed": None, "negative_prompt": None},
+        {"prompt": "c", "negative": "", "seed": "8"},
+        {"prompt": "d", "seed": 9.0, "negative": "n", "negative_prompt": "n", "prompt_2": ""},
+    ]
+    content = (
+        "\ufeff" + "\r\n".join(json.dumps(entry, ensure_ascii=bool(i)) for i, entry in enumerate(entries)) + "\n\n"
+    )
+    file = read(tmp_path, "p.jsonl", content)
+    assert file.prompts == [
+        Prompt(0, "one", "n", "two", 7),
+        Prompt(1, "a\nb", "n"),
+        Prompt(2, "c", "", None, 8),
+        Prompt(3, "d", "n", None, 9),
+    ]
+    assert file.left_out == [] and file.unused == ["id"]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("a cat", "Not JSON: Expecting value; it begins 'a cat'."),
+        ('{"prompt": "a', "Not JSON: Unterminated string starting at; it begins"),
+        ('["a cat"]', "Not an object but a list."),
+        ('"a cat"', "Not an object but a str."),
+        ("[" * 100_000, "Not JSON: "),
+        ("{}", "It has no prompt, only: nothing."),
+        ('{"promt": "a", "seed": 3}', "It has no prompt, only: promt, seed."),
+        ('{"prompt": null}', "It has no prompt"),
+        ('{"prompt": 3}', "The prompt must be text, got '3'."),
+        ('{"prompt": ["a"]}', "The prompt must be text, got \"['a']\"."),
+        ('{"prompt": " \\n"}', "The prompt is empty. Say what to draw."),
+        ('{"prompt": "\\ud800"}', "The prompt holds '\\ud800', which is no character."),
+        ('{"prompt": "a", "negative": 3}', "The negative must be text, got '3'."),
+        ('{"prompt": "a", "negative": "b", "negative_prompt": "c"}', "Its negative and negative_prompt differ."),
+        ('{"prompt": "a", "prompt_2": "' + "x" * 20_001 + '"}', "The prompt_2 has 20,001 characters"),
+        ('{"prompt": "a", "seed": -1}', "The seed must be a whole number from 0 to 2^63 - 1, got '-1'."),
+        ('{"prompt": "a", "seed": 1.5}', "The seed must be a whole number from 0 to 2^63 - 1, got '1.5'."),
+        ('{"prompt": "a", "seed": true}', "The seed must be a whole number from 0 to 2^63 - 1, got 'True'."),
+        ('{"prompt": "a", "seed": 9223372036854775808}', "The seed must be"),
+        ('{"prompt": "a", "seed": NaN}', "The seed must be"),
+        ('{"prompt": "a", "seed": ""}', "The seed must be"),
+    ],
+)
+def test_a_bad_line_of_json_is_named(tmp_path, line, why):
+    file = read(tmp_path, "p.jsonl", '{"prompt": "first"}\n\n' + line + '\n{"prompt": "last"}')
+    assert [(prompt.number, prompt.text) for prompt in file.prompts] == [(0, "first"), (2, "last")]
+    [(where, reason)] = left_out(file)
+    assert where == "line 3" and reason.startswith(why)
+
+
+def test_csv(tmp_path):
+    content = (
+        '\ufeffSeed, prompt ,negative,note\r\n7,"a cat, a ""dog""\r\nand more",grey,x\r\n\r\n,b\r\n,,,\r\n8.0,c,"",\r\n'
+    )
+    file = read(tmp_path, "p.csv", content)
+    assert file.prompts == [
+        Prompt(0, 'a cat, a "dog"\r\nand more', "grey", None, 7),
+        Prompt(1, "b"),
+        Prompt(2, "c", seed=8),
+    ]
+    assert file.lines == {0: 2, 1: 5, 2: 7}
+    assert file.left_out == [] and file.unused == ["note"]
+
+
+def test_a_bad_row_of_csv_is_named(tmp_path):
+    rows = ["prompt,seed", "a,1", "b,x", ",3", "c,4,5", '"d" e,6', "f,7", '"never closed', "g,8"]
+    file = read(tmp_path, "p.csv", "\n".join(rows))
+    assert [(prompt.number, prompt.text) for prompt in file.prompts] == [(0, "a"), (5, "f")]
+    assert left_out(file) == [
+        ("line 3", "The seed must be a whole number from 0 to 2^63 - 1, got 'x'."),
+        ("line 4", "It has no prompt, only: seed."),
+        ("line 5", "It has 3 cells, and the first line names 2 columns."),
+        ("line 6", "Not CSV: ',' expected after '\"'."),
+        ("line 8", "Not CSV: unexpected end of data."),
+    ]
+    file = read(tmp_path, "p.csv", "prompt\n" + "x" * 200_000 + "\nlast")
+    assert [prompt.text for prompt in file.prompts] == ["last"]
+    assert left_out(file) == [("line 2", "Not CSV: field larger than field limit (131072).")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.md", "a cat", r"ends in '.md'. Give a .txt of one prompt a line, a .jsonl"),
+        ("p", "a cat", "ends in ''"),
+        ("p.txt", "", "holds no usable prompt. Give a .txt"),
+        ("p.txt", b"\xff\xfea\0", "is in UTF-16. Save it as UTF-8"),
+        ("p.jsonl", "{}\n3", "holds no usable prompt. The first fault: line 1: It has no prompt, only: nothing."),
+        ("p.csv", "", "has no column 'prompt'.*it is ''"),
+        (
+            "p.csv",
+            "prompt;seed\na;3",
+            "has no column 'prompt'. Its first line must name the columns, with commas.*;seed'",
+        ),
+        ("p.csv", "prompt,prompt\na,b", "has more than one column 'prompt'"),
+        ("p.csv", b"prompt\na\n\xff", r"is not UTF-8 \(line 3\)"),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path, name, content, message):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, name, content)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere.txt' cannot be read \(No such file"):
+        read_prompts(tmp_path / "nowhere.txt")
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(UserError, match="cannot be read"):
+        read_prompts(tmp_path / "folder.csv")
+
+
+def test_seeds():
+    assert [parse_seed(value) for value in (0, "7", 7.0, " 8.0 ", MAX_SEED)] == [0, 7, 7, 8, MAX_SEED]
+    for value in (-1, MAX_SEED + 1, 1e300, "1e3", "", "٣", None, False):
+        with pytest.raises(UserError, match="The seed must be"):
+            parse_seed(value)
