@@ -59,7 +59,7 @@ def _layers(pipe: DiffusionPipeline) -> list[Attention]:
     """The cross-attention layers that do not keep keys and values yet, all of which can."""
     models = {name: getattr(pipe, name, None) for name in ("unet", "controlnet")}
     for name, model in models.items():
-        if model is not None and any(_is_compiled(module) for module in model.modules()):
+        if model is not None and _is_compiled(model):
             raise ValueError(
                 f"keep_keys_values: `pipe.{name}` is compiled, and keeping keys and values would break its graph in "
                 "every layer. Use one of the two."
@@ -81,8 +81,11 @@ def _layers(pipe: DiffusionPipeline) -> list[Attention]:
     return [layer for _, layer in layers if not isinstance(layer.processor, _KeepingProcessor)]
 
 
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Whether it or a part of it is, by torch.compile(module) or module.compile()."""
+    return any(
+        path.endswith("_orig_mod") or module._compiled_call_impl is not None for path, module in model.named_modules()
+    )
 
 
 def _check(path: str, layer: Attention) -> None:
@@ -159,7 +162,7 @@ class _RememberingLayer:
 def _state(projection: torch.nn.Module) -> tuple:
     """What, beside its input, a projection's result depends on: differs whenever that may have changed."""
     versions = tuple(_version(weight) for weight in projection.parameters())
-    if not hasattr(projection, "active_adapters"):  # of PEFT's layers
+    if not hasattr(type(projection), "active_adapters"):  # only PEFT's layers have them
         return projection, versions
     scaling = dict(getattr(projection, "scaling", {}))
     adapters = tuple(projection.active_adapters), tuple(projection.merged_adapters), projection.disable_adapters

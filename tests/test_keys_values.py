@@ -324,7 +324,7 @@ def adapters_off(pipe, step, tensors):
 
 def fused(pipe, step, tensors):
     if step == 1:
-        pipe.unet.fuse_lora(0.7)
+        pipe.unet.fuse_lora()  # at its scale, so that only the order of sums changes
 
 
 def unloaded(pipe, step, tensors):
@@ -379,6 +379,30 @@ def test_one_tensor_under_two_lora_scales_and_two_weights(sdxl, inputs, count):
     assert not torch.equal(plain[0], plain[2]) and not torch.equal(plain[0], plain[4])
     # 1.0, 0.4, 1.0 everywhere, and one layer twice more
     assert kept_calls == pytest.approx(3 + 2 / len(cross_layers(unet)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["to_k", "to_v"])
+def test_one_tensor_under_weights_that_change(sdxl, inputs, name):
+    layer = cross_layers(sdxl.unet)[0]
+    projection = getattr(layer, name)
+
+    def outputs():
+        first = sdxl.unet(**inputs).sample
+        projection.weight.mul_(2)
+        changed = sdxl.unet(**inputs).sample
+        projection.weight.mul_(0.5)
+        setattr(layer, name, copy.deepcopy(projection).apply(torch.nn.Linear.reset_parameters))
+        replaced = sdxl.unet(**inputs).sample
+        setattr(layer, name, projection)
+        return [first, changed, replaced]
+
+    torch.manual_seed(0)
+    plain = outputs()
+    torch.manual_seed(0)
+    with keep_keys_values(sdxl):
+        assert same(outputs(), plain)
+    assert not torch.equal(plain[0], plain[1]) and not torch.equal(plain[0], plain[2])
 
 
 def test_gradients_are_those_of_the_plain_run(sdxl, inputs):
@@ -441,6 +465,8 @@ def test_a_processor_set_meanwhile_stays(sdxl):
 def test_keys_and_values_are_freed_with_the_embeddings_and_with_the_context(sdxl, inputs):
     made = []
     layer = cross_layers(sdxl.unet)[0]
+    alive_before = []
+    layer.to_k.register_forward_pre_hook(lambda module, args: alive_before.extend(alive()))
     layer.to_k.register_forward_hook(lambda module, args, output: made.append(weakref.ref(output)))
 
     def alive():
@@ -463,6 +489,7 @@ def test_keys_and_values_are_freed_with_the_embeddings_and_with_the_context(sdxl
             sdxl.unet(**inputs)
             assert alive() == [False, False, False, True]
         assert not any(alive())
+        assert len(alive_before) == 6 and not any(alive_before)  # never two prompts' at once
     finally:
         gc.enable()
 
