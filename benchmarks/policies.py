@@ -6,14 +6,15 @@ Changes are made to the second encoder (in windows of 77 tokens, stretched to 24
 to the tokens that texts are padded with, and to the layer that the UNet reads, each with three first encoders: the toy
 world's CLIP in windows, and its two of 248 positions. Prompts are of the development split, noise is the same in all.
 
-Each combination is kept in the output folder when it is done, so a run that was stopped continues. Prints a table, and
-writes it to benchmarks/results/ as policies.md, with the numbers as policies.json.
+What is drawn is kept in the output folder, so a run that was stopped continues, and one of more prompts adds to what is
+there. Prints a table, and writes it to benchmarks/results/ as policies.md, with the numbers as policies.json.
 """
 
 import argparse
 import copy
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -99,7 +100,7 @@ class Prompts:
 
 
 class Bench:
-    """The combinations, each drawn once.
+    """The combinations, each with the same prompts and the same noise.
 
     Args:
         output: where what is done is kept.
@@ -115,7 +116,7 @@ class Bench:
         self.digests = {name: digest(shipped(f"toy/{name}")) for name in ("sdxl", *FIRST)}
 
     def run(self) -> dict[tuple[str, str], dict]:
-        """What was drawn, by change and first encoder."""
+        """What was drawn, by change and first encoder: see `_cell`."""
         cells = [(change, Policy(first, **its)) for change, its in CHANGES.items() for first in FIRST]
         found = {}
         for number, (change, policy) in enumerate(cells, 1):
@@ -124,49 +125,57 @@ class Bench:
         return found
 
     def _cell(self, file: Path, policy: Policy, title: str) -> dict:
-        second = self._trained(policy.second) if policy.second in RATES else None
-        settings = {
-            "policy": asdict(policy),
-            "prompts": [len(self.long.scenes), len(self.short.scenes)],
-            "seed": self.seed,
-            "models": {"sdxl": self.digests["sdxl"], "first": self.digests[policy.first]}
-            | ({"second": weights_digest(second)} if second else {}),
-        }
-        settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
-        before = json.loads(file.read_text()) if file.exists() else {}
-        if before.get("settings") == settings:
-            print(f"{title}: already done ({before['seconds']:.0f} s)", flush=True)
-            return before
-        started = time.monotonic()
-        pipe = make_pipeline(policy, second)
-        drawn = {name: self._draw(pipe, getattr(self, name), f"{title}, {name}") for name in ("long", "short")}
-        result = {"settings": settings, "seconds": round(time.monotonic() - started, 1), **drawn}
-        write_json(file, result)
-        return result
+        """What the file holds, once what it lacks has been drawn and added.
 
-    def _draw(self, pipe: StableDiffusionXLLongPromptPipeline, prompts: Prompts, title: str) -> dict:
-        """Pictures in batches of one length, so that none is padded further than it would be alone."""
+        Returns:
+            "seconds", and for "long" and "short" prompts "right", for each picture, and "positions", how often each
+            length of the embeddings occurs.
+        """
+        second = self._trained(policy.second) if policy.second in RATES else None
+        models = {"sdxl": self.digests["sdxl"], "first": self.digests[policy.first]}
+        models |= {"second": weights_digest(second)} if second else {}
+        settings = {"policy": asdict(policy), "seed": self.seed, "models": models}
+        settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        if kept.get("settings") != settings:
+            kept = {"settings": settings, "seconds": 0.0, "long": {}, "short": {}}
+        pipe = make_pipeline(policy, second)
+        for kind in ("long", "short"):
+            self._draw(pipe, kind, kept, file, f"{title}, {kind}")
+        found = {"seconds": kept["seconds"]}
+        for kind in ("long", "short"):
+            pictures = [kept[kind][str(index)] for index in range(len(getattr(self, kind).scenes))]
+            counts = Counter(picture["positions"] for picture in pictures)
+            found[kind] = {
+                "right": [picture["right"] for picture in pictures],
+                "positions": dict(sorted(counts.items())),
+            }
+        return found
+
+    def _draw(self, pipe: StableDiffusionXLLongPromptPipeline, kind: str, kept: dict, file: Path, title: str) -> None:
+        """Draws what `kept` lacks, in batches of one length, so that none is padded further than it would be alone."""
+        prompts: Prompts = getattr(self, kind)
         texts = [clean(its.text) for its in prompts.captions]
         groups: dict[int, list[int]] = {}
         for index, text in enumerate(texts):
-            groups.setdefault(pipe.prompt_layout(text).positions, []).append(index)
-        right = {}
-        with tqdm(desc=title, total=len(texts), unit=" pictures") as bar:
-            for group in groups.values():
-                for start in range(0, len(group), _AT_ONCE):
-                    batch = group[start : start + _AT_ONCE]
-                    noise = [torch.Generator().manual_seed(self.seed + index) for index in batch]
-                    pictures = pipe(
-                        [texts[index] for index in batch],
-                        generator=noise,
-                        num_inference_steps=STEPS,
-                        guidance_scale=GUIDANCE_SCALE,
-                    ).images
-                    for index, picture in zip(batch, pictures, strict=True):
-                        right[index] = objects_correct(picture, prompts.scenes[index])
-                    bar.update(len(batch))
-        positions = {str(length): len(group) for length, group in sorted(groups.items())}
-        return {"positions": positions, "right": [right[index] for index in range(len(texts))]}
+            if str(index) not in kept[kind]:
+                groups.setdefault(pipe.prompt_layout(text).positions, []).append(index)
+        batches = [(n, g[i : i + _AT_ONCE]) for n, g in groups.items() for i in range(0, len(g), _AT_ONCE)]
+        with tqdm(desc=title, total=len(texts), initial=len(kept[kind]), unit=" pictures") as bar:
+            for positions, batch in batches:
+                started = time.monotonic()
+                pictures = pipe(
+                    [texts[index] for index in batch],
+                    generator=[torch.Generator().manual_seed(self.seed + index) for index in batch],
+                    num_inference_steps=STEPS,
+                    guidance_scale=GUIDANCE_SCALE,
+                ).images
+                for index, picture in zip(batch, pictures, strict=True):
+                    right = objects_correct(picture, prompts.scenes[index])
+                    kept[kind][str(index)] = {"positions": positions, "right": right}
+                kept["seconds"] = round(kept["seconds"] + time.monotonic() - started, 1)
+                write_json(file, kept)
+                bar.update(len(batch))
 
     def _trained(self, name: str) -> nn.Module:
         """The second encoder fine-tuned at 248 positions, as the quickstart does it with the first one.
