@@ -1,0 +1,1051 @@
+"""What diffusers checks on its SDXL from text, checked on ours, with a prompt that fits 77 tokens and with a long one.
+
+Wherever values are compared, they are compared bit for bit with diffusers' own class: for a long prompt with that class
+given the embeddings that ours makes (which tests/test_long_prompt.py compares with a literal reading of the layout).
+
+diffusers' check (its mixins, its SDXL file)           here
+-----------------------------------------------------  -------------------------------------------------------------
+pipeline_call_signature, IP-Adapter's signature        test_signatures_are_those_of_diffusers
+components_function, StableDiffusionMixin_component    test_components
+dict_tuple_outputs_equivalent                          test_outputs_as_object_and_tuple
+pt_np_pil_outputs_equivalent                           test_output_types
+latents_input                                          test_latents_in_and_out
+multi_vae                                              test_other_vaes
+xl_euler, ays, negative_conditions                     test_arguments, test_ays_timesteps_and_sigmas_are_one_schedule
+xl_multi_prompts                                       test_second_prompts
+inference_batch_consistent                             test_batches_of_unequal_prompts
+inference_batch_single_identical                       test_in_a_batch_as_alone, test_only_the_shared_length_counts
+num_images_per_prompt                                  test_images_per_prompt
+cfg, turbo_512                                         test_guidance_scales, test_distilled_models_...
+euler_lcm, euler_lcm_custom_timesteps                  test_lcm
+callback_inputs, callback_cfg                          test_callback_...
+pipeline_interrupt                                     test_interrupt
+attention_slicing_forward_pass, vae_slicing,           test_settings
+vae_tiling, layerwise_casting_inference
+freeu, fused_qkv_projections                           test_settings, test_freeu_and_fused_projections_leave_nothing
+karras_schedulers_shape                                test_schedulers
+encode_prompt_works_in_isolation                       test_encoding_in_isolation, test_names_...
+to_dtype, half_precision_inference_no_nan              test_to_dtype
+from_pipe_consistent_config, ..._forward_pass          test_from_pipe_...
+two_xl_mixture_of_denoiser, three_xl_mixture_...       test_pipelines_share_the_steps
+ip_adapter, ip_adapter_cfg, _masks, _faceid            test_ip_adapter...
+save_load_local, xl_save_from_pretrained               test_saved_and_loaded, test_what_is_saved_is_what_...
+save_load_optional_components                          test_optional_components_stay_away
+save_load_float16                                      test_half_precision_is_kept_by_saving
+dtype_dict, dtype_alias                                test_each_model_can_have_its_own_dtype
+serialization_with_variants, loading_with_variants,    test_variants
+loading_with_incorrect_variants
+group_offloading_inference                             test_group_offload_of_each_model (on the CPU too)
+
+With an accelerator only (what can be shown on a CPU is test_encoders_are_used_through_forward):
+to_device, float16_inference                           test_on_an_accelerator, test_float16_on_an_accelerator
+sequential_cpu_offload_forward_pass, ..._twice         test_sequential_offload
+model_cpu_offload_forward_pass, ..._twice, offloads    test_model_offload
+pipeline_level_group_offloading_...                    test_group_offload_of_the_pipeline
+pipeline_with_accelerator_device_map                   test_device_map
+from_pipe_consistent_forward_pass_cpu_offload          test_from_pipe_under_offload
+
+Not here: xformers' attention and quantisation (packages of their own), torch.compile, the caching mixins (for denoisers
+that are transformers), checks that fetch weights from a hub, and stored slices of pixel values, in whose place stands
+the comparison with diffusers itself.
+"""
+
+import ast
+import inspect
+import json
+import logging
+import textwrap
+from contextlib import contextmanager
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import tiny_sdxl
+import torch
+from diffusers import (
+    AsymmetricAutoencoderKL,
+    AutoencoderTiny,
+    AutoPipelineForText2Image,
+    DDIMScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    HeunDiscreteScheduler,
+    LCMScheduler,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPipeline,
+    schedulers,
+)
+from diffusers.callbacks import SDXLCFGCutoffCallback
+from diffusers.hooks import apply_group_offloading
+from diffusers.pipelines.stable_diffusion_xl import StableDiffusionXLPipelineOutput
+from diffusers.schedulers import AysSchedules, KarrasDiffusionSchedulers
+from tiny_sdxl import assemble
+from torch import nn
+
+from debias_diffusion.pipelines import (
+    StableDiffusionXLLongPromptImg2ImgPipeline,
+    StableDiffusionXLLongPromptPipeline,
+)
+
+Stock, Ours = StableDiffusionXLPipeline, StableDiffusionXLLongPromptPipeline
+
+SHORT = "A red cat sleeps on a blue sofa, next to a window."
+OTHER = "Two green birds."
+LONG = f"{SHORT} {'The sky is grey, the house is old. ' * 9}In front of it stands a yellow bicycle."
+PROMPTS = {"short": SHORT, "long": LONG}
+POSITIONS = {SHORT: 77, OTHER: 77, LONG: 152}
+
+EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+# what `encode_prompt` does with them is in the embeddings
+ENCODED = ("prompt_2", "negative_prompt", "negative_prompt_2", "clip_skip")
+TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+
+DTYPE = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
+ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+needs_accelerator = pytest.mark.skipif(ACCELERATOR is None, reason="there is no accelerator on this machine")
+DEVICES = ["cpu", pytest.param(str(ACCELERATOR), marks=needs_accelerator)]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return tiny_sdxl.sdxl_parts()
+
+
+@pytest.fixture(scope="module")
+def stock(parts):
+    """Not to be changed by a test, like `ours`."""
+    return assemble(Stock, parts)
+
+
+@pytest.fixture(scope="module")
+def ours(parts):
+    return assemble(Ours, parts)
+
+
+@pytest.fixture
+def own_stock(parts):
+    """Models of its own, to be changed."""
+    return assemble(Stock, parts)
+
+
+@pytest.fixture
+def own(parts):
+    return assemble(Ours, parts)
+
+
+@pytest.fixture(params=PROMPTS.values(), ids=PROMPTS)
+def prompt(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def draw(pipe, prompt=None, seed=0, **call):
+    """Images [n, height, width, 3] of two steps; what the call gives wins."""
+    default = {"num_inference_steps": 2, "generator": torch.Generator("cpu").manual_seed(seed), "output_type": "np"}
+    return pipe(prompt, **{**default, **call}).images
+
+
+def embed(pipe, prompt, guided=True, **encoded):
+    """The arguments of a call that stand for the prompt."""
+    embeds = pipe.encode_prompt(prompt, do_classifier_free_guidance=guided, **encoded)
+    return {name: value for name, value in zip(EMBEDDINGS, embeds, strict=True) if value is not None}
+
+
+def draw_as_diffusers(stock, ours, prompt, **call):
+    """What diffusers' class draws: by itself if the prompt fits, from the embeddings that ours makes if it is long."""
+    if all(len(str(text)) < 200 for text in (prompt, *(call.get(name) for name in ENCODED))):
+        return draw(stock, prompt, **call)
+    encoded = {name: call.pop(name) for name in ENCODED if name in call}
+    guided = call.get("guidance_scale", 5.0) > 1 and stock.unet.config.time_cond_proj_dim is None
+    embeds = embed(ours, prompt, guided, **encoded)
+    assert embeds["prompt_embeds"].shape[1] > 77
+    return draw(stock, **embeds, **call)
+
+
+@contextmanager
+def watched(pipe):
+    """Lists the batch and length of the text at each step of the UNet."""
+    seen = []
+    hook = pipe.unet.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(tuple(kwargs["encoder_hidden_states"].shape[:2])), with_kwargs=True
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+# ---- what it looks like from outside
+
+
+def arguments(function):
+    return [(name, parameter.kind, parameter.default) for name, parameter in parameters(function).items()]
+
+
+def parameters(function):
+    return inspect.signature(function).parameters
+
+
+def test_signatures_are_those_of_diffusers():
+    for name in ("__call__", "encode_prompt", "__init__"):
+        assert arguments(getattr(Ours, name)) == arguments(getattr(Stock, name))
+    call = parameters(Ours.__call__)
+    named = {"prompt", "negative_prompt", "height", "width", "guidance_scale", "cross_attention_kwargs", *EMBEDDINGS}
+    assert {"ip_adapter_image", "ip_adapter_image_embeds", *named} <= set(call)
+    optional = ("num_inference_steps", "num_images_per_prompt", "generator", "latents", "output_type", "return_dict")
+    assert all(call[name].default is not inspect.Parameter.empty for name in optional)
+
+
+def test_names_that_encode_prompt_returns():
+    """diffusers' suite reads them from the source, and passes the results to the call under these names."""
+    returns = [
+        node.value
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(Ours.encode_prompt))))
+        if isinstance(node, ast.Return)
+    ]
+    assert [[name.id for name in value.elts] for value in returns] == [list(EMBEDDINGS)]
+
+
+def test_components(stock, ours, parts):
+    assert set(ours.components) == set(stock.components) == {*parts, "image_encoder", "feature_extractor"}
+    again = Ours(**ours.components)
+    assert all(again.components[name] is part for name, part in ours.components.items())
+    assert {name: type(part) for name, part in ours.components.items()} == {
+        name: type(part) for name, part in stock.components.items()
+    }
+    assert ours.model_cpu_offload_seq == stock.model_cpu_offload_seq
+    assert ours._optional_components == stock._optional_components
+
+
+def test_outputs_as_object_and_tuple(ours, prompt):
+    images = draw(ours, prompt)
+    call = {"num_inference_steps": 2, "output_type": "np"}
+    output = ours(prompt, generator=torch.Generator().manual_seed(0), **call)
+    assert type(output) is StableDiffusionXLPipelineOutput
+    output_tuple = ours(prompt, generator=torch.Generator().manual_seed(0), return_dict=False, **call)
+    assert type(output_tuple) is tuple and len(output_tuple) == 1
+    assert np.array_equal(output[0], images) and np.array_equal(output_tuple[0], images)
+
+
+def test_output_types(ours, prompt):
+    images = draw(ours, prompt)
+    assert images.shape == (1, 64, 64, 3) and images.std() > 0.01
+    assert np.array_equal(draw(ours, prompt, output_type="pt").permute(0, 2, 3, 1).numpy(), images)
+    (pil,) = draw(ours, prompt, output_type="pil")
+    assert np.array_equal(np.asarray(pil), (images[0] * 255).round())
+
+
+def test_latents_in_and_out(ours, prompt):
+    images = draw(ours, prompt)
+    noise = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(0))
+    assert np.array_equal(draw(ours, prompt, latents=noise, generator=None), images)
+    latents = draw(ours, prompt, output_type="latent")
+    assert latents.shape == (1, 4, 8, 8)
+    decoded = ours.vae.decode(latents / ours.vae.config.scaling_factor).sample
+    assert np.array_equal(ours.image_processor.postprocess(decoded, output_type="np"), images)
+
+
+def test_other_vaes(parts):
+    blocks = {"block_out_channels": (8, 8, 16, 16), "norm_num_groups": 8}
+    down, up = ("DownEncoderBlock2D",) * 4, ("UpDecoderBlock2D",) * 4
+    asymmetric = AsymmetricAutoencoderKL(
+        down_block_types=down,
+        down_block_out_channels=blocks["block_out_channels"],
+        up_block_types=up,
+        up_block_out_channels=blocks["block_out_channels"],
+        norm_num_groups=8,
+        latent_channels=4,
+    )
+    tiny = AutoencoderTiny(encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4)
+    for vae in (asymmetric.eval(), tiny.eval()):
+        pipes = [assemble(cls, parts, vae=vae) for cls in (Stock, Ours)]
+        for prompt in PROMPTS.values():
+            images = draw(pipes[1], prompt)
+            assert images.shape == (1, 64, 64, 3)
+            assert np.array_equal(images, draw_as_diffusers(*pipes, prompt))
+
+
+def test_progress_is_shown_and_nothing_else_said(stock, ours, caplog, capsys):
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "debias_diffusion")]
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
+    try:
+        draw(stock, LONG)
+        assert "truncated" in caplog.text  # so it would be seen
+        caplog.clear()
+        ours.set_progress_bar_config(disable=False)
+        capsys.readouterr()
+        draw(ours, LONG, negative_prompt=LONG, num_inference_steps=3)
+    finally:
+        for logger in loggers:
+            logger.removeHandler(caplog.handler)
+    assert caplog.records == []
+    shown = capsys.readouterr()
+    assert "3/3" in shown.err and shown.out == ""
+    ours.set_progress_bar_config(disable=True)
+    draw(ours, LONG)
+    assert capsys.readouterr().err == ""
+
+
+# ---- arguments of a call
+
+NOISE = torch.Generator().manual_seed(3)
+ARGUMENTS = {
+    "three steps": {"num_inference_steps": 3},
+    "guidance": {"guidance_scale": 9.0},
+    "guidance_rescale": {"guidance_rescale": 0.7},
+    "negative": {"negative_prompt": OTHER},
+    "long negative": {"negative_prompt": LONG.replace("bicycle", "tractor"), "prompt": LONG},
+    "clip_skip": {"clip_skip": 1},
+    "size": {"height": 96, "width": 64},
+    "original_size": {"original_size": (512, 300)},
+    "target_size": {"target_size": (1024, 700)},
+    "crop": {"crops_coords_top_left": (10, 200)},
+    "negative conditions": {"negative_original_size": (512, 512), "negative_target_size": (1024, 1024)},
+    "timesteps": {"num_inference_steps": None, "timesteps": [900, 500, 100]},
+    "sigmas": {"num_inference_steps": None, "sigmas": [14.0, 3.0, 0.5]},
+    "AYS timesteps": {"num_inference_steps": None, "timesteps": AysSchedules["StableDiffusionXLTimesteps"]},
+    "AYS sigmas": {"num_inference_steps": None, "sigmas": AysSchedules["StableDiffusionXLSigmas"]},
+    "denoising_end": {"num_inference_steps": 4, "denoising_end": 0.5},
+    "two images": {"num_images_per_prompt": 2},
+    "latents": {"latents": torch.randn((1, 4, 8, 8), generator=NOISE)},
+}
+
+
+@pytest.mark.parametrize("call", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments(stock, ours, prompt, call):
+    call = {"prompt": prompt, **call}
+    images = draw(ours, **call)
+    assert np.array_equal(images, draw_as_diffusers(stock, ours, **call))
+    plain = draw(ours, call["prompt"])
+    assert images.shape != plain.shape or np.abs(images - plain).max() > 1e-4
+
+
+def test_ays_timesteps_and_sigmas_are_one_schedule(ours, prompt):
+    by_timesteps, by_sigmas = (draw(ours, prompt, **ARGUMENTS[name]) for name in ("AYS timesteps", "AYS sigmas"))
+    assert np.abs(by_timesteps - by_sigmas).max() < 1e-3
+
+
+def test_eta(parts, prompt):
+    scheduler = DDIMScheduler.from_config(parts["scheduler"].config)
+    pipes = [assemble(cls, parts, scheduler=scheduler) for cls in (Stock, Ours)]
+    images = draw(pipes[1], prompt, eta=0.8)
+    assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, eta=0.8))
+    assert np.abs(images - draw(pipes[1], prompt)).max() > 1e-4
+
+
+BAD_CALLS = {
+    "prompt and embeddings": {"prompt": SHORT, "prompt_embeds": torch.zeros(1, 77, 72)},
+    "neither": {},
+    "embeddings without pooled": {"prompt_embeds": torch.zeros(1, 77, 72)},
+    "unequal lengths": {
+        "prompt_embeds": torch.zeros(1, 152, 72),
+        "pooled_prompt_embeds": torch.zeros(1, 24),
+        "negative_prompt_embeds": torch.zeros(1, 77, 72),
+        "negative_pooled_prompt_embeds": torch.zeros(1, 24),
+    },
+    "prompt of a wrong type": {"prompt": 3},
+    "size": {"prompt": SHORT, "height": 65},
+    "callback's tensors": {"prompt": SHORT, "callback_on_step_end_tensor_inputs": ["noise"]},
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_calls_are_refused_as_in_diffusers(stock, ours, call):
+    with pytest.raises(ValueError) as expected:
+        stock(**call)
+    with pytest.raises(ValueError) as refused:
+        ours(**call)
+    assert str(refused.value) == str(expected.value)
+
+
+def test_second_prompts(stock, ours, prompt):
+    assert np.array_equal(draw(ours, prompt, prompt_2=prompt), draw(ours, prompt))
+    call = {"prompt_2": OTHER, "negative_prompt": "blurry"}
+    images = draw(ours, prompt, **call)
+    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompt, **call))
+    assert not np.array_equal(images, draw(ours, prompt, negative_prompt="blurry"))
+    assert np.array_equal(draw(ours, prompt, negative_prompt_2="blurry", **call), images)
+    other = draw(ours, prompt, negative_prompt_2=prompt, **call)
+    assert np.array_equal(other, draw_as_diffusers(stock, ours, prompt, negative_prompt_2=prompt, **call))
+    assert not np.array_equal(other, images)
+
+
+# ---- batches
+
+
+def generators(count):
+    return [torch.Generator().manual_seed(seed) for seed in range(count)]
+
+
+def test_batches_of_unequal_prompts(ours):
+    prompts = [SHORT, SHORT[:25], 100 * "very long"]
+    with watched(ours) as seen:
+        images = draw(ours, prompts, generator=generators(3), negative_prompt=["grey", "", OTHER])
+    assert images.shape == (3, 64, 64, 3)
+    assert seen == [(6, 227), (6, 227)]
+    assert len({image.tobytes() for image in images}) == 3
+
+
+def test_in_a_batch_as_alone(stock, ours, prompt):
+    prompts = [prompt, prompt.replace("red", "green"), prompt.replace("cat", "dragon")]
+    images = draw(ours, prompts, generator=generators(3))
+    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompts, generator=generators(3)))
+    for seed, text in enumerate(prompts):
+        assert np.abs(images[seed] - draw(ours, text, seed=seed)[0]).max() < 1e-4
+    assert np.abs(images[0] - draw(ours, prompts[1])[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("window", [77, 248])
+def test_only_the_shared_length_counts(parts, window):
+    """A short prompt beside a long one has its own text's embeddings, on more positions."""
+    pipe = assemble(Ours, parts, text_encoder=tiny_sdxl.stretched(parts["text_encoder"], window))
+    alone, _, pooled, _ = pipe.encode_prompt(SHORT)
+    embeds, _, pooled_in_batch, _ = pipe.encode_prompt([SHORT, LONG])
+    assert alone.shape[1] == 77 and embeds.shape[1] == 152
+    torch.testing.assert_close(embeds[:1, :77], alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pooled_in_batch[:1], pooled, rtol=1e-5, atol=1e-5)
+    # and where something else already asks for that length, the picture is the one it draws alone
+    negative = LONG.replace("cat", "dog")
+    image = draw(pipe, SHORT, negative_prompt=negative)[0]
+    images = draw(pipe, [SHORT, LONG], negative_prompt=[negative] * 2, generator=generators(2))
+    assert np.abs(images[0] - image).max() < 1e-4
+    assert np.abs(images[0] - draw(pipe, OTHER, negative_prompt=negative)[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
+def test_images_per_prompt(stock, ours, prompt, batch, count):
+    prompts = [prompt, prompt.replace("red", "green")][:batch]
+    n = batch * count
+    call = {"negative_prompt": ["grey"] * batch, "num_images_per_prompt": count}
+    images = draw(ours, prompts, generator=generators(n), **call)
+    assert len(images) == n
+    if prompt == SHORT:
+        assert np.array_equal(images, draw(stock, prompts, generator=generators(n), **call))
+    repeated = [text for text in prompts for _ in range(count)]
+    assert np.abs(images - draw(ours, repeated, generator=generators(n), negative_prompt=["grey"] * n)).max() < 1e-4
+
+
+# ---- guidance
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1.5, 7.5])
+def test_guidance_scales(stock, ours, prompt, scale):
+    with watched(ours) as seen:
+        images = draw(ours, prompt, guidance_scale=scale)
+    assert seen == [(2 if scale > 1 else 1, POSITIONS[prompt])] * 2
+    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompt, guidance_scale=scale))
+
+
+TRAILING = {
+    "turbo": (EulerAncestralDiscreteScheduler, {"num_inference_steps": 1, "guidance_scale": 0.0}),
+    "lightning": (EulerDiscreteScheduler, {"num_inference_steps": 4, "guidance_scale": 0.0}),
+}
+
+
+@pytest.mark.parametrize(("scheduler", "call"), TRAILING.values(), ids=TRAILING)
+def test_distilled_models_and_a_negative_prompt_that_is_not_used(parts, prompt, scheduler, call):
+    scheduler = scheduler.from_config(parts["scheduler"].config, timestep_spacing="trailing")
+    pipes = [assemble(cls, parts, scheduler=scheduler) for cls in (Stock, Ours)]
+    with watched(pipes[1]) as seen:
+        images = draw(pipes[1], prompt, negative_prompt=LONG + LONG, negative_prompt_2=LONG + LONG, **call)
+    assert seen == [(1, POSITIONS[prompt])] * call["num_inference_steps"]
+    assert np.array_equal(images, draw(pipes[1], prompt, **call))
+    assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, **call))
+
+
+@pytest.mark.parametrize("call", [{}, {"num_inference_steps": None, "timesteps": [999, 499]}])
+def test_lcm(parts, prompt, call):
+    """Its UNet reads the guidance scale instead of a negative prompt."""
+    scheduler = LCMScheduler.from_config(parts["scheduler"].config)
+    unet = tiny_sdxl.unet(time_cond_proj_dim=256)
+    pipes = [assemble(cls, parts, unet=unet, scheduler=scheduler) for cls in (Stock, Ours)]
+    with watched(pipes[1]) as seen:
+        images = draw(pipes[1], prompt, guidance_scale=8.0, negative_prompt=LONG + LONG, **call)
+    assert seen == [(1, POSITIONS[prompt])] * 2
+    assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, guidance_scale=8.0, **call))
+    assert np.abs(images - draw(pipes[1], prompt, guidance_scale=2.0, **call)).max() > 1e-6
+
+
+# ---- callbacks
+
+
+def test_callback_inputs(ours, prompt):
+    names = ours._callback_tensor_inputs
+    assert names == Stock._callback_tensor_inputs and {"latents", "prompt_embeds"} <= set(names)
+    shapes = []
+
+    def look(pipe, step, timestep, tensors):
+        assert pipe is ours
+        shapes.append({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return tensors
+
+    images = draw(ours, prompt, callback_on_step_end=look, callback_on_step_end_tensor_inputs=["latents"])
+    assert shapes == [{"latents": (1, 4, 8, 8)}] * 2
+    assert np.array_equal(images, draw(ours, prompt))
+    images = draw(ours, prompt, callback_on_step_end=look, callback_on_step_end_tensor_inputs=names)
+    assert set(shapes[-1]) == set(names)
+    assert shapes[-1]["prompt_embeds"] == (2, POSITIONS[prompt], 72)
+    assert shapes[-1]["add_text_embeds"] == (2, tiny_sdxl.POOLED_WIDTH)
+    assert np.array_equal(images, draw(ours, prompt))
+
+
+def test_callback_changes_latents(ours, prompt):
+    def clear(pipe, step, timestep, tensors):
+        if step == pipe.num_timesteps - 1:
+            tensors["latents"] = torch.zeros_like(tensors["latents"])
+        return tensors
+
+    latents = draw(ours, prompt, callback_on_step_end=clear, output_type="latent")
+    assert latents.shape == (1, 4, 8, 8) and not latents.any()
+
+
+def test_callback_raises_guidance(ours, prompt):
+    def raise_scale(pipe, step, timestep, tensors):
+        pipe._guidance_scale += 1
+        return tensors
+
+    images = draw(ours, prompt, guidance_scale=2.0, callback_on_step_end=raise_scale)
+    assert ours.guidance_scale == 4.0
+    assert not np.array_equal(images, draw(ours, prompt, guidance_scale=2.0))
+
+
+@pytest.mark.parametrize("later", [OTHER, LONG.replace("bicycle", "tractor")], ids=["short", "long"])
+def test_callback_changes_the_prompt(stock, ours, prompt, later):
+    """Also to one of another length."""
+    embeds = embed(ours, later, negative_prompt="grey")
+    guided = torch.cat([embeds["negative_prompt_embeds"], embeds["prompt_embeds"]])
+
+    def change(pipe, step, timestep, tensors):
+        return {**tensors, "prompt_embeds": guided} if step == 0 else tensors
+
+    call = {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+    with watched(ours) as seen:
+        images = draw(ours, prompt, negative_prompt="grey", **call)
+    assert seen == [(2, POSITIONS[prompt]), (2, guided.shape[1])]
+    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompt, negative_prompt="grey", **call))
+    assert not np.array_equal(images, draw(ours, prompt, negative_prompt="grey"))
+
+
+def test_callback_ends_guidance(stock, ours, prompt):
+    """diffusers' own callback for it, which keeps the conditional row of the embeddings."""
+    call = {"num_inference_steps": 3, "callback_on_step_end": SDXLCFGCutoffCallback(None, cutoff_step_index=0)}
+    with watched(ours) as seen:
+        images = draw(ours, prompt, negative_prompt="grey", **call)
+    assert seen == [(2, POSITIONS[prompt]), *[(1, POSITIONS[prompt])] * 2]
+    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompt, negative_prompt="grey", **call))
+
+
+def test_interrupt(ours, prompt):
+    latents = []
+
+    def keep(pipe, step, timestep, tensors):
+        latents.append(tensors["latents"].clone())
+        return tensors
+
+    def stop(pipe, step, timestep, tensors):
+        pipe._interrupt = step == 1
+        return tensors
+
+    draw(ours, prompt, num_inference_steps=3, callback_on_step_end=keep)
+    stopped = draw(ours, prompt, num_inference_steps=3, callback_on_step_end=stop, output_type="latent")
+    assert torch.equal(stopped, latents[1]) and not torch.equal(stopped, latents[2])
+    again = draw(ours, prompt, num_inference_steps=3, output_type="latent")
+    assert torch.equal(again, latents[2])
+
+
+# ---- settings of a pipeline
+
+
+def cast_layers(pipe):
+    pipe.to(dtype=torch.bfloat16)
+    pipe.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    assert torch.float8_e4m3fn in {weight.dtype for weight in pipe.unet.parameters()}
+
+
+# what is done, and how far the image may and must move from the plain one
+SETTINGS = {
+    "attention in slices of 1": (lambda pipe: pipe.enable_attention_slicing(1), 0, 1e-3),
+    "attention in slices of 2": (lambda pipe: pipe.enable_attention_slicing(2), 0, 1e-3),
+    "attention in slices": (lambda pipe: pipe.enable_attention_slicing(), 0, 1e-3),
+    "VAE in slices": (lambda pipe: pipe.vae.enable_slicing(), 0, 1e-2),
+    "VAE in tiles": (lambda pipe: pipe.vae.enable_tiling(), 0, 0.5),
+    "FreeU": (lambda pipe: pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4), 1e-4, 1),
+    "fused projections": (lambda pipe: pipe.fuse_qkv_projections(), 0, 1e-2),
+    "plain attention": (lambda pipe: pipe.unet.set_default_attn_processor(), 0, 1e-3),
+    "channels last": (lambda pipe: pipe.unet.to(memory_format=torch.channels_last), 0, 1e-3),
+    "float8 layers": (cast_layers, 1e-4, 1),
+}
+
+
+@pytest.mark.parametrize(("change", "least", "most"), SETTINGS.values(), ids=SETTINGS)
+def test_settings(own_stock, own, prompt, change, least, most):
+    prompts = [prompt, prompt.replace("red", "green")]
+    plain = draw(own, prompts)
+    change(own_stock), change(own)
+    images = draw(own, prompts)
+    assert np.isfinite(images).all()
+    if prompt == SHORT:
+        assert np.array_equal(images, draw(own_stock, prompts))
+    else:
+        assert np.array_equal(images, draw(own_stock, **embed(own, prompts)))
+    assert least <= np.abs(images - plain).max() <= most
+
+
+def test_freeu_and_fused_projections_leave_nothing(own, prompt):
+    plain = draw(own, prompt)
+    own.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+    own.disable_freeu()
+    assert all(getattr(block, key) is None for block in own.unet.up_blocks for key in ("s1", "s2", "b1", "b2"))
+    own.fuse_qkv_projections()
+    assert all(type(processor).__name__.startswith("Fused") for processor in own.unet.attn_processors.values())
+    own.unfuse_qkv_projections()
+    assert np.array_equal(draw(own, prompt), plain)
+
+
+# needs a package of its own
+SCHEDULERS = [kind.name for kind in KarrasDiffusionSchedulers if kind.name != "DPMSolverSDEScheduler"]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(own_stock, own, name):
+    cls = getattr(schedulers, name)
+    for prompt in PROMPTS.values():
+        for pipe in (own_stock, own):
+            # PNDM's warm-up asks for more steps
+            settings = {"skip_prk_steps": True} if name == "PNDMScheduler" else {}
+            pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings)
+        images = draw(own, prompt, num_inference_steps=4)
+        assert images.shape == (1, 64, 64, 3)
+        assert np.array_equal(images, draw_as_diffusers(own_stock, own, prompt, num_inference_steps=4))
+
+
+# ---- text encoders alone, and the rest alone
+
+
+@pytest.mark.parametrize("call", [{}, {"negative_prompt": OTHER}, {"prompt_2": OTHER, "clip_skip": 1}])
+def test_encoding_in_isolation(ours, parts, prompt, call):
+    texts = assemble(Ours, {name: parts[name] if name in TEXT_PARTS else None for name in parts})
+    rest = assemble(Ours, {name: None if name in TEXT_PARTS else parts[name] for name in parts})
+    embeds = embed(texts, prompt, **call)
+    assert set(embeds) == set(EMBEDDINGS) <= set(parameters(rest.__call__))
+    images = draw(rest, **embeds)
+    assert np.array_equal(images, draw(ours, prompt, **call))
+    assert not np.array_equal(images, draw(ours, OTHER, **call | {"prompt_2": SHORT}))
+
+
+def test_a_text_encoder_can_be_missing(parts, prompt):
+    """The refiner has only the second one."""
+    unet = tiny_sdxl.unet(cross_attention_dim=tiny_sdxl.WIDTH_2)
+    pipes = [assemble(cls, parts, unet=unet, text_encoder=None, tokenizer=None) for cls in (Stock, Ours)]
+    images = draw(pipes[1], prompt, negative_prompt="grey")
+    assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, negative_prompt="grey"))
+    assert not np.array_equal(images, draw(pipes[1], prompt + " dragon", negative_prompt="grey"))
+
+
+# ---- dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_to_dtype(own_stock, own, prompt, dtype):
+    plain = draw(own, prompt)
+    for pipe in (own_stock, own):
+        pipe.to(dtype=dtype)
+        assert pipe.dtype == dtype and all(part.dtype == dtype for part in models(pipe).values())
+    assert all(value.dtype == dtype for value in embed(own, prompt).values())
+    images = draw(own, prompt)
+    assert np.isfinite(images).all()
+    assert np.array_equal(images, draw_as_diffusers(own_stock, own, prompt))
+    assert np.abs(images - plain).max() < 0.1
+
+
+def models(pipe):
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+
+
+def test_each_encoder_can_have_its_own_dtype(own_stock, own, prompt):
+    for pipe in (own_stock, own):
+        pipe.text_encoder.to(torch.bfloat16)
+    embeds = own.encode_prompt(prompt, negative_prompt="grey")
+    assert all(value.dtype == torch.float32 for value in embeds)
+    if prompt == SHORT:
+        assert all(map(torch.equal, embeds, own_stock.encode_prompt(prompt, negative_prompt="grey")))
+
+
+# ---- from one class to another
+
+
+def test_from_pipe_keeps_everything(own_stock, ours):
+    own_stock.register_to_config(force_zeros_for_empty_prompt=False)
+    there = Ours.from_pipe(own_stock)
+    assert type(there) is Ours
+    back = Stock.from_pipe(there)
+    for pipe in (there, back):
+        assert all(pipe.components[name] is part for name, part in own_stock.components.items())
+        assert {k: v for k, v in pipe.config.items() if k[0] != "_"} == {
+            k: v for k, v in own_stock.config.items() if k[0] != "_"
+        }
+        pipe.set_progress_bar_config(disable=True)
+    # without zeros an absent negative prompt is an empty one, and counts no more than that
+    assert np.array_equal(draw(there, SHORT), draw(own_stock, SHORT))
+    assert not np.array_equal(draw(there, SHORT), draw(ours, SHORT))
+    assert np.array_equal(draw(there, LONG), draw(own_stock, **embed(there, LONG)))
+    assert np.array_equal(draw(back, SHORT), draw(own_stock, SHORT))
+    replaced = Ours.from_pipe(own_stock, text_encoder=tiny_sdxl.stretched(own_stock.text_encoder, 248))
+    assert replaced.prompt_layout(LONG).windows == (1, 2)
+
+
+def test_from_pipe_casts_to_float32_unless_told(own_stock, prompt):
+    """diffusers' own way: and as the models are shared, the pipeline it came from is cast with it."""
+    own_stock.to(dtype=torch.bfloat16)
+    kept = Ours.from_pipe(own_stock, **{DTYPE: torch.bfloat16})
+    assert {part.dtype for part in models(own_stock).values()} == {torch.bfloat16} == {kept.dtype}
+    kept.set_progress_bar_config(disable=True)
+    images = draw(kept, prompt)
+    assert np.array_equal(images, draw_as_diffusers(own_stock, kept, prompt))
+    cast = Ours.from_pipe(own_stock)
+    assert {part.dtype for part in models(own_stock).values()} == {torch.float32} == {cast.dtype}
+
+
+def test_from_pipe_between_our_own(own, prompt):
+    painter = StableDiffusionXLLongPromptImg2ImgPipeline.from_pipe(own)
+    painter.set_progress_bar_config(disable=True)
+    call = {"image": tiny_sdxl.picture(), "strength": 0.8, "num_inference_steps": 3}
+    plain = StableDiffusionXLImg2ImgPipeline.from_pipe(own)
+    plain.set_progress_bar_config(disable=True)
+    assert np.array_equal(draw(painter, prompt, **call), draw_as_diffusers(plain, painter, prompt, **call))
+    back = Ours.from_pipe(painter)
+    back.set_progress_bar_config(disable=True)
+    assert np.array_equal(draw(back, prompt), draw(own, prompt))
+
+
+# ---- several pipelines, one after the other
+
+
+def share_steps(pipes, prompt, splits, steps):
+    """The image of pipelines that each do a part of the steps, and the timesteps that each did."""
+    done = [[] for _ in pipes]
+    bounds = [0, *splits, 1]
+    image = None
+    for pipe, own, start, end in zip(pipes, done, bounds, bounds[1:], strict=False):
+
+        def note(pipe, step, timestep, tensors, own=own):
+            own.append(round(timestep.item()))
+            return tensors
+
+        call = {"denoising_end": end} if end < 1 else {}
+        call |= {"denoising_start": start, "image": image} if start > 0 else {}
+        image = draw(
+            pipe,
+            num_inference_steps=steps,
+            callback_on_step_end=note,
+            output_type="latent" if end < 1 else "np",
+            **(prompt if isinstance(prompt, dict) else {"prompt": prompt}),
+            **call,
+        )
+    return image, done
+
+
+MIXTURES = [
+    (EulerDiscreteScheduler, [0.7], [[751, 501], [251, 1]]),
+    (EulerDiscreteScheduler, [0.3], [[751], [501, 251, 1]]),
+    (HeunDiscreteScheduler, [0.7], [[751, 501, 501], [501, 251, 251, 1, 1]]),
+    (EulerDiscreteScheduler, [0.3, 0.7], [[751], [501], [251, 1]]),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "splits", "timesteps"), MIXTURES)
+def test_pipelines_share_the_steps(parts, prompt, scheduler, splits, timesteps):
+    scheduler = scheduler.from_config(parts["scheduler"].config)
+    painters = [StableDiffusionXLImg2ImgPipeline, StableDiffusionXLLongPromptImg2ImgPipeline]
+    stock, ours = (
+        [assemble(cls, parts, scheduler=scheduler) for cls in [first] + [painter] * len(splits)]
+        for first, painter in zip([Stock, Ours], painters, strict=True)
+    )
+    image, done = share_steps(ours, prompt, splits, steps=4)
+    assert done == timesteps
+    expected, _ = share_steps(stock, prompt if prompt == SHORT else embed(ours[0], prompt), splits, steps=4)
+    assert np.array_equal(image, expected)
+
+
+# ---- IP-Adapter
+
+
+def load_adapters(pipe, *adapters):
+    none = [None] * len(adapters)
+    pipe.load_ip_adapter(list(adapters), subfolder=none, weight_name=none, image_encoder_folder=None)
+
+
+def image_embeds(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ip_adapter(own_stock, own, prompt, count):
+    plain = draw(own, prompt)
+    adapters = [tiny_sdxl.ip_adapter(own.unet, seed=seed) for seed in range(count)]
+    for pipe in (own_stock, own):
+        load_adapters(pipe, *adapters)
+        pipe.set_ip_adapter_scale([1.0] * count)
+    call = {"ip_adapter_image_embeds": [image_embeds(2, 1, 24)] * count}
+    images = draw(own, prompt, **call)
+    assert np.array_equal(images, draw_as_diffusers(own_stock, own, prompt, **call))
+    assert np.abs(images - plain).max() > 1e-3
+    own.set_ip_adapter_scale([0.0] * count)
+    assert np.abs(draw(own, prompt, **call) - plain).max() < 1e-4
+    own.unload_ip_adapter()
+    assert np.array_equal(draw(own, prompt), plain)
+
+
+def test_ip_adapter_reads_a_picture(parts, prompt):
+    reading = {"image_encoder": tiny_sdxl.image_encoder(), "feature_extractor": tiny_sdxl.feature_extractor()}
+    pipes = [assemble(cls, parts, **reading) for cls in (Stock, Ours)]
+    for pipe in pipes:
+        load_adapters(pipe, tiny_sdxl.ip_adapter(pipe.unet))
+    images = draw(pipes[1], prompt, ip_adapter_image=tiny_sdxl.picture(0))
+    assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, ip_adapter_image=tiny_sdxl.picture(0)))
+    assert not np.array_equal(images, draw(pipes[1], prompt, ip_adapter_image=tiny_sdxl.picture(1)))
+
+
+def test_ip_adapter_without_guidance(own_stock, own, prompt):
+    for pipe in (own_stock, own):
+        load_adapters(pipe, tiny_sdxl.ip_adapter(pipe.unet))
+    call = {"ip_adapter_image_embeds": [image_embeds(1, 1, 24)], "guidance_scale": 1.0}
+    images = draw(own, prompt, **call)
+    assert np.array_equal(images, draw_as_diffusers(own_stock, own, prompt, **call))
+    guided = draw(own, prompt, ip_adapter_image_embeds=[image_embeds(2, 1, 24)], guidance_scale=7.5)
+    assert guided.shape == images.shape and not np.array_equal(guided, images)
+
+
+def test_ip_adapter_masks(own_stock, own, prompt):
+    for pipe in (own_stock, own):
+        load_adapters(pipe, tiny_sdxl.ip_adapter(pipe.unet))
+    mask = torch.zeros(1, 1, 64, 64)
+    mask[..., :32] = 1
+    call = {"ip_adapter_image_embeds": [image_embeds(2, 1, 24)]}
+    masked = call | {"cross_attention_kwargs": {"ip_adapter_masks": [mask]}}
+    images = draw(own, prompt, **masked)
+    assert np.array_equal(images, draw_as_diffusers(own_stock, own, prompt, **masked))
+    assert np.abs(images - draw(own, prompt, **call)).max() > 1e-3
+
+
+def test_ip_adapter_of_a_face(own_stock, own, prompt):
+    plain = draw(own, prompt)
+    for pipe in (own_stock, own):
+        # not through `load_ip_adapter`, which looks for the LoRA layers that the published files have
+        pipe.unet._load_ip_adapter_weights(tiny_sdxl.ip_adapter(pipe.unet, face=True))
+    call = {"ip_adapter_image_embeds": [image_embeds(2, 1, 1, 24)]}
+    images = draw(own, prompt, **call)
+    assert np.array_equal(images, draw_as_diffusers(own_stock, own, prompt, **call))
+    assert np.abs(images - plain).max() > 1e-3
+    own.set_ip_adapter_scale(0.0)
+    assert np.abs(draw(own, prompt, **call) - plain).max() < 1e-4
+
+
+# ---- saved and loaded
+
+
+def load(cls, folder, **settings):
+    pipe = cls.from_pretrained(folder, add_watermarker=False, **settings)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_what_is_saved_is_what_diffusers_saves(stock, ours, tmp_path):
+    for name, pipe in (("stock", stock), ("ours", ours)):
+        pipe.save_pretrained(tmp_path / name)
+    listed = [
+        sorted(path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*")) for name in ("stock", "ours")
+    ]
+    assert listed[0] == listed[1] and len(listed[0]) > 10
+    for path in (tmp_path / "stock").rglob("*.json"):
+        assert path.read_text() == (tmp_path / "ours" / path.relative_to(tmp_path / "stock")).read_text()
+    assert json.loads((tmp_path / "ours" / "model_index.json").read_text())["_class_name"] == Stock.__name__
+
+
+def test_saved_and_loaded(own, parts, tmp_path):
+    own.register_to_config(force_zeros_for_empty_prompt=False)
+    own.save_pretrained(tmp_path)
+    again = load(Ours, tmp_path)
+    for prompt in PROMPTS.values():
+        assert np.array_equal(draw(again, prompt), draw(own, prompt))
+    assert not np.array_equal(draw(again, SHORT), draw(assemble(Ours, parts), SHORT))
+    automatic = load(AutoPipelineForText2Image, tmp_path)
+    assert type(automatic) is Stock
+    assert np.array_equal(draw(automatic, SHORT), draw(own, SHORT))
+
+
+OPTIONAL = {
+    "the first encoder": ("text_encoder", "tokenizer"),
+    "both encoders": TEXT_PARTS,
+    "all that diffusers lists": tuple(Stock._optional_components),
+}
+
+
+@pytest.mark.parametrize("absent", OPTIONAL.values(), ids=OPTIONAL)
+def test_optional_components_stay_away(own, tmp_path, absent):
+    assert set(absent) <= set(Ours._optional_components)
+    embeds = embed(own, LONG)
+    expected = draw(own, LONG)
+    for name in absent:
+        setattr(own, name, None)
+    assert np.array_equal(draw(own, **embeds), expected)
+    own.save_pretrained(tmp_path)
+    again = load(Ours, tmp_path)
+    assert {name for name, part in again.components.items() if part is None} >= set(absent)
+    assert np.array_equal(draw(again, **embeds), expected)
+    if "text_encoder_2" in absent:
+        with pytest.raises(ValueError, match="text_encoder_2"):
+            draw(again, LONG)
+
+
+def test_half_precision_is_kept_by_saving(own, tmp_path):
+    own.to(dtype=torch.float16)
+    images = [draw(own, prompt) for prompt in PROMPTS.values()]
+    own.save_pretrained(tmp_path)
+    again = load(Ours, tmp_path, **{DTYPE: torch.float16})
+    assert {part.dtype for part in models(again).values()} == {torch.float16}
+    assert all(map(np.array_equal, images, [draw(again, prompt) for prompt in PROMPTS.values()]))
+
+
+def test_each_model_can_have_its_own_dtype(ours, tmp_path):
+    ours.save_pretrained(tmp_path)
+    dtypes = {"vae": torch.float32, "default": torch.bfloat16}
+    again = load(Ours, tmp_path, **{DTYPE: dtypes})
+    assert {name: part.dtype for name, part in models(again).items()} == {
+        name: dtypes.get(name, torch.bfloat16) for name in models(ours)
+    }
+    assert embed(again, LONG)["prompt_embeds"].dtype == torch.bfloat16
+
+
+def test_variants(own, tmp_path):
+    own.save_pretrained(tmp_path / "plain")
+    own.to(dtype=torch.bfloat16).save_pretrained(tmp_path / "variant", variant="bf16")
+    weights = [path.name for path in (tmp_path / "variant").rglob("*.safetensors")]
+    assert len(weights) == len(models(own)) and all(".bf16." in name for name in weights)
+    again = load(Ours, tmp_path / "variant", variant="bf16", **{DTYPE: torch.bfloat16})
+    for name, part in models(own).items():
+        state = again.components[name].state_dict()
+        assert all(torch.equal(state[key], value) for key, value in part.state_dict().items())
+    assert np.array_equal(draw(again, LONG), draw(own, LONG))
+    with pytest.raises((ValueError, OSError), match="variant"):
+        load(Ours, tmp_path / "plain", variant="bf16")
+
+
+# ---- models that are not where they run
+
+
+def only_in_forward(model):
+    """Outside of its `forward` a model's weights are NaN, as if they lay elsewhere."""
+    weights = {weight: weight.data for weight in model.parameters()}
+    away = {weight: torch.tensor(float("nan"), dtype=weight.dtype).expand(weight.shape) for weight in weights}
+
+    def put(values):
+        for weight, value in values.items():
+            weight.data = value
+
+    model.register_forward_pre_hook(lambda *_: put(weights))
+    model.register_forward_hook(lambda *_: put(away))
+    put(away)
+
+
+def test_encoders_are_used_through_forward(ours, own, prompt):
+    """Which is where all ways of offloading bring the weights back."""
+    for encoder in (own.text_encoder, own.text_encoder_2):
+        only_in_forward(encoder)
+        assert encoder.get_input_embeddings().weight.isnan().all()
+    call = {"negative_prompt": "grey", "clip_skip": 1}
+    assert np.array_equal(draw(own, prompt, **call), draw(ours, prompt, **call))
+
+
+@needs_accelerator
+def test_sequential_offload(own, prompt):
+    expected = draw(own.to(ACCELERATOR), prompt)
+    for _ in range(2):
+        own.enable_sequential_cpu_offload(device=ACCELERATOR)
+        assert own._execution_device.type == ACCELERATOR.type
+        assert np.abs(draw(own, prompt) - expected).max() < 1e-3
+        assert {part.device.type for part in models(own).values()} == {"meta"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "kind", [{"offload_type": "block_level", "num_blocks_per_group": 1}, {"offload_type": "leaf_level"}]
+)
+def test_group_offload_of_each_model(own, prompt, device, kind):
+    expected = draw(own.to(device), prompt)
+    own.to("cpu")
+    for part in (own.text_encoder, own.text_encoder_2, own.unet):
+        apply_group_offloading(part, onload_device=torch.device(device), offload_device=torch.device("cpu"), **kind)
+    own.vae.to(device)
+    assert np.abs(draw(own, prompt) - expected).max() < 1e-3
+
+
+@needs_accelerator
+def test_model_offload(own, prompt):
+    expected = draw(own.to(ACCELERATOR), prompt)
+    for _ in range(2):
+        own.enable_model_cpu_offload(device=ACCELERATOR)
+        assert own._execution_device.type == ACCELERATOR.type
+        assert np.abs(draw(own, prompt) - expected).max() < 1e-3
+        assert {part.device.type for part in models(own).values()} == {"cpu"}
+        assert all(hasattr(part, "_hf_hook") for part in models(own).values())
+
+
+@needs_accelerator
+def test_group_offload_of_the_pipeline(own, parts, prompt):
+    expected = draw(own.to(ACCELERATOR), prompt)
+    pipe = assemble(Ours, parts)
+    pipe.enable_group_offload(
+        onload_device=ACCELERATOR,
+        offload_device=torch.device("cpu"),
+        offload_type="leaf_level",
+        exclude_modules=["vae"],
+    )
+    assert pipe.vae.device.type == ACCELERATOR.type
+    assert {weight.device.type for weight in pipe.text_encoder.parameters()} == {"cpu"}
+    assert np.abs(draw(pipe, prompt) - expected).max() < 1e-3
+
+
+@needs_accelerator
+def test_from_pipe_under_offload(own_stock, own, prompt):
+    own.enable_model_cpu_offload(device=ACCELERATOR)
+    pipe = Ours.from_pipe(own_stock)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.enable_model_cpu_offload(device=ACCELERATOR)
+    assert np.abs(draw(pipe, prompt) - draw(own, prompt)).max() < 1e-3
+
+
+@needs_accelerator
+def test_device_map(own, prompt, tmp_path):
+    own.save_pretrained(tmp_path)
+    expected = draw(own.to(ACCELERATOR), prompt)
+    pipe = load(Ours, tmp_path, device_map=ACCELERATOR.type)
+    assert np.abs(draw(pipe, prompt) - expected).max() < 1e-3
+
+
+@needs_accelerator
+def test_on_an_accelerator(own_stock, own, prompt):
+    on_cpu = draw(own, prompt)
+    for pipe in (own_stock, own):
+        pipe.to(ACCELERATOR)
+        assert {part.device.type for part in models(pipe).values()} == {ACCELERATOR.type}
+    assert all(value.device.type == ACCELERATOR.type for value in embed(own, prompt).values())
+    images = draw(own, prompt)
+    assert np.array_equal(images, draw_as_diffusers(own_stock, own, prompt))
+    assert np.abs(images - on_cpu).max() < 1e-2
+
+
+@needs_accelerator
+def test_float16_on_an_accelerator(own, prompt):
+    images = draw(own.to(ACCELERATOR), prompt).ravel()
+    half = draw(own.to(dtype=torch.float16), prompt).ravel()
+    assert np.dot(images, half) / np.linalg.norm(images) / np.linalg.norm(half) > 0.95
