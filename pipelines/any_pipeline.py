@@ -40,6 +40,5 @@ def _arguments(cls: type) -> list[str]:
 
 @functools.cache
 def _long_prompt_class(mixin: type, cls: type) -> type:
-    return type(
-        f"LongPrompt{cls.__name__}", (mixin, cls), {"__doc__": f"`{cls.__name__}`, with prompts of any length."}
-    )
+    # Under the name of its parent, by which diffusers' AutoPipelines find what belongs to it.
+    return type(cls.__name__, (mixin, cls), {"__doc__": f"`{cls.__name__}`, with prompts of any length."})

@@ -7,6 +7,7 @@ import pytest
 import tiny_sdxl
 import torch
 from diffusers import (
+    AutoPipelineForImage2Image,
     DiffusionPipeline,
     FluxPipeline,
     StableDiffusionXLImg2ImgPipeline,
@@ -91,6 +92,13 @@ def test_it_saves_and_loads_as_diffusers_class(base, tmp_path):
     long = with_long_prompts(load(StableDiffusionXLPAGPipeline, base))
     long.save_pretrained(tmp_path)
     assert type(DiffusionPipeline.from_pretrained(tmp_path)) is StableDiffusionXLPAGPipeline
+
+
+def test_the_auto_pipelines_find_what_belongs_to_it(base):
+    long = with_long_prompts(load(StableDiffusionXLPipeline, base))
+    other = AutoPipelineForImage2Image.from_pipe(long)
+    assert type(other) is StableDiffusionXLImg2ImgPipeline and other.unet is long.unet
+    assert with_long_prompts(other).encode_prompt(LONG)[0].shape[1] == 152
 
 
 def test_what_encodes_otherwise_is_refused_by_name():
