@@ -52,7 +52,12 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
             f"{name!r} is not there. Give a folder with a text encoder, a file of weights, or a hub id (owner/name)."
             + (known if name in open_clip.list_models() else "")
         )
-    return read_hub(name)
+    try:
+        return read_hub(name)
+    except UserError as error:
+        raise UserError(
+            f"{name!r} is no folder or file here, and as a hub id it gives no text encoder. {error}"
+        ) from error
 
 
 def best_of_run(model: str) -> str:

@@ -78,11 +78,11 @@ def read_hub(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
     """
     try:
         CLIPTextConfig.get_config_dict(name, subfolder="text_encoder")
-        encoder = _read_encoder(name, subfolder="text_encoder")
-        return encoder, _read_tokenizer(name, encoder, subfolder="tokenizer")
-    except OSError:  # no such folder there
+    except Exception:  # no such folder there, or nothing there at all, which comes out now
         encoder = _read_encoder(name)
         return encoder, _read_tokenizer(name, encoder)
+    encoder = _read_encoder(name, subfolder="text_encoder")
+    return encoder, _read_tokenizer(name, encoder, subfolder="tokenizer")
 
 
 def _read_encoder(source: str | Path, **where) -> TextEncoder:

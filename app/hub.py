@@ -1,0 +1,39 @@
+"""Uploading a finished folder to the Hugging Face hub."""
+
+from pathlib import Path
+
+from debias_diffusion.errors import UserError, reason
+
+
+def check_repository(name: str) -> None:
+    """Raises UserError unless `name` is one that the hub allows, with its owner."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"{name!r} is no name of a hub repository: {reason(error)}.") from error
+    if "/" not in name:
+        raise UserError(f"{name!r} lacks the owner. Give owner/name.")
+
+
+def push_folder(folder: Path, name: str) -> str:
+    """Uploads a folder as the hub repository `name`, a new one being private. Returns its address.
+
+    A repository that exists keeps its visibility, and its other files.
+
+    Raises:
+        UserError: it cannot be made or written; says that the folder here is whole.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        hub = HfApi()
+        address = hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Exported by debias-diffusion")
+        return str(address)
+    except Exception as error:  # no network, no token, no right to write, whatever the library makes of it
+        raise UserError(
+            f"The folder {str(folder)!r} is written and whole, but could not be uploaded to {name!r}: {reason(error)}. "
+            f"Log in with `hf auth login`, look at the network, and run `hf upload {name} {folder}`."
+        ) from error
