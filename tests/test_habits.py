@@ -1,0 +1,590 @@
+"""What people do with diffusers' SDXL, done with the long-prompt class: short prompts as diffusers does, and long."""
+
+import copy
+import re
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import tiny_sdxl
+import torch
+from diffusers import (
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    LCMScheduler,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from diffusers.hooks import apply_layerwise_casting
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.tokens import clip_tokenizer
+
+SHORT = "A red cat sleeps on a blue sofa, next to a window."
+WORDS = ["red", "cat", "blue", "sofa", "tree", "house", "sky"]  # one token each
+LONG = " ".join(WORDS * 20)
+DTYPE = "dtype" if version("diffusers") >= "0.40" else "torch_dtype"  # diffusers renamed it
+BOS, EOS = 49406, 49407
+ENCODERS = ("text_encoder", "text_encoder_2")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl"))
+
+
+def quiet(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def loaded(base):
+    return quiet(StableDiffusionXLPipeline.from_pretrained(base, add_watermarker=False))
+
+
+def build(cls, loaded, **components):
+    """A pipeline with models of its own: reading the folder each time would take seconds, because of the tokenizers."""
+    parts = {name: part for name, part in loaded.components.items() if name not in components}
+    for name in ("unet", "vae", *ENCODERS):
+        if name in parts:
+            parts[name] = copy.deepcopy(parts[name])
+    return quiet(cls(**parts, **components, add_watermarker=False))
+
+
+def ours(loaded, **components):
+    return build(StableDiffusionXLLongPromptPipeline, loaded, **components)
+
+
+def pair(loaded, **components):
+    """diffusers' pipeline and ours, of separate models."""
+    return build(StableDiffusionXLPipeline, loaded, **components), ours(loaded, **components)
+
+
+def draw(pipe, prompt=None, steps=2, **call):
+    generator = torch.Generator("cpu").manual_seed(0)
+    return pipe(prompt, generator=generator, num_inference_steps=steps, output_type="np", **call).images
+
+
+def same_as_stock(stock, pipe, **call):
+    """The picture of a short prompt, which both draw alike, bit for bit."""
+    images = draw(pipe, SHORT, **call)
+    assert np.array_equal(images, draw(stock, SHORT, **call))
+    return images
+
+
+# ---- LoRA
+
+RANK, ALPHA = 4, 2.0
+LORA_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2", "to_q", "to_k", "to_v", "to_out.0")
+# kohya names the UNet's blocks as the original code does
+KOHYA_BLOCKS = {
+    "down_blocks.1.attentions.0": "input_blocks.3.1",
+    "mid_block.attentions.0": "middle_block.1",
+    "up_blocks.0.attentions.0": "output_blocks.0.1",
+    "up_blocks.0.attentions.1": "output_blocks.1.1",
+}
+
+
+@pytest.fixture(scope="module")
+def lora(loaded):
+    """{(model, layer): (down, up)} for the UNet and both encoders, layers without the prefix `text_model.`."""
+    generator, pipe, weights = torch.Generator().manual_seed(0), ours(loaded), {}
+    for model in ("unet", *ENCODERS):
+        for name, layer in getattr(pipe, model).named_modules():
+            if name.endswith(LORA_LAYERS):
+                down = 0.3 * torch.randn(RANK, layer.in_features, generator=generator)
+                up = 0.3 * torch.randn(layer.out_features, RANK, generator=generator)
+                weights[model, name.removeprefix("text_model.")] = (down, up)
+    return weights
+
+
+def diffusers_file(path, lora):
+    """The names that diffusers' own scripts gave their LoRAs; there alpha is the rank."""
+    state = {}
+    for (model, layer), (down, up) in lora.items():
+        name = f"{model}.{layer}" if model == "unet" else f"{model}.text_model.{layer}"
+        state |= {f"{name}.lora_A.weight": down * (ALPHA / RANK), f"{name}.lora_B.weight": up}
+    save_file(state, path)
+    return path
+
+
+def kohya_file(path, lora):
+    prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te1_text_model_", "text_encoder_2": "lora_te2_text_model_"}
+    state = {}
+    for (model, layer), (down, up) in lora.items():
+        for theirs, name in KOHYA_BLOCKS.items():
+            layer = layer.replace(theirs, name)
+        name = prefixes[model] + layer.replace(".", "_")
+        state |= {
+            f"{name}.lora_down.weight": down,
+            f"{name}.lora_up.weight": up,
+            f"{name}.alpha": torch.tensor(ALPHA),
+        }
+    save_file(state, path)
+    return path
+
+
+LAYOUTS = {"diffusers": diffusers_file, "kohya": kohya_file}
+
+
+def merged(pipe, lora, **scales):
+    """The pipeline with the LoRA added to its weights by hand, each model's times its scale."""
+    for (model, layer), (down, up) in lora.items():
+        tower = getattr(pipe, model)
+        layer = getattr(tower, "text_model", tower).get_submodule(layer)
+        layer.weight += scales.get(model, 1.0) * ALPHA / RANK * (up @ down)
+    return pipe
+
+
+def assert_encodes_like(pipe, reference, plain, prompt):
+    """Equal to `reference`, and unlike `plain` in either encoder."""
+    got, expected, without = (p.encode_prompt(prompt)[0] for p in (pipe, reference, plain))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    for a, b in zip(got.split([32, 40], -1), without.split([32, 40], -1), strict=True):
+        assert (a - b).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_lora_file_is_the_same_lora_at_any_length(loaded, lora, layout, tmp_path):
+    pytest.importorskip("peft")
+    path = LAYOUTS[layout](tmp_path / "lora.safetensors", lora)
+    stock, pipe = pair(loaded)
+    reference, plain = merged(ours(loaded), lora), ours(loaded)
+    for loading in (stock, pipe):
+        loading.load_lora_weights(path, adapter_name="style")
+    assert pipe.get_list_adapters() == {model: ["style"] for model in ("unet", *ENCODERS)}
+    image = same_as_stock(stock, pipe)
+    assert np.abs(image - draw(reference, SHORT)).max() < 1e-3 < np.abs(image - draw(plain, SHORT)).max()
+    for prompt in (SHORT, LONG):
+        assert_encodes_like(pipe, reference, plain, prompt)
+    # and in an encoder with 248 positions, if it is there first
+    long = ours(loaded, text_encoder=tiny_sdxl.stretched(plain.text_encoder, 248), tokenizer=clip_tokenizer(248))
+    without = StableDiffusionXLLongPromptPipeline(
+        **{**long.components, "text_encoder": tiny_sdxl.stretched(plain.text_encoder, 248)}
+    )
+    expected = StableDiffusionXLLongPromptPipeline(
+        **{**long.components, "text_encoder": tiny_sdxl.stretched(reference.text_encoder, 248)}
+    )
+    long.load_lora_weights(path)
+    first = [p.encode_prompt(LONG)[0][..., :32] for p in (long, expected, without)]
+    torch.testing.assert_close(first[0], first[1], rtol=1e-4, atol=1e-4)
+    assert (first[0] - first[2]).abs().max() > 0.1
+
+
+def test_lora_scales_weights_and_fusing(loaded, lora, tmp_path):
+    pytest.importorskip("peft")
+    path = kohya_file(tmp_path / "lora.safetensors", lora)
+    stock, pipe = pair(loaded)
+    for loading in (stock, pipe):
+        loading.load_lora_weights(path, adapter_name="style")
+    plain, before = ours(loaded), pipe.encode_prompt(LONG)[0]
+
+    # a scale for one call, which is gone after it
+    half = {"cross_attention_kwargs": {"scale": 0.5}}
+    assert not np.array_equal(same_as_stock(stock, pipe, **half), draw(pipe, SHORT))
+    reference = merged(ours(loaded), lora, unet=0.5, text_encoder=0.5, text_encoder_2=0.5)
+    image = draw(pipe, LONG, **half)
+    assert np.abs(image - draw(reference, LONG)).max() < 1e-3 < np.abs(image - draw(plain, LONG)).max()
+    assert torch.equal(pipe.encode_prompt(LONG)[0], before)
+
+    # a weight for each model, until it is set anew
+    weights = {"unet": 0.9, "text_encoder": 0.2, "text_encoder_2": 0.7}
+    for loading in (stock, pipe):
+        loading.set_adapters("style", adapter_weights=[weights])
+    same_as_stock(stock, pipe)
+    same_as_stock(stock, pipe, **half)
+    reference = merged(ours(loaded), lora, **weights)
+    assert_encodes_like(pipe, reference, plain, LONG)
+
+    # merged into the weights, and out again
+    for fusing in (stock, pipe):
+        fusing.set_adapters("style")
+        fusing.fuse_lora(lora_scale=0.5)
+    same_as_stock(stock, pipe)
+    assert_encodes_like(pipe, merged(ours(loaded), lora, text_encoder=0.5, text_encoder_2=0.5), plain, LONG)
+    for fusing in (stock, pipe):
+        fusing.unfuse_lora()
+    same_as_stock(stock, pipe)
+    pipe.set_adapters("style")  # in diffusers, fuse_lora's scale stays with the unfused layers
+    torch.testing.assert_close(pipe.encode_prompt(LONG)[0], before, rtol=1e-4, atol=1e-4)
+    pipe.unload_lora_weights()
+    torch.testing.assert_close(pipe.encode_prompt(LONG)[0], plain.encode_prompt(LONG)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_lora_of_the_replaced_encoder_is_gone(loaded, lora, tmp_path):
+    """diffusers keeps a LoRA in the encoder's layers, so a new encoder must come first. Loading again mends it."""
+    pytest.importorskip("peft")
+    path = kohya_file(tmp_path / "lora.safetensors", lora)
+    pipe, reference = ours(loaded), merged(ours(loaded), lora)
+    pipe.load_lora_weights(path, adapter_name="style")
+    lost, second = ours(loaded).text_encoder, pipe.encode_prompt(LONG)[0][..., 32:]
+    without = lost(torch.tensor([[BOS, 320, EOS]]), output_hidden_states=True).hidden_states[-2]
+    pipe.text_encoder = lost
+    embeds = pipe.encode_prompt("a")[0]
+    torch.testing.assert_close(embeds[:, :3, :32], without)
+    assert torch.equal(pipe.encode_prompt(LONG)[0][..., 32:], second)
+    # as diffusers has it: nothing is said, here or by set_adapters, but the list shows it
+    pipe.set_adapters("style", adapter_weights=0.5)
+    assert pipe.get_list_adapters() == {"unet": ["style"], "text_encoder_2": ["style"]}
+    pipe.unload_lora_weights()
+    pipe.load_lora_weights(path, adapter_name="style")
+    assert_encodes_like(pipe, reference, ours(loaded), LONG)
+
+
+@pytest.mark.parametrize("count", [225, 200, 151])
+def test_up_to_225_tokens_are_laid_out_as_kohya_trains(loaded, count):
+    """kohya's `max_token_length=225`: three windows of 77, joined as BOS, 75 + 75 + 75 tokens, last state.
+
+    Its windows end at every 75th token, and so do ours where no sentence or clause ends in a window's second half.
+    """
+    pipe = ours(loaded)
+    text = " ".join((WORDS * 33)[:count])
+    ids = pipe.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    assert len(ids) == count
+    embeds, _, pooled, _ = pipe.encode_prompt(text)
+    assert embeds.shape[1] == 227
+    parts = []
+    for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
+        windows = []
+        for start in (0, 75, 150):
+            row = [BOS, *ids[start : start + 75], EOS]
+            windows.append(row + [tokenizer.pad_token_id] * (77 - len(row)))
+        output = encoder(torch.tensor(windows), output_hidden_states=True)
+        states = output.hidden_states[-2]
+        parts.append(torch.cat([states[0, :1], *states[:, 1:76], states[2, 76:]]))
+    torch.testing.assert_close(embeds[0], torch.cat(parts, -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pooled[0], output.text_embeds[0], rtol=1e-5, atol=1e-5)
+
+
+# ---- textual inversion
+
+
+def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
+    """The safetensors file that A1111's trainers write for SDXL, loaded as diffusers' documentation says."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = {"clip_l": torch.randn(4, 32, generator=generator), "clip_g": torch.randn(4, 40, generator=generator)}
+    save_file(vectors, tmp_path / "style.safetensors")
+    tokenizers = {"tokenizer": clip_tokenizer(77), "tokenizer_2": clip_tokenizer(77, pad_token="!")}
+    stock, pipe = build(StableDiffusionXLPipeline, loaded, **tokenizers), ours(loaded, **copy.deepcopy(tokenizers))
+    state = load_file(tmp_path / "style.safetensors")
+    for loading in (stock, pipe):
+        loading.load_textual_inversion(
+            state["clip_l"], token="<style>", text_encoder=loading.text_encoder, tokenizer=loading.tokenizer
+        )
+        loading.load_textual_inversion(
+            state["clip_g"], token="<style>", text_encoder=loading.text_encoder_2, tokenizer=loading.tokenizer_2
+        )
+    call = {"prompt_2": "a <style> cat", "negative_prompt": "<style>"}
+    assert not np.array_equal(same_as_stock(stock, pipe, **call), draw(pipe, SHORT, negative_prompt="<style>"))
+
+    # in a long prompt all four vectors stand in one window, at the same places of both encoders
+    group = list(range(49408, 49412))
+    for before in range(70, 76):
+        prompt = f"{' '.join(['cat'] * before)} <style> {' '.join(['dog'] * 20)}"
+        seen = []
+        hooks = [
+            getattr(pipe, name).register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].tolist()))
+            for name in ENCODERS
+        ]
+        embeds = pipe.encode_prompt(prompt)[0]
+        for hook in hooks:
+            hook.remove()
+        assert embeds.shape[1] == 152
+        for rows in seen:
+            assert sum(row[at : at + 4] == group for row in rows for at in range(77)) == 1
+            text = [token for row in rows[:2] for token in row[1 : row.index(EOS)]]
+            assert text[before : before + 4] == group and len(text) == before + 24
+
+
+# ---- single files
+
+UNET_NAMES = {  # diffusers' names, as regular expressions -> the original ones, for one resnet a block
+    r"^conv_in": "input_blocks.0.0",
+    r"^conv_norm_out": "out.0",
+    r"^conv_out": "out.2",
+    r"^time_embedding\.linear_([12])": lambda m: f"time_embed.{2 * int(m[1]) - 2}",
+    r"^add_embedding\.linear_([12])": lambda m: f"label_emb.0.{2 * int(m[1]) - 2}",
+    r"^down_blocks\.(\d)\.resnets\.0": lambda m: f"input_blocks.{2 * int(m[1]) + 1}.0",
+    r"^down_blocks\.(\d)\.attentions\.0": lambda m: f"input_blocks.{2 * int(m[1]) + 1}.1",
+    r"^down_blocks\.0\.downsamplers\.0\.conv": "input_blocks.2.0.op",
+    r"^up_blocks\.(\d)\.resnets\.(\d)": lambda m: f"output_blocks.{2 * int(m[1]) + int(m[2])}.0",
+    r"^up_blocks\.(\d)\.attentions\.(\d)": lambda m: f"output_blocks.{2 * int(m[1]) + int(m[2])}.1",
+    r"^up_blocks\.0\.upsamplers\.0": "output_blocks.1.2",
+    r"^mid_block\.resnets\.([01])": lambda m: f"middle_block.{2 * int(m[1])}",
+    r"^mid_block\.attentions\.0": "middle_block.1",
+}
+RESNET_NAMES = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+VAE_NAMES = {
+    r"down_blocks\.(\d)\.resnets": r"down.\1.block",
+    r"down_blocks\.(\d)\.downsamplers\.0": r"down.\1.downsample",
+    r"up_blocks\.(\d)\.resnets": lambda m: f"up.{3 - int(m[1])}.block",
+    r"up_blocks\.(\d)\.upsamplers\.0": lambda m: f"up.{3 - int(m[1])}.upsample",
+    r"mid_block\.resnets\.(\d)": lambda m: f"mid.block_{int(m[1]) + 1}",
+    r"mid_block\.attentions\.0": "mid.attn_1",
+    r"group_norm": "norm",
+    r"to_([qkv])\.": r"\1.",
+    r"to_out\.0": "proj_out",
+    r"conv_shortcut": "nin_shortcut",
+    r"conv_norm_out": "norm_out",
+}
+OPEN_CLIP_NAMES = {
+    r"^text_model\.": "",
+    r"^embeddings\.token_embedding": "token_embedding",
+    r"^embeddings\.position_embedding\.weight": "positional_embedding",
+    r"^encoder\.layers": "transformer.resblocks",
+    r"layer_norm([12])": r"ln_\1",
+    r"mlp\.fc1": "mlp.c_fc",
+    r"mlp\.fc2": "mlp.c_proj",
+    r"self_attn\.out_proj": "attn.out_proj",
+    r"^final_layer_norm": "ln_final",
+}
+
+
+def renamed(name, names):
+    for theirs, original in names.items():
+        name = re.sub(theirs, original, name)
+    return name
+
+
+def open_clip_state(encoder):
+    """transformers' text tower under open_clip's names, q, k and v packed."""
+    state, packed = {}, {}
+    for name, tensor in encoder.state_dict().items():
+        name = renamed(name, OPEN_CLIP_NAMES)
+        if name == "text_projection.weight":
+            state["text_projection"] = tensor.T
+        elif part := re.match(r"(.*)\.self_attn\.[qkv]_proj\.(\w+)", name):
+            packed.setdefault(f"{part[1]}.attn.in_proj_{part[2]}", {})[name] = tensor
+        elif not name.endswith("position_ids"):
+            state[name] = tensor
+    for name, parts in packed.items():
+        query, key, value = (next(t for n, t in parts.items() if f".{letter}_proj" in n) for letter in "qkv")
+        state[name] = torch.cat([query, key, value])
+    return state
+
+
+def write_single_file(path, pipe):
+    """The pipeline's models in one safetensors file with the original SDXL's names, as shared checkpoints are."""
+    state = {}
+    for name, tensor in pipe.unet.state_dict().items():
+        names = RESNET_NAMES if "resnets" in name else {}
+        name = renamed(name, {rf"\.{theirs}\.": f".{ours}." for theirs, ours in names.items()})
+        state[f"model.diffusion_model.{renamed(name, UNET_NAMES)}"] = tensor
+    for name, tensor in pipe.vae.state_dict().items():
+        is_linear = "attentions" in name and tensor.ndim == 2  # there a convolution of one pixel
+        state[f"first_stage_model.{renamed(name, VAE_NAMES)}"] = tensor[..., None, None] if is_linear else tensor
+    for name, tensor in pipe.text_encoder.state_dict().items():
+        name = name.removeprefix("text_model.")
+        state[f"conditioner.embedders.0.transformer.text_model.{name}"] = tensor
+    for name, tensor in open_clip_state(pipe.text_encoder_2).items():
+        state[f"conditioner.embedders.1.model.{name}"] = tensor
+    save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, path)
+    return path
+
+
+def test_from_single_file(base, loaded, tmp_path):
+    stock, pipe = pair(loaded)
+    path = write_single_file(tmp_path / "checkpoint.safetensors", stock)
+    single = quiet(StableDiffusionXLLongPromptPipeline.from_single_file(path, config=str(base), add_watermarker=False))
+    for name in ("unet", "vae", *ENCODERS):
+        expected, got = (getattr(p, name).state_dict() for p in (stock, single))
+        assert expected.keys() == got.keys()
+        assert all(torch.equal(expected[key], got[key]) for key in expected)
+    same_as_stock(stock, single, negative_prompt="blurry")
+    assert np.array_equal(draw(single, LONG), draw(pipe, LONG))
+    # a 248-token encoder goes in as into `from_pretrained`
+    encoder = {"text_encoder": tiny_sdxl.stretched(stock.text_encoder, 248), "tokenizer": clip_tokenizer(248)}
+    single = StableDiffusionXLLongPromptPipeline.from_single_file(path, config=str(base), **encoder)
+    assert single.text_encoder is encoder["text_encoder"]
+    assert single.prompt_layout(LONG).windows == (1, 2)
+    assert torch.equal(single.encode_prompt(LONG)[0], ours(loaded, **encoder).encode_prompt(LONG)[0])
+
+
+# ---- other ways in and out, and other dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_pipe_shares_the_models(loaded, dtype):
+    stock = build(StableDiffusionXLPipeline, loaded).to(dtype)
+    pipe = quiet(StableDiffusionXLLongPromptPipeline.from_pipe(stock, **{DTYPE: dtype}))
+    assert type(pipe) is StableDiffusionXLLongPromptPipeline
+    for model in ("unet", "vae", *ENCODERS):
+        assert getattr(pipe, model) is getattr(stock, model) and getattr(pipe, model).dtype == dtype
+    same_as_stock(stock, pipe, negative_prompt="blurry")
+    embeds = pipe.encode_prompt(LONG, negative_prompt="blurry")
+    assert all(part.dtype == dtype for part in embeds)
+    assert draw(pipe, LONG).std() > 0.01
+    # and back, with all there is
+    again = quiet(StableDiffusionXLPipeline.from_pipe(pipe, **{DTYPE: dtype}))
+    assert type(again) is StableDiffusionXLPipeline
+    same_as_stock(again, pipe)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_encoders_quantised_to_int8(loaded):
+    """Their weights are no parameters any more, and nothing may ask for another dtype."""
+    quantised = {
+        name: torch.ao.quantization.quantize_dynamic(encoder, {nn.Linear}, dtype=torch.qint8)
+        for name, encoder in zip(ENCODERS, (tiny_sdxl.text_encoder(), tiny_sdxl.text_encoder_2()), strict=True)
+    }
+    stock, pipe = pair(loaded, **quantised)
+    layers = [module for module in pipe.text_encoder.modules() if isinstance(module, nn.quantized.dynamic.Linear)]
+    assert len(layers) == 18  # three blocks of q, k, v, out, fc1, fc2
+    same_as_stock(stock, pipe, negative_prompt="blurry")
+    assert not np.array_equal(draw(pipe, LONG), draw(pipe, LONG + " dragon"))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ENCODERS[:1],
+        pytest.param(
+            ENCODERS,
+            marks=pytest.mark.xfail(
+                strict=True, reason="embeddings are cast to the second encoder's storage dtype, as in diffusers"
+            ),
+        ),
+    ],
+)
+def test_encoders_stored_in_float8(loaded, names):
+    """diffusers' layerwise casting keeps weights in float8 and computes in float32."""
+    pipe, plain = ours(loaded), ours(loaded)
+    for name in names:
+        apply_layerwise_casting(getattr(pipe, name), torch.float8_e4m3fn, torch.float32)
+    assert pipe.text_encoder.dtype == torch.float8_e4m3fn
+    for prompt in (SHORT, LONG):
+        outputs = [p.encode_prompt(prompt, negative_prompt="grey") for p in (pipe, plain)]
+        assert all(embeds.dtype == torch.float32 for embeds in outputs[0])
+        for got, expected in zip(*outputs, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1)
+        assert not torch.equal(outputs[0][0], outputs[1][0])
+    assert draw(pipe, LONG).std() > 0.01
+
+
+class NeverCast(type(tiny_sdxl.text_encoder())):
+    def to(self, *args, **kwargs):
+        raise AssertionError(f"cast with {args} {kwargs}")
+
+
+def test_encoders_are_never_cast_or_moved(loaded):
+    plain = ours(loaded)
+    encoder = NeverCast(plain.text_encoder.config).eval()
+    encoder.load_state_dict(plain.text_encoder.state_dict())
+    pipe = StableDiffusionXLLongPromptPipeline(**{**plain.components, "text_encoder": encoder})
+    quiet(pipe)
+    assert np.array_equal(draw(pipe, LONG, negative_prompt=SHORT), draw(plain, LONG, negative_prompt=SHORT))
+    with pytest.raises(AssertionError, match="cast with"):
+        pipe.to(torch.bfloat16)
+
+
+class NoFloat64(TorchDispatchMode):
+    """MPS has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.operations += 1
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            assert not (isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64), function
+        return result
+
+
+def test_no_float64(loaded):
+    pipe = ours(loaded)
+    with NoFloat64() as watch:
+        pipe.encode_prompt([LONG, SHORT], negative_prompt="grey", num_images_per_prompt=2, lora_scale=0.5, clip_skip=1)
+        pipe.set_long_prompt(weighting=True).encode_prompt(f"(red:1.3) {LONG}")
+    assert watch.operations > 100
+    with pytest.raises(AssertionError), NoFloat64():
+        torch.ones(1, dtype=torch.float64)
+
+
+# ---- few-step models, callbacks
+
+
+@pytest.mark.parametrize("guidance_scale", [0.0, 1.0])
+@pytest.mark.parametrize("scheduler", [EulerAncestralDiscreteScheduler, EulerDiscreteScheduler])
+def test_turbo_and_lightning(loaded, scheduler, guidance_scale):
+    """Without guidance a negative prompt is not read, however long it is."""
+    pipes = pair(loaded)
+    for pipe in pipes:
+        pipe.scheduler = scheduler.from_config(pipe.scheduler.config, timestep_spacing="trailing")
+    call = {"guidance_scale": guidance_scale, "steps": 1}
+    image = same_as_stock(*pipes, **call)
+    assert np.array_equal(draw(pipes[1], SHORT, negative_prompt=LONG, **call), image)
+    image = draw(pipes[1], LONG, **call)
+    assert np.array_equal(draw(pipes[1], LONG, negative_prompt=LONG * 2, **call), image)
+    assert not np.array_equal(draw(pipes[1], LONG + " dragon", **call), image)
+
+
+def test_lcm(base, loaded):
+    """A UNet that was given the guidance scale as an input is not guided, so the negative prompt is not read."""
+    config = UNet2DConditionModel.load_config(base, subfolder="unet") | {"time_cond_proj_dim": 16}
+    torch.manual_seed(0)
+    pipes = pair(loaded, unet=UNet2DConditionModel.from_config(config).eval())
+    for pipe in pipes:
+        pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
+    image = same_as_stock(*pipes, guidance_scale=8.0)
+    assert np.array_equal(draw(pipes[1], SHORT, negative_prompt=LONG, guidance_scale=8.0), image)
+    assert not np.array_equal(draw(pipes[1], LONG, guidance_scale=8.0), draw(pipes[1], LONG, guidance_scale=2.0))
+
+
+def test_callbacks_read_and_change_the_embeddings(loaded):
+    """diffusers' example: guidance ends after the first step, and the callback drops the negative halves."""
+    names = ["prompt_embeds", "add_text_embeds", "add_time_ids"]
+    shapes = []
+
+    def end_guidance(pipe, step, timestep, tensors):
+        shapes.append(tuple(tensors["prompt_embeds"].shape))
+        if step == 0:
+            tensors = {name: tensor.chunk(2)[-1] for name, tensor in tensors.items()}
+            pipe._guidance_scale = 0.0
+        return tensors
+
+    call = {"callback_on_step_end": end_guidance, "callback_on_step_end_tensor_inputs": names, "steps": 3}
+    stock, pipe = pair(loaded)
+    image = same_as_stock(stock, pipe, negative_prompt="grey", **call)
+    assert not np.array_equal(draw(pipe, SHORT, negative_prompt="grey", steps=3), image)
+    shapes.clear()
+    draw(pipe, LONG, negative_prompt="grey", num_images_per_prompt=2, **call)
+    assert shapes == [(4, 152, 72), (2, 152, 72), (2, 152, 72)]
+
+
+def test_everything_at_once_is_what_it_is_one_by_one(loaded):
+    """Prompts and negatives of unequal lengths, clip_skip and two images each: every row is its own call's."""
+    pipe = ours(loaded)
+    prompts, negatives = [SHORT, LONG], [LONG + " grey", "blurry"]
+    batch = pipe.encode_prompt(prompts, negative_prompt=negatives, num_images_per_prompt=2, clip_skip=1)
+    assert batch[0].shape == (4, 152, 72)
+    for row in range(4):
+        alone = pipe.encode_prompt(prompts[row // 2], negative_prompt=negatives[row // 2], clip_skip=1)
+        for together, single in zip(batch, alone, strict=True):
+            torch.testing.assert_close(together[row : row + 1], single, rtol=1e-5, atol=1e-5)
+    # the same from embeddings made before, as people do who drop the encoders
+    drop = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    bare = ours(loaded, **drop)
+    images = draw(bare, **dict(zip(names, batch, strict=True)))
+    assert np.array_equal(images, draw(pipe, prompts, negative_prompt=negatives, num_images_per_prompt=2, clip_skip=1))
