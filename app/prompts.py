@@ -213,11 +213,12 @@ def _prompt(number: int, entry: dict) -> Prompt:
             raise UserError(f"The {name} must be text, got {str(entry[name])[:80]!r}.")
         check_text(name, entry.get(name, ""))
     check_prompt(entry["prompt"])
-    negatives = {entry[name] for name in ("negative_prompt", "negative") if name in entry}
+    texts = {name: entry[name].strip() for name in _TEXTS if name in entry}
+    negatives = {texts[name] for name in ("negative_prompt", "negative") if name in texts}
     if len(negatives) > 1:
         raise UserError("Its negative and negative_prompt differ. Keep one.")
     seed = parse_seed(entry["seed"]) if "seed" in entry else None
-    return Prompt(number, entry["prompt"], next(iter(negatives), None), entry.get("prompt_2") or None, seed)
+    return Prompt(number, texts["prompt"], next(iter(negatives), None), texts.get("prompt_2") or None, seed)
 
 
 def parse_seed(value) -> int:

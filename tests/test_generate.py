@@ -1,23 +1,50 @@
-"""A picture from the command's own function, with a tiny SDXL and a 248-token encoder."""
+"""Pictures from the command's own function, with tiny models of the real classes and a 248-token encoder."""
 
+import gc
 import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
 
+import numpy as np
 import pytest
 import tiny_sdxl
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+from debias_diffusion.app import contact_sheet
+from debias_diffusion.app import generate as app
 from debias_diffusion.app.generate import GenerateConfig, generate
+from debias_diffusion.app.pictures import first_difference, read_settings, write_png
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.report import digest
+from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange.stretch import stretch_text_encoder
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.loading import load_pipeline, load_sdxl
 from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.toyworld.shipped import shipped
 
 PROMPT = "A red cat sleeps on a blue sofa. " + "A small green bird sits on the table, near the window. " * 9
 
 
-def save_encoder(folder, width):
-    tiny_sdxl.text_encoder(width, window=248, seed=7).save_pretrained(folder / "text_encoder")
-    clip_tokenizer(248).save_pretrained(folder / "tokenizer")
+# For what happens to many pictures: the toy world's models load in a tenth of a second, their vocabulary being small.
+TOY = {"base": "toy/sdxl", "encoder": "toy/debias-clip", "steps": 2, "device": "cpu"}
+LONG = "There is one star and one circle. " + 8 * "The object in the centre is a large blue star. "
+LINES = ["a star", LONG.strip(), "a circle", "a heart", LONG + "A ring.", "a square"]
+
+
+def save_encoder(folder, width=None, encoder=None):
+    encoder = encoder or tiny_sdxl.text_encoder(width, window=248, seed=7)
+    encoder.save_pretrained(folder / "text_encoder")
+    clip_tokenizer(encoder.config.max_position_embeddings).save_pretrained(folder / "tokenizer")
     return folder
 
 
@@ -53,7 +80,12 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
         "prompt": PROMPT,
         "base": base,
         "encoder": encoder,
+        "encoder_sha256": digest(encoder),
+        "encoder_2": None,
+        "encoder_2_sha256": None,
         "negative_prompt": None,
+        "prompt_2": None,
+        "weighting": False,
         "seed": 3,
         "steps": 2,
         "guidance_scale": 7.0,
@@ -63,6 +95,7 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
         "dtype": "float32",
         "tokens": n_tokens,
         "positions": 152,
+        "windows": [1, 2],
     }
 
     assert make("again.png").read_bytes() == path.read_bytes()
@@ -80,9 +113,6 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
 
 
 def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
-    from debias_diffusion.interchange import load_text_encoder
-    from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-
     text_encoder, tokenizer = load_text_encoder(encoder)
     pipe = StableDiffusionXLLongPromptPipeline.from_pretrained(base, text_encoder=text_encoder, tokenizer=tokenizer)
     settings = {"num_inference_steps": 2, "guidance_scale": 7.0, "generator": torch.Generator().manual_seed(0)}
@@ -101,6 +131,15 @@ def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
         ({"height": 100}, "The height must be a positive multiple of 8 pixels, got 100. Take 96."),
         ({"width": -8}, "The width must be a positive multiple of 8 pixels, got -8. Take 8."),
         ({"steps": 0}, "The number of steps must be at least 1, got 0"),
+        ({"batch": 0}, "The batch must be at least 1, got 0"),
+        ({"images_per_prompt": 0}, "The number of images per prompt must be at least 1, got 0"),
+        ({"seed": -1}, "The seed must be a whole number from 0 to 2\\^63 - 1, got '-1'"),
+        ({"prompt": None}, "either a prompt or a file of prompts, not neither"),
+        ({"prompts": "{tmp}/p.txt"}, "either a prompt or a file of prompts, not both"),
+        ({"prompt": None, "prompts": "{tmp}/nowhere.txt"}, "nowhere.txt' cannot be read"),
+        ({"prompt": None, "prompts": "{tmp}/p.jsonl"}, "no usable prompt. The first fault: line 1: Not JSON"),
+        ({"prompt": None, "prompts": "{tmp}/p.txt"}, r"a.png' is a file, and several pictures need a folder"),
+        ({"images_per_prompt": 2, "output": "{tmp}/file"}, "is a file, and several pictures need a folder"),
         ({"output": "{tmp}"}, "is a folder. Give a file name"),
         ({"output": "{tmp}/a.jpg"}, "must end in .png"),
         ({"output": "{tmp}/file/sub/a.png"}, r"The output folder '.*file/sub' cannot be made \(Not a directory\)"),
@@ -108,7 +147,11 @@ def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
         ({"device": "cuda:99"}, "The device 'cuda:99' is not available"),
         ({"base": "{tmp}/nowhere"}, "The base model '.*nowhere' is not there. Give an SDXL folder"),
         ({"base": "{tmp}"}, "cannot be read: it has no readable model_index.json"),
-        ({"base": "{tmp}/sd15"}, "is a StableDiffusionPipeline, not a StableDiffusionXLPipeline"),
+        (
+            {"base": "{tmp}/flux"},
+            "is a FluxPipeline, not a StableDiffusionXLPipeline or a StableDiffusionPipeline. Give an SDXL folder",
+        ),
+        ({"base": "{tmp}/sd15"}, "has no readable vae/config.json. Give a whole"),
         ({"encoder": "{tmp}/nowhere/else"}, "is not there"),
         (
             {"encoder": "{tmp}/wide"},
@@ -119,8 +162,11 @@ def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
 )
 def test_errors_name_what_was_given(base, tmp_path, changes, message, monkeypatch):
     (tmp_path / "file").touch()
-    (tmp_path / "sd15").mkdir()
-    (tmp_path / "sd15" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    for name, kind in (("sd15", "StableDiffusionPipeline"), ("flux", "FluxPipeline")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model_index.json").write_text(json.dumps({"_class_name": kind}))
+    (tmp_path / "p.txt").write_text("a cat")
+    (tmp_path / "p.jsonl").write_text("a cat")
     if changes.get("encoder") == "{tmp}/wide":
         save_encoder(tmp_path / "wide", 64)
     changes = {k: v.replace("{tmp}", str(tmp_path)) if isinstance(v, str) else v for k, v in changes.items()}
@@ -149,3 +195,485 @@ def test_a_tiny_sdxl_is_the_same_every_time(base, tmp_path):
     for name in ("unet", "vae"):
         file = f"{name}/diffusion_pytorch_model.safetensors"
         assert (again / file).read_bytes() == (tmp_path.__class__(base) / file).read_bytes()
+
+
+# Files of prompts
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """Draws from lines, into a folder, which is returned; a second call with its name goes on with it."""
+    root = tmp_path_factory.mktemp("many")
+
+    def draw(name, lines=LINES, kind="txt", **changes):
+        file = root / f"{name}.{kind}"
+        file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        settings = {"prompt": None, "prompts": str(file), **TOY}
+        return generate(GenerateConfig(**settings | changes, output=str(root / name)))
+
+    return draw
+
+
+@pytest.fixture(scope="module")
+def drawn(many):
+    """Each line alone."""
+    return many("drawn")
+
+
+def pictures(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("[0-9]*.png"))}
+
+
+def pixels(path):
+    return np.asarray(Image.open(path).convert("RGB")).astype(int)
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_folder_of_pictures(drawn, tmp_path):
+    slug = "there-is-one-star-and-one-circle-the-obj"
+    names = [
+        f"0000{i}-{i}-{slug if line.startswith(LONG[:99]) else line.replace(' ', '-')}.png"
+        for i, line in enumerate(LINES)
+    ]
+    assert list(pictures(drawn)) == names
+    assert {path.name for path in drawn.iterdir()} == {*names, "index.jsonl", "contact-sheet.png", ".lock"}
+    index = lines_of(drawn / "index.jsonl")
+    assert [(entry["file"], entry["where"], entry["prompt"], entry["seed"]) for entry in index] == [
+        (name, f"line {i + 1}", line, i) for i, (name, line) in enumerate(zip(names, LINES, strict=True))
+    ]
+    assert [(entry["positions"], entry["windows"]) for entry in index] == [
+        (152, [1, 2]) if len(line) > 9 else (77, [1, 1]) for line in LINES
+    ]
+    assert all(0 < entry["tokens"] <= entry["positions"] - 2 for entry in index)
+    # Each is the picture that its line gives alone.
+    for i in (1, 2):
+        alone = tmp_path / "alone.png"
+        generate(GenerateConfig(LINES[i], output=str(alone), seed=i, **TOY))
+        assert alone.read_bytes() == (drawn / names[i]).read_bytes()
+
+
+def test_batches_begin_with_the_noise_of_each_seed(drawn, many):
+    batched = many("batched", batch=3)
+    assert list(pictures(batched)) == list(pictures(drawn))
+    for name in pictures(drawn):
+        assert abs(pixels(batched / name) - pixels(drawn / name)).max() <= 1
+    first, second = list(pictures(drawn))[:2]
+    assert abs(pixels(drawn / first) - pixels(drawn / second)).max() > 1
+
+
+def test_the_same_from_csv_and_json_lines(drawn, many, capsys):
+    rows = ["prompt,seed", *(f'"{line}",' for line in LINES)]
+    assert pictures(many("csv", rows, kind="csv")) == pictures(drawn)
+    capsys.readouterr()
+    entries = [{"prompt": line, "seed": i} for i, line in enumerate(LINES)]
+    folder = many("jsonl", [*entries[:2], "no json", *entries[2:5]], kind="jsonl", seed=99)
+    printed = capsys.readouterr().out
+    assert "Prompts: 5 in " in printed and "Left out: line 3: Not JSON: Expecting value" in printed
+    [left_out] = lines_of(folder / "left-out.jsonl")
+    assert left_out["where"] == "line 3" and left_out["reason"].startswith("Not JSON")
+    # A bad line keeps its number, so that mending it moves no other picture.
+    of_both = pictures(folder), pictures(drawn)
+    assert [name[:6] for name in of_both[0]] == ["00000-", "00001-", "00003-", "00004-", "00005-"]
+    assert list(of_both[0].values()) == list(of_both[1].values())[:5]
+    many("jsonl", [*entries[:2], {"prompt": "mended"}, *entries[2:5]], kind="jsonl", seed=99)
+    assert {name: data for name, data in pictures(folder).items() if name[:6] != "00002-"} == of_both[0]
+    assert (folder / "00002-101-mended.png").exists() and not (folder / "left-out.jsonl").exists()
+
+
+def test_entries_with_settings_of_their_own(many):
+    entries = [
+        {"prompt": " a star", "negative": LONG, "seed": 7},
+        {"prompt": "a star", "seed": 7},
+        {"prompt": "a star", "negative_prompt": "", "seed": 7},
+        {"prompt": "a star", "prompt_2": "a circle", "seed": 7},
+        {"prompt": "Ünïcode 猫", "seed": 7},
+    ]
+    folder = many("own", entries, kind="jsonl", batch=4, negative_prompt="grey")
+    index = lines_of(folder / "index.jsonl")
+    assert [entry["negative_prompt"] for entry in index] == [LONG.strip(), "grey", "", "grey", "grey"]
+    assert [entry["positions"] for entry in index] == [152, 77, 77, 77, 77]
+    assert index[4]["file"] == "00004-7-unicode.png"
+    assert len({pixels(path).tobytes() for path in folder.glob("[0-9]*.png")}) == 5
+
+    pipe = load_sdxl(TOY["base"], TOY["encoder"], torch.device("cpu"))
+    for i, (prompt, prompt_2, negative) in enumerate([("a star", None, LONG), ("a star", "a circle", "grey")]):
+        noise = torch.Generator().manual_seed(7)
+        expected = pipe(
+            prompt, prompt_2, negative_prompt=negative, num_inference_steps=2, guidance_scale=7.0, generator=noise
+        )
+        path = folder / index[(0, 3)[i]]["file"]
+        assert abs(np.asarray(expected.images[0]).astype(int) - pixels(path)).max() <= 1
+
+
+def test_images_per_prompt(tmp_path, drawn, many):
+    folder = generate(GenerateConfig("a star", output=str(tmp_path / "stars"), images_per_prompt=2, **TOY))
+    assert list(pictures(folder)) == ["00000-0-a-star.png", "00000-1-a-star.png"]
+    assert pictures(folder)["00000-0-a-star.png"] == pictures(drawn)["00000-0-a-star.png"]
+    # More of them go beside those that are there.
+    before = pictures(many("more", LINES[:2]))
+    after = pictures(many("more", LINES[:2], images_per_prompt=2))
+    assert before.items() < after.items() and [name[:8] for name in after] == [
+        "00000-0-",
+        "00000-1-",
+        "00001-1-",
+        "00001-2-",
+    ]
+
+
+def test_a_finished_folder_loads_no_model(drawn, many, monkeypatch, capsys):
+    times = {path.name: path.stat().st_mtime_ns for path in drawn.glob("[0-9]*.png")}
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
+    sheet, index = ((drawn / name).read_bytes() for name in ("contact-sheet.png", "index.jsonl"))
+    assert many("drawn") == drawn
+    assert "6 are in" in capsys.readouterr().out
+    assert {path.name: path.stat().st_mtime_ns for path in drawn.glob("[0-9]*.png")} == times
+    assert (drawn / "contact-sheet.png").read_bytes() == sheet and (drawn / "index.jsonl").read_bytes() == index
+
+
+def test_what_is_missing_is_drawn_in_the_batches_it_would_have_been_in(many):
+    folder = many("holes", batch=3)
+    before = pictures(folder)
+    for name in list(before)[::2]:
+        (folder / name).unlink()
+    many("holes", batch=3)
+    assert pictures(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("lines", "changes", "message"),
+    [
+        (
+            LINES,
+            {"steps": 3},
+            "6 of the pictures in .* the first 00000-0-a-star.png (line 1): steps was 2, now 3. Give",
+        ),
+        (LINES, {"seed": 1, "guidance_scale": 2.0}, None),  # other names
+        (
+            ["a circle", *LINES[1:]],
+            {},
+            "1 of the pictures .* 00000-0-a-star.png (line 1): prompt was 'a star', now 'a circle'.",
+        ),
+        ([*LINES[:4], LONG + "A cross."], {}, "prompt was '….* A ring.', now '….* A cross.'"),
+        (LINES, {"encoder": None}, "encoder was '.*', now None"),
+    ],
+)
+def test_other_pictures_are_not_overwritten(drawn, many, lines, changes, message):
+    before = pictures(drawn)
+    if message is None:
+        many("drawn", lines[:1], **changes)
+        (drawn / "00000-1-a-star.png").unlink()
+    else:
+        with pytest.raises(UserError, match=message.replace("(line 1)", r"\(line 1\)")):
+            many("drawn", lines, **changes)
+    assert pictures(drawn) == before
+
+
+def test_a_picture_from_elsewhere_is_not_overwritten(many):
+    folder = many("elsewhere", LINES[:1])
+    for content in (b"", b"no picture"):
+        (folder / "00001-1-mine.png").write_bytes(content)
+        with pytest.raises(UserError, match="1 of the pictures .* 00001-1-mine.png .line 2.: it holds no settings"):
+            many("elsewhere", LINES[:2])
+        assert (folder / "00001-1-mine.png").read_bytes() == content
+
+
+def test_an_encoder_that_was_trained_further_is_another_one(many, tmp_path):
+    encoder = shutil.copytree(shipped("toy/debias-clip"), tmp_path / "encoder")
+    many("trained", LINES[:1], encoder=str(encoder))
+    shutil.copytree(shipped("toy/long-clip"), encoder, dirs_exist_ok=True)
+    with pytest.raises(UserError, match="encoder_sha256 was"):
+        many("trained", LINES[:1], encoder=str(encoder))
+
+
+def test_a_killed_run_goes_on_and_ends_equal(many, tmp_path):
+    whole, folder = many("whole", images_per_prompt=3, batch=2), tmp_path / "killed"
+    settings = TOY | {"prompts": str(whole.with_suffix(".txt")), "images_per_prompt": 3, "batch": 2}
+    config = GenerateConfig(None, **settings, output=str(folder))
+    code = "import sys, json; from debias_diffusion.app.generate import *; "
+    code += "generate(GenerateConfig(**json.loads(sys.argv[1])))"
+    process = subprocess.Popen([sys.executable, "-c", code, json.dumps(vars(config))], stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while not folder.exists() or len(pictures(folder)) < 3:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert 3 <= len(pictures(folder)) < len(pictures(whole)) == 18 and not (folder / "index.jsonl").exists()
+    generate(config)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+
+
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
+    image, path = Image.new("RGB", (8, 8), "red"), tmp_path / "a.png"
+    write_png(image, path, {"settings": '{"seed": 1}'})
+    before = path.read_bytes()
+    with pytest.raises(OSError):
+        write_png(Image.new("HSV", (8, 8)), path, {})  # a mode that PNG has not
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.png"]
+    assert read_settings(path) == {"seed": 1}
+    for content in (b"", before[:40]):
+        path.write_bytes(content)
+        assert read_settings(path) is None
+    write_png(image, path, {"settings": "3"})
+    assert read_settings(path) is None
+
+
+def test_the_first_difference():
+    assert first_difference({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2}) == ""
+    assert first_difference({"a": 1}, {"a": 1, "b": None}) == ""
+    assert first_difference({"a": 1, "b": 2}, {"b": 3, "a": 0}) == "b was 2, now 3"
+    long = "x" * 500
+    assert (
+        first_difference({"p": long + "cat" + long}, {"p": long})
+        == f"p was '…{'x' * 20}cat{'x' * 37}…', now '…{'x' * 20}'"
+    )
+
+
+# Low memory
+
+
+def alive(*classes):
+    return sum(type(thing) in classes for thing in gc.get_objects())
+
+
+def watched(monkeypatch, cls):
+    """Whether text encoders and UNets were there, each time a `cls` ran."""
+    encoders, seen, forward = (CLIPTextModel, CLIPTextModelWithProjection), set(), cls.forward
+    gc.collect()
+    before = alive(*encoders)
+
+    def spy(self, *args, **kwargs):
+        seen.add((alive(*encoders) > before, alive(UNet2DConditionModel) > 0))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", spy)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("low_memory", "at_unet", "at_encoder"), [(False, (True, True), (True, True)), (True, (False, True), (True, False))]
+)
+def test_low_memory(drawn, many, monkeypatch, low_memory, at_unet, at_encoder):
+    unets, encoders = (watched(monkeypatch, cls) for cls in (UNet2DConditionModel, CLIPTextModel))
+    folder = many(f"low-{low_memory}", LINES[:1], low_memory=low_memory)
+    assert (unets, encoders) == ({at_unet}, {at_encoder})
+    assert pictures(folder).items() <= pictures(drawn).items()
+
+
+def test_low_memory_in_rounds_of_batches(many, monkeypatch):
+    monkeypatch.setattr(app, "ENCODED_AT_ONCE", 4)
+    settings = {"batch": 2, "negative_prompt": "grey", "encoder_2": "stretch", "images_per_prompt": 2}
+    whole, rounds = (many(f"rounds-{low}", LINES[:4], low_memory=low, **settings) for low in (False, True))
+    assert len(pictures(whole)) == 8 and pictures(rounds) == pictures(whole)
+
+
+def test_low_memory_for_one_picture_without_guidance(tmp_path):
+    def make(low_memory):
+        settings = TOY | {"guidance_scale": 1.0, "negative_prompt": LONG, "low_memory": low_memory}
+        return generate(GenerateConfig(LONG, output=str(tmp_path / f"{low_memory}.png"), **settings))
+
+    assert make(True).read_bytes() == make(False).read_bytes()
+
+
+def test_too_little_memory_is_explained(many, monkeypatch):
+    def forward(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", forward)
+    with pytest.raises(UserError, match="The memory of cpu does not suffice .CUDA out of memory.* Try --low-memory"):
+        many("memory", LINES[:1])
+
+
+# What the files say
+
+
+def as_viewers_read_it(text):
+    """What A1111's interface, and viewers that follow it, make of a `parameters` chunk."""
+    *lines, last = text.strip().split("\n")
+    fields = re.findall(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)', last)
+    assert len(fields) >= 3  # or the line would be taken for a part of the prompt
+    prompt, negative, is_negative = "", "", False
+    for line in lines:
+        if line.startswith("Negative prompt:"):
+            is_negative, line = True, line[len("Negative prompt:") :].strip()
+        if is_negative:
+            negative += line
+        else:
+            prompt += line
+    return prompt, negative, {name: json.loads(value) if value[0] == '"' else value for name, value in fields}
+
+
+def test_viewers_find_the_parameters(base, tmp_path):
+    def read(name, **changes):
+        settings = {"prompt": "a\n cat: (red:1.2), 猫", "base": base, "steps": 1, "device": "cpu"} | changes
+        path = generate(GenerateConfig(**settings, output=str(tmp_path / name)))
+        return as_viewers_read_it(Image.open(path).info["parameters"])
+
+    prompt, negative, fields = read("a.png", negative_prompt="grey,\nSteps: 3", seed=5, width=96)
+    assert (prompt, negative) == ("a cat: (red:1.2), 猫", "grey, Steps: 3")
+    assert fields == {
+        "Steps": "1",
+        "Sampler": "Euler",
+        "CFG scale": "7.0",
+        "Seed": "5",
+        "Size": "96x64",
+        "Model": os.path.basename(base),
+        "Version": f"debias-diffusion {version('debias-diffusion')}",
+    }
+    odd = tmp_path / "ba,se: 1"
+    odd.symlink_to(base)
+    prompt, negative, fields = read("b.png", base=str(odd) + "/")
+    assert negative == "" and fields["Model"] == "ba,se: 1"
+
+
+def test_contact_sheets(tmp_path):
+    colours = ["red", "blue", "lime", "black"]
+    entries = []
+    for i in range(50):
+        size = [(60, 40), (600, 900), (8, 8)][i % 3]
+        Image.new("RGBA" if i % 2 else "L", size, colours[i % 4] if i % 2 else 99).save(tmp_path / f"{i}.png")
+        text = ["a cat", "x" * 900, "", "猫 " * 400 + "\x1b[31m", "Ärger Синяя عربي 🎨\n\nb"][i % 5]
+        entries.append((tmp_path / f"{i}.png", f"{i:05} · seed {i}", text))
+    sheets = contact_sheet.write_contact_sheets(tmp_path, entries)
+    assert [path.name for path in sheets] == ["contact-sheet.png", "contact-sheet-2.png"]
+    shown = np.asarray(Image.open(sheets[0]))
+    assert all((shown == colour).all(-1).any() for colour in ([0, 0, 255], [0, 0, 0]))
+    first = Image.open(sheets[0]).size
+    assert max(first) <= 8 * (contact_sheet.CELL + 90) and Image.open(sheets[1]).size[1] < first[1]
+    again = sheets[0].read_bytes()
+    contact_sheet.write_contact_sheets(tmp_path, entries[:48])
+    assert sheets[0].read_bytes() == again and not sheets[1].exists()
+
+
+def test_captions_end_where_there_is_no_more_room():
+    font = contact_sheet.ImageFont.load_default()
+    wrap = lambda text: contact_sheet._wrap(text, font, 60)  # noqa: E731
+    assert wrap("") == [] and wrap("a cat") == ["a cat"]
+    long = wrap("one two three four five six seven eight nine ten eleven twelve")
+    assert len(long) == 3 and long[-1].endswith("…") and " ".join(long).startswith("one two three")
+    assert all(font.getlength(line) <= 60 for line in [*long, *wrap("x" * 99)])
+
+
+# Models
+
+
+def test_the_second_encoder_stretched(base, encoder, tmp_path):
+    def make(name, **changes):
+        settings = {"prompt": PROMPT, "base": base, "encoder": encoder, "steps": 2, "device": "cpu"} | changes
+        return generate(GenerateConfig(**settings, output=str(tmp_path / name)))
+
+    path = make("a.png", encoder_2="stretch")
+    settings = read_settings(path)
+    assert (settings["encoder_2"], settings["encoder_2_sha256"]) == ("stretch", None)
+    assert settings["windows"] == [1, 1] and settings["positions"] == 152
+
+    pipe = load_sdxl(base, encoder, torch.device("cpu"))
+    stretched, tokenizer = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
+    pipe.register_modules(text_encoder_2=stretched, tokenizer_2=tokenizer)
+    noise = torch.Generator().manual_seed(0)
+    expected = pipe(PROMPT, num_inference_steps=2, guidance_scale=7.0, generator=noise).images[0]
+    assert Image.open(path).tobytes() == expected.tobytes()
+    # The same from a folder, whose tokenizer pads with another token than SDXL's second one.
+    folder = save_encoder(tmp_path / "second", encoder=stretched)
+    assert clip_tokenizer(248).pad_token_id != tokenizer.pad_token_id == 0
+    path = make("b.png", encoder_2=str(folder))
+    assert Image.open(path).tobytes() == expected.tobytes()
+    assert read_settings(path)["encoder_2_sha256"] == digest(folder)
+    assert Image.open(make("c.png")).tobytes() != expected.tobytes()
+
+
+def test_a_second_encoder_that_does_not_fit(base, tmp_path, monkeypatch):
+    config = tiny_sdxl.text_encoder_2().config
+    wide = CLIPTextModelWithProjection(type(config)(**config.to_dict() | {"hidden_size": 50}))
+    long = CLIPTextModelWithProjection(type(config)(**config.to_dict() | {"projection_dim": 32}))
+    folders = {
+        "has width 50. SDXL's second encoder has width 40 and a projection to 24": wide,
+        "has a projection to 32. SDXL's second encoder has width 40 and a projection to 24": long,
+        "has no projection. SDXL's.*export --projection": CLIPTextModel(config),
+    }
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
+    for i, (message, encoder) in enumerate(folders.items()):
+        folder = save_encoder(tmp_path / str(i), encoder=encoder)
+        with pytest.raises(UserError, match=f"The second encoder '.*' {message}"):
+            load_sdxl(base, None, torch.device("cpu"), encoder_2=folder)
+
+
+def test_strict(many, tmp_path, capsys):
+    needs_two = "it takes 1 window of the first text encoder, 2 of the second, and --strict allows one window"
+
+    def make(prompt, **changes):
+        generate(GenerateConfig(prompt, output=str(tmp_path / "a.png"), strict=True, **TOY | changes))
+
+    with pytest.raises(UserError, match=f"No prompt can be drawn. The prompt: With its .* tokens {needs_two}"):
+        make(LONG)
+    with pytest.raises(UserError, match="--strict allows one window"):
+        make("a star", negative_prompt=LONG)
+    make("a star", negative_prompt=LONG, guidance_scale=1.0)
+    make(LONG, encoder_2="stretch")
+    capsys.readouterr()
+    folder = many("strict", strict=True)
+    assert [name[:7] for name in pictures(folder)] == ["00000-0", "00002-2", "00003-3", "00005-5"]
+    assert [entry["where"] for entry in lines_of(folder / "left-out.jsonl")] == ["line 2", "line 5"]
+    assert re.search(f"Left out: line 2: With its .* tokens {needs_two}", capsys.readouterr().out)
+    assert pictures(folder) == {
+        name: data for name, data in pictures(many("drawn")).items() if name in pictures(folder)
+    }
+
+
+def test_weighting(tmp_path):
+    def make(prompt, **changes):
+        path = generate(GenerateConfig(prompt, output=str(tmp_path / "a.png"), **TOY | changes))
+        return pixels(path).tobytes(), read_settings(path)["windows"]
+
+    plain, as_text = make("a red star"), make("a (red:1.5) star")
+    weighted = make("a (red:1.5) star", weighting=True)
+    assert len({plain[0], as_text[0], weighted[0]}) == 3
+    assert make("a (RED:1.0) star", weighting=True) == plain
+    # BREAK is a word in capitals only, and lower case is what encoders are given.
+    assert make("a ring BREAK a star", weighting=True)[1] == [2, 2]
+    assert make("a ring break a star", weighting=True)[1] == [1, 1]
+    pipe = load_sdxl(TOY["base"], TOY["encoder"], torch.device("cpu")).set_long_prompt(weighting=True)
+    noise = torch.Generator().manual_seed(0)
+    expected = pipe("a (red:1.5) star", num_inference_steps=2, guidance_scale=7.0, generator=noise).images[0]
+    assert np.asarray(expected).astype(int).tobytes() == weighted[0]
+    with pytest.raises(UserError, match="No prompt can be drawn. The prompt: The prompt cannot be read: the weight of"):
+        make(f"a (star:{'9' * 400})", weighting=True)
+
+
+def test_stable_diffusion_15(tmp_path, monkeypatch):
+    base = tmp_path / "sd15"
+    tiny_sdxl.assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()).save_pretrained(base)
+    encoder = save_encoder(tmp_path / "encoder", 32)
+
+    def make(name="a.png", prompt=PROMPT, **changes):
+        settings = {"base": str(base), "steps": 2, "device": "cpu", "encoder": str(encoder)} | changes
+        return generate(GenerateConfig(prompt, output=str(tmp_path / name), **settings))
+
+    path = make()
+    assert read_settings(path)["windows"] == [1]
+    pipe = load_pipeline(base, encoder, torch.device("cpu"))
+    noise = torch.Generator().manual_seed(0)
+    expected = pipe(PROMPT, num_inference_steps=2, guidance_scale=7.0, generator=noise).images[0]
+    assert Image.open(path).tobytes() == expected.tobytes()
+    assert make("low.png", low_memory=True).read_bytes() == path.read_bytes()
+    assert Image.open(make("own.png", encoder=None)).tobytes() != expected.tobytes()
+
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
+    wide = save_encoder(tmp_path / "wide", 64)
+    projected = save_encoder(tmp_path / "projected", encoder=CLIPTextModelWithProjection(pipe.text_encoder.config))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "prompt_2": "b"}')
+    for changes, message in [
+        ({"encoder": str(wide)}, "has width 64, and the base's UNet reads 32. An encoder of width 32 fits"),
+        ({"encoder": str(projected)}, "has a projection, which this base does not read"),
+        ({"encoder_2": "stretch"}, "is a StableDiffusionPipeline, which has no second encoder. Leave encoder_2 out"),
+        ({"prompt": None, "prompts": str(tmp_path / "p.jsonl"), "name": "x"}, "have a prompt_2, and the base model"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            make(**changes)
+    with pytest.raises(UserError, match="is a StableDiffusionPipeline, not a StableDiffusionXLPipeline"):
+        load_sdxl(base, None, torch.device("cpu"))
