@@ -91,12 +91,12 @@ def _is_compiled(model: torch.nn.Module) -> bool:
 def _check(path: str, layer: Attention) -> None:
     processor = type(layer.processor)
     if processor not in (*_STOCK, _KeepingProcessor):
-        ways = (way for part, way in _WAYS_OUT.items() if part in processor.__name__)
+        default = f"pipe.{path.partition('.')[0]}.set_attn_processor(AttnProcessor2_0())"
+        way_out = next((way for part, way in _WAYS_OUT.items() if part in processor.__name__), default)
         raise ValueError(
             f"keep_keys_values: the attention processor of {path} is {processor.__name__}, and only diffusers' "
             f"{' and '.join(stock.__name__ for stock in _STOCK)} are known to make keys and values of nothing but the "
-            f"prompt with to_k and to_v. Call {next(ways, 'pipe.unet.set_default_attn_processor()')} before, or call "
-            "the pipeline without keep_keys_values."
+            f"prompt with to_k and to_v. Call {way_out} before, or the pipeline without keep_keys_values."
         )
     registry = getattr(layer.to_k, "_diffusers_hook", None)
     offloading = registry and registry.get_hook("group_offloading")

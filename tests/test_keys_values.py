@@ -1,5 +1,7 @@
 import copy
 import gc
+import operator
+import re
 import weakref
 
 import pytest
@@ -18,7 +20,13 @@ from diffusers import (
     UNet2DModel,
 )
 from diffusers.hooks import apply_group_offloading
-from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, IPAdapterAttnProcessor2_0
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnProcessor,
+    AttnProcessor2_0,
+    IPAdapterAttnProcessor2_0,
+    XFormersAttnProcessor,
+)
 from peft import LoraConfig
 
 from debias_diffusion.pipelines.keys_values import keep_keys_values
@@ -519,39 +527,39 @@ def ip_adapter(pipe):
 
 
 REFUSED = {
-    r"down_blocks.*IPAdapterAttnProcessor2_0.*pipe\.unload_ip_adapter\(\)": ip_adapter,
+    r"unet\.down_blocks.*IPAdapterAttnProcessor2_0.*pipe\.unload_ip_adapter\(\)": ip_adapter,
     r"FusedAttnProcessor2_0.*pipe\.unfuse_qkv_projections\(\)": lambda pipe: pipe.fuse_qkv_projections(),
     r"SlicedAttnProcessor.*pipe\.disable_attention_slicing\(\)": lambda pipe: pipe.enable_attention_slicing(1),
-    r"OwnProcessor.*pipe\.unet\.set_default_attn_processor\(\)": lambda pipe: pipe.unet.set_attn_processor(
+    r"XFormers.*pipe\.disable_xformers_memory_efficient_attention\(\)": lambda pipe: pipe.unet.set_attn_processor(
+        XFormersAttnProcessor()
+    ),
+    r"OwnProcessor.*pipe\.unet\.set_attn_processor\(AttnProcessor2_0\(\)\)": lambda pipe: pipe.unet.set_attn_processor(
         OwnProcessor()
     ),
-    r"pipe\.unet` is compiled": lambda pipe: pipe.unet.compile(backend="eager"),
-    r"pipe\.unet` is compiled.*one of the two": lambda pipe: pipe.unet.mid_block.compile(backend="eager"),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_kept_is_refused_with_a_way_out(sdxl, message):
+def test_other_processors_are_refused_with_a_way_out(sdxl, message):
+    expected = draw(sdxl)
     REFUSED[message](sdxl)
     before = processors(sdxl)
-    with pytest.raises(ValueError, match=message), keep_keys_values(sdxl):
+    with pytest.raises(ValueError, match=message) as refusal, keep_keys_values(sdxl):
         pass
     assert all(now is then for now, then in zip(processors(sdxl), before, strict=True))
-
-
-@pytest.mark.parametrize(
-    "undo",
-    [
-        ("enable_attention_slicing", "disable_attention_slicing"),
-        ("fuse_qkv_projections", "unfuse_qkv_projections"),
-    ],
-)
-def test_the_way_out_is_one(sdxl, undo):
-    expected = draw(sdxl)
-    for name in undo:
-        getattr(sdxl, name)()
+    eval(
+        re.search(r"Call (pipe\..*\)) before", str(refusal.value))[1],
+        {"pipe": sdxl, "AttnProcessor2_0": AttnProcessor2_0},
+    )
     with keep_keys_values(sdxl):
         assert same(draw(sdxl), expected)
+
+
+@pytest.mark.parametrize("part", ["unet", "unet.mid_block", "unet.mid_block.attentions.0"])
+def test_a_compiled_unet_is_refused(sdxl, part):
+    operator.attrgetter(part)(sdxl).compile(backend="eager")
+    with pytest.raises(ValueError, match=r"pipe\.unet` is compiled.*one of the two"), keep_keys_values(sdxl):
+        pass
 
 
 def test_a_compiled_wrapper_is_refused(sdxl):

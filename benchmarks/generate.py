@@ -1,0 +1,334 @@
+"""What a longer prompt costs a picture, and what keeping its keys and values over the steps saves.
+
+    python benchmarks/generate.py [--model toy|sdxl|tiny] [--steps 30] [--repeats 7]
+
+Counted: the FLOPs of SDXL at 1024 x 1024, its true configuration without weights. A step is the UNet on one row of the
+batch; with guidance it runs on two, and every number of a step but the ratios doubles.
+Timed: the steps of a picture with guidance, from the embeddings to the latents, and the encoding of its prompt. On an
+accelerator the model is SDXL with random weights in half precision, on the CPU the toy SDXL; `tiny` is a small random
+one that tries the former's path on the latter. The variants take turns, so that what else the machine does falls on
+all; ratios are to the steps of stock diffusers (77 positions, nothing kept) in the same round.
+Prints Markdown, and writes to benchmarks/results/.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
+from diffusers.models.attention_processor import Attention
+from machine import machine, seconds
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.keys_values import keep_keys_values
+from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.tokens import clip_tokenizer
+
+RESULTS = Path(__file__).parent / "results"
+WINDOW, STOCK = 248, 77
+POSITIONS = (STOCK, 152, 227, WINDOW, 494)
+COUNTED = (*POSITIONS, 496)  # the last: two windows that keep their own BOS and EOS
+
+CROSS_BLOCKS = {"down_block_types": ("DownBlock2D", *2 * ["CrossAttnDownBlock2D"])}
+CROSS_BLOCKS["up_block_types"] = (*2 * ["CrossAttnUpBlock2D"], "UpBlock2D")
+SIZES = {
+    "sdxl": {
+        "unet": dict(
+            sample_size=128,
+            block_out_channels=(320, 640, 1280),
+            transformer_layers_per_block=(1, 2, 10),
+            attention_head_dim=(5, 10, 20),
+            cross_attention_dim=768 + 1280,
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=6 * 256 + 1280,
+        ),
+        "vae": dict(block_out_channels=(128, 256, 512, 512), layers_per_block=2),
+        "clip": dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12),
+        "clip_2": dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20),
+    },
+    "tiny": {
+        "unet": dict(
+            sample_size=8,
+            block_out_channels=(32, 32, 64),
+            transformer_layers_per_block=(1, 1, 2),
+            attention_head_dim=(2, 2, 4),
+            cross_attention_dim=16 + 32,
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=6 * 8 + 32,
+        ),
+        "vae": dict(block_out_channels=4 * (32,), layers_per_block=1),
+        "clip": dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2),
+        "clip_2": dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2),
+    },
+}
+
+
+def random_sdxl(name: str, device: torch.device, dtype: torch.dtype) -> StableDiffusionXLLongPromptPipeline:
+    """An SDXL of `SIZES` with a CLIP-L of 248 positions and a bigG of 77."""
+    sizes = SIZES[name]
+    ids = dict(vocab_size=49408, bos_token_id=49406, eos_token_id=49407)
+    clip = CLIPTextConfig(**ids, **sizes["clip"], max_position_embeddings=WINDOW, hidden_act="quick_gelu")
+    width_2 = sizes["clip_2"]["hidden_size"]
+    clip_2 = CLIPTextConfig(**ids, **sizes["clip_2"], max_position_embeddings=STOCK, projection_dim=width_2)
+    blocks = 4 * ("DownEncoderBlock2D",), 4 * ("UpDecoderBlock2D",)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            models = {
+                "unet": UNet2DConditionModel(
+                    **sizes["unet"], **CROSS_BLOCKS, addition_embed_type="text_time", use_linear_projection=True
+                ),
+                "vae": AutoencoderKL(down_block_types=blocks[0], up_block_types=blocks[1], **sizes["vae"]),
+                "text_encoder": CLIPTextModel(clip),
+                "text_encoder_2": CLIPTextModelWithProjection(clip_2),
+            }
+    finally:
+        torch.set_default_dtype(default)
+    return StableDiffusionXLLongPromptPipeline(
+        **{part: model.eval() for part, model in models.items()},
+        tokenizer=clip_tokenizer(WINDOW),
+        tokenizer_2=clip_tokenizer(STOCK, pad_token="!"),
+        scheduler=EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"),
+        add_watermarker=False,
+    )
+
+
+def prompt_of(pipe: StableDiffusionXLLongPromptPipeline, positions: int) -> str:
+    """A prompt whose embeddings have that many positions."""
+    prompt = "red " * (positions - 2)
+    found = pipe.prompt_layout(prompt).positions
+    assert found == positions, f"{found} positions, {positions} wanted"
+    return prompt
+
+
+# --- counted ---
+
+
+@torch.no_grad()
+def flops(run) -> tuple[int, dict[str, int]]:
+    """What `run()` takes, in all and by the names of the modules."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops(), {
+        name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()
+    }
+
+
+def unet_inputs(pipe: StableDiffusionXLLongPromptPipeline, positions: int) -> dict:
+    """Of one row, without values."""
+    config, empty = pipe.unet.config, lambda *shape: torch.empty(*shape, device="meta")
+    return dict(
+        sample=empty(1, config.in_channels, config.sample_size, config.sample_size),
+        timestep=empty(()),
+        encoder_hidden_states=empty(1, positions, config.cross_attention_dim),
+        added_cond_kwargs={
+            "text_embeds": empty(1, pipe.text_encoder_2.config.projection_dim),
+            "time_ids": empty(1, 6),
+        },
+    )
+
+
+def parts(total: int, by_module: dict[str, int]) -> dict[str, float]:
+    """The shares of a UNet's step."""
+
+    def share(*ends: str) -> float:
+        return sum(count for name, count in by_module.items() if name.endswith(ends)) / total
+
+    shares = {
+        "self-attention": share(".attn1"),
+        "cross-attention, keys and values": share(".attn2.to_k", ".attn2.to_v"),
+        "cross-attention, the rest": share(".attn2") - share(".attn2.to_k", ".attn2.to_v"),
+        "feed-forward": share(".ff"),
+    }
+    shares["convolutions and the rest"] = 1 - sum(shares.values())
+    return {part: round(value, 4) for part, value in shares.items()}
+
+
+def count(steps: int) -> dict:
+    """SDXL's FLOPs at the lengths of `COUNTED`."""
+    pipe = random_sdxl("sdxl", torch.device("meta"), torch.float32)
+    layers = [layer for layer in pipe.unet.modules() if isinstance(layer, Attention) and layer.is_cross_attention]
+    width = sum(layer.to_k.out_features + layer.to_v.out_features for layer in layers)
+    rows = {}
+    for positions in tqdm(COUNTED, desc="counting"):
+        inputs = unet_inputs(pipe, positions)
+        plain, by_module = flops(lambda inputs=inputs: pipe.unet(**inputs))
+        with keep_keys_values(pipe):
+            first, _ = flops(lambda inputs=inputs: pipe.unet(**inputs))
+            later, _ = flops(lambda inputs=inputs: pipe.unet(**inputs))
+        assert first == plain
+        rows[positions] = {"plain": plain, "kept": round((first + (steps - 1) * later) / steps)}
+        rows[positions] |= {"kept_mb": round(2 * 2 * width * positions / 1e6, 1), "shares": parts(plain, by_module)}
+    prompts = {positions: prompt_of(pipe, positions) for positions in POSITIONS}
+    encode = {
+        positions: flops(lambda prompt=prompt: pipe.encode_prompt(prompt, device="meta", negative_prompt=""))[0]
+        for positions, prompt in prompts.items()
+    }
+    decode, _ = flops(lambda: pipe.vae.decode(unet_inputs(pipe, STOCK)["sample"]))
+    stock = rows[STOCK]["plain"]
+    for positions, row in rows.items():
+        row |= {f"{name}_to_stock": round(row[name] / stock, 4) for name in ("plain", "kept")}
+        if positions in encode:
+            row["encode"] = encode[positions]
+            picture = encode[positions] + 2 * steps * row["plain"] + decode
+            row["encode_share"] = round(encode[positions] / picture, 4)
+    parameters = sum(parameter.numel() for parameter in pipe.unet.parameters())
+    return {"torch": torch.__version__, "unet_parameters": parameters, "steps": steps, "decode": decode, "rows": rows}
+
+
+def print_counted(result: dict) -> None:
+    tera, rows = 1e12, result["rows"]
+    print(
+        f"\nCounted: SDXL's UNet ({result['unet_parameters'] / 1e9:.3f} billion parameters) at 1024 x 1024, one row of "
+        f"the batch (two with guidance).\nKept: the average of {result['steps']} steps. Encoding: CLIP-L of {WINDOW} "
+        f"positions, bigG in windows of {STOCK}, prompt and negative prompt; its share\nis of a picture with guidance, "
+        f"{result['steps']} plain steps and decoding ({result['decode'] / tera:.2f} TFLOP).\n\n"
+        "| positions | TFLOP a step | to stock | kept | to stock | kept MB, fp16, guidance | encoding TFLOP | share |\n"
+        "|---|---|---|---|---|---|---|---|"
+    )
+    for positions, row in rows.items():
+        encode = f"{row['encode'] / tera:.3f} | {100 * row['encode_share']:.2f}%" if "encode" in row else "|"
+        print(
+            f"| {positions} | {row['plain'] / tera:.3f} | {100 * (row['plain_to_stock'] - 1):+.2f}% "
+            f"| {row['kept'] / tera:.3f} | {100 * (row['kept_to_stock'] - 1):+.2f}% | {row['kept_mb']:.0f} | {encode} |"
+        )
+    print(f"\n| share of a plain step | {' | '.join(map(str, rows))} |\n|---{'|---' * len(rows)}|")
+    for part in rows[STOCK]["shares"]:
+        shares = (f"{100 * row['shares'][part]:.1f}%" for row in rows.values())
+        print(f"| {part} | {' | '.join(shares)} |")
+
+
+# --- timed ---
+
+
+@torch.no_grad()
+def measure(pipe: StableDiffusionXLLongPromptPipeline, steps: int, repeats: int) -> dict:
+    """Seconds of every round; and whether keeping left the latents as they were."""
+    pipe.set_progress_bar_config(disable=True)
+    device = pipe.device
+    variants = list(itertools.product(POSITIONS, ("plain", "kept")))
+    prompts = {positions: prompt_of(pipe, positions) for positions in POSITIONS}
+    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    times: dict[str, list[float]] = {}
+    equal = True
+    for repeat in tqdm(range(-1, repeats), desc="rounds, the first uncounted"):
+        latents = {}
+        for positions, how in variants:
+            embeds = {}
+
+            def encode(positions=positions, embeds=embeds) -> None:
+                results = pipe.encode_prompt(prompts[positions], device=device, negative_prompt="")
+                embeds.update(zip(names, results, strict=True))
+
+            def draw(positions=positions, how=how, embeds=embeds, latents=latents) -> None:
+                with keep_keys_values(pipe) if how == "kept" else contextlib.nullcontext():
+                    latents[positions, how] = pipe(
+                        **embeds,
+                        num_inference_steps=steps,
+                        generator=torch.Generator().manual_seed(0),
+                        output_type="latent",
+                    ).images
+
+            taken = {f"{positions} encode": seconds(encode, device), f"{positions} {how}": seconds(draw, device)}
+            if repeat >= 0:
+                for name, value in taken.items():
+                    times.setdefault(name, []).append(value)
+        equal &= all(torch.equal(latents[p, "plain"], latents[p, "kept"]) for p in POSITIONS)
+    return {"seconds": times, "latents_equal": equal}
+
+
+def time_pictures(model: str, device: torch.device, steps: int, repeats: int) -> dict:
+    half = torch.float32 if device.type == "cpu" else torch.float16
+    pipe = load_sdxl("toy/sdxl", "toy/debias-clip", device) if model == "toy" else random_sdxl(model, device, half)
+    result = measure(pipe, steps, repeats)
+    times = result["seconds"]
+
+    def ratio(name: str, other: str) -> list[float]:
+        """The median, and the smallest and largest, of the rounds' ratios."""
+        found = [one / two for one, two in zip(times[name], times[other], strict=True)]
+        return [round(value, 3) for value in (statistics.median(found), min(found), max(found))]
+
+    rows = {}
+    for positions in POSITIONS:
+        plain, kept, encode = (f"{positions} {how}" for how in ("plain", "kept", "encode"))
+        picture = statistics.median(times[plain]) + statistics.median(times[encode])
+        rows[positions] = {
+            "step_ms": round(1000 * statistics.median(times[plain]) / steps, 3),
+            "plain_to_stock": ratio(plain, f"{STOCK} plain"),
+            "kept_to_stock": ratio(kept, f"{STOCK} plain"),
+            "kept_to_plain": ratio(kept, plain),
+            "encode_ms": round(1000 * statistics.median(times[encode]), 3),
+            "encode_share": round(statistics.median(times[encode]) / picture, 4),
+        }
+    return {
+        "machine": machine(device),
+        "torch": torch.__version__,
+        "model": model,
+        "precision": f"fp{torch.finfo(pipe.unet.dtype).bits}",
+        "pixels": pipe.default_sample_size * pipe.vae_scale_factor,
+        "steps": steps,
+        "repeats": repeats,
+        "ratios": "median, least and most of the rounds",
+        "baseline": f"steps of stock diffusers: {STOCK} positions, nothing kept",
+        "latents_equal": result["latents_equal"],
+        "rows": rows,
+    }
+
+
+def print_timed(result: dict) -> None:
+    equal = "equal" if result["latents_equal"] else "NOT equal"
+    print(
+        f"\nTimed on {result['machine']}: {result['model']}, {result['pixels']} pixels, {result['precision']}, "
+        f"guidance, {result['steps']} steps, {result['repeats']} rounds\nthat took turns with whatever else ran there. Ratios "
+        f"({result['ratios']}) are to {result['baseline']}.\nKept and plain latents were {equal}.\n\n"
+        "| positions | ms a step | to stock | kept, to stock | kept, to plain | ms encoding | share of both |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+    for positions, row in result["rows"].items():
+        ratios = (
+            f"{median:.2f} ({least:.2f}-{most:.2f})"
+            for median, least, most in (row[f"{name}_to_{other}"] for name, other in _RATIOS)
+        )
+        print(
+            f"| {positions} | {row['step_ms']:.2f} | {' | '.join(ratios)} | {row['encode_ms']:.1f} "
+            f"| {100 * row['encode_share']:.1f}% |"
+        )
+
+
+_RATIOS = (("plain", "stock"), ("kept", "stock"), ("kept", "plain"))
+
+
+def write(name: str, result: dict) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"generate-{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["toy", *SIZES])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    device = Accelerator().device
+    model = arguments.model or ("toy" if device.type == "cpu" else "sdxl")
+    counted = count(arguments.steps)
+    print_counted(counted)
+    timed = time_pictures(model, device, arguments.steps, arguments.repeats)
+    print_timed(timed)
+    if model == "tiny":
+        return
+    write("sdxl-counted", counted)
+    write(f"{model}-{device.type}-{timed['precision']}", timed)
+
+
+if __name__ == "__main__":
+    main()
