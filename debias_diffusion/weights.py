@@ -1,5 +1,6 @@
 """Files of weights for open_clip's two-towers: found, looked at before anything is loaded, and loaded."""
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import open_clip
 import torch
 from open_clip.factory import _find_checkpoint_in_dir
 from open_clip.pretrained import download_pretrained_from_hf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .errors import UserError
@@ -88,6 +89,20 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"{str(file)!r} holds no state dict of weights.")
     return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Writes safetensors that others may read like any new file: safetensors 0.8 keeps it to the owner alone."""
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"} | metadata)
+    share(file)
+
+
+def share(file: Path) -> None:
+    """Gives a file the rights of a new one."""
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
 
 
 def _is_safetensors(file: Path) -> bool:

@@ -1,22 +1,99 @@
 import json
+import os
+import pickle
+import warnings
+import zipfile
+from copy import deepcopy
+from pathlib import Path
 
 import open_clip
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny_clip import byte_tokenizer, tiny_clip
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from huggingface_hub import constants
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tiny_clip import CONFIG, byte_tokenizer, tiny_clip, tiny_siglip
+from torch import nn
+from transformers import (
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+)
 
 from debias_diffusion import load_text_encoder
-from debias_diffusion.backbones import load_backbone
+from debias_diffusion.backbones import Backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import export_text_encoder, import_text_encoder, to_transformers
+from debias_diffusion.interchange import (
+    export_clip_model,
+    export_text_encoder,
+    import_text_encoder,
+    to_transformers,
+    write_file,
+)
+from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 CAPTIONS = [
     "A cat sits on a red mat. " * 60,
     "A dog.",
     "Two birds fly over a blue house, and a small man in a green coat looks up at them. " * 6,
 ]
+
+
+def text_backbone(text_cfg: dict, embed_dim: int, quick_gelu: bool, seed: int = 0) -> Backbone:
+    """A two-tower with open_clip's text tower of these sizes, stretched, and the smallest of image towers."""
+    text_cfg = {"context_length": 77, "vocab_size": 49408} | text_cfg
+    config = deepcopy(CONFIG) | {"embed_dim": embed_dim, "text_cfg": text_cfg, "quick_gelu": quick_gelu}
+    torch.manual_seed(seed)
+    model = open_clip.CLIP(**deepcopy(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))  # biases too, which begin as zeros
+    backbone = Backbone(
+        model, CaptionTokenizer(clip_tokenizer(77), 77), {"model_cfg": config, "preprocess_cfg": {}}, True
+    )
+    backbone.stretch()
+    return backbone.eval()
+
+
+# The text towers as open_clip's configurations of ViT-L-14 and ViT-bigG-14 say, the second a tenth as wide.
+L14 = {"width": 768, "heads": 12, "layers": 12}
+BIGG = {"width": 128, "heads": 2, "layers": 32}
+SMALL = {"width": 64, "heads": 1, "layers": 12}
+
+
+@pytest.fixture(scope="module")
+def small(one_thread):
+    return text_backbone(SMALL, 64, quick_gelu=True)
+
+
+@pytest.fixture(scope="module")
+def bigg(one_thread):
+    return text_backbone(BIGG, 128, quick_gelu=False)
+
+
+class Expected:
+    """What open_clip's own forward pass gives for a few captions."""
+
+    def __init__(self, backbone, captions=CAPTIONS[:2]):
+        self.captions, self.rows = captions, backbone.tokenize(captions).padded()
+        with torch.inference_mode():
+            self.states, self.features = open_clip_states(backbone.model, self.rows)
+
+    def check(self, encoder, tokenizer):
+        """The encoder's hidden states and, if it has a projection, features are those, and the tokenizer's ids."""
+        inputs = tokenizer(self.captions, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        is_text = self.rows != 0
+        assert torch.equal(inputs[is_text], self.rows[is_text])
+        assert not encoder.training and tokenizer.model_max_length == encoder.config.max_position_embeddings
+        with torch.inference_mode():
+            theirs = encoder(inputs, output_hidden_states=True)
+        assert len(theirs.hidden_states) == len(self.states)
+        for ours, other in zip(self.states, theirs.hidden_states, strict=True):
+            torch.testing.assert_close(other[is_text], ours[is_text], rtol=0, atol=1e-5)
+        if isinstance(encoder, CLIPTextModelWithProjection):
+            torch.testing.assert_close(theirs.text_embeds, self.features, rtol=0, atol=1e-5)
 
 
 def open_clip_states(model, rows):
@@ -33,34 +110,444 @@ def open_clip_states(model, rows):
     return states, features
 
 
-@pytest.mark.parametrize("name", ["ViT-L-14", "ViT-L-14-quickgelu"])
-def test_a_true_size_encoder_is_the_same_in_transformers(tmp_path, name):
-    torch.manual_seed(0)
-    backbone = load_backbone(name).eval()
-    del backbone.model.visual  # not needed here, and large
-    backbone.stretch()
-    export_text_encoder(backbone, tmp_path / "plain")
-    export_text_encoder(backbone, tmp_path / "projected", projection=True)
-    plain, tokenizer = load_text_encoder(tmp_path / "plain")
-    projected, _ = load_text_encoder(tmp_path / "projected")
-    assert type(plain) is CLIPTextModel and type(projected) is CLIPTextModelWithProjection
-    assert plain.config.hidden_act == ("quick_gelu" if "quickgelu" in name else "gelu")
-    assert plain.config.max_position_embeddings == tokenizer.model_max_length == 248
+@pytest.fixture(scope="module")
+def expected(small, bigg):
+    return {"small": Expected(small), "bigg": Expected(bigg)}
 
-    rows = backbone.tokenize(CAPTIONS).padded()
-    inputs = tokenizer(CAPTIONS, padding="max_length", truncation=True, return_tensors="pt")
-    is_text = rows != 0
-    assert torch.equal(inputs.input_ids[is_text], rows[is_text])
+
+def text_state(backbone):
+    """The text tower's weights under OpenAI's names."""
+    return {name: tensor for name, tensor in backbone.model.state_dict().items() if not name.startswith("visual.")}
+
+
+def long_clip_state(backbone):
+    """As Long-CLIP's training leaves it: two tables, of which other rows count."""
+    state = text_state(backbone)
+    table = state.pop("positional_embedding")
+    kept = (torch.arange(len(table)) < 20)[:, None]
+    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0))
+    both = {
+        "positional_embedding": torch.where(kept, table, noise),
+        "positional_embedding_res": table.where(~kept, noise),
+    }
+    return state | both
+
+
+def comfyui_state(encoder, prefix):
+    """The encoder's weights as single files name them, with what else lies there."""
+    state = {name if "text_" in name else f"text_model.{name}": value for name, value in encoder.state_dict().items()}
+    state |= {"text_model.embeddings.position_ids": torch.arange(248)[None], "logit_scale": torch.tensor(4.6)}
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def test_a_true_size_encoder_is_the_same_in_every_format(tmp_path, one_thread):
+    """L/14 in its own size and activation, out to each format and in again."""
+    backbone = text_backbone(L14, 768, quick_gelu=True)
+    export_text_encoder(backbone, tmp_path / "plain")
+    write_file(to_transformers(backbone)[0], tmp_path / "comfyui.safetensors")
+    torch.save({"state_dict": {f"module.{n}": t for n, t in backbone.model.state_dict().items()}}, tmp_path / "clip.pt")
+    torch.save(long_clip_state(backbone), tmp_path / "longclip-L.pt")
+    with pytest.warns(UserWarning, match="12 blocks it was taken for quick_gelu"):
+        loaded = {"clip.pt": load_text_encoder(tmp_path / "clip.pt")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # only in a bare two-tower nothing tells that it is OpenAI's
+        for name in ("plain", "comfyui.safetensors", "longclip-L.pt"):
+            loaded[name] = load_text_encoder(tmp_path / name)
+    for file in tmp_path.rglob("*"):  # gigabytes, which pytest would keep
+        if file.is_file():
+            file.unlink()
+
+    Expected(backbone, CAPTIONS[2:]).check(*loaded["plain"])
+    # The others are the first one, bit for bit, and so are their states.
+    plain, tokenizer = loaded["plain"]
+    weights, sizes = plain.state_dict(), plain.config.to_dict()
+    for name in ("comfyui.safetensors", "clip.pt", "longclip-L.pt"):
+        encoder, theirs = loaded[name]
+        assert type(encoder) is CLIPTextModel and not encoder.training, name
+        assert weights.keys() == encoder.state_dict().keys()
+        assert all(torch.equal(weights[key], tensor) for key, tensor in encoder.state_dict().items()), name
+        assert {key for key, value in encoder.config.to_dict().items() if value != sizes.get(key)} <= UNREAD
+        assert theirs(CAPTIONS)["input_ids"] == tokenizer(CAPTIONS)["input_ids"]
+        assert (theirs.model_max_length, theirs.pad_token_id) == (248, 49407)
+
+
+# What stands in a written config.json besides sizes, and changes no state: nothing was loaded from one.
+UNREAD = {"architectures", "dtype", "_name_or_path", "transformers_version", "projection_dim"}
+
+
+def test_a_narrow_bigg_is_the_same_in_every_format(tmp_path, bigg, expected):
+    encoder, _ = to_transformers(bigg, projection=True)
+    export_text_encoder(bigg, tmp_path / "folder", projection=True)
+    bigg.save(tmp_path / "open_clip")
+    write_file(encoder, tmp_path / "clip_g.safetensors")
+    # As SDXL's checkpoints hold it: OpenAI's names under a prefix.
+    sdxl = {f"conditioner.embedders.1.model.{name}": tensor for name, tensor in text_state(bigg).items()}
+    save_file(sdxl, tmp_path / "sdxl.safetensors")
+    for name in ("folder", "open_clip", "clip_g.safetensors", "sdxl.safetensors"):
+        loaded, tokenizer = load_text_encoder(tmp_path / name)
+        assert type(loaded) is CLIPTextModelWithProjection and loaded.config.hidden_act == "gelu", name
+        if "." in name:
+            assert tokenizer.pad_token_id == loaded.config.pad_token_id == 0
+        expected["bigg"].check(loaded, tokenizer)
+
+
+def test_the_gelu_of_a_smaller_model_is_carried_by_every_format_that_can(tmp_path):
+    """12 blocks and GELU, as LAION's ViT-B and ViT-L: against the rule, so it must be told."""
+    backbone = text_backbone(SMALL, 64, quick_gelu=False)
+    export_text_encoder(backbone, tmp_path / "folder")
+    backbone.save(tmp_path / "open_clip")
+    export_clip_model(backbone, tmp_path / "clip")
+    write_file(to_transformers(backbone)[0], tmp_path / "file.safetensors")
+    expected = Expected(backbone)
+    for name in (
+        *("folder", "open_clip", "clip", "file.safetensors"),
+        *("folder/text_encoder/model.safetensors", "open_clip/open_clip_model.safetensors", "clip/model.safetensors"),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            encoder, tokenizer = load_text_encoder(tmp_path / name)
+        assert encoder.config.hidden_act == "gelu", name
+        expected.check(encoder, tokenizer)
+    # Alone, the same weights are taken for OpenAI's: the rule, and why there is a warning.
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (tmp_path / "open_clip" / "open_clip_model.safetensors").rename(alone / "x.safetensors")
+    with pytest.warns(UserWarning, match="12 blocks it was taken for quick_gelu.*--model ViT-L-14 "):
+        assert load_text_encoder(alone / "x.safetensors")[0].config.hidden_act == "quick_gelu"
+    # A configuration of another model beside it tells nothing.
+    (alone / "config.json").write_text(json.dumps({"hidden_size": 512, "num_hidden_layers": 12, "hidden_act": "gelu"}))
+    with pytest.warns(UserWarning, match="taken for quick_gelu"):
+        load_text_encoder(alone / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["", "clip_l.", "clip_l.transformer.", "cond_stage_model.transformer.", "conditioner.embedders.0.transformer."],
+)
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "sft.bin"])
+def test_clip_l_is_found_under_every_prefix_whatever_the_file_is_called(tmp_path, small, bigg, prefix, kind):
+    encoder, _ = to_transformers(small)
+    state = {name: t.half() if t.is_floating_point() else t for name, t in comfyui_state(encoder, prefix).items()}
+    # The rest of a checkpoint, SDXL's second encoder among it.
+    state |= {"model.diffusion_model.input_blocks.0.0.weight": torch.zeros(3), "first_stage_model.x": torch.zeros(2)}
+    state |= {f"conditioner.embedders.1.model.{n}": t for n, t in text_state(bigg).items()}
+    file = tmp_path / f"model.{kind}"
+    torch.save({"state_dict": state, "global_step": 3}, file) if kind == "pt" else save_file(state, file)
+    loaded, tokenizer = load_text_encoder(file)
+    assert type(loaded) is CLIPTextModel and loaded.config.hidden_act == "quick_gelu"
+    assert loaded.dtype == torch.float32 and tokenizer.model_max_length == 248
+    ours, theirs = encoder.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name].half(), theirs[name].half()) for name in ours)
+    # They are the encoder's own: the file may go.
+    file.write_bytes(b"")
+    assert all(torch.equal(ours[name].half(), tensor.half()) for name, tensor in loaded.state_dict().items())
+
+
+def test_keys_that_transformers_5_leaves_bare_and_those_of_older_savers_are_read(tmp_path, small, bigg, expected):
+    encoder, _ = to_transformers(small)
+    encoder.save_pretrained(tmp_path / "bare")
+    file = tmp_path / "bare" / "model.safetensors"
+    bare = {name.removeprefix("text_model."): tensor for name, tensor in load_file(file).items()}
+    save_file(bare, file)
+    (tmp_path / "bare" / "config.json").unlink()
+    expected["small"].check(*load_text_encoder(file))
+    # open_clip's CustomTextCLIP has its text tower under `text.`.
+    save_file({f"text.{name}": tensor.contiguous() for name, tensor in text_state(small).items()}, file)
+    with pytest.warns(UserWarning, match="taken for quick_gelu"):
+        expected["small"].check(*load_text_encoder(file))
+    # OpenAI's own files tell their sizes, and with that whose they are.
+    sizes = {name: torch.tensor(77) for name in ("input_resolution", "context_length", "vocab_size")}
+    torch.save(text_state(small) | sizes, tmp_path / "ViT.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected["small"].check(*load_text_encoder(tmp_path / "ViT.pt"))
+    # ComfyUI once saved bigG's projection transposed.
+    state = comfyui_state(to_transformers(bigg, projection=True)[0], "")
+    state["text_projection"] = state.pop("text_projection.weight").T.contiguous()
+    save_file(state, file)
+    loaded, tokenizer = load_text_encoder(file)
+    assert type(loaded) is CLIPTextModelWithProjection
+    expected["bigg"].check(loaded, tokenizer)
+
+
+@pytest.mark.parametrize("quick_gelu", [False, True])
+def test_a_clip_model_gives_open_clips_features_of_images_and_texts(tmp_path, quick_gelu):
+    backbone = tiny_clip(quick_gelu=quick_gelu).eval()
+    backbone.stretch()
+    export_clip_model(backbone, tmp_path)
+    model, info = CLIPModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and model.config.text_config.max_position_embeddings == 248
+    processor = CLIPProcessor.from_pretrained(tmp_path)
+    image = Image.effect_mandelbrot((97, 61), (-2, -1, 1, 1), 50).convert("RGB")
+    inputs = processor(text=CAPTIONS, images=[image], padding=True, truncation=True, return_tensors="pt")
+    pixels = backbone.preprocess(image)[None]
+    # transformers resizes with torchvision, open_clip with Pillow: some pixels are one of 255 levels off.
+    step = 1.01 / 255 / min(processor.image_processor.image_std)
+    assert inputs.pixel_values.shape == pixels.shape and (inputs.pixel_values - pixels).abs().max() <= step
+    assert (inputs.pixel_values - pixels).abs().mean() < step / 50
+    tokens = backbone.tokenize(CAPTIONS)
     with torch.inference_mode():
-        theirs = plain(inputs.input_ids, output_hidden_states=True)
-        states, features = open_clip_states(backbone.model, rows)
-        pooled = projected(inputs.input_ids)
-        fast = backbone.encode_text(backbone.tokenize(CAPTIONS))
-    assert len(states) == len(theirs.hidden_states) == 13
-    for ours, other in zip(states, theirs.hidden_states, strict=True):
-        torch.testing.assert_close(other[is_text], ours[is_text], rtol=0, atol=1e-5)
-    torch.testing.assert_close(pooled.text_embeds, features, rtol=0, atol=1e-5)
-    torch.testing.assert_close(fast, features, rtol=0, atol=1e-5)
+        output = model(**inputs | {"pixel_values": pixels})
+        image_features, text_features = backbone.encode_image(pixels), backbone.encode_text(tokens)
+        theirs = model.get_image_features(pixels).pooler_output
+    torch.testing.assert_close(theirs, image_features, rtol=0, atol=1e-5)
+    unit_image, unit_text = (nn.functional.normalize(x, dim=-1) for x in (image_features, text_features))
+    torch.testing.assert_close(output.image_embeds, unit_image, rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.text_embeds, unit_text, rtol=0, atol=1e-5)
+    similarity = backbone.logit_scale.exp() * unit_image @ unit_text.T
+    torch.testing.assert_close(output.logits_per_image, similarity, rtol=0, atol=1e-3)
+    # Its text half is a text encoder like any other.
+    encoder, tokenizer = load_text_encoder(tmp_path)
+    assert type(encoder) is CLIPTextModel
+    Expected(backbone).check(encoder, tokenizer)
+
+
+def test_a_two_tower_that_no_clip_model_can_be_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no causal mask"):
+        export_clip_model(tiny_siglip(), tmp_path)
+    averaged = tiny_clip()
+    averaged.pooling = "average"
+    with pytest.raises(UserError, match="trained with average pooling, and a CLIPModel pools at EOT"):
+        export_clip_model(averaged, tmp_path)
+    for change, message in (
+        ({"pool_type": "avg"}, "avg pooling"),
+        ({"no_ln_pre": True}, "no norm before the blocks"),
+        ({"ls_init_value": 0.1}, "layer scale"),
+        ({"image_size": [32, 64]}, "images that are not square"),
+        ({"attentional_pool": True, "attn_pooler_heads": 4}, "attention pooling"),
+        ({"layers": [1, 1, 1, 1], "width": 32, "head_width": 16}, "is a ModifiedResNet"),
+    ):
+        config = deepcopy(CONFIG)
+        config["vision_cfg"] |= change
+        model = open_clip.CLIP(**deepcopy(config))
+        odd = Backbone(model, averaged.tokenizer, {"model_cfg": config, "preprocess_cfg": {}}, True)
+        with pytest.raises(UserError, match=message):
+            export_clip_model(odd, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+class Runs:
+    """Leaves a trace if it is unpickled."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return (Path.touch, (Path(self.trace),))
+
+
+@pytest.fixture(scope="module")
+def two_blocks(one_thread):
+    encoder, _ = to_transformers(text_backbone({"width": 64, "heads": 1, "layers": 2}, 64, quick_gelu=True))
+    return comfyui_state(encoder, "")
+
+
+def wrong_file(kind: str, folder: Path, state: dict) -> Path:
+    """A file that is no text encoder, perhaps made of the weights of one."""
+    file = folder / f"{kind}.safetensors"
+    weight = torch.zeros(4, 4)
+    tensors = {
+        "lora": {"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": weight},
+        "unet": {"model.diffusion_model.input_blocks.1.1.proj_in.weight": weight},
+        "diffusers unet": {"down_blocks.0.attentions.0.proj_in.weight": weight},
+        "vae": {"decoder.conv_in.weight": weight, "quant_conv.bias": torch.zeros(4)},
+        "t5": {"encoder.block.0.layer.0.SelfAttention.q.weight": weight, "final_layer_norm.weight": torch.zeros(4)},
+        "inversion": {"clip_l": weight, "clip_g": torch.zeros(4, 5)},
+        "image tower": {"vision_model.embeddings.class_embedding": torch.zeros(4)},
+        "other": {"a.weight": weight},
+        "vocabulary": state | {"text_model.embeddings.token_embedding.weight": torch.zeros(32000, 64)},
+        "shape": state | {"text_model.encoder.layers.1.mlp.fc2.weight": weight},
+        "integers": state | {"text_model.final_layer_norm.weight": torch.zeros(64, dtype=torch.int8)},
+        "scaled fp8": state | {"text_model.encoder.layers.0.mlp.fc1.scale_weight": torch.ones(1)},
+        "strange part": state | {"text_model.encoder.layers.0.gate.weight": weight},
+        "no blocks": {n: t for n, t in state.items() if ".layers." not in n},
+        "a gap": {n: t for n, t in state.items() if ".layers.0." not in n}
+        | {"text_model.encoder.layers.0.mlp.fc1.weight": weight},
+        "flat table": state | {"text_model.embeddings.position_embedding.weight": torch.tensor(3.0)},
+    }
+    if kind in tensors:
+        save_file(tensors[kind], file)
+    elif kind == "truncated":
+        save_file(state, file)
+        os.truncate(file, file.stat().st_size // 2)
+    elif kind == "truncated torch":
+        torch.save(state, file := folder / "x.pt")
+        os.truncate(file, file.stat().st_size // 2)
+    elif kind == "a layer less":
+        layer = {n: t for n, t in state.items() if ".layers.0.self_attn.q_proj" not in n}
+        save_file(layer, file)
+    elif kind == "swollen":
+        # A few bytes that claim to be 400 GB.
+        huge = torch.zeros(1).expand(1_000_000_000, 64)
+        torch.save(state | {"text_model.embeddings.position_embedding.weight": huge}, file := folder / "x.pt")
+    elif kind == "code":
+        torch.save({"state_dict": state, "hyper_parameters": Runs(folder / "ran")}, file := folder / "x.ckpt")
+    elif kind == "old code":
+        (file := folder / "x.bin").write_bytes(pickle.dumps(Runs(folder / "ran"), protocol=2))
+    elif kind == "torchscript":
+        torch.jit.script(nn.Linear(2, 2)).save(file := folder / "x.pt")
+    elif kind == "zip":
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("readme.txt", "x")
+    elif kind == "tensor":
+        torch.save(weight, file := folder / "x.pt")
+    elif kind == "noise torch":
+        (file := folder / "x.pt").write_bytes(bytes(range(255, 0, -1)) * 9)
+    elif kind == "header":
+        file.write_bytes((1 << 62).to_bytes(8, "little") + b"{" + b"\0" * 99)
+    else:
+        contents = {
+            "empty": b"",
+            "html": b"\n<!DOCTYPE html><html>Not found</html>",
+            "lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "text": b"Invalid username or password.\n",
+            "gguf": b"GGUF\x03\x00\x00\x00",
+            "noise": bytes(range(256)) * 9,
+        }
+        file.write_bytes(contents[kind])
+    return file
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("empty", "is empty"),
+        ("html", "is a web page or XML"),
+        ("lfs", "pointer of Git LFS"),
+        ("text", "is a text file"),
+        ("gguf", "is a GGUF file"),
+        ("noise", "could not be read"),
+        ("noise torch", "is damaged, no file of weights, or a pickle"),
+        ("header", "could not be read"),
+        ("zip", "is a zip archive"),
+        ("truncated", "could not be read; it may be cut short"),
+        ("truncated torch", "is cut short"),
+        ("code", r"more in it than tensors \(getattr\), which can be code. It is not loaded"),
+        ("old code", r"more in it than tensors \(getattr\), which can be code. It is not loaded"),
+        ("torchscript", "TorchScript archive, which holds code"),
+        ("tensor", "holds no state dict"),
+        ("lora", "it is a LoRA"),
+        ("unet", "it is a diffusion model"),
+        ("diffusers unet", "it is a diffusion model"),
+        ("vae", "it is a VAE"),
+        ("t5", "it is a T5 text encoder"),
+        ("inversion", "it is a textual inversion"),
+        ("image tower", "it is an image tower alone"),
+        ("other", "it holds 1 weights such as a.weight"),
+        ("vocabulary", "a vocabulary of 32000"),
+        ("shape", r"mlp.fc2.weight is \(4, 4\), not \(64, 256\)"),
+        ("integers", "final_layer_norm.weight is of torch.int8"),
+        ("scaled fp8", "is quantised"),
+        ("strange part", "layers.0.gate.weight does not belong there"),
+        ("no blocks", "without positions or without blocks"),
+        ("a gap", "is not whole: .* and [0-9]+ more"),
+        ("flat table", "without positions or without blocks"),
+        ("a layer less", "layers.0.self_attn.q_proj.weight is missing and 1 more"),
+        ("swollen", "larger than what the file holds"),
+    ],
+)
+def test_a_file_that_is_no_text_encoder_is_named_for_what_it_is(tmp_path, two_blocks, kind, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load_text_encoder(wrong_file(kind, tmp_path, two_blocks))
+    assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 700
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_trap_of_the_hostile_files_works(tmp_path):
+    pickle.loads(wrong_file("old code", tmp_path, {}).read_bytes())
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_training_run_is_its_best_model_else_its_last(tmp_path):
+    last, best = tiny_clip(seed=1), tiny_clip(seed=2)
+    last.save(tmp_path / "last")
+    table = "embeddings.token_embedding.weight"
+    for backbone in (last, best):
+        backbone.save(tmp_path / ("last" if backbone is last else "best"))
+        loaded = load_text_encoder(tmp_path)[0].state_dict()
+        found = next(tensor for name, tensor in loaded.items() if name.endswith(table))
+        assert torch.equal(found, backbone.model.token_embedding.weight)
+
+
+def hub_repository(cache: Path, name: str) -> Path:
+    """An empty repository of the hub's cache on this machine."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (folder := repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    return folder
+
+
+def test_a_hub_id_is_read_with_and_without_a_folder_for_the_encoder(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    backbone = tiny_clip()
+    backbone.stretch()
+    export_text_encoder(backbone, hub_repository(tmp_path, "some/pipeline"))
+    export_clip_model(backbone, hub_repository(tmp_path, "some/clip"))
+    expected = Expected(backbone)
+    for name in ("some/pipeline", "some/clip"):
+        expected.check(*load_text_encoder(name))
+    with pytest.raises(UserError, match="'some/thing' is no folder or file here, and as a hub id it gives no text enc"):
+        load_text_encoder("some/thing")
+
+
+def test_folders_of_other_models_or_without_all_weights_are_refused(tmp_path):
+    backbone = tiny_clip()
+    export_text_encoder(backbone, tmp_path)
+    config_file, weights = (tmp_path / "text_encoder" / name for name in ("config.json", "model.safetensors"))
+    config = json.loads(config_file.read_text())
+    state = load_file(weights)
+    # transformers fills what is missing with random numbers, and only logs it.
+    save_file({name: tensor for name, tensor in state.items() if "layers.1.mlp.fc1" not in name}, weights)
+    with pytest.raises(UserError, match="lack 2 of the text encoder's, such as .*layers.1.mlp.fc1.bias"):
+        load_text_encoder(tmp_path)
+    save_file(state, weights)
+    config_file.write_text(json.dumps(config | {"model_type": "t5"}))
+    with pytest.raises(UserError, match="a model of type 't5'"):
+        load_text_encoder(tmp_path)
+    config_file.write_text(json.dumps(config))
+    # A Long-CLIP with the tokenizer it began with; SDXL's second encoder with its own.
+    clip_tokenizer(33).save_pretrained(tmp_path / "tokenizer")
+    assert load_text_encoder(tmp_path)[1].model_max_length == 77
+    (tmp_path / "text_encoder").rename(tmp_path / "text_encoder_2")
+    clip_tokenizer(77, pad_token="!").save_pretrained(tmp_path / "tokenizer_2")
+    assert load_text_encoder(tmp_path / "text_encoder_2")[1].pad_token_id == 0
+    config_file = tmp_path / "text_encoder_2" / "config.json"
+    config_file.write_text(json.dumps(config | {"vocab_size": 514}))
+    with pytest.raises(UserError):
+        load_text_encoder(tmp_path / "text_encoder_2")
+
+
+def test_what_is_written_can_be_read_by_others_on_the_machine(tmp_path):
+    encoder, _ = to_transformers(tiny_clip())
+    (tmp_path / "plain").touch()
+    write_file(encoder, tmp_path / "clip_l.safetensors")
+    export_text_encoder(tiny_clip(), tmp_path)
+    for file in (tmp_path / "clip_l.safetensors", tmp_path / "text_encoder" / "model.safetensors"):
+        assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_single_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    encoder, _ = to_transformers(tiny_clip())
+    file = tmp_path / "clip_l.safetensors"
+    write_file(encoder, file)
+    before = file.read_bytes()
+    keys = load_file(file)
+    assert all(name.startswith("text_model.") for name in keys)
+    # What ComfyUI's loaders look for: the kind of encoder, and its length.
+    assert keys["text_model.embeddings.position_embedding.weight"].shape == (77, 32)
+    assert (
+        "text_model.encoder.layers.1.mlp.fc1.weight" in keys
+        and "text_model.encoder.layers.22.mlp.fc1.weight" not in keys
+    )
+
+    def full_disk(*paths):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        write_file(to_transformers(tiny_clip(seed=1))[0], file)
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("quick_gelu", [False, True])

@@ -25,13 +25,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTokenizer
 
 from ..backbones import CONFIG_FILE
 from ..errors import UserError, reason
 from ..tokens import clip_tokenizer
-from ..weights import fold_long_clip, is_long_clip, read_state
+from ..weights import fold_long_clip, is_long_clip, read_state, save_tensors
 from .encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
 from .names import State, text_to_transformers
 from .wrong_files import check_readable, what_it_is
@@ -93,10 +92,12 @@ def _unreadable(file: Path, error: Exception) -> str:
             f"{named} is a TorchScript archive, which holds code and is not run. If it is OpenAI's, name the model "
             "instead: --model ViT-L-14-quickgelu --pretrained openai."
         )
-    if unsupported := re.search(r"(?:GLOBAL|class|global) ([\w.]+)", told):
+    if "eights only load failed" in told or "weights_only" in told:  # torch's own words advise to load it all the same
+        found = re.search(r"(?:GLOBAL|global|class|operand) ([\w.]+)", told)
+        what = f" ({found[1]})" if found else ""
         return (
-            f"{named} is a pickle with more in it than tensors ({unsupported[1]}), which can be code, and is not "
-            "loaded. Get the same weights as .safetensors."
+            f"{named} is damaged, no file of weights, or a pickle with more in it than tensors{what}, which can be "
+            "code. It is not loaded. Get the weights as .safetensors."
         )
     return f"The file {named} could not be read; it may be cut short, or no file of weights: {reason(error)}."
 
@@ -158,7 +159,7 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
     """(the configuration that the weights' sizes say, whether something told the activation)."""
     tokens, table = (state.get(f"text_model.embeddings.{name}_embedding.weight") for name in ("token", "position"))
     fc1 = state.get("text_model.encoder.layers.0.mlp.fc1.weight")
-    if table is None or fc1 is None:
+    if table is None or fc1 is None or min(table.ndim, fc1.ndim) < 1:
         raise UserError(f"{os.fspath(file)!r} holds a text encoder without positions or without blocks.")
     vocabulary, width = tokens.shape
     if vocabulary != _VOCABULARY:
@@ -271,17 +272,16 @@ def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None
     The metadata hold what weights do not tell, so that `read_file` need not guess, and `notes`.
     """
     metadata = {
-        "format": "pt",
         "written_by": WRITTEN_BY,
         "hidden_act": encoder.config.hidden_act,
         "num_attention_heads": str(encoder.config.num_attention_heads),
         **(notes or {}),
     }
-    tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in prefixed_state(encoder).items()}
+    tensors = {name: tensor.detach().cpu().float() for name, tensor in prefixed_state(encoder).items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, temporary, metadata=metadata)
+        save_tensors(tensors, temporary, metadata)
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, file)

@@ -7,11 +7,11 @@ import json
 import os
 from pathlib import Path
 
-from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig
 
 from ..backbones import CONFIG_FILE, Backbone
 from ..errors import UserError, reason
+from ..weights import save_tensors
 from .encoders import TextEncoder, prefixed_state, to_transformers
 
 # What may stand as model_type in a config.json whose text encoder is CLIP's.
@@ -35,8 +35,8 @@ def write_weights(state: dict, config: PretrainedConfig, architecture: str, fold
     """Writes config.json and model.safetensors, by hand: save_pretrained of transformers 5 leaves out the prefix
     `text_model.` that other loaders need, and names the dtype, without which fp16 weights load as fp16."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in state.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
+    save_tensors(tensors, folder / "model.safetensors", {})
     content = json.loads(config.to_json_string(use_diff=False))
     content |= {"architectures": [architecture], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
