@@ -1,0 +1,353 @@
+import json
+import shutil
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import huggingface_hub
+import open_clip
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from safetensors import safe_open
+from safetensors.torch import load_file
+from test_interchange import BIGG, CAPTIONS, SMALL, Expected, long_clip_state, text_backbone
+from tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
+from tiny_data import make_tiny_data
+from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from debias_diffusion import load_text_encoder
+from debias_diffusion.app import export as export_module
+from debias_diffusion.app import hub, model_card
+from debias_diffusion.app.export import ExportConfig, export
+from debias_diffusion.app.model_card import Exported, code
+from debias_diffusion.backbones import load_backbone
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
+from debias_diffusion.interchange import to_transformers, write_file
+from debias_diffusion.training import TrainConfig, train
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, one_thread):
+    """A training run of two steps, and its scores."""
+    folder = tmp_path_factory.mktemp("world")
+    data, images = make_tiny_data(folder)
+    base, run, scores = (str(folder / name) for name in ("base", "run", "scores"))
+    save_tiny_clip(folder / "base", quick_gelu=True)
+    settings = {"validation": 4, "batch": 8, "components": 3, "max_steps": 2, "workers": 0, "learning_rate": 1e-3}
+    train(TrainConfig(data, run, base, images, short_weight=0.25, **settings))
+    evaluate_retrieval(RetrievalConfig(f"{run}/best", data, scores, images, limit=10))
+    evaluate_robustness(RobustnessConfig(f"{run}/best", data, scores, images, limit=10))
+    return SimpleNamespace(folder=folder, base=base, run=run, scores=scores, data=data, images=images)
+
+
+def front_matter(folder: Path) -> dict:
+    """The card's YAML, as the hub's own library reads it."""
+    return ModelCard.load(folder / "README.md", ignore_metadata_errors=False).data.to_dict()
+
+
+@pytest.fixture(scope="module")
+def best(world):
+    return load_backbone(f"{world.run}/best").eval()
+
+
+def test_a_run_leaves_in_every_format(tmp_path, world, best, capsys):
+    expected = Expected(best)
+    export(ExportConfig(world.run, str(tmp_path / "transformers")))
+    names = {path.name for path in (tmp_path / "transformers").iterdir()}
+    assert names == {"text_encoder", "tokenizer", "README.md", "pipeline.py"}
+    encoder = CLIPTextModel.from_pretrained(tmp_path / "transformers", subfolder="text_encoder")
+    tokenizer = CLIPTokenizer.from_pretrained(tmp_path / "transformers", subfolder="tokenizer")
+    expected.check(encoder.eval(), tokenizer)
+    assert encoder.config.hidden_act == "quick_gelu"
+
+    export(ExportConfig(world.run, str(tmp_path / "clip_l.safetensors"), "comfyui"))
+    expected.check(*load_text_encoder(tmp_path / "clip_l.safetensors"))
+    printed = capsys.readouterr().out
+    assert "cuts the states of both text encoders to the shorter" in printed
+    assert "ComfyUI has no text encoder of width 32 and 3 blocks" in printed
+
+    export(ExportConfig(world.run, str(tmp_path / "open_clip"), "open_clip"))
+    model = open_clip.create_model(f"local-dir:{tmp_path / 'open_clip'}").eval()
+    tokens = best.tokenize(CAPTIONS)
+    features = best.encode_text(tokens)
+    torch.testing.assert_close(model.encode_text(tokens.padded()), features, rtol=0, atol=1e-5)
+
+    export(ExportConfig(world.run, str(tmp_path / "clip"), "clip"))
+    model = CLIPModel.from_pretrained(tmp_path / "clip").eval()
+    pixels = torch.randn(2, 3, 32, 32)
+    theirs = model.get_image_features(pixels).pooler_output
+    torch.testing.assert_close(theirs, best.encode_image(pixels), rtol=0, atol=1e-5)
+    mode = (tmp_path / "open_clip" / "README.md").stat().st_mode
+    for file in tmp_path.rglob("*.safetensors"):
+        assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(mode), file
+    for name, library in (("transformers", "transformers"), ("open_clip", "open_clip"), ("clip", "transformers")):
+        assert front_matter(tmp_path / name)["library_name"] == library
+
+
+def test_bigg_keeps_its_projection_and_its_length(tmp_path, capsys):
+    backbone = text_backbone(BIGG, 128, quick_gelu=False)
+    backbone.save(tmp_path / "run")
+    export(ExportConfig(str(tmp_path / "run"), str(tmp_path / "folder")))
+    assert "--encoder-2" in capsys.readouterr().out
+    assert not (tmp_path / "folder" / "pipeline.py").exists()
+    export(ExportConfig(str(tmp_path / "run"), str(tmp_path / "clip_g.safetensors"), "comfyui"))
+    assert "text_projection.weight" in load_file(tmp_path / "clip_g.safetensors")
+    expected = Expected(backbone)
+    for name in ("folder", "clip_g.safetensors"):
+        encoder, tokenizer = load_text_encoder(tmp_path / name)
+        assert type(encoder) is CLIPTextModelWithProjection
+        expected.check(encoder, tokenizer)
+        assert encoder.config.max_position_embeddings == 248
+
+
+def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
+    backbone = text_backbone(SMALL, 64, quick_gelu=True)
+    expected = Expected(backbone)
+    torch.save(long_clip_state(backbone), tmp_path / "longclip.pt")
+    export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "clip_l.safetensors"), "comfyui"))
+    export(ExportConfig(str(tmp_path / "clip_l.safetensors"), str(tmp_path / "folder")))
+    export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "again.safetensors"), "comfyui"))
+    for name in ("clip_l.safetensors", "folder", "again.safetensors"):
+        expected.check(*load_text_encoder(tmp_path / name))
+    with safe_open(tmp_path / "again.safetensors", framework="pt") as file:
+        assert "cuts the states of both text encoders" in file.metadata()["note"]
+    for to in ("open_clip", "clip"):
+        with pytest.raises(UserError, match=f"--to {to} needs both towers, and .*longclip.pt.* text encoder alone"):
+            export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "x"), to))
+    with pytest.raises(UserError, match="has no projection to export"):
+        export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "x"), projection=True))
+    assert not (tmp_path / "x").exists()
+    # With its model's name the same kind of file is a two-tower.
+    tiny = tiny_clip(quick_gelu=True, context_length=248)
+    table = tiny.model.positional_embedding.detach()
+    torch.save(tiny.model.state_dict() | {"positional_embedding_res": table}, tmp_path / "both.pt")
+    with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
+        export(ExportConfig("tiny-quickgelu", str(tmp_path / "clip"), "clip", str(tmp_path / "both.pt")))
+    tokens = tiny.tokenize(CAPTIONS)
+    theirs = CLIPModel.from_pretrained(tmp_path / "clip").eval().get_text_features(tokens.padded()).pooler_output
+    torch.testing.assert_close(theirs, tiny.encode_text(tokens), rtol=0, atol=1e-5)
+
+
+def test_comfyui_gets_no_encoder_that_it_would_run_with_another_activation(tmp_path, monkeypatch):
+    # As LAION's ViT-L-14, at a tenth of its width.
+    monkeypatch.setitem(export_module._COMFYUIS, (64, 12), ("clip_l", "quick_gelu"))
+    gelu = text_backbone(SMALL, 64, quick_gelu=False)
+    write_file(to_transformers(gelu)[0], tmp_path / "gelu.safetensors")
+    with pytest.raises(UserError, match="runs every clip_l with the activation quick_gelu, .* trained with gelu"):
+        export(ExportConfig(str(tmp_path / "gelu.safetensors"), str(tmp_path / "x.safetensors"), "comfyui"))
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_nothing_of_anyone_else_is_overwritten(tmp_path, world):
+    def refused(output, message, to="transformers", model=world.base):
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        with pytest.raises(UserError, match=message):
+            export(ExportConfig(model, str(output), to))
+        assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    # An SDXL has a text_encoder/ too.
+    (tmp_path / "sdxl" / "text_encoder").mkdir(parents=True)
+    (tmp_path / "sdxl" / "text_encoder" / "config.json").write_text("{}")
+    refused(tmp_path / "sdxl", "exists and is no exported encoder")
+    file = tmp_path / "file.safetensors"
+    file.write_text("mine")
+    refused(file, "exists and was not exported from here", "comfyui")
+    refused(file, "is a file. Give a new folder")
+    refused(tmp_path / "sdxl", "must be a file that ends in .safetensors", "comfyui")
+    (tmp_path / "d.safetensors").mkdir()
+    refused(tmp_path / "d.safetensors", "exists and was not exported from here", "comfyui")
+
+    # Its own it does overwrite, but not what was put there since.
+    for output, to in ((tmp_path / "mine", "transformers"), (tmp_path / "mine.safetensors", "comfyui")):
+        for model in (world.base, world.run):
+            export(ExportConfig(model, str(output), to))
+        assert load_text_encoder(output)[0].config.max_position_embeddings == 248
+    export(ExportConfig(world.run, str(tmp_path / "mine"), "clip"))
+    assert not (tmp_path / "mine" / "text_encoder").exists()
+    (tmp_path / "mine" / "picture.png").touch()
+    refused(tmp_path / "mine", "would be written anew, and holds 'picture.png'")
+
+
+def test_an_export_that_fails_leaves_what_was_there(tmp_path, world, monkeypatch):
+    output = tmp_path / "mine"
+    export(ExportConfig(world.base, str(output)))
+    before = sorted(path for path in tmp_path.rglob("*"))
+    siglip = tmp_path.parent / "siglip"
+    tiny_siglip().save(siglip)
+    with pytest.raises(UserError, match="no causal mask"):
+        export(ExportConfig(str(siglip), str(output)))
+
+    def no_card(*arguments):
+        raise OSError("cut off")
+
+    monkeypatch.setattr(export_module, "model_card", no_card)
+    for to in ("transformers", "open_clip", "clip"):
+        with pytest.raises(OSError, match="cut off"):
+            export(ExportConfig(world.run, str(output), to))
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    assert load_text_encoder(output)[0].config.max_position_embeddings == 77
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"to": "comfyui", "push_to_hub": "me/x"}, "push_to_hub uploads folders, and comfyui is a file"),
+        ({"push_to_hub": "x"}, "lacks the owner"),
+        ({"push_to_hub": "me/x y"}, "is no name of a hub repository"),
+        ({"to": "clip", "projection": True}, "projection is a choice for transformers only"),
+        ({"to": "comfyui", "scores": "x"}, "a file without one"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_anything_is_loaded(tmp_path, settings, message):
+    with pytest.raises(UserError, match=message):
+        export(ExportConfig("/nowhere/at/all", str(tmp_path / "x.safetensors"), **settings))
+
+
+def test_the_card_says_what_the_run_left(tmp_path, world):
+    export(ExportConfig(world.run, str(tmp_path / "x"), scores=world.scores))
+    card = (tmp_path / "x" / "README.md").read_text()
+    front = front_matter(tmp_path / "x")
+    assert front["license"] == "unknown" and front["pipeline_tag"] == "feature-extraction" and "base_model" not in front
+    assert yaml.safe_load(card.split("---")[1]) == front
+    # The machine's folders are nobody's business.
+    assert str(world.folder) not in card
+    assert "| base model | `base` |" in card
+    assert "| recipe | `debias-clip` with `short_weight 0.25, components 3` |" in card
+    digest = json.loads(Path(world.run, "settings.json").read_text())["data_sha256"]
+    assert f"| data | `data.json`, sha256 `{digest}` |" in card
+    assert "248: the first 20 as they were, each other one stretched to 4" in card
+    assert "debias-diffusion train --data data.json --model base --images images --short-weight 0.25 --comp" in card
+    assert "--workers" not in card and "--output" not in card
+    own = json.loads(Path(world.run, "best", "scores.json").read_text())
+    start = json.loads(Path(world.run, "log.jsonl").read_text().splitlines()[0])
+    assert f"| the base model | {start['t2i_r1']:.2f} | {start['i2t_r1']:.2f} |" in card
+    assert f"| this one, step {own['step']} | {own['t2i_r1']:.2f} | {own['i2t_r1']:.2f} |" in card
+    retrieval, robustness = (
+        json.loads(Path(world.scores, f"{name}.json").read_text()) for name in ("retrieval", "robustness")
+    )
+    values = retrieval["recall_percent"]["text_to_image"].values()
+    assert f"| text to image | {' | '.join(f'{value:.2f}' for value in values)} |" in card
+    removed = robustness["recall_at_1_percent"]["remove"]
+    assert f"| remove | {removed['text_to_image']:.2f} | {removed['image_to_text']:.2f} |" in card
+    for name in ("retrieval", "robustness"):
+        assert f"debias-diffusion evaluate {name} --model run/best --data data.json --images images --limit 10" in card
+
+
+def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_path, world):
+    def refused(model, scores, message):
+        with pytest.raises(UserError, match=message):
+            export(ExportConfig(str(model), str(tmp_path / "x"), scores=str(scores)))
+        assert not (tmp_path / "x").exists()
+
+    refused(world.base, world.scores, "retrieval.json' was measured with other weights")
+    refused(world.run, tmp_path, "holds none of retrieval.json, robustness.json, generation.json")
+    write_file(to_transformers(tiny_clip())[0], tmp_path / "alone.safetensors")
+    refused(
+        tmp_path / "alone.safetensors", world.scores, "measured with a two-tower, and --model is a text encoder alone"
+    )
+    for content in ("[]", "{", '{"settings": {}}', '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'):
+        (tmp_path / "retrieval.json").write_text(content)
+        refused(world.run, tmp_path, "is no result of `debias-diffusion evaluate retrieval`")
+
+
+def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
+    report = {
+        "settings": {
+            "data": "/private/data.json",
+            "base": "stabilityai/x",
+            "encoder": "/private/enc",
+            "seed": 3,
+            "dino": "d",
+        },
+        **{"pairs": 7, "fid_64": 0.5, "fid_2048": None, "dino_score": 0.25, "notes": ["biased upwards"], "digests": {}},
+    }
+    (tmp_path / "generation.json").write_text(json.dumps(report))
+    export(ExportConfig(world.run, str(tmp_path / "x"), scores=str(tmp_path)))
+    card = (tmp_path / "x" / "README.md").read_text()
+    assert "Pictures of 7 captions, drawn by `stabilityai/x` with the encoder `enc`" in card and "/private" not in card
+    assert "| fid_64 | dino_score |\n|---|---|\n| 0.50 | 0.25 |\n\n- biased upwards" in card
+    assert "debias-diffusion evaluate generation --data data.json --base stabilityai/x --encoder enc --seed 3" in card
+
+
+def test_the_card_tells_the_base_model_only_where_it_is_known(tmp_path):
+    def front(model, pretrained=None):
+        card = model_card.model_card(Exported("T", "u", "transformers", "feature-extraction", model, pretrained))
+        return ModelCard(card).data.to_dict().get("base_model"), card
+
+    assert front("ViT-L-14", "laion2b_s32b_b82k")[0] == "laion/CLIP-ViT-L-14-laion2B-s32B-b82K"
+    assert front("ViT-L-14-quickgelu", "openai")[0] == "timm/vit_large_patch14_clip_224.openai"
+    assert front("hf-hub:me/mine")[0] == front("me/mine")[0] == "me/mine"
+    assert front("toy/clip")[0] is front("a/b/c")[0] is front("x.safetensors")[0] is None
+    assert front("ViT-L-14", str(tmp_path / "my.pt"))[0] is None
+    base, card = front("ViT-L-14")
+    assert base is None and "**random weights**" in card
+
+
+def test_names_cannot_break_out_of_the_card(tmp_path, world):
+    run = tmp_path / "run"
+    shutil.copytree(world.run, run)
+    settings = json.loads((run / "settings.json").read_text())
+    settings |= {"data": "x`\n---\nlicense: mit\n| a |```", "model": "<b>`|"}
+    (run / "settings.json").write_text(json.dumps(settings))
+    export(ExportConfig(str(run), str(tmp_path / "x")))
+    card = (tmp_path / "x" / "README.md").read_text()
+    assert "\nlicense: mit" not in card.split("```bash")[0] and "| base model | `<b>'/` |" in card
+    assert card.count("```") % 2 == 0 and code("a\nb|c`d") == "`a b/c'd`"
+    # And broken files say nothing.
+    (run / "settings.json").write_text("{")
+    (run / "log.jsonl").write_text("[1]}\nx}")
+    export(ExportConfig(str(run), str(tmp_path / "y")))
+    assert "recipe" not in (tmp_path / "y" / "README.md").read_text()
+
+
+class FakeHub:
+    """Stands where the hub's library would reach the network."""
+
+    calls: ClassVar[list] = []
+
+    def create_repo(self, name, **options):
+        self.calls.append(("create_repo", name, options))
+        return f"https://huggingface.co/{name}"
+
+    def upload_folder(self, **options):
+        files = sorted(path.name for path in Path(options["folder_path"]).iterdir())
+        self.calls.append(("upload_folder", options["repo_id"], files))
+
+
+def test_a_finished_folder_is_uploaded_when_asked(tmp_path, world, monkeypatch, capsys):
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    monkeypatch.setattr(FakeHub, "calls", [])
+    export(ExportConfig(world.run, str(tmp_path / "quiet")))
+    assert FakeHub.calls == []
+    export(ExportConfig(world.run, str(tmp_path / "x"), push_to_hub="me/long-clip"))
+    assert FakeHub.calls == [
+        ("create_repo", "me/long-clip", {"private": True, "exist_ok": True}),
+        ("upload_folder", "me/long-clip", ["README.md", "pipeline.py", "text_encoder", "tokenizer"]),
+    ]
+    assert "Uploaded to https://huggingface.co/me/long-clip (a new repository is private)" in capsys.readouterr().out
+    card = (tmp_path / "x" / "README.md").read_text()
+    assert 'from_pretrained("me/long-clip", subfolder="text_encoder")' in card and "this folder" not in card
+
+
+def test_without_a_network_the_folder_is_whole_and_that_is_said(tmp_path, world):
+    # The hub's own library, offline: HF_HUB_OFFLINE is set for all tests.
+    with pytest.raises(
+        UserError, match="is written and whole, but could not be uploaded to 'me/x': .*offline.*hf upload"
+    ):
+        export(ExportConfig(world.run, str(tmp_path / "x"), push_to_hub="me/x"))
+    assert load_text_encoder(tmp_path / "x")[0].config.max_position_embeddings == 248
+
+
+def test_the_library_still_has_the_calls_that_an_upload_makes():
+    import inspect
+
+    assert {"private", "exist_ok"} <= inspect.signature(huggingface_hub.HfApi.create_repo).parameters.keys()
+    wanted = {"repo_id", "folder_path", "commit_message"}
+    assert wanted <= inspect.signature(huggingface_hub.HfApi.upload_folder).parameters.keys()
+    with pytest.raises(UserError, match="is no name of a hub repository"):
+        hub.check_repository("me/../x")
