@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, with_long_prompts
 from debias_diffusion.tokens import clip_tokenizer
 
 SHORT = "A red cat sleeps on a blue sofa, next to a window."
@@ -221,6 +221,21 @@ def test_lora_scales_weights_and_fusing(loaded, lora, tmp_path):
     torch.testing.assert_close(pipe.encode_prompt(LONG)[0], before, rtol=1e-4, atol=1e-4)
     pipe.unload_lora_weights()
     torch.testing.assert_close(pipe.encode_prompt(LONG)[0], plain.encode_prompt(LONG)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_pipeline_that_has_a_lora_keeps_it_with_long_prompts(loaded, lora, tmp_path):
+    pytest.importorskip("peft")
+    stock = build(StableDiffusionXLPipeline, loaded)
+    stock.load_lora_weights(diffusers_file(tmp_path / "lora.safetensors", lora), adapter_name="style")
+    pipe, plain = with_long_prompts(stock), ours(loaded)
+    assert_encodes_like(pipe, merged(ours(loaded), lora), plain, LONG)
+    # the models are one and the same, so what is set through either holds for both
+    stock.set_adapters("style", adapter_weights=0.5)
+    halves = dict.fromkeys(("unet", *ENCODERS), 0.5)
+    assert_encodes_like(pipe, merged(ours(loaded), lora, **halves), plain, LONG)
+    pipe.unload_lora_weights()
+    assert stock.get_list_adapters() == {}
+    assert torch.equal(pipe.encode_prompt(LONG)[0], plain.encode_prompt(LONG)[0])
 
 
 def test_a_lora_of_the_replaced_encoder_is_gone(loaded, lora, tmp_path):
@@ -437,6 +452,16 @@ def test_from_pipe_shares_the_models(loaded, dtype):
     again = quiet(StableDiffusionXLPipeline.from_pipe(pipe, **{DTYPE: dtype}))
     assert type(again) is StableDiffusionXLPipeline
     same_as_stock(again, pipe)
+
+
+def test_saved_in_half_precision_and_loaded_again(loaded, tmp_path):
+    pipe = ours(loaded).to(torch.bfloat16)
+    pipe.save_pretrained(tmp_path, variant="fp16")
+    again = quiet(
+        StableDiffusionXLLongPromptPipeline.from_pretrained(tmp_path, variant="fp16", **{DTYPE: torch.bfloat16})
+    )
+    assert {getattr(again, model).dtype for model in ("unet", "vae", *ENCODERS)} == {torch.bfloat16}
+    assert np.array_equal(draw(again, LONG, negative_prompt="grey"), draw(pipe, LONG, negative_prompt="grey"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
