@@ -288,8 +288,8 @@ def print_timed(result: dict) -> None:
     equal = "equal" if result["latents_equal"] else "NOT equal"
     print(
         f"\nTimed on {result['machine']}: {result['model']}, {result['pixels']} pixels, {result['precision']}, "
-        f"guidance, {result['steps']} steps, {result['repeats']} rounds\nthat took turns with whatever else ran there. Ratios "
-        f"({result['ratios']}) are to {result['baseline']}.\nKept and plain latents were {equal}.\n\n"
+        f"guidance, {result['steps']} steps, {result['repeats']} rounds\nthat took turns with whatever else ran there. "
+        f"Ratios ({result['ratios']}) are to {result['baseline']}.\nKept and plain latents were {equal}.\n\n"
         "| positions | ms a step | to stock | kept, to stock | kept, to plain | ms encoding | share of both |\n"
         "|---|---|---|---|---|---|---|"
     )

@@ -128,7 +128,6 @@ class _KeepingProcessor:
         state = _version(embeds), _state(attn.to_k), _state(attn.to_v)
         layer = self._layer
         if layer is None or layer.embeds() is not embeds or layer.state != state:
-            self.forget()  # before the new ones are made, so that only one prompt's are held
             layer = self._layer = _RememberingLayer(attn, weakref.ref(embeds, self.forget), state)
         return layer
 
