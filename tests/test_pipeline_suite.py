@@ -55,8 +55,6 @@ import inspect
 import json
 import logging
 import textwrap
-from contextlib import contextmanager
-from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -79,8 +77,27 @@ from diffusers.callbacks import SDXLCFGCutoffCallback
 from diffusers.hooks import apply_group_offloading
 from diffusers.pipelines.stable_diffusion_xl import StableDiffusionXLPipelineOutput
 from diffusers.schedulers import AysSchedules, KarrasDiffusionSchedulers
+from drawing import (
+    DTYPE,
+    EMBEDDINGS,
+    LONG,
+    OTHER,
+    POSITIONS,
+    PROMPTS,
+    SHORT,
+    TEXT_PARTS,
+    arguments,
+    draw,
+    draw_as_diffusers,
+    embed,
+    generators,
+    models,
+    only_in_forward,
+    parameters,
+    save_both,
+    watched,
+)
 from tiny_sdxl import assemble
-from torch import nn
 
 from debias_diffusion.pipelines import (
     StableDiffusionXLLongPromptImg2ImgPipeline,
@@ -89,18 +106,6 @@ from debias_diffusion.pipelines import (
 
 Stock, Ours = StableDiffusionXLPipeline, StableDiffusionXLLongPromptPipeline
 
-SHORT = "A red cat sleeps on a blue sofa, next to a window."
-OTHER = "Two green birds."
-LONG = f"{SHORT} {'The sky is grey, the house is old. ' * 9}In front of it stands a yellow bicycle."
-PROMPTS = {"short": SHORT, "long": LONG}
-POSITIONS = {SHORT: 77, OTHER: 77, LONG: 152}
-
-EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-# what `encode_prompt` does with them is in the embeddings
-ENCODED = ("prompt_2", "negative_prompt", "negative_prompt_2", "clip_skip")
-TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-
-DTYPE = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 needs_accelerator = pytest.mark.skipif(ACCELERATOR is None, reason="there is no accelerator on this machine")
 DEVICES = ["cpu", pytest.param(str(ACCELERATOR), marks=needs_accelerator)]
@@ -146,51 +151,7 @@ def no_grad():
         yield
 
 
-def draw(pipe, prompt=None, seed=0, **call):
-    """Images [n, height, width, 3] of two steps; what the call gives wins."""
-    default = {"num_inference_steps": 2, "generator": torch.Generator("cpu").manual_seed(seed), "output_type": "np"}
-    return pipe(prompt, **{**default, **call}).images
-
-
-def embed(pipe, prompt, guided=True, **encoded):
-    """The arguments of a call that stand for the prompt."""
-    embeds = pipe.encode_prompt(prompt, do_classifier_free_guidance=guided, **encoded)
-    return {name: value for name, value in zip(EMBEDDINGS, embeds, strict=True) if value is not None}
-
-
-def draw_as_diffusers(stock, ours, prompt, **call):
-    """What diffusers' class draws: by itself if the prompt fits, from the embeddings that ours makes if it is long."""
-    if all(len(str(text)) < 200 for text in (prompt, *(call.get(name) for name in ENCODED))):
-        return draw(stock, prompt, **call)
-    encoded = {name: call.pop(name) for name in ENCODED if name in call}
-    guided = call.get("guidance_scale", 5.0) > 1 and stock.unet.config.time_cond_proj_dim is None
-    embeds = embed(ours, prompt, guided, **encoded)
-    assert embeds["prompt_embeds"].shape[1] > 77
-    return draw(stock, **embeds, **call)
-
-
-@contextmanager
-def watched(pipe):
-    """Lists the batch and length of the text at each step of the UNet."""
-    seen = []
-    hook = pipe.unet.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(tuple(kwargs["encoder_hidden_states"].shape[:2])), with_kwargs=True
-    )
-    try:
-        yield seen
-    finally:
-        hook.remove()
-
-
 # ---- what it looks like from outside
-
-
-def arguments(function):
-    return [(name, parameter.kind, parameter.default) for name, parameter in parameters(function).items()]
-
-
-def parameters(function):
-    return inspect.signature(function).parameters
 
 
 def test_signatures_are_those_of_diffusers():
@@ -379,10 +340,6 @@ def test_second_prompts(stock, ours, prompt):
 
 
 # ---- batches
-
-
-def generators(count):
-    return [torch.Generator().manual_seed(seed) for seed in range(count)]
 
 
 def test_batches_of_unequal_prompts(ours):
@@ -667,10 +624,6 @@ def test_to_dtype(own_stock, own, prompt, dtype):
     assert np.abs(images - plain).max() < 0.1
 
 
-def models(pipe):
-    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-
-
 def test_each_encoder_can_have_its_own_dtype(own_stock, own, prompt):
     for pipe in (own_stock, own):
         pipe.text_encoder.to(torch.bfloat16)
@@ -860,15 +813,8 @@ def load(cls, folder, **settings):
 
 
 def test_what_is_saved_is_what_diffusers_saves(stock, ours, tmp_path):
-    for name, pipe in (("stock", stock), ("ours", ours)):
-        pipe.save_pretrained(tmp_path / name)
-    listed = [
-        sorted(path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*")) for name in ("stock", "ours")
-    ]
-    assert listed[0] == listed[1] and len(listed[0]) > 10
-    for path in (tmp_path / "stock").rglob("*.json"):
-        assert path.read_text() == (tmp_path / "ours" / path.relative_to(tmp_path / "stock")).read_text()
-    assert json.loads((tmp_path / "ours" / "model_index.json").read_text())["_class_name"] == Stock.__name__
+    folder = save_both(stock, ours, tmp_path)
+    assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "StableDiffusionXLPipeline"
 
 
 def test_saved_and_loaded(own, parts, tmp_path):
@@ -941,20 +887,6 @@ def test_variants(own, tmp_path):
 
 
 # ---- models that are not where they run
-
-
-def only_in_forward(model):
-    """Outside of its `forward` a model's weights are NaN, as if they lay elsewhere."""
-    weights = {weight: weight.data for weight in model.parameters()}
-    away = {weight: torch.tensor(float("nan"), dtype=weight.dtype).expand(weight.shape) for weight in weights}
-
-    def put(values):
-        for weight, value in values.items():
-            weight.data = value
-
-    model.register_forward_pre_hook(lambda *_: put(weights))
-    model.register_forward_hook(lambda *_: put(away))
-    put(away)
 
 
 def test_encoders_are_used_through_forward(ours, own, prompt):

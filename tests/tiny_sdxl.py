@@ -160,7 +160,10 @@ def controlnet(unet: UNet2DConditionModel, seed: int = 0) -> ControlNetModel:
     """A ControlNet for this UNet. One that was never trained does nothing; this one's outlets have random weights."""
     torch.manual_seed(seed)
     control = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4, 4, 8, 8)).eval()
-    outlets = (control.controlnet_cond_embedding.conv_out, control.controlnet_down_blocks, control.controlnet_mid_block)
+    for weights in control.controlnet_cond_embedding.parameters():
+        if weights.ndim > 1:
+            nn.init.kaiming_normal_(weights)  # or nothing of the picture is left behind so many small layers
+    outlets = (control.controlnet_down_blocks, control.controlnet_mid_block)
     for weights in (weights for outlet in outlets for weights in outlet.parameters()):
         nn.init.normal_(weights, std=0.3)
     return control

@@ -1,0 +1,108 @@
+"""How the tests of pipelines draw, and draw as diffusers would."""
+
+import inspect
+from contextlib import contextmanager
+from importlib.metadata import version
+
+import torch
+from torch import nn
+
+SHORT = "A red cat sleeps on a blue sofa, next to a window."
+OTHER = "Two green birds."
+LONG = f"{SHORT} {'The sky is grey, the house is old. ' * 9}In front of it stands a yellow bicycle."
+PROMPTS = {"short": SHORT, "long": LONG}
+POSITIONS = {SHORT: 77, OTHER: 77, LONG: 152}
+
+# in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
+EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+# arguments of a call that are in the embeddings already
+ENCODED = ("prompt_2", "negative_prompt", "negative_prompt_2", "clip_skip")
+TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+
+# diffusers renamed it
+DTYPE = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
+
+
+def draw(pipe, prompt=None, seed=0, **call):
+    """Images [n, height, width, 3] of two steps; what the call gives wins."""
+    default = {"num_inference_steps": 2, "generator": torch.Generator("cpu").manual_seed(seed), "output_type": "np"}
+    return pipe(prompt=prompt, **{**default, **call}).images
+
+
+def generators(count):
+    return [torch.Generator().manual_seed(seed) for seed in range(count)]
+
+
+def embed(pipe, prompt, guided=True, **encoded):
+    """The arguments of a call that stand for the prompt."""
+    how = {"device": None, "num_images_per_prompt": 1, "do_classifier_free_guidance": guided}
+    embeds = pipe.encode_prompt(prompt, **how, **encoded)
+    return {name: value for name, value in zip(EMBEDDINGS, embeds, strict=False) if value is not None}
+
+
+def draw_as_diffusers(stock, ours, prompt, **call):
+    """What diffusers' class draws: by itself if the prompt fits, from the embeddings that ours makes if it is long."""
+    if all(len(str(text)) < 200 for text in (prompt, *(call.get(name) for name in ENCODED))):
+        return draw(stock, prompt, **call)
+    encoded = {name: call.pop(name) for name in ENCODED if name in call}
+    guided = call.get("guidance_scale", 5.0) > 1 and stock.unet.config.time_cond_proj_dim is None
+    embeds = embed(ours, prompt, guided, **encoded)
+    assert embeds["prompt_embeds"].shape[1] > 77
+    return draw(stock, **embeds, **call)
+
+
+@contextmanager
+def watched(pipe):
+    """Lists the batch and length of the text at each step of the UNet."""
+    seen = []
+    hook = pipe.unet.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(tuple(kwargs["encoder_hidden_states"].shape[:2])), with_kwargs=True
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def only_in_forward(model):
+    """Outside of its `forward` a model's weights are NaN from now on, as if they lay elsewhere."""
+    weights = {weight: weight.data for weight in model.parameters()}
+    away = {weight: torch.tensor(float("nan"), dtype=weight.dtype).expand(weight.shape) for weight in weights}
+
+    def put(values):
+        for weight, value in values.items():
+            weight.data = value
+
+    model.register_forward_pre_hook(lambda *_: put(weights))
+    model.register_forward_hook(lambda *_: put(away))
+    put(away)
+
+
+def models(pipe):
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+
+
+def parameters(function):
+    return inspect.signature(function).parameters
+
+
+def arguments(function):
+    """Names, kinds and defaults; annotations may differ."""
+    return [(name, parameter.kind, parameter.default) for name, parameter in parameters(function).items()]
+
+
+def save_both(stock, ours, folder):
+    """Saves both and holds that the files are the same, by name, and the JSON ones by content.
+
+    Returns:
+        where ours is
+    """
+    listed = []
+    for name, pipe in (("stock", stock), ("ours", ours)):
+        pipe.save_pretrained(folder / name)
+        listed.append(sorted(path.relative_to(folder / name) for path in (folder / name).rglob("*")))
+    assert listed[0] == listed[1] and len(listed[0]) > 10
+    for path in listed[0]:
+        if path.suffix == ".json":
+            assert (folder / "ours" / path).read_text() == (folder / "stock" / path).read_text()
+    return folder / "ours"
