@@ -2,6 +2,7 @@
 
 from .any_pipeline import with_long_prompts
 from .custom_pipeline import write_custom_pipeline
+from .keys_values import keep_keys_values
 from .long_prompt import PromptLayout, SDLongPromptMixin, SDXLLongPromptMixin
 from .stable_diffusion import StableDiffusionLongPromptImg2ImgPipeline, StableDiffusionLongPromptPipeline
 from .stable_diffusion_xl import (
@@ -24,6 +25,7 @@ __all__ = [
     "StableDiffusionXLLongPromptImg2ImgPipeline",
     "StableDiffusionXLLongPromptInpaintPipeline",
     "StableDiffusionXLLongPromptPipeline",
+    "keep_keys_values",
     "parse_weights",
     "with_long_prompts",
     "write_custom_pipeline",
