@@ -14,7 +14,8 @@ import transformers
 from diffusers import FluxPipeline, StableDiffusion3Pipeline
 
 import debias_diffusion
-from debias_diffusion.interchange import export_text_encoder, stretch_text_encoder
+from debias_diffusion.app.cli import main
+from debias_diffusion.interchange import stretch_text_encoder
 from debias_diffusion.tokens import clip_tokenizer
 
 LONG = 248
@@ -175,11 +176,14 @@ def test_sd3_needs_the_encoder_with_its_projection(sd3_base, long_pairs):
 @pytest.mark.parametrize("name", ["FLUX", "SD3"])
 def test_recipe(name, flux_base, sd3_base, tmp_path, monkeypatch):
     docs = (Path(__file__).parent.parent / "docs" / "other-pipelines.md").read_text()
-    recipe = re.search(rf"## {name}\n.*?```python\n(.*?)```", docs, re.DOTALL)[1]
-    backbone = tiny_clip.tiny_clip(context_length=LONG)
-    export_text_encoder(backbone, tmp_path / "runs" / "encoder")
-    export_text_encoder(backbone, tmp_path / "runs" / "encoder-projected", projection=True)
+    section = docs.partition(f"## {name}\n")[2].partition("\n## ")[0]
+    recipe = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
     monkeypatch.chdir(tmp_path)
+    tiny_clip.tiny_clip(context_length=LONG).save("runs/debias-clip-vit-l14")
+    export = re.search(r"debias-diffusion (export .*)", docs)[1].split()
+    if name == "FLUX":  # without a projection, as the README's
+        export = "export --model runs/debias-clip-vit-l14 --output runs/encoder".split()
+    main(export)
     modules = {module.__name__: module for module in (debias_diffusion, diffusers, torch, transformers)}
     names = {**modules, "FLUX": flux_base, "SD3": sd3_base, "stretch_text_encoder": stretch_text_encoder}
     exec(recipe, names)
