@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont
+from tqdm import tqdm
 
 from debias_diffusion.data.sharegpt4v import printable
 
@@ -34,7 +35,8 @@ def write_contact_sheets(folder: Path, pictures: Sequence[tuple[Path, str, str]]
     """
     starts = range(0, len(pictures), PER_PAGE)
     pages = [folder / f"{_NAME}{f'-{page}' if page > 1 else ''}.png" for page in range(1, len(starts) + 1)]
-    for path, start in zip(pages, starts, strict=True):
+    bar = tqdm(zip(pages, starts, strict=True), "contact sheets", len(pages), unit="page", disable=len(pages) < 2)
+    for path, start in bar:
         write_png(_page(pictures[start : start + PER_PAGE]), path, {})
     for old in set(folder.glob(f"{_NAME}-*.png")) - set(pages):
         old.unlink()

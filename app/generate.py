@@ -3,46 +3,28 @@
 One prompt gives one PNG. A file of prompts gives a folder of them, which an interrupted run goes on filling.
 """
 
-import gc
 import json
+import math
 import os
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from diffusers import DiffusionPipeline
-from PIL import Image
-from tqdm import tqdm
 
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.eval.report import digest
 from debias_diffusion.files import held, write_text
-from debias_diffusion.pipelines import PromptLayout
-from debias_diffusion.pipelines.loading import (
-    PIPELINES,
-    SDXL,
-    STRETCH,
-    Part,
-    check_base,
-    default_dtype,
-    default_size,
-    load_pipeline,
-)
-from debias_diffusion.tokens import clean
-from debias_diffusion.toyworld.shipped import shipped
+from debias_diffusion.pipelines.loading import SDXL
 
 from .contact_sheet import write_contact_sheets
-from .pictures import PARAMETERS_KEY, SETTINGS_KEY, first_difference, parameters, read_settings, write_png
-from .prompts import LeftOut, Prompt, check_prompt, check_text, parse_seed, read_prompts
+from .drawing import Picture, Studio, draw
+from .pictures import first_difference, read_settings
+from .prompts import LeftOut, Prompt, check_prompt, check_text, parse_seed, print_left_out, read_prompts
 
-ENCODED_AT_ONCE = 500  # pictures whose embeddings are kept under low_memory: up to 2 MB each at 248 positions
-_EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 _NAME = re.compile(r"(\d{5,})-(\d+)(-.*)?\.png")
 
 
@@ -100,22 +82,10 @@ class GenerateConfig:
     strict: bool = False
     weighting: bool = False
 
-
-@dataclass(frozen=True)
-class Picture:
-    """One picture to draw.
-
-    Attributes:
-        prompt: what is on it.
-        where: its prompt, in words.
-        path: its file.
-        settings: everything that decides what it looks like, as its file will say.
-    """
-
-    prompt: Prompt
-    where: str
-    path: Path
-    settings: dict
+    @property
+    def several(self) -> bool:
+        """Whether a folder is filled, and not one file written."""
+        return self.prompts is not None or self.images_per_prompt > 1
 
 
 def generate(config: GenerateConfig) -> Path:
@@ -136,13 +106,14 @@ def generate(config: GenerateConfig) -> Path:
             loaded. A folder holds pictures of other settings.
     """
     _check_settings(config)
-    several = _are_several(config)
     prompts, where, left_out = _read(config)
-    output = _check_folder(config.output or "pictures") if several else _check_file(config.output or "picture.png")
-    studio = _Studio(config, pick_device(config.device))
+    output = (
+        _check_folder(config.output or "pictures") if config.several else _check_file(config.output or "picture.png")
+    )
+    studio = Studio(config, pick_device(config.device))
     _check_second_prompts(studio.kind, config, prompts)
     try:
-        if several:
+        if config.several:
             with held(output, f"Another run is filling {str(output)!r}. Wait for it, or give another output."):
                 _fill(output, studio, prompts, where, left_out)
         else:
@@ -156,10 +127,6 @@ def generate(config: GenerateConfig) -> Path:
 
 
 # What was asked for
-
-
-def _are_several(config: GenerateConfig) -> bool:
-    return config.prompts is not None or config.images_per_prompt > 1
 
 
 def _check_settings(config: GenerateConfig) -> None:
@@ -177,6 +144,8 @@ def _check_settings(config: GenerateConfig) -> None:
         if size is not None and (size <= 0 or size % 8):
             nearest = max(8, round(size / 8) * 8)
             raise UserError(f"The {name} must be a positive multiple of 8 pixels, got {size}. Take {nearest}.")
+    if not math.isfinite(config.guidance_scale):
+        raise UserError(f"The guidance scale must be a number, got {config.guidance_scale}.")
     for name, number in (
         ("number of steps", config.steps),
         ("number of images per prompt", config.images_per_prompt),
@@ -194,15 +163,8 @@ def _read(config: GenerateConfig) -> tuple[list[Prompt], dict[int, str], list[Le
     print(f"Prompts: {len(file.prompts):,} in {config.prompts}")
     if file.unused:
         print(f"Not used of it: {', '.join(file.unused)[:200]}")
-    _print_left_out(file.left_out)
+    print_left_out(file.left_out)
     return file.prompts, {number: f"line {line}" for number, line in file.lines.items()}, file.left_out
-
-
-def _print_left_out(left_out: Sequence[LeftOut]) -> None:
-    for entry in left_out[:5]:
-        print(f"Left out: {entry}")
-    if len(left_out) > 5:
-        print(f"Left out: {len(left_out) - 5:,} more; left-out.jsonl names all")
 
 
 def _check_file(output: str) -> Path:
@@ -230,6 +192,8 @@ def _make_folder(path: Path) -> None:
         raise UserError(
             f"The output folder {str(path)!r} cannot be made ({error.strerror}). Give another one."
         ) from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"The output folder {str(path)!r} may not be written to. Give another one.")
 
 
 def _check_second_prompts(kind: str, config: GenerateConfig, prompts: Sequence[Prompt]) -> None:
@@ -240,112 +204,23 @@ def _check_second_prompts(kind: str, config: GenerateConfig, prompts: Sequence[P
         )
 
 
-# Models
-
-
-class _Studio:
-    """The settings of a run, where it runs, and its models, loaded when they are asked for.
-
-    Raises:
-        UserError: there is no such base or device.
-    """
-
-    def __init__(self, config: GenerateConfig, device: torch.device):
-        self.config = config
-        self.device = device
-        self.several = _are_several(config)
-        self.kind = check_base(config.base, tuple(PIPELINES))
-        self.dtype = getattr(torch, config.dtype) if config.dtype else default_dtype(device)
-        self.guided = config.guidance_scale > 1
-
-    def load(self, part: Part = "all") -> DiffusionPipeline:
-        config = self.config
-        pipe = load_pipeline(config.base, config.encoder, self.device, self.dtype, config.encoder_2, part)
-        pipe.set_progress_bar_config(disable=self.several)
-        if config.strict or config.weighting:
-            pipe.set_long_prompt(strict=config.strict, weighting=config.weighting)
-        return pipe
-
-    def settings(self) -> dict:
-        """What all pictures of the run have in common and what decides how they look; reads no models."""
-        config = asdict(self.config)
-        names = ("base", "encoder", "encoder_2", "steps", "guidance_scale", "weighting")
-        height, width = default_size(self.config.base)
-        return {name: config[name] for name in names} | {
-            # An encoder that was trained further under the same name is another one.
-            "encoder_sha256": _digest(self.config.encoder),
-            "encoder_2_sha256": _digest(self.config.encoder_2),
-            "height": self.config.height or height,
-            "width": self.config.width or width,
-            "device": self.device.type,
-            "dtype": str(self.dtype).removeprefix("torch."),
-        }
-
-    def texts(self, prompt: Prompt) -> dict[str, str | None]:
-        """A prompt's texts, cleaned as captions were cleaned for training, SDXL's own encoders included."""
-        negative = self.config.negative_prompt if prompt.negative is None else prompt.negative
-        texts = {"prompt": prompt.text, "negative_prompt": negative}
-        if prompt.second is not None:
-            texts["prompt_2"] = prompt.second
-        return {name: None if text is None else self._clean(text) for name, text in texts.items()}
-
-    def _clean(self, text: str) -> str:
-        if not self.config.weighting:
-            return clean(text)
-        return " BREAK ".join(clean(part) for part in re.split(r"\bBREAK\b", text))  # a word that lower case would hide
-
-    def layout(self, pipe: DiffusionPipeline, prompt: Prompt) -> PromptLayout:
-        """How a prompt is read.
-
-        Raises:
-            UserError: it needs a second window, under `strict`; or its weights cannot be used.
-        """
-        texts = self.texts(prompt)
-        try:
-            layout = pipe.prompt_layout(**texts, do_classifier_free_guidance=self.guided)
-            windows = [layout.windows]
-            if self.guided and texts["negative_prompt"] is not None:
-                turned = {"prompt": texts["negative_prompt"], "negative_prompt": texts["prompt"]}
-                turned |= {"negative_prompt_2": texts["prompt_2"]} if "prompt_2" in texts else {}
-                windows.append(pipe.prompt_layout(**turned).windows)
-        except ValueError as error:
-            raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
-        if self.config.strict and max(map(max, windows)) > 1:
-            raise UserError(
-                f"With its {layout.tokens} tokens it takes {_windows(max(windows))}, and --strict allows one window."
-            )
-        return layout
-
-
-def _digest(encoder: str | None) -> str | None:
-    """sha256 of an encoder's files; None for none, and for a hub id, whose files lie wherever the cache put them."""
-    path = encoder and encoder != STRETCH and shipped(encoder)
-    return digest(path) if path and os.path.exists(path) else None
-
-
-def _windows(windows: Sequence[int]) -> str:
-    names = ["of the first text encoder", "of the second"] if len(windows) > 1 else ["of the text encoder"]
-    counts = [f"{count} window{'s' * (count > 1)}" if not i else str(count) for i, count in enumerate(windows)]
-    return ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
-
-
 # One picture, and many
 
 
-def _draw_one(path: Path, studio: _Studio, prompt: Prompt) -> None:
+def _draw_one(path: Path, studio: Studio, prompt: Prompt) -> None:
     picture = Picture(prompt, "the prompt", path, _settings(studio, studio.settings(), prompt, studio.config.seed))
-    _draw(studio, [picture], {path}, [])
+    draw(studio, [picture], {path}, [])
 
 
 def _fill(
-    folder: Path, studio: _Studio, prompts: Sequence[Prompt], where: dict[int, str], left_out: list[LeftOut]
+    folder: Path, studio: Studio, prompts: Sequence[Prompt], where: dict[int, str], left_out: list[LeftOut]
 ) -> None:
     """Draws what a folder lacks, and writes its index, its contact sheets and the list of what was left out."""
     pictures = _pictures(folder, studio, prompts, where)
     missing = _missing(folder, pictures)
     print(f"Pictures: {len(pictures) - len(missing):,} are in {folder}, {len(missing):,} to draw")
     if missing:
-        _draw(studio, pictures, missing, left_out)
+        draw(studio, pictures, missing, left_out)
     finished = [(picture, read_settings(picture.path)) for picture in pictures if picture.path.exists()]
     _write_lines(folder / "index.jsonl", [_index_entry(picture, its) for picture, its in finished])
     _write_lines(folder / "left-out.jsonl", [vars(entry) for entry in left_out])
@@ -354,7 +229,7 @@ def _fill(
     print(f"All {len(finished):,} at a glance: {', '.join(map(str, sheets))}")
 
 
-def _pictures(folder: Path, studio: _Studio, prompts: Sequence[Prompt], where: dict[int, str]) -> list[Picture]:
+def _pictures(folder: Path, studio: Studio, prompts: Sequence[Prompt], where: dict[int, str]) -> list[Picture]:
     """All pictures of a run. Place and seed make a file's name its own; the words after them are for people."""
     there = {
         (int(match[1]), int(match[2])): folder / match[0] for match in map(_NAME.fullmatch, os.listdir(folder)) if match
@@ -375,7 +250,7 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", ascii_only).strip("-")[:40].rstrip("-")
 
 
-def _settings(studio: _Studio, common: dict, prompt: Prompt, seed: int) -> dict:
+def _settings(studio: Studio, common: dict, prompt: Prompt, seed: int) -> dict:
     """Everything that decides what a picture looks like."""
     negative = studio.config.negative_prompt if prompt.negative is None else prompt.negative
     return {"prompt": prompt.text, "negative_prompt": negative, "prompt_2": prompt.second, "seed": seed} | common
@@ -415,153 +290,3 @@ def _write_lines(path: Path, entries: Sequence[dict]) -> None:
         write_text(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
     else:
         path.unlink(missing_ok=True)
-
-
-# Drawing
-
-Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument, on the CPU
-
-
-def _draw(studio: _Studio, pictures: Sequence[Picture], missing: set[Path], left_out: list[LeftOut]) -> None:
-    """Draws the pictures whose files are missing, and adds to `left_out` the prompts that cannot be read.
-
-    Raises:
-        UserError: none can.
-    """
-    low_memory = studio.config.low_memory
-    pipe = studio.load("encoders" if low_memory else "all")
-    layouts = _layouts(studio, pipe, pictures, left_out)
-    _print_layouts(studio, layouts)
-    batches = _batches(studio, pictures, layouts, missing)
-    sampler = type(pipe.scheduler).__name__
-    drawn = _encode_then_draw(studio, pipe, batches) if low_memory else _encode_and_draw(studio, pipe, batches)
-    with tqdm(total=len(missing), desc="draw", unit="picture", disable=not studio.several) as bar:
-        for batch, images in drawn:
-            for picture, image in zip(batch, images, strict=True):
-                if picture.path in missing:
-                    settings = picture.settings | layouts[picture.prompt.number]._asdict()
-                    text = {SETTINGS_KEY: json.dumps(settings), PARAMETERS_KEY: parameters(settings, sampler)}
-                    write_png(image, picture.path, text)
-                    bar.update()
-
-
-def _layouts(
-    studio: _Studio, pipe: DiffusionPipeline, pictures: Sequence[Picture], left_out: list[LeftOut]
-) -> dict[int, PromptLayout]:
-    """How each prompt is read, by its number."""
-    layouts, unreadable = {}, []
-    for picture in {picture.prompt.number: picture for picture in pictures}.values():
-        try:
-            layouts[picture.prompt.number] = studio.layout(pipe, picture.prompt)
-        except UserError as error:
-            unreadable.append(LeftOut(picture.where, str(error)))
-    if not layouts:
-        raise UserError(f"No prompt can be drawn. {unreadable[0].where.capitalize()}: {unreadable[0].reason}")
-    _print_left_out(unreadable)
-    left_out += unreadable
-    return layouts
-
-
-def _print_layouts(studio: _Studio, layouts: dict[int, PromptLayout]) -> None:
-    if not studio.several:
-        layout = layouts[0]
-        windows = _windows(layout.windows)
-        print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({windows})")
-        return
-    counts = sorted(Counter(layout.positions for layout in layouts.values()).items())
-    print(
-        "Positions: " + ", ".join(f"{positions} for {count:,} prompt{'s' * (count > 1)}" for positions, count in counts)
-    )
-
-
-def _batches(
-    studio: _Studio, pictures: Sequence[Picture], layouts: dict[int, PromptLayout], missing: set[Path]
-) -> list[list[Picture]]:
-    """The pictures in batches of one length, so that none is padded further than it would be alone.
-
-    What is there already counts too, so that a run that goes on draws in the same batches: others would change the
-    last bits of a picture. Only batches that lack a picture are drawn.
-    """
-    groups: dict[tuple, list[Picture]] = {}
-    for picture in pictures:
-        if picture.prompt.number in layouts:
-            # In a batch either all or none have a negative prompt.
-            key = layouts[picture.prompt.number].positions, picture.settings["negative_prompt"] is None
-            groups.setdefault(key, []).append(picture)
-    size = studio.config.batch
-    batches = [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
-    batches = [batch for batch in batches if any(picture.path in missing for picture in batch)]
-    return sorted(batches, key=lambda batch: batch[0].prompt.number)
-
-
-def _encode_and_draw(
-    studio: _Studio, pipe: DiffusionPipeline, batches: Sequence[list[Picture]]
-) -> Iterator[tuple[list[Picture], list[Image.Image]]]:
-    for batch in batches:
-        yield batch, _images(studio, pipe, batch, _encode(studio, pipe, batch))
-
-
-def _encode_then_draw(
-    studio: _Studio, encoders: DiffusionPipeline, batches: Sequence[list[Picture]]
-) -> Iterator[tuple[list[Picture], list[Image.Image]]]:
-    """Like `_encode_and_draw`, with either the text encoders or the UNet in memory, never both.
-
-    In rounds, because the embeddings of thousands of prompts take more room than the encoders.
-    """
-    at_once = max(1, ENCODED_AT_ONCE // studio.config.batch)
-    for start in range(0, len(batches), at_once):
-        encoders = encoders or studio.load("encoders")
-        now = batches[start : start + at_once]
-        encoded = [
-            _encode(studio, encoders, batch)
-            for batch in tqdm(now, desc="encode", disable=not studio.several, leave=False)
-        ]
-        # Whoever else holds the pipeline holds no encoders.
-        encoders.register_modules(text_encoder=None, **({"text_encoder_2": None} if studio.kind == SDXL else {}))
-        encoders = None
-        _free_memory()
-        denoiser = studio.load("denoiser")
-        for batch, embeddings in zip(now, encoded, strict=True):
-            yield batch, _images(studio, denoiser, batch, embeddings)
-        del denoiser
-        _free_memory()
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    elif torch.backends.mps.is_available():
-        torch.mps.empty_cache()
-
-
-@torch.no_grad()
-def _encode(studio: _Studio, pipe: DiffusionPipeline, batch: Sequence[Picture]) -> Embeddings:
-    texts = [studio.texts(picture.prompt) for picture in batch]
-    arguments = {"prompt": [text["prompt"] for text in texts]}
-    if texts[0]["negative_prompt"] is not None:
-        arguments["negative_prompt"] = [text["negative_prompt"] for text in texts]
-    if any("prompt_2" in text for text in texts):
-        arguments["prompt_2"] = [text.get("prompt_2", text["prompt"]) for text in texts]
-    embeddings = pipe.encode_prompt(
-        **arguments, device=studio.device, num_images_per_prompt=1, do_classifier_free_guidance=studio.guided
-    )
-    # Two from Stable Diffusion 1.5, four from SDXL; None where guidance does not ask for it.
-    named = zip(_EMBEDDINGS, embeddings, strict=False)
-    return {name: embedding.cpu() for name, embedding in named if embedding is not None}
-
-
-def _images(
-    studio: _Studio, pipe: DiffusionPipeline, batch: Sequence[Picture], embeddings: Embeddings
-) -> list[Image.Image]:
-    config, first = studio.config, batch[0].settings
-    return pipe(
-        **{name: embedding.to(studio.device) for name, embedding in embeddings.items()},
-        height=first["height"],
-        width=first["width"],
-        num_inference_steps=config.steps,
-        guidance_scale=config.guidance_scale,
-        # One an image, so that it does not matter what it is drawn with; on the CPU, because every device's own
-        # generator draws other numbers from the same seed.
-        generator=[torch.Generator("cpu").manual_seed(picture.settings["seed"]) for picture in batch],
-    ).images

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,14 @@ class PromptFile:
     left_out: list[LeftOut]
     lines: dict[int, int]
     unused: list[str]
+
+
+def print_left_out(left_out: Sequence[LeftOut]) -> None:
+    """Says what is left out and why, the first five by name."""
+    for entry in left_out[:5]:
+        print(f"Left out: {entry}")
+    if len(left_out) > 5:
+        print(f"Left out: {len(left_out) - 5:,} more; left-out.jsonl names all")
 
 
 def check_text(name: str, text: str) -> None:

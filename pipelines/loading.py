@@ -75,13 +75,15 @@ def load_pipeline(
         raise UserError(f"The base model {base!r} is a {kind}, which has no second encoder. Leave encoder_2 out.")
     dtype = dtype or default_dtype(device)
     names = _ENCODERS + (("text_encoder_2", "tokenizer_2") if kind == SDXL else ())
-    parts = dict.fromkeys({"all": (), "encoders": _DENOISER, "denoiser": names}[part])
+    parts: dict = dict.fromkeys({"all": (), "encoders": _DENOISER, "denoiser": names}[part])
+    if kind == SDXL:
+        parts["add_watermarker"] = False
+    elif part == "encoders":
+        parts |= {"safety_checker": None, "requires_safety_checker": False}  # a gigabyte that looks at pictures
     if part != "denoiser":
         parts |= _replaced(base, kind, encoder, encoder_2, dtype)
     try:
-        pipe = PIPELINES[kind].from_pretrained(
-            base, **parts, **({"add_watermarker": False} if kind == SDXL else {}), **{_DTYPE_ARGUMENT: dtype}
-        )
+        pipe = PIPELINES[kind].from_pretrained(base, **parts, **{_DTYPE_ARGUMENT: dtype})
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"The base model {base!r} could not be loaded: {reason(error)}. Give an SDXL folder."

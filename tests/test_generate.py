@@ -19,8 +19,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditio
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from debias_diffusion.app import contact_sheet
-from debias_diffusion.app import generate as app
+from debias_diffusion.app import contact_sheet, drawing
 from debias_diffusion.app.generate import GenerateConfig, generate
 from debias_diffusion.app.pictures import first_difference, read_settings, write_png
 from debias_diffusion.errors import UserError
@@ -131,6 +130,7 @@ def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
         ({"height": 100}, "The height must be a positive multiple of 8 pixels, got 100. Take 96."),
         ({"width": -8}, "The width must be a positive multiple of 8 pixels, got -8. Take 8."),
         ({"steps": 0}, "The number of steps must be at least 1, got 0"),
+        ({"guidance_scale": float("nan")}, "The guidance scale must be a number, got nan"),
         ({"batch": 0}, "The batch must be at least 1, got 0"),
         ({"images_per_prompt": 0}, "The number of images per prompt must be at least 1, got 0"),
         ({"seed": -1}, "The seed must be a whole number from 0 to 2\\^63 - 1, got '-1'"),
@@ -466,7 +466,7 @@ def test_low_memory(drawn, many, monkeypatch, low_memory, at_unet, at_encoder):
 
 
 def test_low_memory_in_rounds_of_batches(many, monkeypatch):
-    monkeypatch.setattr(app, "ENCODED_AT_ONCE", 4)
+    monkeypatch.setattr(drawing, "ENCODED_AT_ONCE", 4)
     settings = {"batch": 2, "negative_prompt": "grey", "encoder_2": "stretch", "images_per_prompt": 2}
     whole, rounds = (many(f"rounds-{low}", LINES[:4], low_memory=low, **settings) for low in (False, True))
     assert len(pictures(whole)) == 8 and pictures(rounds) == pictures(whole)
@@ -510,12 +510,17 @@ def as_viewers_read_it(text):
 
 def test_viewers_find_the_parameters(base, tmp_path):
     def read(name, **changes):
-        settings = {"prompt": "a\n cat: (red:1.2), 猫", "base": base, "steps": 1, "device": "cpu"} | changes
+        settings = {
+            "prompt": "a cat:\nNegative prompt: (red:1.2), 猫",
+            "base": base,
+            "steps": 1,
+            "device": "cpu",
+        } | changes
         path = generate(GenerateConfig(**settings, output=str(tmp_path / name)))
         return as_viewers_read_it(Image.open(path).info["parameters"])
 
     prompt, negative, fields = read("a.png", negative_prompt="grey,\nSteps: 3", seed=5, width=96)
-    assert (prompt, negative) == ("a cat: (red:1.2), 猫", "grey, Steps: 3")
+    assert (prompt, negative) == ("a cat: Negative prompt: (red:1.2), 猫", "grey, Steps: 3")
     assert fields == {
         "Steps": "1",
         "Sampler": "Euler",
