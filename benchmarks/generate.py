@@ -277,7 +277,7 @@ def time_pictures(model: str, device: torch.device, steps: int, repeats: int) ->
         "pixels": pipe.default_sample_size * pipe.vae_scale_factor,
         "steps": steps,
         "repeats": repeats,
-        "ratios": "median, least and most of the rounds",
+        "ratios": "median, least and most of the rounds, which took turns with whatever else ran there",
         "baseline": f"steps of stock diffusers: {STOCK} positions, nothing kept",
         "latents_equal": result["latents_equal"],
         "rows": rows,
@@ -288,7 +288,7 @@ def print_timed(result: dict) -> None:
     equal = "equal" if result["latents_equal"] else "NOT equal"
     print(
         f"\nTimed on {result['machine']}: {result['model']}, {result['pixels']} pixels, {result['precision']}, "
-        f"guidance, {result['steps']} steps, {result['repeats']} rounds\nthat took turns with whatever else ran there. "
+        f"guidance, {result['steps']} steps, {result['repeats']} rounds.\n"
         f"Ratios ({result['ratios']}) are to {result['baseline']}.\nKept and plain latents were {equal}.\n\n"
         "| positions | ms a step | to stock | kept, to stock | kept, to plain | ms encoding | share of both |\n"
         "|---|---|---|---|---|---|---|"
