@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -65,6 +66,11 @@ class LongPromptMixin:
         """
         self._long_prompt = LongPromptOptions(negative_clip_skip, strict, weighting)
         return self
+
+    def __setattr__(self, name: str, value):
+        if name in ("text_encoder", "text_encoder_2"):
+            _warn_of_lost_lora(name, self.__dict__.get(name), value)
+        super().__setattr__(name, value)
 
     def to_json_string(self) -> str:
         """The pipeline's configuration under the name of diffusers' class, so that a saved folder loads with both."""
@@ -298,7 +304,7 @@ class SDXLLongPromptMixin(LongPromptMixin):
             negative_prompt_embeds = torch.zeros_like(prompt_embeds)
             negative_pooled_prompt_embeds = torch.zeros_like(pooled_prompt_embeds)
 
-        dtype = self.unet.dtype if self.text_encoder_2 is None else self.text_encoder_2.dtype
+        dtype = _result_dtype(prompt_embeds, self.unet if self.text_encoder_2 is None else self.text_encoder_2)
         prompt_embeds = _repeat(prompt_embeds.to(dtype=dtype, device=device), num_images_per_prompt)
         pooled_prompt_embeds = _repeat(pooled_prompt_embeds, num_images_per_prompt)
         if guided:
@@ -402,7 +408,7 @@ class SDLongPromptMixin(LongPromptMixin):
                 negative_clip_skip = clip_skip if self._long_prompt.negative_clip_skip else None
                 negative_prompt_embeds, _ = self._encode(negatives, length, negative_clip_skip, device)
 
-        dtype = self.unet.dtype if self.text_encoder is None else self.text_encoder.dtype
+        dtype = _result_dtype(prompt_embeds, self.unet if self.text_encoder is None else self.text_encoder)
         prompt_embeds = _repeat(prompt_embeds.to(dtype=dtype, device=device), num_images_per_prompt)
         if guided:
             negative_prompt_embeds = _repeat(
@@ -498,6 +504,22 @@ def _window_ids(rows: list[list[int]], window: int, tokenizer: PreTrainedTokeniz
     """[rows, window] ids `[BOS, row, EOS, pads]`, with the tokenizer's own pad token."""
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     return torch.tensor([[bos, *row, eos] + [pad] * (window - 2 - len(row)) for row in rows])
+
+
+def _warn_of_lost_lora(name: str, old: PreTrainedModel | None, new: PreTrainedModel | None) -> None:
+    """diffusers keeps a LoRA in the layers of the models it was loaded into, and says nothing when one of them goes."""
+    lost = sorted(set(getattr(old, "peft_config", ())) - set(getattr(new, "peft_config", ())))
+    if lost and new is not None:
+        warnings.warn(
+            f"the new {name} is without the LoRA {', '.join(lost)}, which was loaded into the old one: set the encoder"
+            " first and load LoRAs after it (unload_lora_weights(), then load_lora_weights(...) again).",
+            stacklevel=3,
+        )
+
+
+def _result_dtype(embeds: torch.Tensor, model: torch.nn.Module) -> torch.dtype:
+    """What the UNet is given: the model's dtype, as in diffusers, unless it only stores its weights in it (float8)."""
+    return model.dtype if model.dtype.itemsize > 1 else embeds.dtype
 
 
 def _repeat(embeds: torch.Tensor, times: int) -> torch.Tensor:

@@ -87,6 +87,8 @@ def test_the_original_is_left_alone(encoder, tokenizer):
     stretched.to(torch.float16)
     assert encoder.config.to_dict() == config and tokenizer.model_max_length == 77
     assert longer is not tokenizer and longer.model_max_length == 248
+    ids = tokenizer("a red cat").input_ids
+    assert longer("a red cat").input_ids == ids and longer.decode(ids) == tokenizer.decode(ids)
     assert longer("a cat on a mat").input_ids == tokenizer("a cat on a mat").input_ids
     assert longer.pad_token == tokenizer.pad_token == "!"
     after = encoder.state_dict()

@@ -1,6 +1,7 @@
 """A longer window for a text encoder that nobody has trained at that length: Long-CLIP's way with SDXL's bigG."""
 
 import copy
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
@@ -59,9 +60,16 @@ def stretch_text_encoder(
         if name.endswith(_IDS):
             buffer = torch.arange(length, device=buffer.device).expand(1, -1)
         _set(stretched, name, buffer)
-    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer = _copy(tokenizer)
     tokenizer.model_max_length = length
     return stretched.train(text_encoder.training), tokenizer
+
+
+def _copy(tokenizer: CLIPTokenizer) -> CLIPTokenizer:
+    # Not copy.deepcopy, whose copies decode to "red</w>cat</w>" with transformers 5.
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return type(tokenizer).from_pretrained(folder, local_files_only=True)
 
 
 def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
