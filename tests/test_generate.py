@@ -61,11 +61,8 @@ def encoder(tmp_path_factory):
 
 
 def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
-    def make(name, **changes):
-        settings = {"prompt": PROMPT, "base": base, "encoder": encoder, "steps": 2, "seed": 3, "device": "cpu"}
-        return generate(GenerateConfig(**settings | changes, output=str(tmp_path / "new" / name)))
-
-    path = make("a.png")
+    settings = {"prompt": PROMPT, "base": base, "encoder": encoder, "steps": 2, "seed": 3, "device": "cpu"}
+    path = generate(GenerateConfig(**settings, output=str(tmp_path / "new" / "a.png")))
     assert path == tmp_path / "new" / "a.png"
     printed = capsys.readouterr().out
     n_tokens = len(clip_tokenizer(248)(PROMPT, add_special_tokens=False).input_ids)
@@ -97,18 +94,24 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
         "windows": [1, 2],
     }
 
+
+def test_every_setting_counts(tmp_path, capsys):
+    def make(name, **changes):
+        return generate(GenerateConfig(**{"prompt": LONG, "seed": 3} | TOY | changes, output=str(tmp_path / name)))
+
+    path = make("a.png")
     assert make("again.png").read_bytes() == path.read_bytes()
-    pixels = image.tobytes()
-    changes = [{"seed": 4}, {"encoder": None}, {"prompt": PROMPT + "A dragon."}, {"negative_prompt": "grey"}]
+    pixels = Image.open(path).tobytes()
+    changes = [{"seed": 4}, {"encoder": None}, {"prompt": LONG + "A ring."}, {"negative_prompt": "grey"}, {"steps": 3}]
     for change in [*changes, {"guidance_scale": 1.0}]:
         assert Image.open(make("other.png", **change)).tobytes() != pixels, change
     assert Image.open(make("wide.png", height=64, width=96)).size == (96, 64)
     # a negative prompt that guidance does not use does not lengthen the prompt
     capsys.readouterr()
-    make("short.png", prompt="a cat", negative_prompt=PROMPT, guidance_scale=1.0)
+    make("short.png", prompt="a star", negative_prompt=LONG, guidance_scale=1.0)
     assert capsys.readouterr().out.startswith("Prompt: 2 tokens, encoded at 77 positions (1 window of")
     make("short.png", prompt="a &amp; b <|endoftext|>", dtype="bfloat16")
-    assert json.loads(Image.open(tmp_path / "new" / "short.png").text["settings"])["dtype"] == "bfloat16"
+    assert read_settings(tmp_path / "short.png")["dtype"] == "bfloat16"
 
 
 def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
