@@ -624,11 +624,13 @@ def test_to_dtype(own_stock, own, prompt, dtype):
     assert np.abs(images - plain).max() < 0.1
 
 
-def test_each_encoder_can_have_its_own_dtype(own_stock, own, prompt):
+@pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
+def test_each_encoder_can_have_its_own_dtype(own_stock, own, prompt, name):
+    """The embeddings have the second one's."""
     for pipe in (own_stock, own):
-        pipe.text_encoder.to(torch.bfloat16)
+        pipe.components[name].to(torch.bfloat16)
     embeds = own.encode_prompt(prompt, negative_prompt="grey")
-    assert all(value.dtype == torch.float32 for value in embeds)
+    assert {value.dtype for value in embeds} == {own.text_encoder_2.dtype}
     if prompt == SHORT:
         assert all(map(torch.equal, embeds, own_stock.encode_prompt(prompt, negative_prompt="grey")))
 
