@@ -4,6 +4,7 @@ Each command's options are the fields of one dataclass, whose docstring is their
 (`--config file.yaml`) and from the command line, the later the stronger.
 """
 
+import argparse
 import dataclasses
 import re
 import sys
@@ -125,11 +126,14 @@ def _parse(program: str, summary: str, options: type, arguments: list[str]):
     parser = Parser(prog=program, description=summary[0].upper() + summary[1:] + ".")
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
     if "prompt" in fields:
-        parser.add_argument("prompt", type=str, nargs="?", help="what to draw, in up to 20,000 characters")
+        # Without a default, which would take the place of a prompt from YAML.
+        parser.add_argument(
+            "prompt", type=str, nargs="?", default=argparse.SUPPRESS, help="what to draw, in up to 20,000 characters"
+        )
     parser.add_class_arguments(options, as_group=False, skip={"prompt"} & set(fields))
     flags = [name for name, field in fields.items() if field.type in (bool, "bool")]
     values = parser.parse_args(_normalise(arguments, flags)).as_dict()
-    return options(**{name: values[name] for name in fields})
+    return options(**{name: values.get(name) for name in fields})
 
 
 def _explain(message: str, program: str, known: list[str]) -> str:

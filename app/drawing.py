@@ -177,6 +177,8 @@ def _layouts(
             layouts[picture.prompt.number] = studio.layout(pipe, picture.prompt)
         except UserError as error:
             unreadable.append(LeftOut(picture.where, str(error)))
+    if not studio.config.several and unreadable:
+        raise UserError(unreadable[0].reason)
     if not layouts:
         raise UserError(f"No prompt can be drawn. {unreadable[0].where.capitalize()}: {unreadable[0].reason}")
     print_left_out(unreadable)

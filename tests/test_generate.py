@@ -19,7 +19,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditio
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from debias_diffusion.app import contact_sheet, drawing
+from debias_diffusion.app import cli, contact_sheet, drawing
 from debias_diffusion.app.generate import GenerateConfig, generate
 from debias_diffusion.app.pictures import first_difference, read_settings, write_png
 from debias_diffusion.errors import UserError
@@ -437,6 +437,26 @@ def test_the_first_difference():
     )
 
 
+def test_the_command_line(tmp_path, capsys):
+    def run(*arguments):
+        try:
+            cli.main(["generate", *map(str, arguments)])
+        except SystemExit as exit:
+            return exit.code, capsys.readouterr().err
+        return 0, capsys.readouterr().out
+
+    (tmp_path / "c.yaml").write_text("prompt: a star\nbase: toy/sdxl\nsteps: 2\ndevice: cpu\n")
+    (tmp_path / "p.txt").write_text("a star\na ring")
+    settings = ["--config", tmp_path / "c.yaml", "--low-memory"]
+    assert run(*settings, "--output", tmp_path / "a.png")[0] == 0
+    assert run(*settings, "a ring", "--output", tmp_path / "b.png")[0] == 0
+    assert [read_settings(tmp_path / name)["prompt"] for name in ("a.png", "b.png")] == ["a star", "a ring"]
+    code, printed = run("--base=toy/sdxl", "--steps=2", "--prompts", tmp_path / "p.txt", "--output", tmp_path / "all")
+    assert code == 0 and printed.endswith(f"Wrote {tmp_path / 'all'}\n") and len(pictures(tmp_path / "all")) == 2
+    code, printed = run("--base=toy/sdxl")
+    assert code == 2 and printed.startswith("error: Give either a prompt or a file of prompts, not neither")
+
+
 # Low memory
 
 
@@ -617,7 +637,7 @@ def test_strict(many, tmp_path, capsys):
     def make(prompt, **changes):
         generate(GenerateConfig(prompt, output=str(tmp_path / "a.png"), strict=True, **TOY | changes))
 
-    with pytest.raises(UserError, match=f"No prompt can be drawn. The prompt: With its .* tokens {needs_two}"):
+    with pytest.raises(UserError, match=f"^With its .* tokens {needs_two}"):
         make(LONG)
     with pytest.raises(UserError, match="--strict allows one window"):
         make("a star", negative_prompt=LONG)
@@ -649,7 +669,7 @@ def test_weighting(tmp_path):
     noise = torch.Generator().manual_seed(0)
     expected = pipe("a (red:1.5) star", num_inference_steps=2, guidance_scale=7.0, generator=noise).images[0]
     assert np.asarray(expected).astype(int).tobytes() == weighted[0]
-    with pytest.raises(UserError, match="No prompt can be drawn. The prompt: The prompt cannot be read: the weight of"):
+    with pytest.raises(UserError, match="^The prompt cannot be read: the weight of"):
         make(f"a (star:{'9' * 400})", weighting=True)
 
 
