@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.report import digest
+from debias_diffusion.interchange import best_of_run
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.loading import (
     PIPELINES,
@@ -134,8 +135,10 @@ class Studio:
 
 def _digest(encoder: str | None) -> str | None:
     """sha256 of an encoder's files; None for none, and for a hub id, whose files lie wherever the cache put them."""
-    path = encoder and encoder != STRETCH and shipped(encoder)
-    return digest(path) if path and os.path.exists(path) else None
+    if encoder is None or encoder == STRETCH:
+        return None
+    path = best_of_run(shipped(encoder)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
+    return digest(path) if os.path.exists(path) else None
 
 
 def _windows(windows: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange import load_text_encoder, stretch_text_encoder
 from debias_diffusion.toyworld.shipped import shipped
 
 from .stable_diffusion import StableDiffusionLongPromptPipeline
@@ -89,8 +89,6 @@ def load_pipeline(
             f"The base model {base!r} could not be loaded: {reason(error)}. Give an SDXL folder."
         ) from error
     if part != "denoiser" and encoder_2 == STRETCH:
-        from debias_diffusion.interchange.stretch import stretch_text_encoder
-
         text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
         pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
     return pipe.to(device)
