@@ -11,7 +11,6 @@ there. Prints a table, and writes it to benchmarks/results/ as policies.md, with
 """
 
 import argparse
-import copy
 import json
 import time
 from collections import Counter
@@ -118,9 +117,10 @@ class Bench:
     def run(self) -> dict[tuple[str, str], dict]:
         """What was drawn, by change and first encoder: see `_cell`."""
         cells = [(change, Policy(first, **its)) for change, its in CHANGES.items() for first in FIRST]
+        cells.sort(key=lambda cell: cell[1].second in RATES)  # what needs training comes last
         found = {}
         for number, (change, policy) in enumerate(cells, 1):
-            file = self.output / "cells" / f"{number:02}.json"
+            file = self.output / "cells" / f"{change}, {policy.first}.json".replace(" ", "-").replace(",", "")
             found[change, policy.first] = self._cell(file, policy, f"[{number}/{len(cells)}] {change}, {policy.first}")
         return found
 
@@ -206,7 +206,6 @@ def make_pipeline(policy: Policy, trained: nn.Module | None) -> StableDiffusionX
     if policy.second != "windows":
         stretched, tokenizer = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
         pipe.register_modules(text_encoder_2=trained or stretched, tokenizer_2=tokenizer)
-    pipe.tokenizer, pipe.tokenizer_2 = map(copy.deepcopy, (pipe.tokenizer, pipe.tokenizer_2))
     pipe.tokenizer.pad_token, pipe.tokenizer_2.pad_token = (_PADS[pad] for pad in policy.pads)
     for name in policy.last:
         getattr(pipe, name).register_forward_hook(_last_for_penultimate)
