@@ -20,7 +20,7 @@ from debias_diffusion.interchange import (
     write_file,
     write_text_encoder,
 )
-from debias_diffusion.interchange.encoders import TextEncoder, is_bigg, text_config
+from debias_diffusion.interchange.encoders import TextEncoder, is_bigg, keeps_projection, text_config
 from debias_diffusion.interchange.single_file import WRITTEN_BY, written_metadata
 from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
 from debias_diffusion.toyworld.shipped import shipped
@@ -129,9 +129,10 @@ class _Source:
     def text_config(self) -> CLIPTextConfig:
         return text_config(self.backbone) if self.backbone else self.alone[0].config
 
-    def text_encoder(self, projection: bool) -> tuple[TextEncoder, CLIPTokenizer]:
+    def text_encoder(self, projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
+        """With its projection if that is asked for, and for bigG."""
         if self.backbone:
-            return to_transformers(self.backbone, projection)
+            return to_transformers(self.backbone, projection or keeps_projection(self.backbone))
         if projection and not isinstance(self.alone[0], CLIPTextModelWithProjection):
             raise UserError("This text encoder has no projection to export. Leave out --projection.")
         return self.alone
@@ -160,8 +161,7 @@ def _load(config: ExportConfig) -> _Source:
 
 
 def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:
-    bigg = is_bigg(source.text_config())
-    encoder, tokenizer = source.text_encoder(config.projection or bigg)
+    encoder, tokenizer = source.text_encoder(config.projection)
     kind, width, window = _sizes(encoder)
     is_first = kind == "CLIPTextModel"  # what SDXL's first encoder is
     with whole_folder(output) as folder:
@@ -172,7 +172,7 @@ def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:
         title = f"A CLIP text encoder that reads {window} tokens"
         _write_card(config, source, folder, title, use, "transformers", "feature-extraction")
     print(f"Wrote {output}: a {kind} of width {width} that reads {window} tokens.")
-    option = "encoder-2" if bigg else "encoder"
+    option = "encoder-2" if is_bigg(encoder.config) else "encoder"
     print(f"Next: debias-diffusion generate 'a long prompt' --base SDXL_FOLDER --{option} {output}")
 
 
@@ -185,7 +185,7 @@ def _comfyui(config: ExportConfig, source: _Source, output: Path) -> None:
             f"trained with {sizes.hidden_act}: its pictures would be wrong without a word. Use it with diffusers, or "
             "train from OpenAI's weights (ViT-L-14-quickgelu)."
         )
-    encoder, _ = source.text_encoder(is_bigg(sizes))
+    encoder, _ = source.text_encoder()
     _, width, window = _sizes(encoder)
     write_file(encoder, output, {"note": _TRIMMED, "exported_with": f"debias-diffusion {version('debias-diffusion')}"})
     print(f"Wrote {output}: a text encoder of width {width} that reads {window} tokens, for ComfyUI.")

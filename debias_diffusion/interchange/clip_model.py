@@ -51,6 +51,7 @@ def _vision_config(backbone: Backbone) -> CLIPVisionConfig:
         raise UserError(f"The image tower is a {type(visual).__name__}; a transformers CLIPModel has a plain ViT.")
     block = visual.transformer.resblocks[0]
     unfit = {
+        "no projection": visual.proj is None or text_config(backbone).projection_dim is None,
         "no norm before the blocks": not isinstance(visual.ln_pre, nn.LayerNorm),
         "attention pooling": visual.attn_pool is not None,
         f"{visual.pool_type} pooling": visual.pool_type != "tok",

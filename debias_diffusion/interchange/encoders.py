@@ -23,6 +23,12 @@ def is_bigg(config: CLIPTextConfig) -> bool:
     return config.num_hidden_layers == _BIGG_LAYERS
 
 
+def keeps_projection(backbone: Backbone) -> bool:
+    """Whether the backbone's text tower is loaded and exported with its projection unless told otherwise."""
+    config = text_config(backbone)
+    return is_bigg(config) and config.projection_dim is not None and backbone.pooling == "eot"
+
+
 def text_config(backbone: Backbone) -> CLIPTextConfig:
     """The configuration of the backbone's text tower in transformers.
 

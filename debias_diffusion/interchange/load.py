@@ -9,7 +9,7 @@ from transformers import CLIPTokenizer
 from ..backbones import CONFIG_FILE, load_backbone
 from ..errors import UserError
 from ..toyworld.shipped import shipped
-from .encoders import TextEncoder, is_bigg, text_config, to_transformers
+from .encoders import TextEncoder, keeps_projection, to_transformers
 from .single_file import read_file
 from .transformers_folder import read_folder, read_hub
 
@@ -41,7 +41,7 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
     place = Path(name.removeprefix("local-dir:"))
     if (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
         backbone = load_backbone(name)
-        return to_transformers(backbone, projection=is_bigg(text_config(backbone)))
+        return to_transformers(backbone, keeps_projection(backbone))
     if place.is_file():
         return read_file(place)
     if place.exists():
