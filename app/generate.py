@@ -226,7 +226,8 @@ def _fill(
     _write_lines(folder / "left-out.jsonl", [vars(entry) for entry in left_out])
     titled = [(p.path, f"{p.prompt.number:05} · seed {its['seed']}", p.prompt.text) for p, its in finished]
     sheets = write_contact_sheets(folder, titled)
-    print(f"All {len(finished):,} at a glance: {', '.join(map(str, sheets))}")
+    more = f" and {len(sheets) - 1} more page{'s' * (len(sheets) > 2)}" if len(sheets) > 1 else ""
+    print(f"All {len(finished):,} at a glance: {sheets[0]}{more}")
 
 
 def _pictures(folder: Path, studio: Studio, prompts: Sequence[Prompt], where: dict[int, str]) -> list[Picture]:

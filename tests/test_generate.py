@@ -391,6 +391,17 @@ def test_an_encoder_that_was_trained_further_is_another_one(many, tmp_path):
         many("trained", LINES[:1], encoder=str(encoder))
 
 
+def test_of_a_training_run_the_model_counts_and_not_the_log(many, tmp_path):
+    shutil.copytree(shipped("toy/clip"), tmp_path / "run" / "best")
+    folder = many("run", LINES[:1], encoder=str(tmp_path / "run"))
+    (tmp_path / "run" / "log.jsonl").write_text("{}")
+    many("run", LINES[:1], encoder=str(tmp_path / "run"))
+    (tmp_path / "run" / "best" / "open_clip_config.json").write_text("{}")
+    with pytest.raises(UserError, match="encoder_sha256 was"):
+        many("run", LINES[:1], encoder=str(tmp_path / "run"))
+    assert len(pictures(folder)) == 1
+
+
 def test_a_killed_run_goes_on_and_ends_equal(many, tmp_path):
     whole, folder = many("whole", images_per_prompt=3, batch=2), tmp_path / "killed"
     settings = TOY | {"prompts": str(whole.with_suffix(".txt")), "images_per_prompt": 3, "batch": 2}
