@@ -58,7 +58,7 @@ def test_every_training_option_is_explained():
         (["train", "--max-steps", "x"], "max_steps must be int or null, got 'x'"),
         (["train", "--config=/nowhere.yaml"], "/nowhere.yaml"),
         (["train"], "required: data, output, model"),
-        (["generate"], "required: prompt, base"),
+        (["generate"], "required: base"),
     ],
 )
 def test_one_message_and_no_traceback(capsys, arguments, message):
