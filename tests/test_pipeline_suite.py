@@ -103,6 +103,7 @@ from debias_diffusion.pipelines import (
     StableDiffusionXLLongPromptImg2ImgPipeline,
     StableDiffusionXLLongPromptPipeline,
 )
+from debias_diffusion.tokens import clip_tokenizer
 
 Stock, Ours = StableDiffusionXLPipeline, StableDiffusionXLLongPromptPipeline
 
@@ -233,7 +234,11 @@ def test_other_vaes(parts):
             assert np.array_equal(images, draw_as_diffusers(*pipes, prompt))
 
 
-def test_progress_is_shown_and_nothing_else_said(stock, ours, caplog, capsys):
+def test_progress_is_shown_and_nothing_else_said(stock, parts, caplog, capsys):
+    # tokenizers say only once that a text is too long
+    tokenizers = {"tokenizer": clip_tokenizer(77), "tokenizer_2": clip_tokenizer(77, pad_token="!")}
+    pipe = assemble(Ours, parts, **tokenizers)
+    pipe.set_progress_bar_config(disable=False)
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "debias_diffusion")]
     for logger in loggers:
         logger.addHandler(caplog.handler)
@@ -241,17 +246,16 @@ def test_progress_is_shown_and_nothing_else_said(stock, ours, caplog, capsys):
         draw(stock, LONG)
         assert "truncated" in caplog.text  # so it would be seen
         caplog.clear()
-        ours.set_progress_bar_config(disable=False)
         capsys.readouterr()
-        draw(ours, LONG, negative_prompt=LONG, num_inference_steps=3)
+        draw(pipe, LONG, negative_prompt=LONG, num_inference_steps=3)
     finally:
         for logger in loggers:
             logger.removeHandler(caplog.handler)
     assert caplog.records == []
     shown = capsys.readouterr()
     assert "3/3" in shown.err and shown.out == ""
-    ours.set_progress_bar_config(disable=True)
-    draw(ours, LONG)
+    pipe.set_progress_bar_config(disable=True)
+    draw(pipe, LONG)
     assert capsys.readouterr().err == ""
 
 
