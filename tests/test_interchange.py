@@ -191,6 +191,15 @@ def test_a_narrow_bigg_is_the_same_in_every_format(tmp_path, bigg, expected):
         expected["bigg"].check(loaded, tokenizer)
 
 
+def test_a_bigg_that_is_not_pooled_at_eot_is_loaded_without_its_projection(tmp_path):
+    averaged = text_backbone(BIGG, 128, quick_gelu=False)
+    averaged.pooling = "average"
+    averaged.save(tmp_path)
+    encoder, tokenizer = load_text_encoder(tmp_path)
+    assert type(encoder) is CLIPTextModel
+    Expected(averaged).check(encoder, tokenizer)
+
+
 def test_the_gelu_of_a_smaller_model_is_carried_by_every_format_that_can(tmp_path):
     """12 blocks and GELU, as LAION's ViT-B and ViT-L: against the rule, so it must be told."""
     backbone = text_backbone(SMALL, 64, quick_gelu=False)
@@ -238,9 +247,18 @@ def test_clip_l_is_found_under_every_prefix_whatever_the_file_is_called(tmp_path
     assert loaded.dtype == torch.float32 and tokenizer.model_max_length == 248
     ours, theirs = encoder.state_dict(), loaded.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name].half(), theirs[name].half()) for name in ours)
-    # They are the encoder's own: the file may go.
-    file.write_bytes(b"")
-    assert all(torch.equal(ours[name].half(), tensor.half()) for name, tensor in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_an_encoder_keeps_its_weights_when_its_file_changes(tmp_path, small, kind):
+    encoder, _ = to_transformers(small)
+    state, file = comfyui_state(encoder, ""), tmp_path / f"clip_l.{kind}"
+    torch.save(state, file) if kind == "pt" else save_file(state, file)
+    loaded, _ = load_text_encoder(file)
+    with open(file, "r+b") as opened:  # in place: the file would be mapped into memory
+        opened.write(b"\1" * file.stat().st_size)
+    ours = encoder.state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in loaded.state_dict().items())
 
 
 def test_keys_that_transformers_5_leaves_bare_and_those_of_older_savers_are_read(tmp_path, small, bigg, expected):
