@@ -21,7 +21,7 @@ from debias_diffusion.interchange import (
     write_text_encoder,
 )
 from debias_diffusion.interchange.encoders import TextEncoder, is_bigg, keeps_projection, text_config
-from debias_diffusion.interchange.single_file import WRITTEN_BY, written_metadata
+from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, written_metadata
 from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.weights import share
@@ -178,6 +178,11 @@ def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:
 
 def _comfyui(config: ExportConfig, source: _Source, output: Path) -> None:
     sizes = source.text_config()
+    if sizes.vocab_size != VOCABULARY:
+        raise UserError(
+            f"{config.model!r} has a vocabulary of its own, of {sizes.vocab_size}, and ComfyUI has only CLIP's, of "
+            f"{VOCABULARY}. Export it as transformers."
+        )
     known = _COMFYUIS.get((sizes.hidden_size, sizes.num_hidden_layers))
     if known and known[1] != sizes.hidden_act:
         raise UserError(

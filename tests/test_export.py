@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_interchange import BIGG, CAPTIONS, SMALL, Expected, long_clip_state, text_backbone
-from tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
+from tiny_clip import CONFIG, byte_tokenizer, registered, save_tiny_clip, tiny_clip, tiny_siglip
 from tiny_data import make_tiny_data
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -133,11 +133,15 @@ def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
     torch.testing.assert_close(theirs, tiny.encode_text(tokens), rtol=0, atol=1e-5)
 
 
-def test_comfyui_gets_no_encoder_that_it_would_run_with_another_activation(tmp_path, monkeypatch):
+def test_comfyui_gets_no_encoder_that_it_would_run_otherwise(tmp_path, monkeypatch):
     # As LAION's ViT-L-14, at a tenth of its width.
     monkeypatch.setitem(export_module._COMFYUIS, (64, 12), ("clip_l", "quick_gelu"))
     gelu = text_backbone(SMALL, 64, quick_gelu=False)
     write_file(to_transformers(gelu)[0], tmp_path / "gelu.safetensors")
+    small_vocabulary = tiny_clip(tokenizer=byte_tokenizer(77))
+    small_vocabulary.save(tmp_path / "toy")
+    with pytest.raises(UserError, match="a vocabulary of its own, of 514, and ComfyUI has only CLIP's, of 49408"):
+        export(ExportConfig(str(tmp_path / "toy"), str(tmp_path / "x.safetensors"), "comfyui"))
     with pytest.raises(UserError, match="runs every clip_l with the activation quick_gelu, .* trained with gelu"):
         export(ExportConfig(str(tmp_path / "gelu.safetensors"), str(tmp_path / "x.safetensors"), "comfyui"))
     assert not (tmp_path / "x.safetensors").exists()

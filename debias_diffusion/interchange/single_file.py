@@ -39,7 +39,7 @@ from .wrong_files import check_readable, what_it_is
 _TRANSFORMERS = "embeddings.token_embedding.weight"
 _OPENAI = "token_embedding.weight"
 _OPENAIS_PARTS = ("positional_embedding", "ln_final.", "transformer.", "text_projection", _OPENAI)
-_VOCABULARY = 49408
+VOCABULARY = 49408
 _HEAD_WIDTH = 64
 _OPENAIS_BLOCKS = 12
 _ACTIVATIONS = ("quick_gelu", "gelu")
@@ -162,9 +162,9 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
     if table is None or fc1 is None or min(table.ndim, fc1.ndim) < 1:
         raise UserError(f"{os.fspath(file)!r} holds a text encoder without positions or without blocks.")
     vocabulary, width = tokens.shape
-    if vocabulary != _VOCABULARY:
+    if vocabulary != VOCABULARY:
         raise UserError(
-            f"The text encoder in {os.fspath(file)!r} has a vocabulary of {vocabulary}, and CLIP's has {_VOCABULARY}. "
+            f"The text encoder in {os.fspath(file)!r} has a vocabulary of {vocabulary}, and CLIP's has {VOCABULARY}. "
             "Only for CLIP's there is a tokenizer without a folder: give the folder that holds its own."
         )
     blocks = {match[1] for name in state if (match := re.match(r"text_model\.encoder\.layers\.(\d+)\.", name))}
