@@ -532,13 +532,19 @@ def cast_layers(pipe):
     assert torch.float8_e4m3fn in {weight.dtype for weight in pipe.unet.parameters()}
 
 
+def tile(pipe):
+    pipe.vae.enable_tiling()
+    # or these pictures would be one tile
+    pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = 32, 4
+
+
 # what is done, and how far the image may and must move from the plain one
 SETTINGS = {
     "attention in slices of 1": (lambda pipe: pipe.enable_attention_slicing(1), 0, 1e-3),
     "attention in slices of 2": (lambda pipe: pipe.enable_attention_slicing(2), 0, 1e-3),
     "attention in slices": (lambda pipe: pipe.enable_attention_slicing(), 0, 1e-3),
     "VAE in slices": (lambda pipe: pipe.vae.enable_slicing(), 0, 1e-2),
-    "VAE in tiles": (lambda pipe: pipe.vae.enable_tiling(), 0, 0.5),
+    "VAE in tiles": (tile, 1e-4, 1),
     "FreeU": (lambda pipe: pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4), 1e-4, 1),
     "fused projections": (lambda pipe: pipe.fuse_qkv_projections(), 0, 1e-2),
     "plain attention": (lambda pipe: pipe.unet.set_default_attn_processor(), 0, 1e-3),
