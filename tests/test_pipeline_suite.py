@@ -45,9 +45,10 @@ pipeline_level_group_offloading_...                    test_group_offload_of_the
 pipeline_with_accelerator_device_map                   test_device_map
 from_pipe_consistent_forward_pass_cpu_offload          test_from_pipe_under_offload
 
-Not here: xformers' attention and quantisation (packages of their own), torch.compile, the caching mixins (for denoisers
-that are transformers), checks that fetch weights from a hub, and stored slices of pixel values, in whose place stands
-the comparison with diffusers itself.
+Not here: the LoRA mixins (the text encoders' half is in tests/test_long_prompt.py, the UNet's is diffusers' own),
+xformers' attention and quantisation (packages of their own), torch.compile, the caching mixins (for denoisers that are
+transformers), checks that fetch weights from a hub, and stored slices of pixel values, in whose place stands the
+comparison with diffusers itself.
 """
 
 import ast
