@@ -67,6 +67,13 @@ class LongPromptMixin:
         self._long_prompt = LongPromptOptions(negative_clip_skip, strict, weighting)
         return self
 
+    @classmethod
+    def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs):
+        """As in diffusers; what `set_long_prompt` set of the other pipeline holds here too."""
+        pipe = super().from_pipe(pipeline, **kwargs)
+        pipe._long_prompt = getattr(pipeline, "_long_prompt", LongPromptOptions())
+        return pipe
+
     def __setattr__(self, name: str, value):
         if name in ("text_encoder", "text_encoder_2"):
             _warn_of_lost_lora(name, self.__dict__.get(name), value)
@@ -107,6 +114,8 @@ class LongPromptMixin:
         first = texts[0]
         if batch_size is None:
             batch_size = 1 if isinstance(first, str) else len(first)
+        if not batch_size:
+            raise ValueError("the batch of prompts is empty: give a prompt, or a list of at least one")
         tokens = []
         for (tokenizer, _), own in zip(self._text_encoders(), texts, strict=False):
             own = own or first
@@ -517,9 +526,9 @@ def _warn_of_lost_lora(name: str, old: PreTrainedModel | None, new: PreTrainedMo
         )
 
 
-def _result_dtype(embeds: torch.Tensor, model: torch.nn.Module) -> torch.dtype:
+def _result_dtype(embeds: torch.Tensor, model: torch.nn.Module | None) -> torch.dtype:
     """What the UNet is given: the model's dtype, as in diffusers, unless it only stores its weights in it (float8)."""
-    return model.dtype if model.dtype.itemsize > 1 else embeds.dtype
+    return embeds.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
 
 
 def _repeat(embeds: torch.Tensor, times: int) -> torch.Tensor:

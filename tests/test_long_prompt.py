@@ -550,6 +550,8 @@ def test_errors(ours, stock, base):
         ours.encode_prompt(["a", "b"], negative_prompt=["a", "b", "c"])
     with pytest.raises(ValueError, match="one batch size, got 2 and 1"):
         ours.encode_prompt(["a", "b"], prompt_2=["a"])
+    with pytest.raises(ValueError, match="the batch of prompts is empty"):
+        ours.encode_prompt([])
     embeds, _, pooled, _ = ours.encode_prompt("cat")
     with pytest.raises(ValueError, match="text of 80 tokens, BOS and EOS do not fit the 77 positions"):
         ours.encode_prompt(None, prompt_embeds=embeds, pooled_prompt_embeds=pooled, negative_prompt=words(80))

@@ -6,7 +6,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from torch import nn
 
-from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
+from debias_diffusion.pipelines import StableDiffusionLongPromptImg2ImgPipeline, StableDiffusionLongPromptPipeline
 from debias_diffusion.tokens import clip_tokenizer
 
 SHORT, OTHER = "A red cat sleeps on a blue sofa, next to a window.", "Two green birds."
@@ -167,3 +167,18 @@ def test_without_the_encoder(parts, ours):
         encode(without, SHORT)
     got = encode(without, None, prompt_embeds=embeds, negative_prompt_embeds=negatives)
     assert all(map(torch.equal, got, (embeds, negatives)))
+    nothing = StableDiffusionLongPromptPipeline(**parts | {"text_encoder": None, "tokenizer": None, "unet": None})
+    got = encode(nothing, None, prompt_embeds=embeds, negative_prompt_embeds=negatives)
+    assert all(map(torch.equal, got, (embeds, negatives)))
+
+
+def test_another_pipeline_made_of_it_has_its_options(ours):
+    ours.set_long_prompt(strict=True)
+    other = StableDiffusionLongPromptImg2ImgPipeline.from_pipe(ours, requires_safety_checker=False)
+    ours.set_long_prompt()
+    with pytest.raises(ValueError, match="`strict` allows one"):
+        encode(other, LONG)
+    assert StableDiffusionLongPromptImg2ImgPipeline.from_pipe(ours).prompt_layout(LONG).windows == (2,)
+    stock = StableDiffusionPipeline.from_pipe(other)
+    assert type(stock) is StableDiffusionPipeline and stock.unet is ours.unet
+    assert encode(StableDiffusionLongPromptPipeline.from_pipe(stock), LONG)[0].shape[1] == 152
