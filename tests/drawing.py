@@ -106,3 +106,18 @@ def save_both(stock, ours, folder):
         if path.suffix == ".json":
             assert (folder / "ours" / path).read_text() == (folder / "stock" / path).read_text()
     return folder / "ours"
+
+
+class LoraLinear(nn.Module):
+    """A linear layer with a low-rank addition that scales as PEFT's layers do."""
+
+    def __init__(self, linear, scale):
+        super().__init__()
+        self.linear, self.addition = linear, nn.Linear(linear.in_features, linear.out_features, bias=False)
+        self.scaling = {"default": scale}
+
+    def scale_layer(self, scale):
+        self.scaling["default"] *= scale
+
+    def forward(self, x):
+        return self.linear(x) + self.scaling["default"] * self.addition(x)

@@ -2,6 +2,7 @@
 
 import json
 
+import drawing
 import numpy as np
 import pytest
 import tiny_sdxl
@@ -9,7 +10,6 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.windows import Cut, positions_for, split_windows
@@ -472,25 +472,10 @@ def test_the_negative_prompt_follows_clip_skip_by_an_option(stock, base):
         pipe.set_long_prompt(negative_clipskip=True)
 
 
-class LoraLinear(nn.Module):
-    """A linear layer with a low-rank addition that scales as PEFT's layers do."""
-
-    def __init__(self, linear, scale):
-        super().__init__()
-        self.linear, self.addition = linear, nn.Linear(linear.in_features, linear.out_features, bias=False)
-        self.scaling = {"default": scale}
-
-    def scale_layer(self, scale):
-        self.scaling["default"] *= scale
-
-    def forward(self, x):
-        return self.linear(x) + self.scaling["default"] * self.addition(x)
-
-
 def add_lora(encoder, scale):
     tower = getattr(encoder, "text_model", encoder)
     attention = tower.encoder.layers[0].self_attn
-    attention.v_proj = LoraLinear(attention.v_proj, scale)
+    attention.v_proj = drawing.LoraLinear(attention.v_proj, scale)
     return attention.v_proj
 
 

@@ -1,10 +1,10 @@
 """Long prompts through Stable Diffusion 1.5, where they differ from SDXL's: one encoder, its last layer."""
 
+import drawing
 import pytest
 import tiny_sdxl
 import torch
 from diffusers import StableDiffusionPipeline
-from torch import nn
 
 from debias_diffusion.pipelines import StableDiffusionLongPromptImg2ImgPipeline, StableDiffusionLongPromptPipeline
 from debias_diffusion.tokens import clip_tokenizer
@@ -136,25 +136,10 @@ def test_strict(ours, long):
         long.set_long_prompt()
 
 
-class LoraLinear(nn.Module):
-    """A linear layer with a low-rank addition that scales as PEFT's layers do."""
-
-    def __init__(self, linear, scale):
-        super().__init__()
-        self.linear, self.addition = linear, nn.Linear(linear.in_features, linear.out_features, bias=False)
-        self.scaling = {"default": scale}
-
-    def scale_layer(self, scale):
-        self.scaling["default"] *= scale
-
-    def forward(self, x):
-        return self.linear(x) + self.scaling["default"] * self.addition(x)
-
-
 def test_lora_scale_holds_for_one_call():
     pipe = StableDiffusionLongPromptPipeline(**tiny_sdxl.sd15_parts())
     attention = parts_of(pipe.text_encoder).encoder.layers[0].self_attn
-    attention.v_proj = LoraLinear(attention.v_proj, 0.3)
+    attention.v_proj = drawing.LoraLinear(attention.v_proj, 0.3)
     full, none = encode(pipe, SHORT)[0], encode(pipe, SHORT, lora_scale=0.0)[0]
     assert not torch.equal(full, none)
     assert torch.equal(encode(pipe, SHORT)[0], full)
