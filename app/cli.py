@@ -74,7 +74,7 @@ EVALUATIONS = {
 COMMANDS = {
     "quickstart": ("train, draw and compare in a small world, in minutes and without downloads", _quickstart),
     "train": ("fine-tune a CLIP model on long captions, so that its text encoder reads all of them", _train),
-    "export": ("write a trained text encoder as a transformers folder", _export),
+    "export": ("write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers", _export),
     "generate": ("draw pictures from prompts of any length", _generate),
     "shards": ("write pairs as WebDataset shards of small images, which are trained on faster", _shards),
     "evaluate": ("measure what an encoder reads: " + ", ".join(EVALUATIONS), EVALUATIONS),

@@ -24,7 +24,6 @@ from debias_diffusion.interchange.encoders import TextEncoder, is_bigg, keeps_pr
 from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, written_metadata
 from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
 from debias_diffusion.toyworld.shipped import shipped
-from debias_diffusion.weights import share
 
 from .hub import check_repository, push_folder
 from .model_card import MARK, Exported, model_card
@@ -218,7 +217,6 @@ def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
     backbone = source.two_tower(config)
     with whole_folder(output) as folder:
         backbone.save(folder)
-        share(folder / WEIGHTS_FILE)
         title = f"A {backbone.family.name} that reads {backbone.context_length} tokens"
         _write_card(config, source, folder, title, _USE_OPEN_CLIP, "open_clip", "zero-shot-image-classification")
     print(f"Wrote {output}: both towers, for open_clip.create_model('local-dir:{output}').")

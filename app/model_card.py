@@ -20,6 +20,7 @@ import yaml
 import debias_diffusion
 from debias_diffusion.backbones import Backbone
 from debias_diffusion.errors import UserError
+from debias_diffusion.files import read_json_object
 from debias_diffusion.training import TrainConfig
 
 # By it an exported folder is known as ours, and may be replaced.
@@ -128,7 +129,7 @@ class _Run:
         """The run that `model`, its folder or the best/ or last/ in it, belongs to."""
         given = Path(model)
         for folder, inside in ((given, ("best", "last")), (given.parent, (given.name,))):
-            settings = _read(folder / _SETTINGS)
+            settings = read_json_object(folder / _SETTINGS)
             taken = next((folder / name for name in inside if (folder / name / "scores.json").is_file()), None)
             if "recipe" in settings and "model" in settings and taken:
                 return cls(folder, settings, taken)
@@ -144,7 +145,7 @@ class _Run:
             names["data"] = code(_public(data))
             if settings.get("data_sha256"):
                 names["data"] += f", sha256 {code(settings['data_sha256'])}"
-        if "step" in (scores := _read(self.model / "scores.json")):
+        if "step" in (scores := read_json_object(self.model / "scores.json")):
             names["steps"] = str(scores["step"])
         for name in ("batch", "epochs", "learning_rate", "seed", "precision"):
             if name in settings:
@@ -156,7 +157,7 @@ class _Run:
 
     def scores(self) -> list[str]:
         """R@1 on held-out pairs, of the base model and of the one that is exported."""
-        own = _read(self.model / "scores.json")
+        own = read_json_object(self.model / "scores.json")
         lines = [own] if "t2i_r1" in own else []
         start = next((line for line in _lines(self.folder / "log.jsonl") if "t2i_r1" in line), None)
         if lines and start and start.get("step") == 0:
@@ -179,7 +180,7 @@ def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:
         file = Path(folder) / f"{name}.json"
         if not file.is_file():
             continue
-        report = _read(file)
+        report = read_json_object(file)
         try:
             settings, text = report["settings"], describe(report)
             command = _command(f"debias-diffusion evaluate {name}", settings, _evaluation(name))
@@ -318,15 +319,6 @@ def _table(header: list[str], rows: list) -> str:
         return "| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
 
     return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])
-
-
-def _read(file: Path) -> dict:
-    """A JSON object; empty where there is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _lines(file: Path) -> list[dict]:

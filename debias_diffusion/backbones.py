@@ -16,7 +16,6 @@ import torch
 from open_clip import CLIPTextCfg
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import ResidualAttentionBlock
-from safetensors.torch import save_file
 from torch import nn
 from torchvision.transforms import Compose, PILToTensor
 
@@ -26,7 +25,7 @@ from .positions import FACTOR, KEEP, stretch_positions
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions
 from .tokens import CaptionTokenizer, TokenBatch
 from .toyworld.shipped import shipped
-from .weights import find_weights, load_weights
+from .weights import find_weights, load_weights, save_tensors
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -157,8 +156,9 @@ class Backbone(nn.Module):
         """Writes an open_clip folder that `open_clip.create_model("local-dir:" + folder)` loads, and the tokenizer."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.state_dict().items()}
-        save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_tensors(
+            {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}, folder / WEIGHTS_FILE
+        )
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
         self.family.save_tokenizer(self.tokenizer, folder)
 

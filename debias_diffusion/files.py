@@ -48,6 +48,15 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def read_json_object(path: str | os.PathLike) -> dict:
+    """A JSON object; empty where there is none that can be read."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def changed_settings(before: dict, now: dict) -> str:
     """The settings that differ, by name, in words: "size was 256, now 384; ..."."""
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))

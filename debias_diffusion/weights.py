@@ -91,15 +91,10 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): value for name, value in state.items()}
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors that others may read like any new file: safetensors 0.8 keeps it to the owner alone."""
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, file, metadata={"format": "pt"} | metadata)
-    share(file)
-
-
-def share(file: Path) -> None:
-    """Gives a file the rights of a new one."""
+    save_file(tensors, file, metadata={"format": "pt", **(metadata or {})})
     umask = os.umask(0)
     os.umask(umask)
     file.chmod(0o666 & ~umask)

@@ -259,3 +259,11 @@ def test_a_pickle_with_code_is_not_executed(tmp_path):
     with pytest.raises(UserError, match="could not be loaded"):
         load_backbone("ViT-S-32-alt", str(tmp_path / "weights.pt"))
     assert not marker.exists()
+
+
+def test_what_is_saved_has_the_rights_of_any_new_file(tmp_path):
+    tiny_clip().save(tmp_path / "folder")
+    plain = tmp_path / "plain"
+    plain.touch()
+    modes = {path.stat().st_mode for path in [*(tmp_path / "folder").iterdir(), plain] if path.is_file()}
+    assert len(modes) == 1

@@ -16,7 +16,6 @@ What weights do not tell, in this order:
 - tokenizer: CLIP's, padded with EOT, or with "!" (id 0) for bigG, as SDXL pads.
 """
 
-import json
 import os
 import re
 import warnings
@@ -29,6 +28,7 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 
 from ..backbones import CONFIG_FILE
 from ..errors import UserError, reason
+from ..files import read_json_object
 from ..tokens import clip_tokenizer
 from ..weights import fold_long_clip, is_long_clip, read_state, save_tensors
 from .encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
@@ -204,24 +204,16 @@ def _metadata(file: Path) -> dict:
 
 
 def _beside(file: Path, width: int, blocks: int) -> dict:
-    config = _json(file.parent / "config.json")
+    config = read_json_object(file.parent / "config.json")
     config = config.get("text_config", config)
     if isinstance(config, dict) and (config.get("hidden_size"), config.get("num_hidden_layers")) == (width, blocks):
         return config
-    model = _json(file.parent / CONFIG_FILE).get("model_cfg")
+    model = read_json_object(file.parent / CONFIG_FILE).get("model_cfg")
     text = model.get("text_cfg") if isinstance(model, dict) else None
     if isinstance(text, dict) and (text.get("width"), text.get("layers")) == (width, blocks):
         act = "quick_gelu" if model.get("quick_gelu") else "gelu"
         return {"hidden_act": act, "num_attention_heads": text.get("heads")}
     return {}
-
-
-def _json(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _check_tensors(state: State, config: CLIPTextConfig, file: Path) -> None:

@@ -36,7 +36,7 @@ def write_weights(state: dict, config: PretrainedConfig, architecture: str, fold
     `text_model.` that other loaders need, and names the dtype, without which fp16 weights load as fp16."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
-    save_tensors(tensors, folder / "model.safetensors", {})
+    save_tensors(tensors, folder / "model.safetensors")
     content = json.loads(config.to_json_string(use_diff=False))
     content |= {"architectures": [architecture], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ..backbones import Backbone
 from ..errors import UserError
 from ..files import whole_folder, write_json
+from ..weights import save_tensors
 from .step import Optimizer
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -40,9 +41,8 @@ class TrainState:
 def save_checkpoint(folder: Path, backbone: Backbone, optimizer: Optimizer, state: TrainState, keep: int) -> None:
     """Writes `folder/step-...` and removes all but the newest `keep`."""
     with whole_folder(folder / f"step-{state.step:08d}") as temporary:
-        model = {name: tensor.contiguous() for name, tensor in backbone.model.state_dict().items()}
-        save_file(model, temporary / "model.safetensors")
-        save_file(optimizer.state(), temporary / "optimizer.safetensors")
+        save_tensors(backbone.model.state_dict(), temporary / "model.safetensors")
+        save_tensors(optimizer.state(), temporary / "optimizer.safetensors")
         write_json(temporary / "state.json", asdict(state))
     for old in _checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
