@@ -2,6 +2,7 @@
 
 import gc
 
+import diffusers
 import numpy as np
 import pytest
 import tiny_sdxl
@@ -15,7 +16,12 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, with_long_prompts
+from debias_diffusion.pipelines import (
+    SDLongPromptMixin,
+    SDXLLongPromptMixin,
+    StableDiffusionXLLongPromptPipeline,
+    with_long_prompts,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = "a red cat on a blue sofa"
@@ -99,6 +105,24 @@ def test_the_auto_pipelines_find_what_belongs_to_it(base):
     other = AutoPipelineForImage2Image.from_pipe(long)
     assert type(other) is StableDiffusionXLImg2ImgPipeline and other.unet is long.unet
     assert with_long_prompts(other).encode_prompt(LONG)[0].shape[1] == 152
+
+
+@pytest.mark.parametrize(
+    ("name", "mixin"),
+    [
+        ("StableDiffusionXLAdapterPipeline", SDXLLongPromptMixin),
+        ("StableDiffusionXLControlNetInpaintPipeline", SDXLLongPromptMixin),
+        ("StableDiffusionXLControlNetPAGPipeline", SDXLLongPromptMixin),
+        ("StableDiffusionXLControlNetUnionPipeline", SDXLLongPromptMixin),
+        ("AnimateDiffPipeline", SDLongPromptMixin),
+        ("StableDiffusionAdapterPipeline", SDLongPromptMixin),
+        ("StableDiffusionControlNetPipeline", SDLongPromptMixin),
+        ("StableDiffusionInpaintPipeline", SDLongPromptMixin),
+    ],
+)
+def test_which_classes_encode_as_they_do(name, mixin):
+    cls = getattr(diffusers, name)
+    assert isinstance(with_long_prompts(cls.__new__(cls)), mixin)
 
 
 def test_what_encodes_otherwise_is_refused_by_name():
