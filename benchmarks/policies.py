@@ -306,7 +306,7 @@ def main() -> None:
             f"{change}, {first}": {kind: cell[kind]["positions"] for kind in ("long", "short")}
             for (change, first), cell in found.items()
         },
-        "seconds": sum(cell["seconds"] for cell in found.values()),
+        "seconds": round(sum(cell["seconds"] for cell in found.values())),
     }
     print("\n" + as_table(rows))
     write_json(RESULTS / "policies.json", result)
