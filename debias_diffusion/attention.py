@@ -1,0 +1,155 @@
+"""What a text encoder's output token looks at: the attention from EOT in the last layer (DeBias-CLIP, section E.3)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .backbones import Backbone
+from .errors import UserError
+from .interchange.encoders import TextEncoder
+from .text_tower import before_attention, block_forward
+from .tokens import TokenBatch
+
+
+@dataclass(frozen=True)
+class EotAttention:
+    """The attention from each caption's EOT to the positions of its row, a mean over the heads of the last layer.
+
+    The paper writes equation 1 for one head. Here each head is divided by the root of its own width, as the softmax
+    sees it. The product of the whole query and key, divided by the root of the whole width, is the root of the number
+    of heads times `before_softmax`: another scale and the same curve.
+
+    Attributes:
+        before_softmax: [batch, slots] m_EOT of equation 2; -inf after EOT.
+        after_softmax: [batch, slots] the weights; a row sums to 1, after EOT they are 0.
+        is_text: [batch, slots] True for SOT, text and EOT: not for pads, before the text or after EOT.
+        ends: [batch] how many slots there are up to EOT, EOT included.
+    """
+
+    before_softmax: Tensor
+    after_softmax: Tensor
+    is_text: Tensor
+    ends: Tensor
+
+
+@torch.inference_mode()
+def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch) -> EotAttention:
+    """The last layer's attention from EOT, for a batch of captions. All tensors are on the CPU.
+
+    Args:
+        encoder: a CLIP two-tower, or a transformers CLIP text encoder, in evaluation mode.
+        tokens: of the encoder's own tokenizer and window, on its device.
+
+    Raises:
+        UserError: EOT is not the encoder's output token.
+    """
+    check_reads_eot(encoder)
+    ends = tokens.n_prefix + tokens.lengths
+    slots = torch.arange(int(ends.max()))
+    # Under the causal mask nothing after the longest caption's EOT matters.
+    rows = tokens.padded()[:, : len(slots)]
+    last_layer = _backbone_last_layer if isinstance(encoder, Backbone) else _transformers_last_layer
+    # [batch, slots, heads, head_dim] each; half precision is multiplied in single
+    query, key = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in last_layer(encoder, rows))
+    query = query[torch.arange(len(ends)), ends - 1]
+    # [batch, heads, slots]
+    scores = (torch.einsum("bhd,bshd->bhs", query, key) / math.sqrt(query.shape[-1])).cpu()
+    scores = scores.masked_fill((slots >= ends[:, None])[:, None], -torch.inf)
+    is_text = ((slots < int(tokens.shared_sot)) | (slots >= tokens.n_prefix[:, None])) & (slots < ends[:, None])
+    return EotAttention(scores.mean(dim=1), scores.softmax(dim=-1).mean(dim=1), is_text, ends)
+
+
+def check_reads_eot(encoder: Backbone | TextEncoder) -> None:
+    """Raises UserError for a two-tower whose text feature is not read at EOT under a causal mask."""
+    if not isinstance(encoder, Backbone):
+        return
+    if not encoder.family.causal:
+        raise UserError(
+            f"The text tower of a {encoder.family.name} has no causal mask and is pooled at the last slot of its row, "
+            "often a pad, so there is no attention from EOT as equations 1 to 3 of DeBias-CLIP define it. Give a CLIP, "
+            "for example ViT-L-14."
+        )
+    if encoder.pooling != "eot":
+        raise UserError(
+            f"This text tower is read with {encoder.pooling} pooling: EOT is not its output token, and what EOT "
+            "attends to says little of its features. Give one that is pooled at EOT."
+        )
+
+
+def _backbone_last_layer(backbone: Backbone, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids [batch, slots] -> the last block's query and key, [batch, slots, heads, head_dim] each"""
+    tower = backbone.text.tower
+    hidden_states = tower.token_embedding(rows) + tower.positional_embedding[: rows.shape[1]]
+    *blocks, last = tower.transformer.resblocks
+    for block in blocks:
+        hidden_states = block_forward(block, hidden_states, _attend_causally)
+    return before_attention(last, hidden_states)[:2]
+
+
+def _attend_causally(*query_key_value: Tensor) -> Tensor:
+    parts = (part.transpose(1, 2) for part in query_key_value)
+    return F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)
+
+
+def _transformers_last_layer(encoder: TextEncoder, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, as the encoder itself computes them, adapters included"""
+    attention = getattr(encoder, "text_model", encoder).encoder.layers[-1].self_attn
+    seen = {}
+
+    def keep(name: str):
+        return lambda module, arguments, output: seen.update({name: output})
+
+    hooks = [getattr(attention, name).register_forward_hook(keep(name)) for name in ("q_proj", "k_proj")]
+    try:
+        encoder(input_ids=rows)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    heads = encoder.config.num_attention_heads
+    return tuple(seen[name].unflatten(-1, (heads, -1)) for name in ("q_proj", "k_proj"))
+
+
+class PositionMeans:
+    """The mean attention from EOT to each position over many captions (equation 3).
+
+    A position's sum is divided by how often it holds text rather than padding; a caption's EOT counts as text, as in
+    the equation. Sums are of double precision.
+
+    Args:
+        window: positions of the encoder.
+
+    Attributes:
+        counts: [window] how often each position held SOT, text or EOT.
+        captions: how many there were.
+    """
+
+    def __init__(self, window: int):
+        self.captions = 0
+        self.counts = torch.zeros(window, dtype=torch.long)
+        self._sums = {name: torch.zeros(window, dtype=torch.double) for name in ("before_softmax", "after_softmax")}
+        self._eot = dict.fromkeys(self._sums, 0.0)
+
+    def add(self, attention: EotAttention) -> None:
+        """Raises UserError for attention that is not finite."""
+        slots = attention.is_text.shape[1]
+        eot = torch.arange(len(attention.ends)), attention.ends - 1
+        for name, sums in self._sums.items():
+            values = getattr(attention, name).double()
+            if not values[attention.is_text].isfinite().all():
+                raise UserError("The attention is NaN or infinite. Check the encoder's weights.")
+            sums[:slots] += values.masked_fill(~attention.is_text, 0.0).sum(dim=0)
+            self._eot[name] += values[eot].sum().item()
+        self.counts[:slots] += attention.is_text.sum(dim=0)
+        self.captions += len(attention.ends)
+
+    def means(self, name: str) -> Tensor:
+        """[positions] "before_softmax" or "after_softmax", SOT first, up to the last position that ever held text."""
+        held = int(self.counts.nonzero().max()) + 1
+        return self._sums[name][:held] / self.counts[:held]
+
+    def eot(self, name: str) -> float:
+        """The mean attention from EOT to itself, wherever it stood."""
+        return self._eot[name] / self.captions

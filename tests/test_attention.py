@@ -1,0 +1,361 @@
+"""What EOT attends to: the numbers against plain loops, and the evaluation that draws them."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+from tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
+
+from debias_diffusion.attention import PositionMeans, eot_attention
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.attention import (
+    BANDS,
+    AttentionConfig,
+    evaluate_attention,
+    labels,
+    plot,
+    plot_prompt,
+    split_words,
+)
+from debias_diffusion.eval.robustness import edit_caption
+from debias_diffusion.interchange import to_transformers, write_text_encoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CAPTIONS = [
+    "A cat.",
+    "Two red squares and a star stand on a table, and behind them is a window.",
+    "This picture shows three cats. One is black! Is the second grey? The third sleeps. The wall behind is pale blue.",
+    "It is flat.",
+    "A dog runs. " * 40,  # longer than the window of 77
+]
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return tiny_clip().double().eval()
+
+
+@pytest.fixture(scope="module")
+def long_backbone():
+    return tiny_clip(seed=1, context_length=248).eval()
+
+
+def by_hand(backbone, caption):
+    """Equations 1 and 2 for one caption, with open_clip's own forward up to the last block: (before, after), lists of
+    numbers, SOT to EOT."""
+    tower, seen = backbone.model, []
+    row = backbone.tokenize([caption]).padded()
+    eot = int(row[0].argmax())
+    last = tower.transformer.resblocks[-1]
+    hook = last.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+    with torch.no_grad():
+        tower.encode_text(row)
+        hook.remove()
+        states = last.ln_1(seen[0])[0].tolist()
+        weight, bias = last.attn.in_proj_weight.tolist(), last.attn.in_proj_bias.tolist()
+    width, heads = last.attn.embed_dim, last.attn.num_heads
+    head_width = width // heads
+
+    def projected(state, out):
+        return sum(w * x for w, x in zip(weight[out], state, strict=True)) + bias[out]
+
+    before, after = [0.0] * (eot + 1), [0.0] * (eot + 1)
+    for head in range(heads):
+        own = range(head * head_width, (head + 1) * head_width)
+        query = [projected(states[eot], out) for out in own]
+        scores = []
+        for state in states[: eot + 1]:
+            key = [projected(state, width + out) for out in own]
+            scores.append(sum(q * k for q, k in zip(query, key, strict=True)) / math.sqrt(head_width))
+        total = sum(math.exp(score) for score in scores)
+        for slot, score in enumerate(scores):
+            before[slot] += score / heads
+            after[slot] += math.exp(score) / total / heads
+    return before, after
+
+
+def test_equals_query_times_key_by_hand(backbone):
+    attention = eot_attention(backbone, backbone.tokenize(CAPTIONS))
+    assert attention.before_softmax.shape == attention.after_softmax.shape == (len(CAPTIONS), 77)
+    for index, caption in enumerate(CAPTIONS):
+        before, after = by_hand(backbone, caption)
+        assert attention.ends[index] == len(before)
+        assert max(before) - min(before) > 0.1  # there is something to tell apart
+        expected = torch.tensor([before, after], dtype=torch.double)
+        got = torch.stack([attention.before_softmax[index], attention.after_softmax[index]])[:, : len(before)]
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+
+
+def test_rows_sum_to_one_and_end_at_eot(backbone):
+    attention = eot_attention(backbone, backbone.tokenize(CAPTIONS))
+    torch.testing.assert_close(attention.after_softmax.sum(dim=1), torch.ones(len(CAPTIONS), dtype=torch.double))
+    for index, end in enumerate(attention.ends.tolist()):
+        assert attention.before_softmax[index, end:].eq(-torch.inf).all()
+        assert attention.after_softmax[index, end:].eq(0).all()
+        assert (
+            attention.before_softmax[index, :end].isfinite().all() and attention.after_softmax[index, :end].gt(0).all()
+        )
+        assert attention.is_text[index].tolist() == [True] * end + [False] * (77 - end)
+
+
+def test_other_captions_and_what_follows_eot_change_nothing(backbone):
+    tokens = backbone.tokenize(CAPTIONS[:4])
+    together = eot_attention(backbone, tokens)
+    others = eot_attention(backbone, replace(tokens, pad=1234))
+    assert not torch.equal(tokens.padded(), replace(tokens, pad=1234).padded())
+    for index, caption in enumerate(CAPTIONS[:4]):
+        end = int(together.ends[index])
+        alone = eot_attention(backbone, backbone.tokenize([caption]))
+        for name in ("before_softmax", "after_softmax"):
+            expected = getattr(together, name)[index, :end]
+            assert getattr(alone, name).shape == (1, end)
+            torch.testing.assert_close(getattr(alone, name)[0], expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(getattr(others, name)[index, :end], expected, rtol=0, atol=1e-12)
+
+
+def test_pads_before_the_text_are_looked_at_and_are_no_text(backbone):
+    ids = backbone.tokenizer.text_ids(CAPTIONS[:2])
+    for before_sot in (False, True):
+        tokens = backbone.tokenizer.batch(ids, [3, 0], pads_before_sot=before_sot)
+        attention = eot_attention(backbone, tokens)
+        end = len(ids[0]) + 5
+        assert attention.ends[0] == end and attention.before_softmax[0, :end].isfinite().all()
+        pads = {0, 1, 2} if before_sot else {1, 2, 3}
+        assert [slot for slot in range(end) if not attention.is_text[0, slot]] == sorted(pads)
+        assert attention.is_text[1].sum() == len(ids[1]) + 2
+        torch.testing.assert_close(attention.after_softmax.sum(dim=1), torch.ones(2, dtype=torch.double))
+
+
+@pytest.mark.parametrize("projection", [False, True])
+def test_a_transformers_encoder_gives_the_same_and_what_it_says_itself(backbone, projection):
+    encoder, _ = to_transformers(backbone, projection)
+    tokens = backbone.tokenize(CAPTIONS)
+    got, expected = eot_attention(encoder, tokens), eot_attention(backbone, tokens)
+    for name in ("before_softmax", "after_softmax"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=1e-9)
+    encoder.set_attn_implementation("eager")
+    # [batch, heads, slots, slots] of the last layer
+    own = encoder(tokens.padded(), output_attentions=True).attentions[-1]
+    own = own[torch.arange(len(tokens)), :, got.ends - 1].mean(dim=1)
+    torch.testing.assert_close(got.after_softmax, own, rtol=0, atol=1e-6)
+    attention = getattr(encoder, "text_model", encoder).encoder.layers[-1].self_attn
+    assert not attention.q_proj._forward_hooks and not attention.k_proj._forward_hooks
+
+
+def test_half_precision_is_close(backbone):
+    encoder, _ = to_transformers(backbone)
+    tokens = backbone.tokenize(CAPTIONS[:2])
+    got, expected = eot_attention(encoder.bfloat16(), tokens), eot_attention(backbone, tokens)
+    assert got.after_softmax.dtype == torch.float32
+    torch.testing.assert_close(got.after_softmax.sum(dim=1), torch.ones(2))
+    torch.testing.assert_close(got.after_softmax, expected.after_softmax.float(), rtol=0, atol=0.02)
+
+
+def test_without_a_mask_or_without_eot_it_is_refused():
+    siglip = tiny_siglip()
+    with pytest.raises(UserError, match="SigLIP has no causal mask.*last slot.*Give a CLIP"):
+        eot_attention(siglip, siglip.tokenize(["a cat"]))
+    average = tiny_clip(tokenizer=byte_tokenizer(77))
+    average.pooling = "average"
+    with pytest.raises(UserError, match="average pooling"):
+        eot_attention(average, average.tokenize(["a cat"]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_means_are_equation_3(backbone, batch_size):
+    means = PositionMeans(77)
+    for start in range(0, len(CAPTIONS), batch_size):
+        means.add(eot_attention(backbone, backbone.tokenize(CAPTIONS[start : start + batch_size])))
+    rows = [by_hand(backbone, caption) for caption in CAPTIONS]
+    for which, name in enumerate(("before_softmax", "after_softmax")):
+        expected = []
+        for slot in range(77):
+            held = [row[which][slot] for row in rows if slot < len(row[which])]
+            assert means.counts[slot] == len(held)
+            expected.append(sum(held) / len(held))
+        torch.testing.assert_close(means.means(name), torch.tensor(expected, dtype=torch.double), rtol=0, atol=1e-9)
+        assert means.eot(name) == pytest.approx(sum(row[which][-1] for row in rows) / len(rows), abs=1e-9)
+    assert means.captions == len(CAPTIONS) and len(set(means.counts.tolist())) > 2
+
+
+def test_broken_weights_are_told():
+    broken = tiny_clip(tokenizer=byte_tokenizer(77))
+    broken.model.transformer.resblocks[-1].attn.in_proj_bias.data[:] = torch.nan
+    with pytest.raises(UserError, match="NaN or infinite"):
+        PositionMeans(77).add(eot_attention(broken, broken.tokenize(["a cat"])))
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory, long_backbone):
+    """An open_clip folder of 77 positions, and a transformers folder of 248."""
+    folder = tmp_path_factory.mktemp("encoders")
+    tiny_clip().save(folder / "short")
+    write_text_encoder(*to_transformers(long_backbone), folder / "long")
+    return [str(folder / "short"), str(folder / "long")]
+
+
+def write_captions(path, captions):
+    entries = [{"image": "not/there.png", "conversations": [{}, {"value": caption}]} for caption in captions]
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def evaluated(encoders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated")
+    data = write_captions(folder / "data.json", CAPTIONS)
+    config = AttentionConfig(
+        encoders, str(folder / "out"), data, "A grey cat costs $5 or $6, zyxwvutily.", batch_size=2
+    )
+    return folder / "out", evaluate_attention(config)
+
+
+def test_the_file_holds_what_each_encoder_looks_at(evaluated, long_backbone):
+    output, report = evaluated
+    assert report == json.loads((output / "attention.json").read_text())
+    assert report["captions"] == len(CAPTIONS) and report["left_out"] == []
+    assert len(set(report["digests"]["encoders"].values())) == 2
+    assert [found["keep"]["window"] for found in report["attention"].values()] == [77, 248]
+    assert [found["keep"]["cut_captions"] for found in report["attention"].values()] == [1, 0]
+    for edit in ("keep", "move4"):
+        means = PositionMeans(248)
+        means.add(eot_attention(long_backbone, long_backbone.tokenize([edit_caption(text, edit) for text in CAPTIONS])))
+        found = report["attention"]["long"][edit]
+        assert found["captions_at_position"] == means.counts[1 : len(means.means("before_softmax"))].tolist()
+        for name in ("before_softmax", "after_softmax"):
+            sot, *positions = means.means(name).tolist()
+            assert found[name]["sot"] == pytest.approx(sot, abs=1e-5)
+            assert found[name]["positions"] == pytest.approx(positions, abs=1e-5)
+    kept, moved = (report["attention"]["long"][edit]["before_softmax"]["positions"] for edit in ("keep", "move4"))
+    assert max(abs(a - b) for a, b in zip(kept, moved, strict=True)) > 0.01
+
+
+def test_bands_are_means_over_all_text_in_them(evaluated):
+    _, report = evaluated
+    for found in report["attention"].values():
+        numbers, counts = found["keep"]["after_softmax"], found["keep"]["captions_at_position"]
+        for first, last in BANDS:
+            held = counts[first - 1 : last]
+            total = sum(v * n for v, n in zip(numbers["positions"][first - 1 : last], held, strict=True))
+            expected = total / sum(held) if held else None
+            assert numbers["bands"][f"{first}-{last or ''}"] == pytest.approx(expected)
+        # All the attention there is: of each caption 1
+        whole = sum(v * n for v, n in zip(numbers["positions"], counts, strict=True)) + counts[0] * numbers["sot"]
+        assert whole == pytest.approx(len(CAPTIONS), abs=1e-5)
+    short, long = (report["attention"][label]["keep"]["after_softmax"]["bands"]["101-"] for label in ("short", "long"))
+    assert short is None and long > 0
+
+
+def test_the_plot_draws_each_encoder_by_token_position(evaluated):
+    output, report = evaluated
+    figure = plot(report["attention"], report["captions"])
+    panels = {(row, column): figure.axes[2 * row + column] for row in (0, 1) for column in (0, 1)}
+    for (row, column), axes in panels.items():
+        quantity, edit = ("before_softmax", "after_softmax")[row], ("keep", "move4")[column]
+        assert len(axes.lines) == 4  # of each encoder one for many captions and one for few
+        for index, found in enumerate(report["attention"].values()):
+            drawn = {}
+            for line in axes.lines[2 * index : 2 * index + 2]:
+                drawn |= dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+            expected = [(100 if row else 1) * value for value in found[edit][quantity]["positions"]]
+            assert list(drawn) == list(range(1, len(expected) + 1))
+            assert list(drawn.values()) == pytest.approx(expected)
+    legend = [text.get_text() for text in panels[0, 0].get_legend().get_texts()]
+    assert legend == ["short (77 positions)", "long (248 positions)"]
+    for name in ("attention.png", "attention_prompt.png"):
+        with Image.open(output / name) as image:
+            assert image.format == "PNG" and len(image.convert("RGB").getcolors(1 << 24)) > 10
+
+
+def test_positions_of_few_captions_are_dotted(evaluated):
+    numbers = {"captions_at_position": [20, 20, 2, 1, 1]} | {
+        name: {"positions": [0.1, 0.2, 0.3, 0.4, 0.5]} for name in ("before_softmax", "after_softmax")
+    }
+    found = {"window": 8} | numbers
+    axes = plot({"mine": {"keep": found, "move4": found}}, 20).axes[0]
+    assert [(line.get_linestyle(), list(line.get_xdata())) for line in axes.lines] == [
+        ("-", [1, 2, 3]),
+        (":", [3, 4, 5]),
+    ]
+
+
+def test_a_prompt_word_by_word(evaluated, long_backbone):
+    _, report = evaluated
+    found = report["prompt"]["long"]
+    words = found["words"]
+    assert [word["word"] for word in words] == "a grey cat costs $ 5 or $ 6 , zyxwvutily .".split()
+    assert words[-2]["tokens"] > 1 and words[-1]["position"] == words[-2]["position"] + words[-2]["tokens"]
+    attention = eot_attention(long_backbone, long_backbone.tokenize([report["settings"]["prompt"]]))
+    assert found["tokens"] == attention.ends[0] and found["window"] == 248
+    own = slice(words[-2]["position"], words[-1]["position"])
+    assert words[-2]["before_softmax"] == pytest.approx(attention.before_softmax[0, own].mean().item(), abs=1e-5)
+    assert words[-2]["after_softmax"] == pytest.approx(attention.after_softmax[0, own].sum().item(), abs=1e-6)
+    every = [found["sot"], found["eot"], *words]
+    assert sum(word["after_softmax"] for word in every) == pytest.approx(1.0, abs=1e-5)
+    assert found["eot"]["before_softmax"] == pytest.approx(attention.before_softmax[0, -1].item(), abs=1e-5)
+
+
+def test_the_words_are_shaded_by_their_share(evaluated):
+    words = [{"word": word, "after_softmax": share} for word, share in (("$one$", 0.4), ("two", 0.1), ("three", 0.0))]
+    ends = {name: {"after_softmax": 0.25} for name in ("sot", "eot")}
+    figure = plot_prompt({"mine": {"window": 77, "tokens": 99, "words": words * 20, **ends}})
+    axes = figure.axes[0]
+    texts = [text.get_text() for text in axes.texts]
+    assert "mine: the first 77 of 99 tokens; SOT 25.0%, EOT 25.0%" in texts and texts.count("$one$") == 20
+    shades = [bar.get_facecolor()[3] for bar in axes.patches[-3:]]
+    assert shades == pytest.approx([1.0, 0.5, 0.0])
+    figure.canvas.draw()  # a dollar sign begins no formula
+    inside = axes.get_window_extent()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 for box in boxes)
+    lines = {}
+    for box in boxes:
+        lines.setdefault(round(box.y0 / 10), []).append(box)
+    for line in lines.values():
+        assert all(left.x1 <= right.x0 + 1 for left, right in itertools.pairwise(line))
+
+
+def test_words_of_several_tokens():
+    tokenizer = byte_tokenizer(77)
+    ids = tokenizer("a red cat", add_special_tokens=False)["input_ids"]
+    assert split_words(tokenizer, ids) == [("a", 1), ("red", 3), ("cat", 3)]
+    assert split_words(tokenizer, ids[:-1]) == [("a", 1), ("red", 3), ("ca", 2)]  # cut by the window
+    assert split_words(tokenizer, []) == []
+
+
+def test_labels_are_short_and_distinct(tmp_path):
+    for name in ("a/best", "b/best", "mine"):
+        (tmp_path / name).mkdir(parents=True)
+    one, two, three = (str(tmp_path / name) for name in ("a/best", "b/best", "mine"))
+    assert labels(["toy/clip", one, three]) == ["toy/clip", "best", "mine"]
+    assert labels(["toy/clip", one, two]) == ["toy/clip", "a/best", "b/best"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"encoders": []}, "at least one encoder"),
+        ({"encoders": ["toy/clip", "toy/clip"]}, "none twice"),
+        ({"encoders": ["toy/klip"]}, "Did you mean toy/clip"),
+        ({"prompt": None}, "neither data nor a prompt"),
+        ({"prompt": "  \n"}, "holds no words"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"data": "nowhere.json"}, "are not there"),
+    ],
+)
+def test_what_cannot_be_used_is_told(encoders, tmp_path, settings, message):
+    given = {"encoders": encoders[1:], "output": str(tmp_path), "prompt": "a cat"} | settings
+    with pytest.raises(UserError, match=message):
+        evaluate_attention(AttentionConfig(**given))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_siglip_folder_is_refused_with_its_reason(tmp_path):
+    tiny_siglip().save(tmp_path / "siglip")
+    with pytest.raises(UserError, match="SigLIP has no causal mask"):
+        evaluate_attention(AttentionConfig([str(tmp_path / "siglip")], str(tmp_path / "out"), prompt="a cat"))
