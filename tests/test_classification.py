@@ -1,0 +1,302 @@
+"""Zero-shot classification: the published layouts, the arithmetic, and a brute-force run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_clip import save_tiny_clip
+
+from debias_diffusion.backbones import load_backbone
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval import classification
+from debias_diffusion.eval.classification import (
+    BENCHMARKS,
+    CIFAR_TEMPLATES,
+    IMAGENET_TEMPLATES,
+    ClassificationConfig,
+    class_features,
+    classify,
+    evaluate_classification,
+    imagenet_wnids,
+    plot,
+    read_by_wnid,
+    top1,
+    wilson_interval,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"))
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+
+
+def image_folders(root: Path, names: list[str], drawn: int, suffix: str = "JPEG") -> Path:
+    """One image in each folder; only the first `drawn` are real images, to save time."""
+    for index, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        if index < drawn:
+            picture(index).save(root / name / f"picture_{index}.{suffix}", format="PNG")
+    return root
+
+
+def make_cifar_10(root: Path, labels: list[int]) -> Path:
+    root.mkdir()
+    names = "".join(f"{name}\n" for name in CIFAR_10) + "\n"  # the published file ends in an empty line
+    (root / "batches.meta.txt").write_text(names)
+    rows = [bytes([label]) + np.asarray(picture(i)).transpose(2, 0, 1).tobytes() for i, label in enumerate(labels)]
+    (root / "test_batch.bin").write_bytes(b"".join(rows))
+    return root
+
+
+def make_cifar_100(root: Path, labels: list[tuple[int, int]]) -> Path:
+    root.mkdir()
+    (root / "fine_label_names.txt").write_text("".join(f"class_{i}\n" for i in range(100)))
+    (root / "coarse_label_names.txt").write_text("".join(f"coarse_{i}\n" for i in range(20)))
+    rows = [bytes(label) + np.asarray(picture(i)).transpose(2, 0, 1).tobytes() for i, label in enumerate(labels)]
+    (root / "test.bin").write_bytes(b"".join(rows))
+    return root
+
+
+def run(model: str, dataset: str, data: Path, output: Path, **options) -> dict:
+    return evaluate_classification(
+        ClassificationConfig(model, dataset, str(data), str(output), device="cpu", **options)
+    )
+
+
+def fewer_templates(monkeypatch, dataset: str) -> None:
+    """Two of the 80: the tests' time goes into prompts."""
+    few = replace(BENCHMARKS[dataset], templates=IMAGENET_TEMPLATES[:2])
+    monkeypatch.setitem(classification.BENCHMARKS, dataset, few)
+
+
+def by_hand(model: str, pictures: list[Image.Image], classes: list[str], templates) -> list[int]:
+    """The class of each picture, one image and one prompt at a time."""
+    backbone = load_backbone(model).eval()
+    with torch.inference_mode():
+        means = []
+        for name in classes:
+            total = 0
+            for template in templates:
+                feature = backbone.encode_text(backbone.tokenize([template(name)]))[0].double()
+                total = total + feature / feature.norm()
+            means.append(total / total.norm())
+        guesses = []
+        for image in pictures:
+            feature = backbone.encode_image(backbone.preprocess(image)[None])[0].double()
+            guesses.append(max(range(len(classes)), key=lambda index: float(feature @ means[index])))
+    return guesses
+
+
+def test_the_order_of_the_classes():
+    wnids = imagenet_wnids()
+    assert len(wnids) == len(set(wnids)) == len(open_clip.IMAGENET_CLASSNAMES) == 1000
+    assert wnids == sorted(wnids)
+    names = dict(zip(wnids, open_clip.IMAGENET_CLASSNAMES, strict=True))
+    assert names["n01440764"] == "tench" and names["n15075141"] == "toilet paper"
+    # the pairs that share a word, which lists of names mixed up
+    assert names["n02012849"] == "crane bird" and names["n03126707"] == "construction crane"
+
+
+def test_templates_are_the_published_ones():
+    written = [template("X") for template in CIFAR_TEMPLATES]
+    assert len(set(written)) == 18
+    assert {"a photo of a X.", "a photo of the X.", "a photo of the big X.", "a bad photo of a X."} <= set(written)
+    assert len({template("X") for template in IMAGENET_TEMPLATES}) == 80
+
+
+def test_imagenet_1k_layout(tmp_path):
+    wnids = imagenet_wnids()
+    root = image_folders(tmp_path / "val", wnids[::-1], drawn=3)  # made in reverse order: the last three classes
+    data = BENCHMARKS["imagenet-1k"].read(str(root))
+    assert data.labels == [997, 998, 999]
+    assert [record.caption for record in data.records] == list(open_clip.IMAGENET_CLASSNAMES[-3:])
+    assert data.classes == list(open_clip.IMAGENET_CLASSNAMES)
+
+
+def test_imagenet_v2_folders_are_numbers_not_text(tmp_path):
+    root = image_folders(tmp_path / "v2", [str(index) for index in range(1000)], drawn=12, suffix="jpeg")
+    data = BENCHMARKS["imagenet-v2"].read(str(root))
+    assert data.labels == list(range(12))
+    assert [record.image.split("/")[0] for record in data.records] == [str(index) for index in range(12)]
+    assert [record.caption for record in data.records] == list(open_clip.IMAGENET_CLASSNAMES[:12])
+    (root / "517").rmdir()
+    with pytest.raises(UserError, match="lacks 1 of imagenet-v2's 1000 class folders, such as 517"):
+        BENCHMARKS["imagenet-v2"].read(str(root))
+
+
+@pytest.mark.parametrize("dataset", ["imagenet-a", "imagenet-o"])
+def test_200_classes_compete_and_the_run_equals_brute_force(dataset, model, tmp_path, monkeypatch):
+    fewer_templates(monkeypatch, dataset)
+    wnids = imagenet_wnids()[3::5]
+    root = image_folders(tmp_path / "data", wnids, drawn=12)
+    (root / "README.txt").write_text("as in the published archive")
+    (root / wnids[1] / "broken.JPEG").write_bytes(b"no image")
+    report = run(model, dataset, root, tmp_path / "out", batch_size=7)
+    assert (report["images"], report["classes"]) == (12, 200)
+    assert [record["where"] for record in report["left_out"]] == [f"{wnids[1]}/broken.JPEG"]
+    classes = list(open_clip.IMAGENET_CLASSNAMES[3::5])
+    guesses = by_hand(model, [picture(index) for index in range(12)], classes, IMAGENET_TEMPLATES[:2])
+    assert len(set(guesses)) > 1
+    right = [100.0 * (guess == label) for label, guess in enumerate(guesses)]
+    assert [row["top1_percent"] for row in report["per_class"]] == right
+    assert report["top1_percent"] == pytest.approx(sum(right) / 12)
+    assert "200" in report["note"]
+
+
+def test_cifar_10_run_equals_brute_force_and_leaves_its_files(model, tmp_path, capsys):
+    # The labels are the guesses by hand, but for three: so top-1 is known.
+    guesses = by_hand(model, [picture(index) for index in range(20)], CIFAR_10, CIFAR_TEMPLATES)
+    assert len(set(guesses)) > 1
+    labels = [(guess + (index < 3)) % 10 for index, guess in enumerate(guesses)]
+    report = run(model, "cifar-10", make_cifar_10(tmp_path / "cifar", [*labels, 200]), tmp_path / "out", batch_size=6)
+    assert report["top1_percent"] == pytest.approx(100 * 17 / 20)
+    assert report["images"] == 20 and report["classes"] == 10 and len(report["templates"]) == 18
+    assert [record["kind"] for record in report["left_out"]] == ["unknown class"]
+    assert "image 20" in report["left_out"][0]["where"]
+    assert json.loads((tmp_path / "out" / "classification.json").read_text()) == report
+    assert Image.open(tmp_path / "out" / "classification.png").size[0] > 100
+    printed = capsys.readouterr().out
+    assert "85.00" in printed and "left out test_batch.bin, image 20" in printed
+
+
+def test_cifar_100_reads_the_fine_label_and_the_colours(tmp_path):
+    data = BENCHMARKS["cifar-100"].read(str(make_cifar_100(tmp_path / "cifar", [(3, 99), (19, 0)])))
+    assert data.labels == [99, 0]
+    assert [record.caption for record in data.records] == ["class 99", "class 0"]  # spaces for underscores
+    for index, record in enumerate(data.records):
+        assert np.array_equal(np.asarray(data.images.open(record.image)), np.asarray(picture(index)))
+
+
+def test_the_order_of_the_files_does_not_matter(model, tmp_path, monkeypatch):
+    fewer_templates(monkeypatch, "imagenet-a")
+    root = image_folders(tmp_path / "data", imagenet_wnids()[:200], drawn=6)
+    for index in range(3):
+        picture(50 + index).save(root / "n01440764" / f"more_{index}.JPEG", format="PNG")
+    listed = Path.iterdir
+    before = run(model, "imagenet-a", root, tmp_path / "one")
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(sorted(listed(self), reverse=True)))
+    after = run(model, "imagenet-a", root, tmp_path / "two")
+    for name in ("top1_percent", "per_class", "digests"):
+        assert before[name] == after[name]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: (root / "n00000000").mkdir(), "'n00000000'.*200 folders named by WordNet id"),
+        (lambda root: next(root.iterdir()).rmdir(), "holds 199 class folders, and imagenet-o has 200"),
+        (lambda root: None, "class folders of .* are empty"),
+    ],
+)
+def test_a_wrong_folder_is_told(spoil, message, tmp_path):
+    root = image_folders(tmp_path / "data", imagenet_wnids()[:200], drawn=0)
+    spoil(root)
+    with pytest.raises(UserError, match=message):
+        read_by_wnid(str(root), "imagenet-o", 200)
+
+
+def test_no_folder_is_told(tmp_path):
+    with pytest.raises(UserError, match="is no folder"):
+        read_by_wnid(str(tmp_path / "none"), "imagenet-1k", 1000)
+    with pytest.raises(UserError, match="holds no folders"):
+        read_by_wnid(str(tmp_path), "imagenet-1k", 1000)
+
+
+def test_cifar_pickles_are_not_opened(tmp_path):
+    (tmp_path / "test_batch").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    (tmp_path / "batches.meta").write_bytes(b"x")
+    with pytest.raises(UserError, match="no test_batch.bin.*cifar-10-binary.tar.gz.*pickle can run code"):
+        BENCHMARKS["cifar-10"].read(str(tmp_path))
+
+
+def test_a_cifar_file_cut_short_or_of_the_other_cifar_is_told(tmp_path):
+    root = make_cifar_10(tmp_path / "cifar", [1, 2])
+    (root / "test_batch.bin").write_bytes((root / "test_batch.bin").read_bytes()[:-1])
+    with pytest.raises(UserError, match="6145 bytes"):
+        BENCHMARKS["cifar-10"].read(str(root))
+    root = make_cifar_100(tmp_path / "cifar-100", [(1, 2)])
+    (root / "fine_label_names.txt").write_text("apple\n")
+    with pytest.raises(UserError, match="names 1 classes, and cifar-100 has 100"):
+        BENCHMARKS["cifar-100"].read(str(root))
+
+
+def test_an_unknown_dataset_is_told(model, tmp_path):
+    with pytest.raises(UserError, match="'imagenet_a'. Did you mean imagenet-a"):
+        run(model, "imagenet_a", tmp_path, tmp_path / "out")
+
+
+def test_class_features_are_means_of_normalised_features(model):
+    backbone = load_backbone(model).eval()
+    templates = CIFAR_TEMPLATES[:3]
+    got = class_features(backbone, ["cat", "dog", "cat"], templates, 2, "cpu")
+    assert torch.equal(got[0], got[2])
+    with torch.inference_mode():
+        encoded = [backbone.encode_text(backbone.tokenize([template("dog")]))[0].double() for template in templates]
+    mean = sum(feature / feature.norm() for feature in encoded)
+    assert torch.allclose(got[1], mean / mean.norm(), atol=1e-6)
+    # Not the mean of the features as they are: their lengths differ.
+    plain = sum(encoded)
+    assert not torch.allclose(got[1], plain / plain.norm(), atol=1e-6)
+
+
+# Small whole numbers, so that ties and zero vectors are frequent.
+rows = st.lists(st.lists(st.integers(-2, 2), min_size=3, max_size=3), min_size=1, max_size=9)
+
+
+@settings(max_examples=150)
+@given(rows, rows, st.integers(1, 10))
+def test_classify_equals_brute_force_with_ties_for_any_block(images, classes, block):
+    def unit(row):
+        row = torch.tensor(row, dtype=torch.float64)
+        return row / row.norm() if row.norm() > 0 else row
+
+    got = classify(torch.tensor(images).float(), torch.tensor(classes).float(), block).tolist()
+    for guess, image in zip(got, images, strict=True):
+        similarities = [float(unit(image) @ unit(row)) for row in classes]
+        assert guess == next(i for i, value in enumerate(similarities) if value >= max(similarities) - 1e-6)
+
+
+def test_classify_and_top1_in_a_closed_form():
+    classes = torch.eye(4)
+    images = torch.tensor([[9.0, 1, 0, 0], [0, 2, 1, 0], [0, 0, 0, 5], [0, 0, 3, 1]])
+    guesses = classify(images, classes).tolist()
+    assert guesses == [0, 1, 3, 2]
+    numbers = top1(guesses, [0, 0, 3, 2], ["a", "b", "c", "d"])
+    assert numbers["top1_percent"] == 75
+    assert numbers["mean_per_class_percent"] == pytest.approx((50 + 100 + 100) / 3)
+    assert [(row["class"], row["images"], row["top1_percent"]) for row in numbers["per_class"]] == [
+        ("a", 2, 50.0),
+        ("c", 1, 100.0),
+        ("d", 1, 100.0),
+    ]
+    assert plot(numbers, "imagenet-a").axes[0].lines[0].get_ydata().tolist() == [50, 100, 100]
+
+
+def test_of_classes_equal_up_to_rounding_the_first_is_taken():
+    images, classes = torch.tensor([[1.0, 0]]), torch.tensor([[1, 1e-5], [1, 0]])
+    assert classify(images, classes).tolist() == [0]
+    assert classify(images, torch.tensor([[1, 1e-2], [1, 0]])).tolist() == [1]
+
+
+def test_classify_refuses_nan():
+    with pytest.raises(UserError, match="NaN"):
+        classify(torch.tensor([[float("nan"), 1]]), torch.eye(2))
+
+
+def test_wilson_interval_of_known_counts():
+    assert wilson_interval(8, 10) == pytest.approx((49.02, 94.33), abs=0.01)  # Wilson 1927's formula, by hand
+    assert wilson_interval(0, 10)[0] == 0 and wilson_interval(10, 10)[1] == pytest.approx(100)
