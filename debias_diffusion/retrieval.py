@@ -3,7 +3,9 @@
 Here rather than in the evaluation because training watches it.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,8 @@ from tqdm import tqdm
 
 from .backbones import Backbone
 from .data.dataset import UNREADABLE, unreadable
-from .data.images import ImageFolder
+from .data.images import ImageSource
+from .data.shards import ShardImages
 from .data.sharegpt4v import BadRecord, Record
 from .errors import UserError
 
@@ -20,68 +23,109 @@ from .errors import UserError
 # another block, differs by float32 rounding; without a tolerance that would decide ranks.
 TIE = 1e-6
 
+READERS = 4  # threads that read images; decoding and resizing let go of Python's lock
+
 
 def recall_at_k(
-    image_features: Tensor, text_features: Tensor, ks: Sequence[int] = (1, 5, 10), block: int = 1024
+    image_features: Tensor,
+    text_features: Tensor,
+    ks: Sequence[int] = (1, 5, 10),
+    block: int = 1024,
+    image_of: Sequence[int] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """The share of queries whose own partner is among the k most similar candidates, by cosine similarity.
+    """The share of queries that find a partner of theirs among the k most similar candidates, by cosine similarity.
 
-    Ties cannot flatter: the partner's rank is 1 + the number of other candidates at least as similar as it (within
-    1e-6), so it stands last among equals. Duplicates in the data are such ties too. If all features are the same,
-    recall is 0 for k below the number of pairs.
+    Text to image, each caption is a query and its image the one partner. Image to text, each image is a query, and one
+    of its captions among the k is enough: its most similar one counts.
+
+    Ties cannot flatter: a partner's rank is 1 + the number of strangers at least as similar as it (within 1e-6), so it
+    stands last among equals. Duplicates in the data are such ties too. If all features are the same, recall is 0 for k
+    up to the number of strangers. An image's other captions are no strangers and harm nothing.
 
     Args:
         image_features: [N, D], finite; need not be normalised.
-        text_features: [N, D]; row i is the caption of image i.
+        text_features: [M, D]
         ks: ranks to report, each at least 1.
-        block: queries compared at once; memory grows with block * N, never with N * N.
+        block: images, and captions, compared at once; memory grows with block * block, never with N * M.
+        image_of: the row of each caption's image, [M], each image at least once; None: row i is image i's, N = M.
 
     Returns:
         {"text_to_image": {"R@1": percent, ...}, "image_to_text": {...}}
 
     Raises:
-        UserError: shapes differ or are empty, a feature is not finite, or a k is below 1.
+        UserError: shapes do not fit or are empty, an image has no caption, a feature is not finite, or a k is below 1.
     """
-    if image_features.ndim != 2 or image_features.shape != text_features.shape or len(image_features) == 0:
-        raise UserError(
-            f"recall_at_k got image features {tuple(image_features.shape)} and text features "
-            f"{tuple(text_features.shape)}. Both must be [N, D] with the same N >= 1 and D."
-        )
+    owners = _owners(image_features, text_features, image_of)
     if not (image_features.isfinite().all() and text_features.isfinite().all()):
         raise UserError("recall_at_k got features that are NaN or infinite. Check the model's weights.")
     if min(ks, default=0) < 1:
         raise UserError(f"recall_at_k got ks={tuple(ks)}. Give at least one k, each at least 1.")
-    # In double precision rounding stays far below TIE.
-    images = F.normalize(image_features.double(), dim=1)
-    texts = F.normalize(text_features.double(), dim=1)
-    recalls = {}
-    for direction, queries, candidates in (("text_to_image", texts, images), ("image_to_text", images, texts)):
-        ranks = _ranks(queries, candidates, block)
-        recalls[direction] = {f"R@{k}": 100.0 * (ranks <= k).double().mean().item() for k in ks}
-    return recalls
+    text_ranks, image_ranks = _ranks(image_features, text_features, owners, block)
+    return {
+        direction: {f"R@{k}": 100.0 * (ranks <= k).double().mean().item() for k in ks}
+        for direction, ranks in (("text_to_image", text_ranks), ("image_to_text", image_ranks))
+    }
 
 
-def _ranks(queries: Tensor, candidates: Tensor, block: int) -> Tensor:
-    """The rank of candidate i for query i, from 1, last among equals. All [N, D], normalised; returns [N]."""
-    ranks = []
-    for start in range(0, len(queries), block):
-        similarity = queries[start : start + block] @ candidates.T  # [B, N]
-        partner = similarity.diagonal(offset=start)  # [B]
-        ranks.append((similarity >= partner[:, None] - TIE).sum(dim=1))  # the partner itself is the 1
-    return torch.cat(ranks)
+def _owners(image_features: Tensor, text_features: Tensor, image_of: Sequence[int] | None) -> Tensor:
+    """The row of each caption's image, [M]. Raises UserError when the features do not fit it."""
+    shapes = f"image features {tuple(image_features.shape)} and text features {tuple(text_features.shape)}"
+    fit = image_features.ndim == text_features.ndim == 2 and image_features.shape[1] == text_features.shape[1]
+    images, texts = len(image_features), len(text_features)
+    if not fit or images == 0 or (image_of is None and images != texts):
+        raise UserError(
+            f"recall_at_k got {shapes}. Both must be [N, D] with the same N >= 1 and D, or [N, D] and [M, D] with "
+            "image_of."
+        )
+    owners = torch.arange(texts) if image_of is None else torch.as_tensor(image_of, dtype=torch.long, device="cpu")
+    if owners.shape != (texts,) or not torch.equal(owners.unique(), torch.arange(images)):
+        raise UserError(
+            f"recall_at_k got {shapes} and image_of of {len(owners)} rows. It must name the image of each caption, "
+            f"from 0 to {images - 1}, and each image at least once."
+        )
+    return owners.to(image_features.device)
+
+
+def _ranks(images: Tensor, texts: Tensor, owners: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The ranks, from 1, of each caption's image [M] and of each image's best caption [N], last among equals.
+
+    Every block of similarities is computed once and serves both directions.
+    """
+    text_blocks = [slice(start, start + block) for start in range(0, len(texts), block)]
+    own = torch.cat([(_unit(images[owners[part]]) * _unit(texts[part])).sum(dim=1) for part in text_blocks])  # [M]
+    best = own.new_full((len(images),), -torch.inf).scatter_reduce_(0, owners, own, "amax")  # [N]
+    text_ranks, image_ranks = torch.ones_like(owners), owners.new_ones(len(images))
+    for start in range(0, len(images), block):
+        queries = _unit(images[start : start + block])
+        least = best[start : start + block, None] - TIE
+        for part in text_blocks:
+            similarity = queries @ _unit(texts[part]).T  # [B, B]
+            row = owners[part] - start
+            mine = ((row >= 0) & (row < len(queries))).nonzero()[:, 0]
+            similarity[row[mine], mine] = -torch.inf  # only strangers are counted
+            text_ranks[part] += (similarity >= own[part] - TIE).sum(dim=0)
+            image_ranks[start : start + block] += (similarity >= least).sum(dim=1)
+    return text_ranks, image_ranks
+
+
+def _unit(features: Tensor) -> Tensor:
+    """Rows of length 1, in double precision, in which rounding stays far below TIE."""
+    return F.normalize(features.double(), dim=1)
 
 
 @torch.inference_mode()
 def encode_images(
     backbone: Backbone,
     records: Sequence[Record],
-    images: ImageFolder,
+    images: ImageSource,
     batch_size: int,
     device: torch.device | str,
     progress: bool = True,
     read: Callable | None = None,
 ) -> tuple[Tensor, list[int], list[BadRecord]]:
     """The image features [M, D] on the CPU, the positions of the M records they belong to, and the unreadable rest.
+
+    While a batch is encoded, threads read the next.
 
     Args:
         read: what `images` opens to what `backbone.encode_image` takes; None: `backbone.preprocess`.
@@ -90,18 +134,27 @@ def encode_images(
         UserError: none of the images can be read.
     """
     read = read or backbone.preprocess
+
+    def load(record: Record) -> Tensor | BadRecord:
+        try:
+            return read(images.open(record.image))
+        except UNREADABLE as error:
+            return unreadable(record, error)
+
     features, good, bad = [], [], []
-    for start in tqdm(range(0, len(records), batch_size), desc="images", disable=not progress):
-        batch = []
-        for index, record in enumerate(records[start : start + batch_size], start):
-            try:
-                batch.append(read(images.open(record.image)))
-            except UNREADABLE as error:
-                bad.append(unreadable(record, error))
-            else:
-                good.append(index)
-        if batch:
-            features.append(backbone.encode_image(torch.stack(batch).to(device)).float().cpu())
+    starts = range(0, len(records), batch_size)
+    # A shard that two threads open at once is closed under one of them.
+    with ThreadPoolExecutor(1 if isinstance(images, ShardImages) else READERS) as readers:
+        ahead = deque()  # two batches at most, or the whole data set would lie in memory
+        for start in tqdm(starts, desc="images", disable=not progress):
+            while len(ahead) < 2 and (upcoming := start + len(ahead) * batch_size) < len(records):
+                ahead.append([readers.submit(load, record) for record in records[upcoming : upcoming + batch_size]])
+            loaded = [future.result() for future in ahead.popleft()]
+            batch = [image for image in loaded if not isinstance(image, BadRecord)]
+            good += [start + place for place, image in enumerate(loaded) if not isinstance(image, BadRecord)]
+            bad += [image for image in loaded if isinstance(image, BadRecord)]
+            if batch:
+                features.append(backbone.encode_image(torch.stack(batch).to(device)).float().cpu())
     if not features:
         raise UserError(
             f"None of the {len(records)} images can be read from {str(images.root)!r}. The first fault: "
@@ -129,7 +182,7 @@ def encode_texts(
 def encode_pairs(
     backbone: Backbone,
     records: Sequence[Record],
-    images: ImageFolder,
+    images: ImageSource,
     batch_size: int,
     device: torch.device | str,
     progress: bool = True,

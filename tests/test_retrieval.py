@@ -1,6 +1,7 @@
 """Recall at k against brute force and closed forms, and a retrieval evaluation on real photographs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.report import digest, table, weights_digest
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.retrieval import encode_pairs, recall_at_k
+from debias_diffusion.retrieval import encode_images, encode_pairs, recall_at_k
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 
@@ -65,6 +66,79 @@ def test_recall_of_random_features_equals_brute_force():
         assert got["image_to_text"][f"R@{k}"] == pytest.approx(brute_force(texts, images, k))
 
 
+def brute_force_of_several(images, texts, image_of, k):
+    """(text to image, image to text) in percent, one comparison at a time. Any of an image's captions will do."""
+    images = [row / row.norm() if row.norm() > 0 else row for row in images.double()]
+    texts = [row / row.norm() if row.norm() > 0 else row for row in texts.double()]
+    found = 0
+    for text, image in zip(texts, image_of, strict=True):
+        own = float(text @ images[image])
+        found += sum(float(text @ other) >= own - 1e-6 for j, other in enumerate(images) if j != image) < k
+    reached = 0
+    for i, image in enumerate(images):
+        hit = False
+        for text, owner in zip(texts, image_of, strict=True):
+            if owner == i:
+                own = float(image @ text)
+                strangers = [
+                    t for t, o in zip(texts, image_of, strict=True) if o != i and float(image @ t) >= own - 1e-6
+                ]
+                hit = hit or len(strangers) < k
+        reached += hit
+    return 100 * found / len(texts), 100 * reached / len(images)
+
+
+# One to three captions for each of a few images, in any order.
+several = st.integers(1, 6).flatmap(
+    lambda n: st.lists(st.integers(1, 3), min_size=n, max_size=n).flatmap(
+        lambda counts: st.tuples(
+            st.lists(st.lists(st.integers(-2, 2), min_size=3, max_size=3), min_size=n, max_size=n),
+            st.permutations([image for image, count in enumerate(counts) for _ in range(count)]),
+            st.lists(st.lists(st.integers(-2, 2), min_size=3, max_size=3), min_size=sum(counts), max_size=sum(counts)),
+        )
+    )
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(several, st.integers(1, 8), st.integers(1, 9))
+def test_recall_with_several_captions_equals_brute_force_with_ties_for_any_block(given_features, k, block):
+    images, image_of, texts = given_features
+    images, texts = torch.tensor(images, dtype=torch.float32), torch.tensor(texts, dtype=torch.float32)
+    got = recall_at_k(images, texts, ks=(k,), block=block, image_of=image_of)
+    expected = brute_force_of_several(images, texts, image_of, k)
+    assert (got["text_to_image"][f"R@{k}"], got["image_to_text"][f"R@{k}"]) == pytest.approx(expected)
+
+
+def test_recall_with_five_random_captions_an_image_equals_brute_force():
+    generator = torch.Generator().manual_seed(5)
+    image_of = [image for image in range(20) for _ in range(5)]
+    images = torch.randn(20, 8, generator=generator)
+    texts = images[image_of] + 2 * torch.randn(100, 8, generator=generator)
+    got = recall_at_k(images, texts, block=7, image_of=image_of)
+    for k in (1, 5, 10):
+        numbers = got["text_to_image"][f"R@{k}"], got["image_to_text"][f"R@{k}"]
+        assert numbers == pytest.approx(brute_force_of_several(images, texts, image_of, k))
+    assert 0 < got["text_to_image"]["R@1"] < got["image_to_text"]["R@1"] < 100  # one of five captions is enough
+
+
+def test_duplicates_among_several_captions():
+    eye = torch.eye(2)
+    # the same caption twice for one image harms nobody
+    perfect = {"text_to_image": {"R@1": 100.0}, "image_to_text": {"R@1": 100.0}}
+    assert recall_at_k(eye, eye[[0, 0, 1]], ks=(1,), image_of=[0, 0, 1]) == perfect
+    # the same caption for both images ties: with itself no image is found at 1, with another of its own it is
+    shared = recall_at_k(eye, torch.stack([eye.sum(0), eye.sum(0), eye[1]]), ks=(1, 2), image_of=[0, 1, 1])
+    assert shared["text_to_image"] == {"R@1": pytest.approx(100 / 3), "R@2": 100.0}
+    assert shared["image_to_text"] == {"R@1": 50.0, "R@2": 100.0}
+
+
+@pytest.mark.parametrize("image_of", [[0, 1], [0, 1, 3], [0, 0, 0], [0, 1, -1], [0, 1, 1, 0]])
+def test_owners_that_do_not_fit_are_refused(image_of):
+    with pytest.raises(UserError, match="from 0 to 1, and each image at least once"):
+        recall_at_k(torch.ones(2, 4), torch.ones(3, 4), image_of=image_of)
+
+
 def test_recall_in_closed_form():
     eye = torch.eye(20)
     assert set(recall_at_k(eye, eye)["text_to_image"].values()) == {100.0}
@@ -104,8 +178,9 @@ def test_memory_is_of_a_block_and_not_of_the_whole_matrix(monkeypatch):
     sizes, multiply = [], torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: sizes.append((len(a), b.shape[1])) or multiply(a, b))
     rows = torch.randn(100, 4)
-    recall_at_k(rows, rows, block=16)
-    assert {size for size, _ in sizes} == {16, 100 % 16}
+    recall_at_k(rows, rows[:30].repeat(4, 1)[:101], block=16, image_of=[*range(100), 7])
+    assert {size for size, _ in sizes} == {16, 100 % 16} and {size for _, size in sizes} == {16, 101 % 16}
+    assert len(sizes) == 7 * 7  # once for both directions
 
 
 @pytest.mark.parametrize(
@@ -137,6 +212,19 @@ def test_encode_pairs_equals_one_by_one(tiny_clip):
     assert image_features.std(dim=0).mean() > 1e-3 and text_features.std(dim=0).mean() > 1e-3
 
 
+def test_images_are_read_ahead_in_order_and_unreadable_ones_named(tiny_clip):
+    """Threads read; what comes of it is as if one after the other, whatever the batch."""
+    backbone = load_backbone(tiny_clip).eval()
+    good = read_sharegpt4v(PHOTOGRAPHS).records[:5]
+    broken = [replace(good[0], image=f"no-such-{number}.png") for number in range(3)]
+    records, images = [broken[0], *good[:2], *broken[1:], *good[2:]], ImageFolder(skimage.data_dir)
+    expected, _, _ = encode_images(backbone, good, images, 1, "cpu", progress=False)
+    for batch_size in (1, 2, 3, 100):
+        features, places, bad = encode_images(backbone, records, images, batch_size, "cpu", progress=False)
+        torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-4)
+        assert places == [1, 2, 5, 6, 7] and [f"no-such-{n}" in bad[n].detail for n in range(3)] == [True] * 3
+
+
 def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, tmp_path, capsys):
     entries = json.loads(PHOTOGRAPHS.read_text())
     broken = dict(entries[0], image="no-such.png")
@@ -156,7 +244,9 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, tmp_pa
     assert 0 <= report["recall_percent"]["image_to_text"]["R@1"] < 100
     printed = capsys.readouterr().out
     assert "no-such.png" in printed and "text to image" in printed
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["retrieval.json"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"retrieval.json", "retrieval.png"}
+    lengths = [load_backbone(tiny_clip).tokenizer.count(entry["conversations"][1]["value"]) for entry in entries[:5]]
+    assert report["images"] == 5 and report["captions_over_window"] == sum(length > 77 for length in lengths) > 0
 
 
 def test_identical_entries_never_score_at_rank_one(tiny_clip, tmp_path):

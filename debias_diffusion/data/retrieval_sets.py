@@ -1,0 +1,448 @@
+"""Retrieval benchmarks, each read from the layout that its authors publish (docs/evaluation.md shows the layouts)."""
+
+import csv
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from PIL import Image
+
+from ..errors import UserError, near_matches
+from .images import ImageFolder, ImageSource
+from .sharegpt4v import BadRecord, fold, is_text, sort_out
+
+CAPTIONS = 5  # of each image of COCO, which has up to seven; published numbers use the first five
+SHAREGPT4V_HELD_OUT = 1000  # its first entries, which nobody trains on
+SHAREGPT4V_FILE = "share-captioner_coco_lcs_sam_1246k_1107.json"
+# Where the images of ImageInWords' three parts lie, and the key of their name.
+IIW_PARTS = {"IIW-400": ("images_aar", "image/key"), "DCI_Test": ("photos", "image"), "DOCCI_Test": ("images", "image")}
+
+
+@dataclass(frozen=True)
+class RetrievalSet:
+    """Images, captions, and which captions belong to which image.
+
+    Attributes:
+        images: what `source` opens, [N].
+        captions: white space folded, [M].
+        image_of: the position in `images` of each caption's image, [M]; every image has a caption.
+        source: opens the images.
+        bad: what was left out.
+    """
+
+    images: list[str]
+    captions: list[str]
+    image_of: list[int]
+    source: ImageSource
+    bad: list[BadRecord]
+
+    def first(self, count: int | None) -> "RetrievalSet":
+        """The first `count` images with all their captions; None: all."""
+        kept = [caption for caption, image in enumerate(self.image_of) if count is None or image < count]
+        return replace(
+            self,
+            images=self.images[:count],
+            captions=[self.captions[caption] for caption in kept],
+            image_of=[self.image_of[caption] for caption in kept],
+        )
+
+    def digest(self) -> str:
+        """sha256, in hexadecimal, of the captions and of the images' names."""
+        total = hashlib.sha256()
+        for part in (self.images, self.captions, self.image_of):
+            total.update(json.dumps(part).encode() + b"\n")
+        return total.hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One image with its captions as a benchmark's files have them: anything, or nothing, may stand for either."""
+
+    where: str
+    image: object
+    captions: Sequence[object]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """How one benchmark is read.
+
+    Attributes:
+        parts: the folder -> (where it stands, part) for each part that an entry is made of.
+        read: (where, part) -> Entry; ValueError("kind: detail") for one that cannot be read.
+        needs: the files and folders that must be there.
+        images: the folders that images lie in. With several, an image's name begins with its folder. Where the only one
+            is not there, images lie in the benchmark's own folder.
+        page: where it is downloaded from.
+    """
+
+    parts: Callable[[Path], Iterable[tuple[str, object]]]
+    read: Callable[..., Entry]
+    needs: tuple[str, ...]
+    images: tuple[str, ...]
+    page: str
+
+
+class _Folders:
+    """Opens images whose names begin with one of several folders. Each may be a link to somewhere else."""
+
+    def __init__(self, root: Path, folders: Sequence[str]):
+        self.root = root
+        self._folders = {folder: ImageFolder(root / folder) for folder in folders}
+
+    def _find(self, image: str) -> tuple[ImageFolder, str]:
+        folder, _, name = image.partition("/")
+        return self._folders[folder], name
+
+    def open(self, image: str) -> Image.Image:
+        folder, name = self._find(image)
+        return folder.open(name)
+
+    def is_there(self, image: str) -> bool:
+        folder, name = self._find(image)
+        return folder.is_there(name)
+
+    def stamp(self, image: str) -> bytes:
+        folder, name = self._find(image)
+        return folder.stamp(name)
+
+
+def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
+    """A benchmark of `BENCHMARKS` from its folder, in the order of its files.
+
+    Entries of the same image file become one image with several captions. What cannot be decoded, and an empty caption
+    of an image that has others, is left out and named in `bad`. Whether an image can be decoded shows when it is
+    opened.
+
+    Raises:
+        UserError: there is no such benchmark, the folder has another layout, a file is damaged as a whole, or an
+            entry is without its image or without a caption, by the file's name.
+    """
+    if name not in BENCHMARKS:
+        raise UserError(
+            f"There is no retrieval benchmark {name!r}.{near_matches(name, BENCHMARKS)} "
+            f"Choose one of: {', '.join(BENCHMARKS)}."
+        )
+    benchmark, root = BENCHMARKS[name], Path(root)
+    if not root.is_dir():
+        raise UserError(f"The folder {str(root)!r} is not there. Give the folder that {name} lies in.")
+    missing = [part for part in benchmark.needs if not (root / part).exists()]
+    if missing:
+        raise UserError(
+            f"The folder {str(root)!r} has no {missing[0]!r}, so it is not {name} as published. It must hold "
+            f"{', '.join(benchmark.needs)}; they come from {benchmark.page}."
+        )
+    found = sort_out(((part[0], part) for part in benchmark.parts(root)), lambda part: benchmark.read(*part))
+    return _grouped(name, root, found.records, found.bad, _images(root, benchmark.images))
+
+
+def _images(root: Path, folders: Sequence[str]) -> ImageSource:
+    if len(folders) > 1:
+        return _Folders(root, folders)
+    return ImageFolder(root / folders[0] if (root / folders[0]).is_dir() else root)
+
+
+def _grouped(name: str, root: Path, entries: list[Entry], bad: list[BadRecord], source: ImageSource) -> RetrievalSet:
+    """The entries by image. Raises UserError for one without image or caption, and when there are none."""
+    by_image: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if not is_text(entry.image):
+            raise UserError(
+                f"{entry.where} of {name} in {str(root)!r} names no image, found {entry.image!r}. Download it again."
+            )
+        by_image.setdefault(entry.image, []).append(entry)
+    if not by_image:
+        first = f" The first fault: {bad[0]}." if bad else ""
+        raise UserError(f"{name} in {str(root)!r} has no entry that can be read.{first} Download it again.")
+    missing = [image for image in by_image if not source.is_there(image)]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of the {len(by_image)} images of {name} are not in {str(source.root)!r}. The first is "
+            f"{missing[0]!r}, of {by_image[missing[0]][0].where}. A benchmark is evaluated whole: unpack all of it."
+        )
+    captions, image_of, empty = [], [], []
+    for position, (image, own) in enumerate(by_image.items()):
+        given = [(entry.where, caption) for entry in own for caption in entry.captions]
+        texts = [fold(caption, where) for where, caption in given if is_text(caption) and caption.strip()]
+        if not texts:
+            raise UserError(
+                f"{own[0].where} of {name} in {str(root)!r} has no caption for the image {image!r}. Download it again."
+            )
+        empty += [BadRecord(own[0].where, "empty caption", f"image {image}")] * (len(given) - len(texts))
+        captions += texts
+        image_of += [position] * len(texts)
+    return RetrievalSet(list(by_image), captions, image_of, source, bad + empty)
+
+
+def _load(path: Path, shape: type):
+    """A JSON file that holds a `shape`. Raises UserError when it does not."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise UserError(f"{str(path)!r} cannot be read as JSON ({error}). Download it again.") from None
+    if not isinstance(content, shape):
+        raise UserError(f"{str(path)!r} holds a {type(content).__name__}, not a {shape.__name__}. Download it again.")
+    return content
+
+
+def _fields(part) -> dict:
+    """A part that must be a JSON object. Raises ValueError("kind: detail")."""
+    if not isinstance(part, dict):
+        raise ValueError(f"not an object: found {type(part).__name__}")
+    return part
+
+
+def _parsed(text: str) -> dict:
+    """A JSON object in text. Raises ValueError("kind: detail")."""
+    try:
+        part = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"bad JSON: {getattr(error, 'msg', error)}, it begins {text[:40]!r}") from None
+    return _fields(part)
+
+
+def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
+    """(where, line) of each line that is not blank; bytes that are no UTF-8 become U+FFFD."""
+    with open(root / name, encoding="utf-8-sig", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"{name}, line {number}", line
+
+
+def _text(path: Path) -> str | None:
+    """A text file; None where there is none. Raises ValueError("kind: detail") for one that is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        raise ValueError(f"not UTF-8: {path.name}") from None
+
+
+# ---- Urban1k
+
+
+def _urban1k(root: Path) -> Iterator[tuple[str, Path]]:
+    # Names from both folders, so that neither an image nor a caption can go missing unnoticed.
+    names = {
+        path.stem
+        for folder, ending in (("caption", ".txt"), ("image", ".jpg"))
+        for path in (root / folder).iterdir()
+        if path.suffix.lower() == ending and not path.name.startswith(".")
+    }
+    for name in sorted(names):
+        yield f"caption/{name}.txt", root / "caption" / f"{name}.txt"
+
+
+def _read_urban1k(where: str, path: Path) -> Entry:
+    """The caption is the file's first line, as in Long-CLIP's script."""
+    return Entry(where, f"{path.stem}.jpg", (_text(path) or "").split("\n")[:1])
+
+
+# ---- DCI and Long-DCI
+
+
+def _dci(root: Path) -> Iterator[tuple[str, Path]]:
+    """Every annotation of every split: 7,805, the whole benchmark."""
+    for names in _load(root / "splits.json", dict).values():
+        for name in names if isinstance(names, list) else []:
+            path = root / "annotations" / str(name)
+            if not path.is_file():
+                raise UserError(f"splits.json of dci names {str(path)!r}, which is not there. Unpack all of it.")
+            yield f"annotations/{name}", path
+
+
+def _read_dci(where: str, path: Path) -> Entry:
+    """Short and extra caption together, as DCI's `get_extended_caption`; a full stop between them where none is."""
+    fields = _parsed(_text(path) or "")
+    captions = (fields.get(key) for key in ("short_caption", "extra_caption"))
+    parts = [caption.strip() for caption in captions if is_text(caption) and caption.strip()]
+    parts[:-1] = [part if part[-1] in ".!?" else f"{part}." for part in parts[:-1]]
+    return Entry(where, fields.get("image"), (" ".join(parts),))
+
+
+def _long_dci(root: Path) -> Iterator[tuple[str, dict]]:
+    path = root / "dci_long.csv"
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+            for row in csv.DictReader(file, delimiter="\t"):
+                yield f"dci_long.csv, image {row.get('filepath')}", row
+    except csv.Error as error:
+        raise UserError(f"{str(path)!r} cannot be read as tab-separated values ({error}). Download it again.") from None
+
+
+def _read_long_dci(where: str, row: dict) -> Entry:
+    if "filepath" not in row or "title" not in row:
+        raise ValueError(f"not a row of filepath and title: its columns are {', '.join(map(str, row))}")
+    return Entry(where, row["filepath"], (row["title"],))
+
+
+# ---- DOCCI and ImageInWords
+
+
+def _docci(root: Path) -> Iterator[tuple[str, str]]:
+    """Lines of the test split, and those whose split cannot be read."""
+    for where, line in _lines(root, "docci_descriptions.jsonlines"):
+        try:
+            wanted = _parsed(line).get("split") == "test"
+        except ValueError:
+            wanted = True
+        if wanted:
+            yield where, line
+
+
+def _read_docci(where: str, line: str) -> Entry:
+    fields = _parsed(line)
+    return Entry(where, fields.get("image_file"), (fields.get("description"),))
+
+
+def _iiw(root: Path) -> Iterator[tuple[str, str]]:
+    for part in IIW_PARTS:
+        yield from _lines(root, f"{part}/data.jsonl")
+
+
+def _read_iiw(where: str, line: str) -> Entry:
+    """The description that a person wrote ("IIW"). DOCCI's images are named there without .jpg."""
+    folder, key = IIW_PARTS[where.partition("/")[0]]
+    fields = _parsed(line)
+    image = fields.get(key)
+    if is_text(image):
+        image = f"{folder}/{image if image.lower().endswith('.jpg') else f'{image}.jpg'}"
+    return Entry(where, image, (fields.get("IIW"),))
+
+
+# ---- ShareGPT4V
+
+
+def _sharegpt4v(root: Path) -> Iterator[tuple[str, object]]:
+    for index, entry in enumerate(_load(root / SHAREGPT4V_FILE, list)[:SHAREGPT4V_HELD_OUT]):
+        yield f"{SHAREGPT4V_FILE}, entry {index}", entry
+
+
+def _read_sharegpt4v(where: str, entry) -> Entry:
+    fields = _fields(entry)
+    try:
+        captions = (fields["conversations"][1]["value"],)
+    except (KeyError, IndexError, TypeError):
+        captions = ()
+    return Entry(where, fields.get("image"), captions)
+
+
+# ---- COCO and Flickr30k
+
+
+def _objects(path: Path, key: str) -> list[dict]:
+    """The list of JSON objects under `key`. Raises UserError when there is none."""
+    found = _load(path, dict).get(key)
+    if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
+        raise UserError(f"{str(path)!r} has no list of objects named {key!r}. Download it again.")
+    return found
+
+
+def _coco(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
+    """The images, each with its first captions in the file's order."""
+    name = "annotations/captions_val2017.json"
+    captions: dict[str, list] = {}
+    for annotation in _objects(root / name, "annotations"):
+        captions.setdefault(str(annotation.get("image_id")), []).append(annotation.get("caption"))
+    for image in _objects(root / name, "images"):
+        own = captions.get(str(image.get("id")), [])
+        yield f"{name}, image {image.get('id')}", (image.get("file_name"), own[:CAPTIONS])
+
+
+def _flickr30k_test(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
+    """The 1,000 test images of Karpathy's split."""
+    name = "dataset_flickr30k.json"
+    for image in _objects(root / name, "images"):
+        if image.get("split") == "test":
+            sentences = image.get("sentences")
+            sentences = sentences if isinstance(sentences, list) else []
+            raw = [sentence.get("raw") for sentence in sentences if isinstance(sentence, dict)]
+            yield f"{name}, image {image.get('filename')}", (image.get("filename"), raw)
+
+
+def _read_pair(where: str, pair: tuple[object, list]) -> Entry:
+    return Entry(where, *pair)
+
+
+def _flickr30k(root: Path) -> Iterator[tuple[str, str]]:
+    return _lines(root, "results_20130124.token")
+
+
+def _read_flickr30k(where: str, line: str) -> Entry:
+    """A line "name.jpg#0<tab>caption". The five of an image are joined afterwards, as all entries of one image are."""
+    image, tab, caption = line.rstrip("\r\n").partition("\t")
+    name, number_sign, _ = image.rpartition("#")
+    if not tab or not number_sign:
+        raise ValueError(f"not a line of image#number, tab, caption: it begins {line[:40]!r}")
+    return Entry(where, name, (caption,))
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "urban1k": Benchmark(
+        _urban1k,
+        _read_urban1k,
+        ("caption", "image"),
+        ("image",),
+        "https://huggingface.co/datasets/BeichenZhang/Urban1k",
+    ),
+    "dci": Benchmark(
+        _dci,
+        _read_dci,
+        ("splits.json", "annotations", "photos"),
+        ("photos",),
+        "https://github.com/facebookresearch/DCI",
+    ),
+    "long-dci": Benchmark(
+        _long_dci,
+        _read_long_dci,
+        ("dci_long.csv",),
+        ("photos",),
+        "https://huggingface.co/datasets/mderakhshani/Long-DCI",
+    ),
+    "docci": Benchmark(
+        _docci,
+        _read_docci,
+        ("docci_descriptions.jsonlines", "images"),
+        ("images",),
+        "https://google.github.io/docci/#downloads",
+    ),
+    "iiw": Benchmark(
+        _iiw,
+        _read_iiw,
+        (*(f"{part}/data.jsonl" for part in IIW_PARTS), *(folder for folder, _ in IIW_PARTS.values())),
+        tuple(folder for folder, _ in IIW_PARTS.values()),
+        "https://github.com/google/imageinwords/tree/main/datasets",
+    ),
+    "sharegpt4v-1k": Benchmark(
+        _sharegpt4v,
+        _read_sharegpt4v,
+        (SHAREGPT4V_FILE,),
+        (".",),
+        "https://huggingface.co/datasets/Lin-Chen/ShareGPT4V",
+    ),
+    "coco": Benchmark(
+        _coco,
+        _read_pair,
+        ("annotations/captions_val2017.json", "val2017"),
+        ("val2017",),
+        "https://cocodataset.org/#download",
+    ),
+    "flickr30k": Benchmark(
+        _flickr30k,
+        _read_flickr30k,
+        ("results_20130124.token", "flickr30k-images"),
+        ("flickr30k-images",),
+        "https://shannon.cs.illinois.edu/DenotationGraph/",
+    ),
+    "flickr30k-test": Benchmark(
+        _flickr30k_test,
+        _read_pair,
+        ("dataset_flickr30k.json", "flickr30k-images"),
+        ("flickr30k-images",),
+        "https://cs.stanford.edu/people/karpathy/deepimagesent/",
+    ),
+}

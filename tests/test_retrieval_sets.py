@@ -1,0 +1,374 @@
+"""Each retrieval benchmark from a tiny folder in the layout that its authors publish, and what is wrong with some."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tiny_clip import save_tiny_clip
+
+from debias_diffusion.data import retrieval_sets
+from debias_diffusion.data.retrieval_sets import BENCHMARKS, read_retrieval_set
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
+
+COLOURS = ("red", "green", "blue", "white", "grey", "black")
+
+
+def draw(path: Path, colour: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = Image.new("RGB", (32, 32), COLOURS[colour % len(COLOURS)])
+    picture.putpixel((colour % 32, 0), (colour, 0, 0))
+    picture.save(path, format="PNG")  # Pillow tells the kind by the bytes, and PNG keeps the pixel
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def urban1k(root: Path) -> dict:
+    """Urban1k/image/1.jpg beside Urban1k/caption/1.txt"""
+    for number in (1, 2, 10):
+        draw(root / "image" / f"{number}.jpg", number)
+        write(root / "caption" / f"{number}.txt", f"Street {number}.  A car  stands there.\nNot part of it.\n")
+    write(root / "caption" / ".DS_Store", "macOS")
+    return {f"{number}.jpg": [f"Street {number}. A car stands there."] for number in (1, 10, 2)}
+
+
+def dci(root: Path) -> dict:
+    """densely_captioned_images/{splits.json, annotations/, complete/, photos/}"""
+    entries = {
+        "113029-data.json": ("sa_1545038.jpg", "A balcony", "It has  a rail.\nIt is grey."),
+        "113106-data.json": ("sa_1545118.jpg", "A pump.", "It is red."),
+        "113159-data.json": ("sa_1545173.jpg", "A cat!", ""),
+    }
+    for index, (name, (image, short, extra)) in enumerate(entries.items()):
+        masks = {"0": {"idx": 0, "label": "a", "caption": "not used", "mask_quality": 0, "parent": -1}}
+        entry = {"image": image, "short_caption": short, "extra_caption": extra, "mask_data": masks, "mask_keys": ["0"]}
+        write(root / "annotations" / name, json.dumps(entry))
+        draw(root / "photos" / image, index)
+    write(root / "annotations" / "9-data.json", json.dumps({"image": "x.jpg", "short_caption": "In no split."}))
+    names = list(entries)
+    write(root / "splits.json", json.dumps({"train": names[:1], "valid": names[1:2], "test": names[2:]}))
+    return {
+        "sa_1545038.jpg": ["A balcony. It has a rail. It is grey."],
+        "sa_1545118.jpg": ["A pump. It is red."],
+        "sa_1545173.jpg": ["A cat!"],
+    }
+
+
+def long_dci(root: Path) -> dict:
+    """dci_long.csv, tab-separated with quotes where needed, and DCI's photos"""
+    rows = [("sa_1.jpg", 'A "sign" in a window.'), ("sa_2.jpg", "First line.\nSecond line."), ("sa_3.jpg", "Plain.")]
+    with open(root / "dci_long.csv", "w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+        writer.writerows([("filepath", "title"), *rows])
+    for index, (image, _) in enumerate(rows):
+        draw(root / "photos" / image, index)
+    return {image: [" ".join(caption.split())] for image, caption in rows}
+
+
+def docci(root: Path) -> dict:
+    """docci_descriptions.jsonlines and images/"""
+    rows = []
+    for split, number in (("train", 0), ("test", 0), ("qual_test", 0), ("test", 1)):
+        name = f"{split}_{number:05}"
+        description = f"A high angle view of {name}. A leaf lies on it."
+        rows.append({"example_id": name, "split": split, "image_file": f"{name}.jpg", "description": description})
+        draw(root / "images" / f"{name}.jpg", number)
+    write_lines(root / "docci_descriptions.jsonlines", rows)
+    return {f"test_0000{n}.jpg": [f"A high angle view of test_0000{n}. A leaf lies on it."] for n in (0, 1)}
+
+
+def iiw(root: Path) -> dict:
+    """IIW-400/, DCI_Test/ and DOCCI_Test/ with a data.jsonl each; the images are DOCCI's, DCI's and DOCCI's"""
+    write_lines(root / "IIW-400" / "data.jsonl", [{"IIW": "A globe.", "IIW-P5B": "No.", "image/key": "aar_test_04600"}])
+    write_lines(root / "DCI_Test" / "data.jsonl", [{"IIW": "A rail.", "ex_id": "1-data.json", "image": "sa_15.jpg"}])
+    write_lines(root / "DOCCI_Test" / "data.jsonl", [{"DOCCI": "No.", "IIW": "Towels.", "image": "test_00731"}])
+    images = {
+        "images_aar/aar_test_04600.jpg": "A globe.",
+        "photos/sa_15.jpg": "A rail.",
+        "images/test_00731.jpg": "Towels.",
+    }
+    for index, image in enumerate(images):
+        draw(root / image, index)
+    return {image: [caption] for image, caption in images.items()}
+
+
+def sharegpt4v(root: Path) -> dict:
+    """share-captioner_coco_lcs_sam_1246k_1107.json beside the folders that its paths start with"""
+    entries = []
+    for number in range(4):
+        image = f"sam/images/sa_{number}.jpg"
+        conversations = [{"from": "human", "value": "?"}, {"from": "gpt", "value": f"It is {number}.\nIt is small."}]
+        entries.append({"id": f"sa_{number}", "image": image, "conversations": conversations})
+        draw(root / image, number)
+    write(root / "share-captioner_coco_lcs_sam_1246k_1107.json", json.dumps(entries))
+    return {f"sam/images/sa_{number}.jpg": [f"It is {number}. It is small."] for number in range(3)}
+
+
+def coco(root: Path) -> dict:
+    """annotations/captions_val2017.json and val2017/; captions in no order, some images with more than five"""
+    images = [{"id": i, "file_name": f"{i:012}.jpg", "license": 4, "height": 32, "width": 32} for i in (397133, 37777)]
+    rows = [{"image_id": i, "id": 10 * n + i, "caption": f"{i} {n}. "} for n in range(6) for i in (37777, 397133)]
+    content = {"info": {}, "licenses": [], "images": images, "annotations": rows}
+    write(root / "annotations" / "captions_val2017.json", json.dumps(content))
+    for image in images:
+        draw(root / "val2017" / image["file_name"], image["id"])
+    return {f"{i:012}.jpg": [f"{i} {n}." for n in range(5)] for i in (397133, 37777)}
+
+
+def flickr30k(root: Path) -> dict:
+    """results_20130124.token and flickr30k-images/"""
+    names = ["1000092795.jpg", "10002456.jpg"]
+    write(
+        root / "results_20130124.token",
+        "".join(f"{name}#{number}\tMan {number} of {name} .\n" for name in names for number in range(5)),
+    )
+    for index, name in enumerate(names):
+        draw(root / "flickr30k-images" / name, index)
+    return {name: [f"Man {number} of {name} ." for number in range(5)] for name in names}
+
+
+def flickr30k_test(root: Path) -> dict:
+    """Karpathy's dataset_flickr30k.json and flickr30k-images/"""
+    images = []
+    for imgid, (split, name) in enumerate([("train", "1.jpg"), ("test", "2.jpg"), ("val", "3.jpg"), ("test", "4.jpg")]):
+        sentences = [
+            {"tokens": ["man", str(n)], "raw": f"Man {n} of {name}.", "imgid": imgid, "sentid": 5 * imgid + n}
+            for n in range(5)
+        ]
+        sentids = [sentence["sentid"] for sentence in sentences]
+        images.append({"sentids": sentids, "imgid": imgid, "sentences": sentences, "split": split, "filename": name})
+        draw(root / "flickr30k-images" / name, imgid)
+    write(root / "dataset_flickr30k.json", json.dumps({"images": images, "dataset": "flickr30k"}))
+    return {name: [f"Man {n} of {name}." for n in range(5)] for name in ("2.jpg", "4.jpg")}
+
+
+LAYOUTS = {
+    "urban1k": urban1k,
+    "dci": dci,
+    "long-dci": long_dci,
+    "docci": docci,
+    "iiw": iiw,
+    "sharegpt4v-1k": sharegpt4v,
+    "coco": coco,
+    "flickr30k": flickr30k,
+    "flickr30k-test": flickr30k_test,
+}
+
+
+@pytest.fixture
+def fewer_of_sharegpt4v(monkeypatch):
+    monkeypatch.setattr(retrieval_sets, "SHAREGPT4V_HELD_OUT", 3)
+
+
+@pytest.mark.usefixtures("fewer_of_sharegpt4v")
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_in_its_authors_layout(name, tmp_path):
+    expected = LAYOUTS[name](tmp_path)
+    found = read_retrieval_set(name, tmp_path)
+    assert found.bad == [] and found.images == list(expected)
+    assert [found.captions[i] for i in range(len(found.captions))] == [c for own in expected.values() for c in own]
+    assert [found.images[i] for i in found.image_of] == [image for image, own in expected.items() for _ in own]
+    for image in found.images:
+        assert found.source.open(image).size == (32, 32) and len(found.source.stamp(image)) == 16
+    # the first so many images, with their captions
+    first = found.first(1)
+    assert (first.images, first.captions) == (found.images[:1], expected[found.images[0]])
+    assert first.image_of == [0] * len(first.captions)
+    assert first.digest() != found.digest() == read_retrieval_set(name, str(tmp_path)).digest()
+
+
+def test_the_held_out_entries_of_sharegpt4v_are_the_first_thousand():
+    assert retrieval_sets.SHAREGPT4V_HELD_OUT == 1000
+
+
+def test_the_photos_of_long_dci_may_lie_beside_it_and_image_folders_may_be_links(tmp_path):
+    expected = long_dci(tmp_path)
+    for photo in (tmp_path / "photos").iterdir():
+        shutil.move(photo, tmp_path / photo.name)
+    (tmp_path / "photos").rmdir()
+    assert read_retrieval_set("long-dci", tmp_path).images == list(expected)
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    iiw(linked)
+    shutil.move(linked / "photos", tmp_path / "elsewhere")
+    (linked / "photos").symlink_to(tmp_path / "elsewhere")
+    found = read_retrieval_set("iiw", linked)
+    assert len([found.source.open(image) for image in found.images]) == 3
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+FAULTS = [
+    ("urban1k", lambda root: (root / "image" / "2.jpg").unlink(), r"1 of the 3 images.*'2.jpg', of caption/2.txt"),
+    ("urban1k", lambda root: (root / "caption" / "2.txt").unlink(), r"caption/2.txt.*no caption for the image '2.jpg'"),
+    ("urban1k", lambda root: write(root / "caption" / "1.txt", " \nNot read."), r"caption/1.txt.*no caption"),
+    ("urban1k", lambda root: shutil.rmtree(root / "caption"), r"no 'caption'.*huggingface.co/datasets/BeichenZhang"),
+    (
+        "dci",
+        lambda root: (root / "annotations" / "113106-data.json").unlink(),
+        r"names .*113106-data.json",
+    ),
+    ("dci", lambda root: (root / "photos" / "sa_1545118.jpg").unlink(), r"'sa_1545118.jpg', of annotations/113106"),
+    ("dci", lambda root: write(root / "splits.json", "[1"), r"splits.json' cannot be read as JSON"),
+    ("dci", lambda root: write(root / "splits.json", "{}"), "no entry that can be read"),
+    ("long-dci", lambda root: change(root / "dci_long.csv", "Plain.", ""), r"dci_long.csv, image sa_3.jpg.*no caption"),
+    ("docci", lambda root: (root / "images" / "test_00001.jpg").unlink(), r"'test_00001.jpg', of docci_desc.*line 4"),
+    ("iiw", lambda root: (root / "DOCCI_Test" / "data.jsonl").unlink(), "DOCCI_Test/data.jsonl"),
+    (
+        "iiw",
+        lambda root: change(root / "DCI_Test/data.jsonl", '"IIW"', '"no"'),
+        r"DCI_Test/.*line 1.*no caption",
+    ),
+    (
+        "iiw",
+        lambda root: change(root / "DCI_Test/data.jsonl", '"image"', '"no"'),
+        "DCI_Test/.*line 1.*no image",
+    ),
+    ("sharegpt4v-1k", lambda root: (root / "sam" / "images" / "sa_2.jpg").unlink(), r"sa_2.jpg', of share-.*entry 2"),
+    ("sharegpt4v-1k", lambda root: write(root / retrieval_sets.SHAREGPT4V_FILE, "{}"), "holds a dict, not a list"),
+    ("coco", lambda root: (root / "val2017" / "000000037777.jpg").unlink(), "1 of the 2 images.*image 37777"),
+    ("coco", lambda root: write(root / "annotations" / "captions_val2017.json", '{"images": []}'), "'annotations'"),
+    (
+        "flickr30k",
+        lambda root: (root / "flickr30k-images/10002456.jpg").unlink(),
+        "10002456.jpg', of res.*line 6",
+    ),
+    ("flickr30k-test", lambda root: change(root / "dataset_flickr30k.json", '"images"', '"x"'), "named 'images'"),
+]
+
+
+@pytest.mark.usefixtures("fewer_of_sharegpt4v")
+@pytest.mark.parametrize(("name", "spoil", "message"), FAULTS)
+def test_an_entry_without_image_or_caption_is_an_error_that_names_its_file(name, spoil, message, tmp_path):
+    LAYOUTS[name](tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=message):
+        read_retrieval_set(name, tmp_path)
+
+
+def test_what_cannot_be_decoded_is_left_out_and_named(tmp_path):
+    docci(tmp_path)
+    with open(tmp_path / "docci_descriptions.jsonlines", "a") as file:
+        file.write("{broken\n[1]\n\n")
+    found = read_retrieval_set("docci", tmp_path)
+    assert [(bad.kind, bad.where.split(", ")[1]) for bad in found.bad] == [
+        ("bad JSON", "line 5"),
+        ("not an object", "line 6"),
+    ]
+    assert len(found.images) == 2
+    flickr = tmp_path / "flickr"
+    flickr.mkdir()
+    flickr30k(flickr)
+    change(flickr / "results_20130124.token", "#1\tMan 1 of 1000092795.jpg .", "#1\t ")
+    change(flickr / "results_20130124.token", "#2\tMan", " Man")
+    found = read_retrieval_set("flickr30k", flickr)
+    assert [bad.kind for bad in found.bad] == ["not a line of image#number, tab, caption", "empty caption"]
+    assert [found.image_of.count(image) for image in (0, 1)] == [3, 5]
+    urban = tmp_path / "urban"
+    urban1k(urban)
+    (urban / "caption" / "2.txt").write_bytes(b"\xff\xfe\xff")
+    assert [str(bad) for bad in read_retrieval_set("urban1k", urban).bad] == ["caption/2.txt: not UTF-8 (2.txt)"]
+
+
+def test_entries_of_one_image_are_one_image_with_several_captions(tmp_path):
+    docci(tmp_path)
+    again = {"example_id": "x", "split": "test", "image_file": "test_00000.jpg", "description": "Again."}
+    with open(tmp_path / "docci_descriptions.jsonlines", "a") as file:
+        file.write(json.dumps(again) + "\n")
+    found = read_retrieval_set("docci", tmp_path)
+    assert found.images == ["test_00000.jpg", "test_00001.jpg"] and found.image_of == [0, 0, 1]
+    assert found.captions[1] == "Again."
+
+
+@pytest.mark.parametrize(
+    ("name", "root", "message"), [("urban", ".", "Did you mean urban1k"), ("coco", "nowhere", "nowhere' is not there")]
+)
+def test_no_such_benchmark_or_folder(name, root, message):
+    with pytest.raises(UserError, match=message):
+        read_retrieval_set(name, root)
+
+
+# ---- evaluated
+
+
+@pytest.fixture(scope="module")
+def tiny_clip(tmp_path_factory) -> str:
+    return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"))
+
+
+def test_a_benchmark_with_five_captions_an_image_is_evaluated(tiny_clip, tmp_path):
+    flickr30k(tmp_path)
+    with open(tmp_path / "results_20130124.token", "a") as file:
+        file.write(f"10002456.jpg#5\t{'word ' * 90}\n")
+    report = evaluate_retrieval(
+        RetrievalConfig(tiny_clip, output=str(tmp_path / "out"), dataset="flickr30k", root=str(tmp_path), batch_size=3)
+    )
+    assert report == json.loads((tmp_path / "out" / "retrieval.json").read_text())
+    assert (report["images"], report["pairs"], report["captions_over_window"]) == (2, 11, 1)
+    assert report["digests"]["data"] == read_retrieval_set("flickr30k", tmp_path).digest()
+    assert set(report["recall_percent"]["text_to_image"]) == {"R@1", "R@5", "R@10"}
+    assert report["recall_percent"]["text_to_image"]["R@5"] == 100.0  # of 2 images
+    assert report["recall_percent"]["image_to_text"]["R@1"] in (0.0, 50.0, 100.0)
+    assert report["settings"]["limit"] == "auto" and (tmp_path / "out" / "retrieval.png").stat().st_size > 1000
+
+
+def test_a_limit_counts_images_and_an_unreadable_image_takes_its_captions_along(tiny_clip, tmp_path):
+    coco(tmp_path)
+    settings = {"dataset": "coco", "root": str(tmp_path), "output": str(tmp_path / "out")}
+    assert evaluate_retrieval(RetrievalConfig(tiny_clip, limit=1, **settings))["pairs"] == 5
+    write(tmp_path / "val2017" / "000000397133.jpg", "no image")
+    report = evaluate_retrieval(RetrievalConfig(tiny_clip, **settings))
+    assert (report["images"], report["pairs"]) == (1, 5)
+    assert [bad["kind"] for bad in report["left_out"]] == ["unreadable image"]
+
+
+def test_more_unreadable_images_than_the_share_stop_the_evaluation(tiny_clip, tmp_path):
+    urban1k(tmp_path)
+    for name in ("1.jpg", "2.jpg"):
+        write(tmp_path / "image" / name, "no image")
+    settings = {"dataset": "urban1k", "root": str(tmp_path), "output": str(tmp_path / "out")}
+    with pytest.raises(UserError, match=r"2 of 3 records.*0.01.*--max-bad.*1.jpg"):
+        evaluate_retrieval(RetrievalConfig(tiny_clip, **settings))
+    assert not (tmp_path / "out").exists()
+    assert evaluate_retrieval(RetrievalConfig(tiny_clip, max_bad=0.7, **settings))["images"] == 1
+
+
+def test_a_benchmark_s_robustness(tiny_clip, tmp_path):
+    expected = urban1k(tmp_path)
+    report = evaluate_robustness(
+        RobustnessConfig(tiny_clip, output=str(tmp_path / "out"), dataset="urban1k", root=str(tmp_path))
+    )
+    assert report["pairs"] == len(expected) and report["one_sentence_captions"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "Give either --data"),
+        ({"data": "x.json", "dataset": "coco"}, "Give either --data"),
+        ({"data": "x.json", "root": "."}, "Give either --data"),
+        ({"dataset": "coco", "root": ".", "images": "."}, "Give either --data"),
+        ({"dataset": "coco"}, "root is not given"),
+        ({"dataset": "coco", "root": ".", "max_bad": 2}, "max_bad is 2"),
+        ({"dataset": "coco", "root": ".", "output": ""}, "--output"),
+        ({"dataset": "coco", "root": ".", "limit": 0}, "limit=0"),
+    ],
+)
+def test_unusable_settings(change, message):
+    with pytest.raises(UserError, match=message):
+        evaluate_retrieval(RetrievalConfig(**({"model": "ViT-B-32", "output": "out"} | change)))
