@@ -1,0 +1,653 @@
+"""DPG-Bench (Hu et al. 2024, ELLA): does a picture show what its dense prompt says? Asked proposition by proposition.
+
+A question about each proposition of the prompt is put to a visual question answering (VQA) model. A proposition counts
+only when those it depends on hold too: a truck that is not there is not red.
+"""
+
+import csv
+import hashlib
+import json
+import os
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from tqdm import tqdm
+from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor, PreTrainedTokenizerBase
+
+from debias_diffusion.data import BadRecord
+from debias_diffusion.data.dataset import UNREADABLE
+from debias_diffusion.data.images import decoded
+from debias_diffusion.devices import pick_device
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.files import changed_settings, held, sha256, write_json
+from debias_diffusion.tokens import clean, clip_tokenizer
+
+from .inputs import check_batch_size, print_left_out
+from .report import digest, table, versions
+
+COLUMNS = (
+    "item_id",
+    "text",
+    "keywords",
+    "proposition_id",
+    "dependency",
+    "category_broad",
+    "category_detailed",
+    "tuple",
+    "question_natural_language",
+)
+# Where the bands of positions start. SOT stands at 0; 20 is the first position that stretching moves; a window of 77
+# ends with EOT at 76, so that text from there on is lost to it.
+BANDS = (1, 20, 40, 60, 76, 112)
+UNPLACED = "not in the prompt"
+BAND_NAMES = (*(f"{start}-{end - 1}" for start, end in pairwise(BANDS)), f"{BANDS[-1]} and on", UNPLACED)
+GRID = 2  # pictures on a side of a published file
+NOTES = (
+    "The published numbers are of mPLUG-large. Answers of another model make another scale: compare only runs of the "
+    "same VQA model.",
+    "All rows of the CSV are read. The published script skips the first, and with it loses the first prompt where "
+    "other propositions depend on it.",
+    "A proposition holds when its answer is yes and all that it depends on hold. The published categories leave "
+    "dependencies out and take the last picture of a prompt alone; yes_percent leaves dependencies out too, but is of "
+    "all pictures.",
+)
+
+
+@dataclass
+class DpgBenchConfig:
+    """Settings of a DPG-Bench evaluation.
+
+    Attributes:
+        data: Folder of the published `dpg_bench`: `dpg_bench.csv`, and `prompts` with a text file a prompt.
+        images: Folder of the pictures. For the prompt `12.txt` either the folder `12` with one file a picture, or the
+            file `12.png` (or .jpg, .jpeg, .webp): a grid of 2 x 2 as the authors publish, or, with one picture a
+            prompt, the picture.
+        vqa: VQA model that answers: folder or hub id of a ViLT or BLIP in transformers' layout.
+        output: Folder for the results, `dpg_bench.json` and `dpg_bench.png`, and the answers, `answers.jsonl`. Answers
+            that are there are kept, if they were given with the same settings.
+        images_per_prompt: Pictures of each prompt.
+        batch_size: Questions asked at once.
+        device: Device to run on. The default is cuda where there is one, else cpu.
+    """
+
+    data: str
+    images: str
+    vqa: str
+    output: str
+    images_per_prompt: int = 4
+    batch_size: int = 16
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Proposition:
+    """One thing that a prompt says.
+
+    Attributes:
+        item: the prompt's id, the name of its file.
+        number: its own, unique within the prompt.
+        parents: the numbers of those it depends on.
+        category, detail: as published: attribute and color.
+        question: what is asked.
+        words: what names it; see `proposition_words`.
+    """
+
+    item: str
+    number: int
+    parents: tuple[int, ...]
+    category: str
+    detail: str
+    question: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DpgBench:
+    """The published files.
+
+    Attributes:
+        prompts: text by id, of the prompts that have propositions.
+        propositions: of each of them.
+        bad: the rows, and prompts, that cannot be used.
+        digest: of all files.
+    """
+
+    prompts: dict[str, str]
+    propositions: dict[str, list[Proposition]]
+    bad: list[BadRecord]
+    digest: str
+
+
+# (prompt's id, picture from 0, proposition's number)
+Key = tuple[str, int, int]
+# A picture and questions about it -> an answer to each.
+Ask = Callable[[Image.Image, Sequence[str]], list[str]]
+
+
+def read_dpg_bench(data: str) -> DpgBench:
+    """Reads `prompts/*.txt` and every row of `dpg_bench.csv`.
+
+    A row that cannot be used is left out and named in `bad`, and with it those that depend on it.
+
+    Raises:
+        UserError: a file is missing or has other columns, or nothing is left.
+    """
+    root = Path(data)
+    file, folder = root / "dpg_bench.csv", root / "prompts"
+    if not (file.is_file() and folder.is_dir()):
+        missing = folder if file.is_file() else file
+        raise UserError(f"{str(missing)!r} is not there. Give the folder dpg_bench of ELLA's repository.")
+    texts = {path.stem: path for path in sorted(folder.glob("*.txt"))}
+    prompts, bad = {}, []
+    for item, path in texts.items():
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+        if text:
+            prompts[item] = text
+        else:
+            bad.append(BadRecord(f"prompts/{path.name}", "empty prompt", "there is no text in it"))
+    rows = _read_rows(file)
+    propositions, wrong = parse_rows(rows, prompts)
+    bad += wrong
+    for item in [item for item in prompts if item not in propositions]:
+        bad.append(BadRecord(f"prompts/{item}.txt", "prompt without propositions", "no usable row names it"))
+        del prompts[item]
+    if not propositions:
+        raise UserError(f"{str(file)!r} has no usable row. The first fault: {bad[0] if bad else 'it has no rows'}.")
+    total = hashlib.sha256(sha256(file).encode())
+    for item, path in texts.items():
+        total.update(f"{item}\0{sha256(path)}\n".encode())
+    return DpgBench(prompts, propositions, bad, total.hexdigest())
+
+
+def _read_rows(file: Path) -> list[dict[str, str]]:
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines, restval="")
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise UserError(
+                    f"{str(file)!r} lacks the column {missing[0]}. Its columns must be {', '.join(COLUMNS)}."
+                )
+            return list(reader)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{str(file)!r} is no CSV file in UTF-8 ({reason(error)}). Download it again.") from error
+
+
+def parse_rows(
+    rows: Sequence[Mapping[str, str]], prompts: Mapping[str, str]
+) -> tuple[dict[str, list[Proposition]], list[BadRecord]]:
+    """The propositions of each prompt, in the rows' order, and the rows that cannot be used (row 1 follows the header).
+
+    A dependency of 0 is none.
+    """
+    keywords: dict[str, list[str]] = {}
+    for row in rows:
+        keywords.setdefault(row["item_id"].strip(), []).append(row["keywords"])
+    items: dict[str, dict[int, tuple[int, Proposition]]] = {}
+    bad = []
+    for place, row in enumerate(rows, 1):
+        item = row["item_id"].strip()
+        own = row["keywords"] if len(set(keywords[item])) > 1 or len(keywords[item]) == 1 else ""
+        try:
+            proposition = _parse(row, item, own)
+            if item not in prompts:
+                raise ValueError(f"there is no prompts/{item}.txt")
+            if proposition.number in items.get(item, ()):
+                raise ValueError(f"prompt {item} has a proposition {proposition.number} already")
+        except ValueError as error:
+            bad.append(BadRecord(f"row {place}", "unusable row", str(error)))
+        else:
+            items.setdefault(item, {})[proposition.number] = (place, proposition)
+    for numbered in items.values():
+        bad += _drop_ungrounded(numbered)
+    kept = {item: [proposition for _, proposition in numbered.values()] for item, numbered in items.items() if numbered}
+    return kept, bad
+
+
+def _parse(row: Mapping[str, str], item: str, keywords: str) -> Proposition:
+    try:
+        number = int(row["proposition_id"])
+        parents = tuple(int(part) for part in row["dependency"].split(",") if int(part) != 0)
+    except ValueError:
+        given = f"proposition_id {row['proposition_id']!r}, dependency {row['dependency']!r}"
+        raise ValueError(f"{given}: whole numbers are needed, in the dependency with commas between them") from None
+    question = row["question_natural_language"].strip()
+    if not question or number < 1:
+        raise ValueError("there is no question" if number >= 1 else f"proposition_id {number} is below 1")
+    words = proposition_words(keywords, row["tuple"])
+    category, detail = row["category_broad"].strip(), row["category_detailed"].strip()
+    return Proposition(item, number, parents, category, detail, question, words)
+
+
+def _drop_ungrounded(numbered: dict[int, tuple[int, Proposition]]) -> list[BadRecord]:
+    """Takes out the propositions whose dependencies lead to none that is there, or round in a circle."""
+    grounded: set[int] = set()
+    while True:
+        more = {
+            number
+            for number, (_, proposition) in numbered.items()
+            if number not in grounded and grounded.issuperset(proposition.parents)
+        }
+        if not more:
+            break
+        grounded |= more
+    lost = [number for number in numbered if number not in grounded]
+    dropped = [numbered.pop(number) for number in lost]
+    detail = "dependency {} leads to no proposition that is there, or round in a circle"
+    return [
+        BadRecord(f"row {place}", "unusable dependency", detail.format(list(proposition.parents)))
+        for place, proposition in dropped
+    ]
+
+
+def proposition_words(keywords: str, published_tuple: str) -> tuple[str, ...]:
+    """What names a proposition, in lower case: its keywords, or else what stands in its tuple's brackets.
+
+    >>> proposition_words("", "attribute - color (truck, Red)")
+    ('truck', 'red')
+    """
+    inside = re.search(r"\((.*)\)", published_tuple, re.DOTALL)
+    return tuple(re.findall(r"\w+", keywords.lower()) or re.findall(r"\w+", inside[1].lower() if inside else ""))
+
+
+def token_position(words: Iterable[str], prompt: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Where in the encoded prompt a proposition has been said at the earliest: SOT is 0, the first word 1.
+
+    Each word counts where it first stands in the prompt, as a whole word, in either case, with or without a plural's
+    s or es; the position is that of the last of them, because a red truck is not named before both words are read.
+    Words that are not in the prompt are passed over. None: none of them is.
+
+    Args:
+        words: of the proposition.
+        prompt: it is cleaned as captions are (`tokens.clean`).
+        tokenizer: CLIP's.
+    """
+    prompt = clean(prompt)
+    found = [re.search(rf"(?<!\w){re.escape(word.lower())}(?:s|es)?(?!\w)", prompt) for word in words]
+    starts = [match.start() for match in found if match]
+    return 1 + len(tokenizer.tokenize(prompt[: max(starts)])) if starts else None
+
+
+def band(position: int | None) -> str:
+    """The name of the band of `BANDS` that a position lies in."""
+    if position is None:
+        return UNPLACED
+    return BAND_NAMES[bisect_right(BANDS, position) - 1]
+
+
+def holds(propositions: Iterable[Proposition], yes: Mapping[int, bool]) -> dict[int, bool]:
+    """Which propositions of one picture hold: answered yes, and so are all that they depend on, however far back.
+
+    Args:
+        propositions: of one prompt, in any order; what they depend on is among them, without circles.
+        yes: by number.
+    """
+    by_number = {proposition.number: proposition for proposition in propositions}
+    result: dict[int, bool] = {}
+
+    def hold(number: int) -> bool:
+        if number not in result:
+            result[number] = bool(yes[number]) and all(hold(parent) for parent in by_number[number].parents)
+        return result[number]
+
+    return {number: hold(number) for number in by_number}
+
+
+def score(
+    propositions: Mapping[str, Sequence[Proposition]],
+    yes: Mapping[Key, bool],
+    images_per_prompt: int,
+    bands: Mapping[tuple[str, int], str],
+) -> dict:
+    """The scores, all in percent, 0 to 100.
+
+    Args:
+        propositions: of each prompt.
+        yes: every answer.
+        images_per_prompt: pictures of each prompt.
+        bands: of each proposition, by (prompt's id, number).
+
+    Returns:
+        score_percent: the mean over prompts, of the mean over their pictures, of the share of propositions that hold.
+        interval_percent: its bootstrap 95% interval over prompts.
+        by_category, by_detail, by_position: for each group the number of propositions, the share that holds, over all
+            pictures, and the share answered yes whatever they depend on.
+    """
+    per_prompt, outcomes = [], {"by_category": {}, "by_detail": {}, "by_position": {}}
+    for item, own in propositions.items():
+        shares = []
+        for picture in range(images_per_prompt):
+            answered = {proposition.number: yes[item, picture, proposition.number] for proposition in own}
+            holding = holds(own, answered)
+            shares.append(sum(holding.values()) / len(own))
+            for proposition in own:
+                names = {
+                    "by_category": proposition.category,
+                    "by_detail": f"{proposition.category} - {proposition.detail}",
+                    "by_position": bands[item, proposition.number],
+                }
+                outcome = (holding[proposition.number], answered[proposition.number])
+                for group, name in names.items():
+                    outcomes[group].setdefault(name, []).append(outcome)
+        per_prompt.append(sum(shares) / len(shares))
+    in_order = {group: sorted(names) for group, names in outcomes.items()}
+    in_order["by_position"] = [name for name in BAND_NAMES if name in outcomes["by_position"]]
+    return {
+        "score_percent": 100 * float(np.mean(per_prompt)),
+        "interval_percent": _bootstrap(per_prompt),
+        **{
+            group: {name: _shares(outcomes[group][name], images_per_prompt) for name in names}
+            for group, names in in_order.items()
+        },
+    }
+
+
+def _shares(outcomes: Sequence[tuple[bool, bool]], images_per_prompt: int) -> dict:
+    held_share, yes_share = (100 * float(np.mean(column)) for column in zip(*outcomes, strict=True))
+    return {"propositions": len(outcomes) // images_per_prompt, "holds_percent": held_share, "yes_percent": yes_share}
+
+
+def _bootstrap(values: Sequence[float], draws: int = 2000) -> list[float]:
+    """95% interval of the mean, in percent."""
+    values, rng = np.asarray(values), np.random.default_rng(0)
+    means = [values[rng.integers(0, len(values), len(values))].mean() for _ in range(draws)]
+    return [100 * float(edge) for edge in np.percentile(means, (2.5, 97.5))]
+
+
+def find_pictures(folder: str, items: Iterable[str], images_per_prompt: int) -> dict[str, list[Path]]:
+    """The files of each prompt's pictures: one each in a folder of the prompt's name, or one file for all.
+
+    Raises:
+        UserError: a prompt has none, or not as many as it should.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"The folder of pictures {folder!r} is not there.")
+    singles: dict[str, Path] = {}
+    for path in sorted(root.iterdir()):
+        if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp") and not path.name.startswith("."):
+            singles.setdefault(path.stem, path)
+    found, faults = {}, []
+    for item in items:
+        if (root / item).is_dir():
+            files = sorted(path for path in (root / item).iterdir() if not path.name.startswith("."))
+            if len(files) != images_per_prompt:
+                faults.append(f"the folder {item} holds {len(files)} files")
+        elif item in singles and images_per_prompt in (1, GRID**2):
+            files = [singles[item]]
+        else:
+            faults.append(f"there is neither a folder {item} nor a file {item}.png")
+            continue
+        found[item] = files
+    if faults:
+        raise UserError(
+            f"{folder!r} does not hold the pictures of {len(faults)} prompts: {faults[0]}. Each prompt needs "
+            f"images_per_prompt={images_per_prompt} pictures: one file each in a folder named as the prompt, or (for "
+            "4) one file with a grid of 2 x 2."
+        )
+    return found
+
+
+def open_picture(files: Sequence[Path], index: int, images_per_prompt: int) -> Image.Image:
+    """One picture as RGB: a file, or a quarter of a grid, which is read line by line as the published script does.
+
+    Raises:
+        UserError: it cannot be read, or a grid's sides are odd.
+    """
+    single = len(files) == 1 and images_per_prompt > 1
+    path = files[0] if single else files[index]
+    try:
+        with Image.open(path) as file:
+            image = decoded(file)
+        if not single:
+            return image
+        if image.width % GRID or image.height % GRID:
+            raise ValueError(f"{image.width} x {image.height} pixels are no grid of {GRID} x {GRID} pictures")
+    except UNREADABLE as error:
+        raise UserError(
+            f"The picture {str(path)!r} cannot be used: {reason(error)}. Draw it again; the answers so far are kept."
+        ) from error
+    width, height = image.width // GRID, image.height // GRID
+    row, column = divmod(index, GRID)
+    return image.crop((column * width, row * height, (column + 1) * width, (row + 1) * height))
+
+
+class VqaModel:
+    """A ViLT or a BLIP of transformers that answers questions about a picture.
+
+    Args:
+        model: its folder or hub id.
+        device: where it runs.
+
+    Raises:
+        UserError: it cannot be loaded, lacks weights, or is of another kind.
+    """
+
+    def __init__(self, model: str, device: torch.device):
+        try:
+            self.processor = AutoProcessor.from_pretrained(model)
+            # Files that are no safetensors are read with weights_only=True.
+            loaded, info = AutoModelForVisualQuestionAnswering.from_pretrained(
+                model, dtype=torch.float32, output_loading_info=True
+            )
+            if info["missing_keys"]:
+                missing = sorted(info["missing_keys"])
+                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            kind = loaded.config.model_type
+            if kind not in ("vilt", "blip"):
+                raise ValueError(f"it is a {kind}, which is asked in another way")
+        except Exception as error:  # whatever a wrong folder or a failed download raises
+            raise UserError(
+                f"The VQA model {model!r} could not be loaded: {reason(error)}. Give --vqa a folder or hub id of a "
+                "ViLT or BLIP for visual question answering, such as dandelin/vilt-b32-finetuned-vqa or "
+                "Salesforce/blip-vqa-base, with its processor's files."
+            ) from error
+        self.model, self.device = loaded.to(device).eval(), device
+
+    def __call__(self, image: Image.Image, questions: Sequence[str]) -> list[str]:
+        """An answer to each question, in lower case, without a full stop; the same whatever is asked with it."""
+        # By length, because transformers' BLIP reads padding as if it were part of the question.
+        groups: dict[int, list[int]] = {}
+        for index, question in enumerate(questions):
+            groups.setdefault(len(self.processor.tokenizer(question)["input_ids"]), []).append(index)
+        answers = [""] * len(questions)
+        for group in groups.values():
+            for index, answer in zip(group, self._answer(image, [questions[i] for i in group]), strict=True):
+                answers[index] = answer.strip().lower().rstrip(".")
+        return answers
+
+    @torch.inference_mode()
+    def _answer(self, image: Image.Image, questions: list[str]) -> list[str]:
+        """The answers to questions of one length."""
+        images = [image] * len(questions)
+        inputs = self.processor(images=images, text=questions, truncation=True, return_tensors="pt").to(self.device)
+        if self.model.config.model_type == "vilt":
+            # It looks at its patches in a random order, and with that rounds differently.
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                best = self.model(**inputs).logits.argmax(dim=-1).tolist()
+            return [self.model.config.id2label[index] for index in best]
+        ids = self.model.generate(**inputs, max_new_tokens=10, do_sample=False, num_beams=1)
+        return self.processor.batch_decode(ids, skip_special_tokens=True)
+
+
+class Answers:
+    """Answers in a JSONL file that grows by whole lines. The first line says what they were given with.
+
+    Args:
+        file: where they are kept.
+        settings: everything that decides an answer.
+
+    Raises:
+        UserError: the file holds answers given with other settings, or something else.
+    """
+
+    def __init__(self, file: Path, settings: dict):
+        self.file, self.given = file, {}
+        if not file.exists() or not self._read(settings):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
+
+    def _read(self, settings: dict) -> bool:
+        """Whether there is a first line; what follows is taken in, and half a line at the end cut off."""
+        content = self.file.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):  # the process was killed while it wrote
+            os.truncate(self.file, len(whole))
+        lines = whole.splitlines()
+        try:
+            before = json.loads(lines[0])["settings"] if lines else settings
+            for line in lines[1:]:
+                answer = json.loads(line)
+                self.given[answer["item"], answer["picture"], answer["proposition"]] = answer["answer"]
+        except (ValueError, TypeError, LookupError) as error:
+            raise UserError(
+                f"{str(self.file)!r} holds something other than answers ({reason(error)}). Give another output, or "
+                "remove it."
+            ) from error
+        if before != settings:
+            raise UserError(
+                f"The answers in {str(self.file)!r} were given with other settings: "
+                f"{changed_settings(before, settings)}. Give another output, go back to those settings, or remove it."
+            )
+        return bool(lines)
+
+    def add(self, answers: Mapping[Key, str]) -> None:
+        """Appends answers, on the disk before this returns."""
+        lines = [
+            json.dumps({"item": item, "picture": picture, "proposition": number, "answer": answer}, ensure_ascii=False)
+            for (item, picture, number), answer in answers.items()
+        ]
+        with open(self.file, "a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())
+        self.given |= answers
+
+
+def ask_missing(
+    answers: Answers,
+    bench: DpgBench,
+    pictures: Mapping[str, list[Path]],
+    config: DpgBenchConfig,
+    load: Callable[[], Ask],
+) -> None:
+    """Puts the questions that have no answer yet; `load` makes what answers them, if there are any."""
+    missing: dict[tuple[str, int], list[Proposition]] = {}
+    for item, own in bench.propositions.items():
+        for picture in range(config.images_per_prompt):
+            left = [proposition for proposition in own if (item, picture, proposition.number) not in answers.given]
+            if left:
+                missing[item, picture] = left
+    if not missing:
+        return
+    ask = load()
+    for (item, picture), own in tqdm(missing.items(), desc="pictures"):
+        image = open_picture(pictures[item], picture, config.images_per_prompt)
+        for start in range(0, len(own), config.batch_size):
+            part = own[start : start + config.batch_size]
+            texts = ask(image, [proposition.question for proposition in part])
+            answers.add(
+                {(item, picture, proposition.number): text for proposition, text in zip(part, texts, strict=True)}
+            )
+
+
+def plot(numbers: dict) -> Figure:
+    """The share that holds, by category and by position. A Figure of its own leaves pyplot alone."""
+    figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
+    titles = {"by_category": "by category", "by_position": "by position in the prompt (CLIP tokens)"}
+    for axes, (group, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
+        shares = {name: values["holds_percent"] for name, values in numbers[group].items()}
+        bars = axes.bar(list(shares), list(shares.values()))
+        axes.bar_label(bars, fmt="%.1f")
+        axes.set(title=title, ylim=(0, 110))
+        axes.tick_params(axis="x", labelrotation=30)
+    figure.axes[0].set_ylabel("propositions that hold (%)")
+    return figure
+
+
+def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
+    """DPG-Bench on pictures that are there; writes `dpg_bench.json`, `dpg_bench.png`, `answers.jsonl`; prints a table.
+
+    A run that was killed asks only what has no answer yet.
+
+    Returns:
+        What the file holds: settings, versions, digests, prompts, propositions, the scores of `score`, notes, the rows
+        left out, seconds.
+
+    Raises:
+        UserError: a setting cannot be used, a picture is missing or broken, or the answers in the output folder were
+            given with other settings.
+    """
+    started = time.monotonic()
+    check_batch_size(config.batch_size)
+    if config.images_per_prompt < 1:
+        raise UserError(f"images_per_prompt={config.images_per_prompt} is not allowed. Give a whole number from 1.")
+    bench = read_dpg_bench(config.data)
+    print_left_out(bench.bad)
+    pictures = find_pictures(config.images, bench.prompts, config.images_per_prompt)
+    device = pick_device(config.device)
+    settings = {
+        "data": bench.digest,
+        "pictures": _pictures_digest(pictures),
+        "vqa": digest(config.vqa) if os.path.exists(config.vqa) else config.vqa,
+        "images_per_prompt": config.images_per_prompt,
+    }
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    with held(output, f"Another process is writing to {config.output!r}. Wait for it, or give another output."):
+        answers = Answers(output / "answers.jsonl", settings)
+        ask_missing(answers, bench, pictures, config, lambda: VqaModel(config.vqa, device))
+    tokenizer = clip_tokenizer(77)
+    bands = {
+        (item, proposition.number): band(token_position(proposition.words, bench.prompts[item], tokenizer))
+        for item, own in bench.propositions.items()
+        for proposition in own
+    }
+    yes = {key: answer == "yes" for key, answer in answers.given.items()}
+    numbers = score(bench.propositions, yes, config.images_per_prompt, bands)
+    report = {
+        "settings": asdict(config),
+        "versions": versions(),
+        "digests": {name: settings[name] for name in ("data", "pictures", "vqa")},
+        "prompts": len(bench.prompts),
+        "propositions": sum(map(len, bench.propositions.values())),
+        **numbers,
+        "notes": list(NOTES),
+        "left_out": [asdict(record) for record in bench.bad],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    write_json(output / "dpg_bench.json", report)
+    plot(numbers).savefig(output / "dpg_bench.png")
+    _print(report)
+    return report
+
+
+def _pictures_digest(pictures: Mapping[str, list[Path]]) -> str:
+    total = hashlib.sha256()
+    for item, files in sorted(pictures.items()):
+        total.update(f"{item}\0{' '.join(map(sha256, files))}\n".encode())
+    return total.hexdigest()
+
+
+def _print(report: dict) -> None:
+    low, high = report["interval_percent"]
+    rows = [["all prompts", str(report["propositions"]), report["score_percent"], None]]
+    for group in ("by_category", "by_position"):
+        rows += [
+            [name, str(values["propositions"]), values["holds_percent"], values["yes_percent"]]
+            for name, values in report[group].items()
+        ]
+    print(table(["DPG-Bench, percent", "propositions", "hold", "yes"], rows))
+    print(f"95% interval over prompts: {low:.2f} to {high:.2f}. Answers by {Path(report['settings']['vqa']).name}.")
+    for note in report["notes"]:
+        print(f"Note: {note}")

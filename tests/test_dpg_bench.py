@@ -1,0 +1,427 @@
+"""DPG-Bench: the published layout, the rules of the score, the position of a proposition, and runs with tiny models."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import (
+    BertTokenizer,
+    BlipConfig,
+    BlipForQuestionAnswering,
+    BlipImageProcessor,
+    BlipProcessor,
+    ViltConfig,
+    ViltForQuestionAnswering,
+    ViltImageProcessor,
+    ViltProcessor,
+)
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval import dpg_bench
+from debias_diffusion.eval.dpg_bench import (
+    COLUMNS,
+    DpgBenchConfig,
+    Proposition,
+    VqaModel,
+    band,
+    evaluate_dpg_bench,
+    find_pictures,
+    holds,
+    open_picture,
+    parse_rows,
+    proposition_words,
+    read_dpg_bench,
+    score,
+    token_position,
+)
+from debias_diffusion.tokens import clip_tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "is",
+    "there",
+    "a",
+    "the",
+    "truck",
+    "red",
+    "cat",
+    "?",
+    "yes",
+    "no",
+]
+PROMPTS = {
+    "0": "A red truck stands in front of a tree.",
+    "drawtext1": "Two cats, both black, sleep on a sofa.",
+}
+ROWS = [
+    ("0", 1, "0", "entity", "whole", "entity - whole (truck)", "Is there a truck?"),
+    ("0", 2, "1", "attribute", "color", "attribute - color (truck, red)", "Is the truck red?"),
+    ("0", 3, "0", "entity", "whole", "entity - whole (tree)", "Is there a tree?"),
+    ("0", 4, "1,3", "relation", "spatial", "relation - spatial (truck, tree, in front of)", "Is it in front?"),
+    ("drawtext1", 1, "0", "entity", "whole", "entity - whole (cats)", "Are there cats?"),
+    ("drawtext1", 2, "1", "other", "count", "other - count (cats, ==2)", "Are there two cats?"),
+]
+
+
+def csv_row(item, number, dependency, category, detail, published_tuple, question, keywords="") -> dict[str, str]:
+    values = (item, PROMPTS.get(item, ""), keywords, number, dependency, category, detail, published_tuple, question)
+    return dict(zip(COLUMNS, map(str, values), strict=True))
+
+
+def write_bench(root: Path, rows=ROWS, prompts=PROMPTS) -> Path:
+    (root / "prompts").mkdir(parents=True)
+    for item, text in prompts.items():
+        (root / "prompts" / f"{item}.txt").write_text(text)
+    with open(root / "dpg_bench.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(csv_row(*row) for row in rows)
+    return root
+
+
+def noise(seed: int, side: int = 32) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
+
+
+def write_pictures(root: Path) -> Path:
+    """A grid for the one prompt, separate files for the other."""
+    (root / "drawtext1").mkdir(parents=True)
+    noise(0, 64).save(root / "0.png")
+    for index in range(4):
+        noise(1 + index).save(root / "drawtext1" / f"{index}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def vilt(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("vilt"))
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    labels = {"id2label": {0: "yes", 1: "no"}, "label2id": {"yes": 0, "no": 1}}
+    config = ViltConfig(vocab_size=len(WORDS), image_size=32, patch_size=16, initializer_range=0.4, **size, **labels)
+    ViltForQuestionAnswering(config).save_pretrained(folder)
+    images = ViltImageProcessor(size={"shortest_edge": 32}, size_divisor=16)
+    ViltProcessor(images, word_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def blip(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("blip"))
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    special = {"bos_token_id": 2, "sep_token_id": 3, "eos_token_id": 3, "pad_token_id": 0}
+    text = {**size, **special, "vocab_size": len(WORDS), "encoder_hidden_size": 32, "initializer_range": 0.4}
+    vision = {**size, "image_size": 32, "patch_size": 16}
+    BlipForQuestionAnswering(BlipConfig(text_config=text, vision_config=vision)).save_pretrained(folder)
+    BlipProcessor(BlipImageProcessor(size={"height": 32, "width": 32}), word_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def word_tokenizer() -> BertTokenizer:
+    return BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}, model_max_length=40)
+
+
+def chain(*parents: tuple[int, ...], item: str = "p", category: str = "entity") -> list[Proposition]:
+    """Propositions 1, 2, ... with these parents."""
+    return [Proposition(item, n, above, category, "whole", f"{n}?", ()) for n, above in enumerate(parents, 1)]
+
+
+# The published layout ------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_read_the_first_too(tmp_path):
+    bench = read_dpg_bench(str(write_bench(tmp_path)))
+    assert bench.prompts == PROMPTS and bench.bad == []
+    assert [proposition.number for proposition in bench.propositions["0"]] == [1, 2, 3, 4]
+    assert bench.propositions["0"][0].question == "Is there a truck?"
+    assert bench.propositions["0"][3].parents == (1, 3) and bench.propositions["0"][0].parents == ()
+    assert bench.propositions["0"][1].words == ("truck", "red")
+
+
+def test_bad_rows_are_named_with_what_depends_on_them(tmp_path):
+    rows = [
+        *ROWS,
+        ("0", 5, "none", "entity", "whole", "", "Is there nothing?"),
+        ("0", 6, "5", "entity", "whole", "", "Is it on nothing?"),
+        ("0", 7, "6", "entity", "whole", "", "Is that on it?"),
+        ("0", 8, "9", "entity", "whole", "", "Round?"),
+        ("0", 9, "8", "entity", "whole", "", "And round?"),
+        ("0", 4, "0", "entity", "whole", "", "Twice?"),
+        ("0", 10, "0", "entity", "whole", "", " "),
+        ("nowhere", 1, "0", "entity", "whole", "", "Is there a prompt?"),
+    ]
+    prompts = PROMPTS | {"unasked": "A sea.", "empty": " \n"}
+    bench = read_dpg_bench(str(write_bench(tmp_path, rows, prompts)))
+    assert {item: len(own) for item, own in bench.propositions.items()} == {"0": 4, "drawtext1": 2}
+    assert list(bench.prompts) == list(PROMPTS)
+    wheres = [record.where for record in bench.bad]
+    rows_named = [f"row {number}" for number in range(7, 15)]
+    assert sorted(wheres) == sorted([*rows_named, "prompts/unasked.txt", "prompts/empty.txt"])
+
+
+def test_a_folder_of_another_kind_is_told(tmp_path):
+    with pytest.raises(UserError, match="dpg_bench.csv' is not there"):
+        read_dpg_bench(str(tmp_path))
+    root = write_bench(tmp_path / "bench")
+    (root / "dpg_bench.csv").write_text("item_id,text\n0,A red truck\n")
+    with pytest.raises(UserError, match="lacks the column keywords"):
+        read_dpg_bench(str(root))
+
+
+def test_keywords_name_a_proposition_unless_they_are_the_whole_prompts():
+    def words(*keywords):
+        rows = [csv_row(*row, keywords=own) for row, own in zip(ROWS, keywords, strict=False)]
+        return [proposition.words for proposition in parse_rows(rows, PROMPTS)[0]["0"]]
+
+    assert words("a truck", "red") == [("a", "truck"), ("red",)]
+    assert words("truck red", "truck red") == [("truck",), ("truck", "red")]
+    assert words("red") == [("red",)]
+    assert proposition_words("", "no brackets") == ()
+
+
+def test_pictures_in_folders_and_in_grids(tmp_path):
+    root = write_pictures(tmp_path)
+    found = find_pictures(str(root), PROMPTS, 4)
+    grid = np.asarray(noise(0, 64))
+    for index, (top, left) in enumerate([(0, 0), (0, 32), (32, 0), (32, 32)]):
+        quarter = np.asarray(open_picture(found["0"], index, 4))
+        assert np.array_equal(quarter, grid[top : top + 32, left : left + 32])
+        assert np.array_equal(np.asarray(open_picture(found["drawtext1"], index, 4)), np.asarray(noise(1 + index)))
+    assert open_picture(find_pictures(str(root), ["0"], 1)["0"], 0, 1).size == (64, 64)  # one picture is no grid
+    (root / "drawtext1" / "3.png").unlink()
+    with pytest.raises(UserError, match="pictures of 2 prompts: the folder drawtext1 holds 3 files.*grid of 2 x 2"):
+        find_pictures(str(root), [*PROMPTS, "7"], 4)
+    noise(0, 63).save(root / "0.png")
+    with pytest.raises(UserError, match="63 x 63 pixels are no grid"):
+        open_picture(found["0"], 0, 4)
+
+
+# Positions -----------------------------------------------------------------------------------------------------------
+
+
+def test_position_is_that_of_the_last_word_read():
+    tokenizer = clip_tokenizer(77)
+    prompt = "A truck, well-worn and Red, near two cats and a truck of snow."
+    ids = tokenizer(prompt.lower())["input_ids"]
+
+    def at(*words):
+        return token_position(words, prompt, tokenizer)
+
+    def decoded(position):
+        return tokenizer.decode([ids[position]]).strip()
+
+    assert at("truck") == 2 and decoded(2) == "truck"  # its first time; SOT is 0
+    assert decoded(at("red")) == "red" and at("truck", "red") == at("red") == at("RED", "truck")
+    assert decoded(at("worn")) == "worn"
+    assert decoded(at("cat")) == "cats"
+    assert at("now") is None and at() is None  # not inside snow
+    assert at("now", "truck") == 2
+
+
+def test_bands_cover_every_position():
+    assert [band(position) for position in (1, 19, 20, 75, 76, 111, 112, 400)] == [
+        "1-19",
+        "1-19",
+        "20-39",
+        "60-75",
+        "76-111",
+        "76-111",
+        "112 and on",
+        "112 and on",
+    ]
+    assert band(None) == "not in the prompt"
+
+
+# Scores --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_child_needs_all_its_ancestors_in_any_order():
+    own = chain((), (1,), (2,), (1, 3))
+    assert holds(own, {1: True, 2: True, 3: True, 4: True}) == dict.fromkeys(range(1, 5), True)
+    assert holds(own, {1: True, 2: False, 3: True, 4: True}) == {1: True, 2: False, 3: False, 4: False}
+    assert holds(own[::-1], {1: False, 2: True, 3: True, 4: True}) == dict.fromkeys(range(1, 5), False)
+
+
+def test_scores_in_a_closed_form():
+    bench = {
+        "p": [*chain((), (1,)), Proposition("p", 3, (), "global", "style", "?", ())],
+        "q": chain((), item="q"),
+    }
+    yes = {("p", 0, 1): False, ("p", 0, 2): True, ("p", 0, 3): True}  # 1 of 3: the second's parent is missing
+    yes |= {("p", 1, 1): True, ("p", 1, 2): True, ("p", 1, 3): False}  # 2 of 3
+    yes |= {("q", 0, 1): True, ("q", 1, 1): True}
+    bands = {("p", 1): "1-19", ("p", 2): "76-111", ("p", 3): "not in the prompt", ("q", 1): "1-19"}
+    numbers = score(bench, yes, 2, bands)
+    assert numbers["score_percent"] == pytest.approx(100 * ((1 / 3 + 2 / 3) / 2 + 1) / 2)
+    assert numbers["by_category"]["entity"] == {
+        "propositions": 3,
+        "holds_percent": pytest.approx(100 * 4 / 6),
+        "yes_percent": pytest.approx(100 * 5 / 6),
+    }
+    assert numbers["by_category"]["global"]["holds_percent"] == pytest.approx(50)
+    assert list(numbers["by_detail"]) == ["entity - whole", "global - style"]
+    assert list(numbers["by_position"]) == ["1-19", "76-111", "not in the prompt"]
+    assert numbers["by_position"]["76-111"]["holds_percent"] == pytest.approx(50)
+    low, high = numbers["interval_percent"]
+    assert low == pytest.approx(50) and high == pytest.approx(100)  # two prompts: both draws the one, or the other
+
+
+@st.composite
+def answered(draw):
+    """(propositions of prompts, answers to two pictures of each): a parent has a lower number."""
+    bench, yes = {}, {}
+    for item in "ab"[: draw(st.integers(1, 2))]:
+        count = draw(st.integers(1, 5))
+        parents = [
+            tuple(draw(st.sets(st.integers(1, n - 1), max_size=2))) if n > 1 else () for n in range(1, count + 1)
+        ]
+        bench[item] = chain(*parents, item=item, category=draw(st.sampled_from(["entity", "other"])))
+        yes |= {(item, picture, n): draw(st.booleans()) for picture in range(2) for n in range(1, count + 1)}
+    return bench, yes
+
+
+def flat(numbers: dict) -> list[float]:
+    groups = [numbers[group] for group in ("by_category", "by_detail", "by_position")]
+    return [numbers["score_percent"], *(value for group in groups for row in group.values() for value in row.values())]
+
+
+@settings(max_examples=60)
+@given(answered(), st.data())
+def test_a_yes_more_never_lowers_a_score(case, data):
+    bench, yes = case
+    bands = {(item, own.number): band(own.number * 10) for item, rows in bench.items() for own in rows}
+    before = flat(score(bench, yes, 2, bands))
+    more = yes | {data.draw(st.sampled_from(sorted(yes))): True}
+    after = flat(score(bench, more, 2, bands))
+    assert all(0 <= value <= 100 for value in [before[0], after[0]])
+    assert all(new >= old for old, new in zip(before, after, strict=True))
+
+
+@settings(max_examples=60)
+@given(answered())
+def test_what_holds_is_answered_yes_and_so_are_its_parents(case):
+    bench, yes = case
+    for item, own in bench.items():
+        answers = {proposition.number: yes[item, 0, proposition.number] for proposition in own}
+        holding = holds(own, answers)
+        for proposition in own:
+            expected = answers[proposition.number] and all(holding[parent] for parent in proposition.parents)
+            assert holding[proposition.number] == expected
+
+
+# Whole runs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["vilt", "blip"])
+def test_a_model_answers_each_question_as_if_it_were_alone(kind, request):
+    ask = VqaModel(request.getfixturevalue(kind), CPU)
+    questions = ["Is there a truck?", "Is the truck red?", "Is there a cat?", "cat?", "red red red truck no?"]
+    answers = {}
+    for seed in range(6):
+        together = ask(noise(seed), questions)
+        assert together == [ask(noise(seed), [question])[0] for question in questions]
+        answers[seed] = tuple(together)
+    assert all(answer == answer.strip().lower() for row in answers.values() for answer in row)
+    assert (
+        len({answer for row in answers.values() for answer in row}) > 1
+    )  # the weights tell questions or pictures apart
+    assert VqaModel(request.getfixturevalue(kind), CPU)(noise(0), questions) == list(answers[0])
+
+
+def run(tmp_path: Path, vqa: str, **changes) -> dict:
+    config = DpgBenchConfig(
+        str(tmp_path / "bench"), str(tmp_path / "pictures"), vqa, str(tmp_path / "out"), device="cpu"
+    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return evaluate_dpg_bench(config)
+
+
+def without_seconds(report: dict) -> dict:
+    return {name: value for name, value in report.items() if name not in ("seconds", "settings")}
+
+
+def test_a_run_equals_one_made_by_hand_and_says_whose_answers_they_are(vilt, tmp_path, capsys):
+    write_bench(tmp_path / "bench"), write_pictures(tmp_path / "pictures")
+    report = run(tmp_path, vilt, batch_size=3)
+    bench, ask = read_dpg_bench(str(tmp_path / "bench")), VqaModel(vilt, CPU)
+    files = find_pictures(str(tmp_path / "pictures"), PROMPTS, 4)
+    shares = []
+    for item, own in bench.propositions.items():
+        for picture in range(4):
+            image = open_picture(files[item], picture, 4)
+            yes = {proposition.number: ask(image, [proposition.question]) == ["yes"] for proposition in own}
+            shares.append((item, sum(holds(own, yes).values()) / len(own)))
+    means = [np.mean([share for of, share in shares if of == item]) for item in PROMPTS]
+    assert 0 < np.mean(means) < 1  # neither all nor none, or nothing is shown
+    assert report["score_percent"] == pytest.approx(100 * np.mean(means))
+    assert (report["prompts"], report["propositions"]) == (2, 6)
+    assert json.loads((tmp_path / "out" / "dpg_bench.json").read_text()) == report
+    assert Image.open(tmp_path / "out" / "dpg_bench.png").size[0] > 100
+    printed = capsys.readouterr().out
+    assert f"Answers by {Path(vilt).name}" in printed and "mPLUG" in printed and "script skips the first" in printed
+
+
+def test_a_killed_run_asks_only_what_is_missing_and_ends_the_same(vilt, tmp_path, monkeypatch):
+    write_bench(tmp_path / "bench"), write_pictures(tmp_path / "pictures")
+    before = run(tmp_path, vilt)
+    answers = tmp_path / "out" / "answers.jsonl"
+    whole = answers.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == 1 + 6 * 4
+    answers.write_bytes(b"".join(lines[:8]) + lines[8][:-5])  # killed within the eighth answer
+    asked = []
+    ask = VqaModel.__call__
+
+    def counting(self, image, questions):
+        asked.extend(questions)
+        return ask(self, image, questions)
+
+    monkeypatch.setattr(VqaModel, "__call__", counting)
+    after = run(tmp_path, vilt)
+    assert len(asked) == 24 - 7
+    assert without_seconds(after) == without_seconds(before)
+    assert sorted(answers.read_bytes().splitlines()) == sorted(whole.splitlines())
+    # A whole run needs no model any more.
+    monkeypatch.setattr(dpg_bench, "VqaModel", None)
+    assert without_seconds(run(tmp_path, vilt)) == without_seconds(before)
+
+
+def test_answers_given_with_other_settings_are_refused(vilt, blip, tmp_path):
+    write_bench(tmp_path / "bench"), write_pictures(tmp_path / "pictures")
+    run(tmp_path, vilt)
+    kept = (tmp_path / "out" / "answers.jsonl").read_bytes()
+    with pytest.raises(UserError, match="given with other settings: vqa was"):
+        run(tmp_path, blip)
+    noise(9).save(tmp_path / "pictures" / "drawtext1" / "2.png")
+    with pytest.raises(UserError, match="given with other settings: pictures was"):
+        run(tmp_path, vilt)
+    assert (tmp_path / "out" / "answers.jsonl").read_bytes() == kept
+    (tmp_path / "out" / "answers.jsonl").write_text("something\n")
+    with pytest.raises(UserError, match="something other than answers"):
+        run(tmp_path, vilt)
+
+
+def test_a_broken_picture_is_told_by_name(vilt, tmp_path):
+    write_bench(tmp_path / "bench"), write_pictures(tmp_path / "pictures")
+    (tmp_path / "pictures" / "drawtext1" / "1.png").write_bytes(b"nothing")
+    with pytest.raises(UserError, match=r"drawtext1.1.png' cannot be used"):
+        run(tmp_path, vilt)
+
+
+def test_a_model_without_its_weights_is_told(vilt, tmp_path):
+    with pytest.raises(UserError, match="could not be loaded.*ViLT or BLIP"):
+        VqaModel(str(tmp_path), CPU)
