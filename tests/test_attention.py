@@ -301,15 +301,15 @@ def test_a_prompt_word_by_word(evaluated, long_backbone):
 
 
 def test_the_words_are_shaded_by_their_share(evaluated):
-    words = [{"word": word, "after_softmax": share} for word, share in (("$one$", 0.4), ("two", 0.1), ("three", 0.0))]
+    words = [{"word": word, "after_softmax": share} for word, share in (("$\\frac$", 0.4), ("two", 0.1), ("three", 0.0))]
     ends = {name: {"after_softmax": 0.25} for name in ("sot", "eot")}
     figure = plot_prompt({"mine": {"window": 77, "tokens": 99, "words": words * 20, **ends}})
     axes = figure.axes[0]
     texts = [text.get_text() for text in axes.texts]
-    assert "mine: the first 77 of 99 tokens; SOT 25.0%, EOT 25.0%" in texts and texts.count("$one$") == 20
+    assert "mine: the first 77 of 99 tokens; SOT 25.0%, EOT 25.0%" in texts and texts.count("$\\frac$") == 20
     shades = [bar.get_facecolor()[3] for bar in axes.patches[-3:]]
     assert shades == pytest.approx([1.0, 0.5, 0.0])
-    figure.canvas.draw()  # a dollar sign begins no formula
+    figure.canvas.draw()  # a dollar sign begins no formula: this one is broken
     inside = axes.get_window_extent()
     boxes = [text.get_window_extent() for text in axes.texts]
     assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 for box in boxes)
