@@ -301,7 +301,8 @@ def test_a_prompt_word_by_word(evaluated, long_backbone):
 
 
 def test_the_words_are_shaded_by_their_share(evaluated):
-    words = [{"word": word, "after_softmax": share} for word, share in (("$\\frac$", 0.4), ("two", 0.1), ("three", 0.0))]
+    told = (("$\\frac$", 0.4), ("two", 0.1), ("three", 0.0))
+    words = [{"word": word, "after_softmax": share} for word, share in told]
     ends = {name: {"after_softmax": 0.25} for name in ("sot", "eot")}
     figure = plot_prompt({"mine": {"window": 77, "tokens": 99, "words": words * 20, **ends}})
     axes = figure.axes[0]
