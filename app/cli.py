@@ -66,9 +66,23 @@ def _generation():
     return GenerationConfig, evaluate_generation
 
 
+def _attention():
+    from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
+
+    return AttentionConfig, evaluate_attention
+
+
+def _classification():
+    from debias_diffusion.eval.classification import ClassificationConfig, evaluate_classification
+
+    return ClassificationConfig, evaluate_classification
+
+
 EVALUATIONS = {
     "retrieval": ("recall of retrieval with whole captions", _retrieval),
     "robustness": ("recall when sentences are moved or the first is removed", _robustness),
+    "attention": ("how much the end of a text attends to each of its positions", _attention),
+    "classification": ("zero-shot top-1 on ImageNet, its variants and CIFAR", _classification),
     "generation": ("FID and DINO score of pictures drawn from captions", _generation),
 }
 COMMANDS = {
@@ -98,7 +112,8 @@ def _run(program: str, commands: dict, arguments: list[str]) -> None:
     first = arguments[0] if arguments else "--help"
     if first in ("-h", "--help"):
         print(f"usage: {program} COMMAND [options]\n")
-        print("\n".join(f"  {name:<12}{summary}" for name, (summary, _) in commands.items()))
+        width = max(map(len, commands)) + 2
+        print("\n".join(f"  {name:<{width}}{summary}" for name, (summary, _) in commands.items()))
         print(f"\n`{program} COMMAND --help` lists a command's options.")
     elif first == "--version":
         print(f"debias-diffusion {version('debias-diffusion')}")
@@ -125,14 +140,16 @@ def _parse(program: str, summary: str, options: type, arguments: list[str]):
     fields = {field.name: field for field in dataclasses.fields(options)}
     parser = Parser(prog=program, description=summary[0].upper() + summary[1:] + ".")
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
-    if "prompt" in fields:
+    positional = {name for name in ("prompt",) if name in fields and fields[name].default is dataclasses.MISSING}
+    if positional:
         # Without a default, which would take the place of a prompt from YAML.
         parser.add_argument(
             "prompt", type=str, nargs="?", default=argparse.SUPPRESS, help="what to draw, in up to 20,000 characters"
         )
-    parser.add_class_arguments(options, as_group=False, skip={"prompt"} & set(fields))
+    parser.add_class_arguments(options, as_group=False, skip=positional)
     flags = [name for name, field in fields.items() if field.type in (bool, "bool")]
-    values = parser.parse_args(_normalise(arguments, flags)).as_dict()
+    lists = [name for name, field in fields.items() if field.type in (list[str], "list[str]")]
+    values = parser.parse_args(_normalise(arguments, flags, lists)).as_dict()
     return options(**{name: values.get(name) for name in fields})
 
 
@@ -158,9 +175,12 @@ def _explain(message: str, program: str, known: list[str]) -> str:
     return f"{message} (`{program} --help` lists the options)"
 
 
-def _normalise(arguments: list[str], flags: list[str]) -> list[str]:
-    """`--check-data` as `--check_data=true`: dashes and underscores both work, and a flag needs no value."""
-    normalised = []
+def _normalise(arguments: list[str], flags: list[str], lists: list[str]) -> list[str]:
+    """`--check-data` as `--check_data=true`: dashes and underscores both work, and a flag needs no value.
+
+    What is a list is given with commas: `--encoders a,b` as `--encoders=[a,b]`.
+    """
+    normalised, is_list = [], False  # whether this argument is the value of a list
     for position, argument in enumerate(arguments):
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
@@ -168,9 +188,16 @@ def _normalise(arguments: list[str], flags: list[str]) -> list[str]:
             following = arguments[position + 1] if position + 1 < len(arguments) else ""
             if name in flags and not equals and following.lower() not in ("true", "false"):
                 equals, value = "=", "true"
-            argument = f"--{name}{equals}{value}"
+            is_list = name in lists
+            argument = f"--{name}{equals}{_bracketed(value) if is_list and equals else value}"
+        elif is_list:
+            argument, is_list = _bracketed(argument), False
         normalised.append(argument)
     return normalised
+
+
+def _bracketed(value: str) -> str:
+    return value if value.startswith("[") else f"[{value}]"
 
 
 def _fail(message: str):

@@ -371,4 +371,5 @@ def evaluate_attention(config: AttentionConfig) -> dict:
         _print_tables(looked)
     if words:
         plot_prompt(words).savefig(output / "attention_prompt.png")
+        print(f"Word by word, in {', '.join(words)}: {output / 'attention_prompt.png'}")
     return report

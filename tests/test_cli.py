@@ -5,7 +5,7 @@ import yaml
 from tiny_clip import save_tiny_clip
 from tiny_data import make_tiny_data
 
-from debias_diffusion.app.cli import main
+from debias_diffusion.app.cli import EVALUATIONS, main
 from debias_diffusion.training import TrainConfig
 
 
@@ -34,13 +34,25 @@ def test_help_names_every_command_and_option(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0 and all(name in out for name in ("quickstart", "train", "export", "generate", "evaluate"))
     code, out, _ = run(capsys, "evaluate")
-    assert code == 0 and all(name in out for name in ("retrieval", "robustness", "generation"))
-    for command in (["train"], ["export"], ["generate"], ["evaluate", "retrieval"], ["evaluate", "robustness"]):
+    assert code == 0 and all(name in out for name in EVALUATIONS)
+    for command in (["train"], ["export"], ["generate"], *(["evaluate", name] for name in EVALUATIONS)):
         code, out, _ = run(capsys, *command, "--help")
         assert code == 0 and f"debias-diffusion {' '.join(command)}" in out and "--config" in out
     code, out, _ = run(capsys, "train", "--help")
     words = " ".join(out.split())
     assert "Pads before the short caption" in words and "default: debias-clip" in words
+
+
+@pytest.mark.parametrize(
+    "encoders", [["--encoders", "toy/clip,toy/debias-clip"], ["--encoders=[toy/clip,toy/debias-clip]"]]
+)
+def test_a_list_is_given_with_commas(capsys, tmp_path, encoders):
+    code, out, err = run(
+        capsys, "evaluate", "attention", *encoders, "--prompt", "A star. A circle.", "--output", str(tmp_path)
+    )
+    assert code == 0, err
+    assert "Word by word, in toy/clip, toy/debias-clip" in out
+    assert {file.name for file in tmp_path.iterdir()} == {"attention.json", "attention_prompt.png"}
 
 
 def test_every_training_option_is_explained():
