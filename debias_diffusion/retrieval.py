@@ -56,7 +56,7 @@ def recall_at_k(
         UserError: shapes do not fit or are empty, an image has no caption, a feature is not finite, or a k is below 1.
     """
     owners = _owners(image_features, text_features, image_of)
-    if not (image_features.isfinite().all() and text_features.isfinite().all()):
+    if not all(part.isfinite().all() for features in (image_features, text_features) for part in features.split(block)):
         raise UserError("recall_at_k got features that are NaN or infinite. Check the model's weights.")
     if min(ks, default=0) < 1:
         raise UserError(f"recall_at_k got ks={tuple(ks)}. Give at least one k, each at least 1.")
