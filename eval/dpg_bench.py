@@ -256,7 +256,12 @@ def proposition_words(keywords: str, published_tuple: str) -> tuple[str, ...]:
     ('truck', 'red')
     """
     inside = re.search(r"\((.*)\)", published_tuple, re.DOTALL)
-    return tuple(re.findall(r"\w+", keywords.lower()) or re.findall(r"\w+", inside[1].lower() if inside else ""))
+    return _words(keywords) or _words(inside[1] if inside else "")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    # The s of a lion's mane is no word of its own.
+    return tuple(word for word in re.findall(r"\w+", clean(text)) if word != "s")
 
 
 def token_position(words: Iterable[str], prompt: str, tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -190,6 +190,7 @@ def test_keywords_name_a_proposition_unless_they_are_the_whole_prompts():
     assert words("truck red", "truck red") == [("truck",), ("truck", "red")]
     assert words("red") == [("red",)]
     assert proposition_words("", "no brackets") == ()
+    assert proposition_words("", "entity - part (Lion\u2019s mane)") == ("lion", "mane")
 
 
 def test_pictures_in_folders_and_in_grids(tmp_path):
