@@ -78,11 +78,18 @@ def _classification():
     return ClassificationConfig, evaluate_classification
 
 
+def _dpg_bench():
+    from debias_diffusion.eval.dpg_bench import DpgBenchConfig, evaluate_dpg_bench
+
+    return DpgBenchConfig, evaluate_dpg_bench
+
+
 EVALUATIONS = {
     "retrieval": ("recall of retrieval with whole captions", _retrieval),
     "robustness": ("recall when sentences are moved or the first is removed", _robustness),
     "attention": ("how much the end of a text attends to each of its positions", _attention),
     "classification": ("zero-shot top-1 on ImageNet, its variants and CIFAR", _classification),
+    "dpg-bench": ("what pictures of DPG-Bench's dense prompts show of what was asked", _dpg_bench),
     "generation": ("FID and DINO score of pictures drawn from captions", _generation),
 }
 COMMANDS = {
