@@ -23,6 +23,12 @@ TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 DTYPE = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
 
 
+def load(cls, base, **components):
+    pipe = cls.from_pretrained(base, add_watermarker=False, **components)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def draw(pipe, prompt=None, seed=0, **call):
     """Images [n, height, width, 3] of two steps; what the call gives wins."""
     default = {"num_inference_steps": 2, "generator": torch.Generator("cpu").manual_seed(seed), "output_type": "np"}

@@ -15,6 +15,7 @@ from diffusers import (
     StableDiffusionXLPAGPipeline,
     StableDiffusionXLPipeline,
 )
+from drawing import draw, load
 
 from debias_diffusion.pipelines import (
     SDLongPromptMixin,
@@ -31,17 +32,6 @@ LONG = "a red cat on a blue sofa, " * 16 + "under a large tree"
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl"))
-
-
-def load(cls, base, **components):
-    pipe = cls.from_pretrained(base, add_watermarker=False, **components)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def draw(pipe, prompt, **kwargs):
-    generator = torch.Generator("cpu").manual_seed(0)
-    return pipe(prompt, generator=generator, num_inference_steps=2, output_type="np", **kwargs).images
 
 
 def test_models_are_shared_and_the_pipeline_given_stays_as_it_is(base):

@@ -2,12 +2,12 @@
 
 import json
 
-import drawing
 import numpy as np
 import pytest
 import tiny_sdxl
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
+from drawing import LoraLinear, draw, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,12 +34,6 @@ def base(tmp_path_factory):
     return tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl"))
 
 
-def load(cls, base, **components):
-    pipe = cls.from_pretrained(base, add_watermarker=False, **components)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @pytest.fixture(scope="module")
 def stock(base):
     return load(StableDiffusionXLPipeline, base)
@@ -61,11 +55,6 @@ def long(base, ours):
 def no_grad():
     with torch.no_grad():
         yield
-
-
-def draw(pipe, prompt=None, seed=0, **kwargs):
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return pipe(prompt, generator=generator, num_inference_steps=2, output_type="np", **kwargs).images
 
 
 def texts_of(pipe, text):
@@ -475,7 +464,7 @@ def test_the_negative_prompt_follows_clip_skip_by_an_option(stock, base):
 def add_lora(encoder, scale):
     tower = getattr(encoder, "text_model", encoder)
     attention = tower.encoder.layers[0].self_attn
-    attention.v_proj = drawing.LoraLinear(attention.v_proj, scale)
+    attention.v_proj = LoraLinear(attention.v_proj, scale)
     return attention.v_proj
 
 
