@@ -408,7 +408,10 @@ def test_a_killed_run_goes_on_and_ends_equal(many, tmp_path):
     config = GenerateConfig(None, **settings, output=str(folder))
     code = "import sys, json; from debias_diffusion.app.generate import *; "
     code += "generate(GenerateConfig(**json.loads(sys.argv[1])))"
-    process = subprocess.Popen([sys.executable, "-c", code, json.dumps(vars(config))], stdout=subprocess.DEVNULL)
+    # With as many threads as the run it is compared with: they decide the last bits.
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, json.dumps(vars(config))]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=one_thread)
     until = time.monotonic() + 120
     while not folder.exists() or len(pictures(folder)) < 3:
         assert process.poll() is None and time.monotonic() < until
