@@ -15,7 +15,6 @@ from tqdm import tqdm
 from .backbones import Backbone
 from .data.dataset import UNREADABLE, unreadable
 from .data.images import ImageSource
-from .data.shards import ShardImages
 from .data.sharegpt4v import BadRecord, Record
 from .errors import UserError
 
@@ -143,8 +142,7 @@ def encode_images(
 
     features, good, bad = [], [], []
     starts = range(0, len(records), batch_size)
-    # A shard that two threads open at once is closed under one of them.
-    with ThreadPoolExecutor(1 if isinstance(images, ShardImages) else READERS) as readers:
+    with ThreadPoolExecutor(READERS) as readers:
         ahead = deque()  # two batches at most, or the whole data set would lie in memory
         for start in tqdm(starts, desc="images", disable=not progress):
             while len(ahead) < 2 and (upcoming := start + len(ahead) * batch_size) < len(records):

@@ -9,6 +9,7 @@ import tarfile
 import tempfile
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis
@@ -545,6 +546,17 @@ def test_few_shards_are_open_at_once_and_none_after_pickling(tmp_path):
     assert isinstance(copy, ShardImages) and copy.root == images.root
     record = captions.records[7]
     assert copy.open(record.image).tobytes() == images.open(record.image).tobytes()
+
+
+def test_threads_share_the_open_files(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("debias_diffusion.data.shards._OPENED", 1)  # so that each drops what the others read from
+    captions, images = written(folder, tmp_path / "shards", per_shard=1)
+    expected = {record.image: images.open(record.image).tobytes() for record in captions.records}
+    with ThreadPoolExecutor(8) as threads:
+        for image, opened in [
+            (record.image, threads.submit(images.open, record.image)) for record in captions.records * 60
+        ]:
+            assert opened.result().tobytes() == expected[image]
 
 
 def test_stamps_change_with_the_files(folder, tmp_path):

@@ -38,8 +38,8 @@ _PLACE = re.compile(r"([^/]+)/.*@(\d+)\+(\d+)", re.DOTALL)  # shard/member@offse
 class ShardImages:
     """Opens the images of shards by the strings that `read_shards` gives its records.
 
-    May be handed to worker processes, forked or not: reads are positioned, and each process opens for itself what was
-    not open yet.
+    May be used by several threads, and handed to worker processes, forked or not: reads are positioned, and each
+    process opens for itself what was not open yet.
 
     Args:
         root: folder of the shards.
@@ -56,7 +56,8 @@ class ShardImages:
     def open(self, image: str) -> Image.Image:
         """The decoded RGB image. Raises OSError, ValueError or PIL's own errors when it cannot be had."""
         shard, offset, size = _locate(image)
-        content = os.pread(self._opened(shard).fileno(), size, offset)
+        opened = self._opened(shard)  # held while it is read, because another thread may drop it from the cache
+        content = os.pread(opened.fileno(), size, offset)
         if len(content) < size:
             raise OSError(f"{shard!r} ends inside the image, and did not when it was indexed")
         with Image.open(io.BytesIO(content), formats=_FORMATS) as file:
