@@ -35,13 +35,22 @@ def write_json(path: str | os.PathLike, content) -> None:
 
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Writes `text` to `path` as UTF-8, so that a killed run leaves the old file or the new one, never half of one."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike) -> Iterator[Path]:
+    """A file to write, which takes its place at `path` only when it is complete and on the disk.
+
+    After a failure or a kill `path` is as it was.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:

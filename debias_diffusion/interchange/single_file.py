@@ -28,7 +28,7 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 
 from ..backbones import CONFIG_FILE
 from ..errors import UserError, reason
-from ..files import read_json_object
+from ..files import read_json_object, whole_file
 from ..tokens import clip_tokenizer
 from ..weights import fold_long_clip, is_long_clip, read_state, save_tensors
 from .encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
@@ -270,15 +270,8 @@ def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None
         **(notes or {}),
     }
     tensors = {name: tensor.detach().cpu().float() for name, tensor in prefixed_state(encoder).items()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
+    with whole_file(file) as temporary:
         save_tensors(tensors, temporary, metadata)
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
     return file
 
 
