@@ -1,0 +1,86 @@
+"""Bootstrap intervals and the randomization test, against closed forms and the theory of large samples."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from debias_diffusion.eval.intervals import by_group, mean_interval, paired_difference
+
+
+def test_an_interval_of_many_values_is_the_normal_one():
+    values = np.random.default_rng(0).normal(3, 2, size=2000)
+    half = 1.959964 * values.std() / math.sqrt(len(values))
+    assert mean_interval(values) == pytest.approx([values.mean() - half, values.mean() + half], abs=0.05 * half)
+
+
+def test_values_of_one_group_are_drawn_together():
+    values = np.random.default_rng(1).normal(size=300)
+    repeated, groups = np.repeat(values, 5), np.repeat(np.arange(300), 5)
+    assert mean_interval(repeated, groups) == pytest.approx(mean_interval(values))
+    alone = np.diff(mean_interval(repeated))
+    assert alone == pytest.approx(np.diff(mean_interval(values)) / math.sqrt(5), rel=0.05)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(-5, 5)), min_size=1, max_size=20))
+def test_groups_sum_and_count(pairs):
+    groups, values = zip(*pairs, strict=True)
+    sums, counts = by_group(values, groups)
+    for group in range(max(groups) + 1):
+        own = [value for its, value in pairs if its == group]
+        assert sums[group] == pytest.approx(sum(own), abs=1e-12) and counts[group] == len(own)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=12))
+def test_intervals_lie_within_the_values_and_shift_with_them(values):
+    low, high = mean_interval(values)
+    assert min(values) - 1e-9 <= low <= high <= max(values) + 1e-9
+    assert mean_interval([value + 7 for value in values]) == pytest.approx([low + 7, high + 7])
+
+
+def test_the_difference_is_paired():
+    random = np.random.default_rng(2)
+    hard = random.normal(0, 10, size=400)  # how hard each query is, which both share
+    a, b = hard + 0.2 + 0.1 * random.normal(size=400), hard
+    found = paired_difference(a, b)
+    assert found["difference"] == pytest.approx((a - b).mean())
+    assert found["low"] > 0.18 and found["high"] < 0.22 and found["p"] < 0.001
+    assert [found["low"], found["high"]] == mean_interval(a - b)
+    swapped = paired_difference(b, a)
+    assert swapped["difference"] == -found["difference"] and swapped["p"] == pytest.approx(found["p"])
+
+
+def test_p_is_the_share_of_all_arrangements():
+    ahead = np.array([3.0, -1.0, 2.0, 0.5, 2.5, 0.0])
+    sums = [abs(np.dot(signs, ahead)) for signs in product((-1, 1), repeat=len(ahead))]
+    exact = np.mean([total >= ahead.sum() - 1e-9 for total in sums])
+    assert paired_difference(ahead, np.zeros(6))["p"] == pytest.approx(exact, abs=0.015)
+
+
+def test_the_same_and_one_query_alone_show_nothing():
+    assert paired_difference([1, 0, 1], [1, 0, 1]) == {"difference": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+    assert paired_difference([1.0], [0.0])["p"] == 1.0
+
+
+def test_p_of_groups_is_of_groups():
+    a, groups = np.ones(50), np.zeros(50, dtype=int)
+    assert paired_difference(a, 0 * a)["p"] < 0.001
+    assert paired_difference(a, 0 * a, groups)["p"] == 1.0  # all of one image: one observation
+
+
+def test_p_holds_its_level_when_nothing_differs():
+    random = np.random.default_rng(3)
+    below = sum(paired_difference(random.normal(size=15), random.normal(size=15))["p"] < 0.1 for _ in range(200))
+    assert 8 <= below <= 34  # 20 expected, standard deviation 4.2
+
+
+def test_unusable_values_are_refused():
+    with pytest.raises(ValueError, match="a has 2 values and b 3"):
+        paired_difference([1, 2], [1, 2, 3])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        mean_interval([])
