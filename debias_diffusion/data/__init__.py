@@ -3,7 +3,8 @@
 from .images import ImageFolder, ImageSource
 from .shards import ShardImages, read_shards, verify_shards
 from .sharegpt4v import BadRecord, Captions, PackedRecords, Record, read_jsonl, read_sharegpt4v
-from .source import data_digest, is_shards, open_data
+from .source import data_digest, is_shards, open_data, read_captions
+from .toy_scenes import ToyScenes, is_toy_scenes, toy_scene
 
 __all__ = [
     "BadRecord",
@@ -13,11 +14,15 @@ __all__ = [
     "PackedRecords",
     "Record",
     "ShardImages",
+    "ToyScenes",
     "data_digest",
     "is_shards",
+    "is_toy_scenes",
     "open_data",
+    "read_captions",
     "read_jsonl",
     "read_shards",
     "read_sharegpt4v",
+    "toy_scene",
     "verify_shards",
 ]

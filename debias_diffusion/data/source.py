@@ -10,39 +10,67 @@ from ..files import sha256
 from .images import ImageFolder, ImageSource
 from .shards import read_shards
 from .sharegpt4v import Captions, read_jsonl, read_sharegpt4v
+from .toy_scenes import is_toy_scenes, read_toy_scenes
 
 
 def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) -> tuple[Captions, ImageSource]:
     """Image-caption pairs, and what opens their images.
 
     Args:
-        data: a JSON list in ShareGPT4V's layout; a `.jsonl` of one object a line; or WebDataset shards, a folder that
-            holds `*.tar` or one `.tar`.
-        images: folder that the image paths in a JSON or JSONL file start from. None for shards, which hold theirs.
+        data: a JSON list in ShareGPT4V's layout; a `.jsonl` of one object a line; WebDataset shards, a folder that
+            holds `*.tar` or one `.tar`; or scenes of the toy world, such as `toy/test`.
+        images: folder that the image paths in a JSON or JSONL file start from. None for all others.
 
     Raises:
         UserError: `images` is missing or too much, or the data cannot be used.
     """
-    path = Path(data)
-    if is_shards(path):
+    if _holds_images(data):
         if images is not None:
             raise UserError(
-                f"The data {os.fspath(data)!r} are shards, which hold their images, but images is "
-                f"{os.fspath(images)!r}. Leave images out, or give a JSON or JSONL file as the data."
+                f"The data {os.fspath(data)!r} hold their images, but images is {os.fspath(images)!r}. Leave images "
+                "out, or give a JSON or JSONL file as the data."
             )
-        return read_shards(path)
-    if not path.exists():
+        return _read_both(data)
+    _require_file(data)
+    if images is None:
+        raise UserError(
+            f"The data file {os.fspath(data)!r} names its images by their paths, but images is not given. Give the "
+            "folder that the paths start from."
+        )
+    folder = ImageFolder(images)
+    return _read_file(Path(data)), folder
+
+
+def read_captions(data: str | os.PathLike) -> Captions:
+    """What `open_data` reads of `data`, where no image will be opened and so none need be there.
+
+    Raises:
+        UserError: the data cannot be used.
+    """
+    if _holds_images(data):
+        return _read_both(data)[0]
+    _require_file(data)
+    return _read_file(Path(data))
+
+
+def _holds_images(data: str | os.PathLike) -> bool:
+    return is_toy_scenes(data) or is_shards(Path(data))
+
+
+def _read_both(data: str | os.PathLike) -> tuple[Captions, ImageSource]:
+    return read_toy_scenes(data) if is_toy_scenes(data) else read_shards(data)
+
+
+def _require_file(data: str | os.PathLike) -> None:
+    if not Path(data).exists():
         raise UserError(
             f"The data {os.fspath(data)!r} are not there. Give a JSON or JSONL file, or WebDataset shards: a folder of "
             "*.tar, or one tar."
         )
-    if images is None:
-        raise UserError(
-            f"The data file {os.fspath(data)!r} names its images by their paths, but images is not given. Give the "
-            "folder that the paths start from. Only shards, a folder of *.tar, need none."
-        )
-    folder = ImageFolder(images)
-    return (read_jsonl if path.suffix.lower() == ".jsonl" else read_sharegpt4v)(path), folder
+
+
+def _read_file(path: Path) -> Captions:
+    return (read_jsonl if path.suffix.lower() == ".jsonl" else read_sharegpt4v)(path)
 
 
 def is_shards(path: Path) -> bool:
@@ -50,14 +78,17 @@ def is_shards(path: Path) -> bool:
 
 
 def data_digest(data: str | os.PathLike, captions: Captions) -> str:
-    """sha256, in hexadecimal, of what `open_data(data)` has read: of a data file; of all records of shards.
+    """sha256, in hexadecimal, of what `open_data(data)` has read: of a data file; of all records of anything else.
 
-    Images count by their names only, those in shards by their places and sizes too.
+    Images count by their names only, those in shards by their places and sizes too, toy scenes by their pixels.
     """
     path = Path(data)
-    if not is_shards(path):
+    if not _holds_images(data):
         return sha256(path)
     total = hashlib.sha256()
     for record in (*captions.records, *captions.bad):
         total.update(json.dumps(list(vars(record).values())).encode() + b"\n")
+    if is_toy_scenes(data):
+        scenes = read_toy_scenes(data)[1]
+        total.update(b"".join(scenes.stamp(record.image) for record in captions.records))
     return total.hexdigest()

@@ -1,0 +1,104 @@
+"""Scenes of the toy world as image-caption pairs, without a file: each is drawn when it is opened."""
+
+import os
+import re
+from pathlib import Path
+
+from PIL import Image
+
+from ..errors import UserError, near_matches
+from ..toyworld.grammar import Caption, caption
+from ..toyworld.render import render
+from ..toyworld.scenes import SPLITS, Scene, scene
+from .images import digest_of
+from .sharegpt4v import Captions, Record
+
+PAIRS = 1000  # as many as evaluations on ShareGPT4V take
+_PREFIX, _TRAINED_ON = "toy/", "train"
+_NAMES = tuple(_PREFIX + split for split in reversed(SPLITS) if split != _TRAINED_ON)
+_SPLIT = re.compile(rf"(?:{'|'.join(SPLITS)})(?:-[\w-]+)?")
+_IMAGE = re.compile(r"([^/]+)/(\d+)", re.ASCII)
+
+
+class ToyScenes:
+    """Draws the scenes of one split by the names that `read_toy_scenes` gives its records, such as "test/000012".
+
+    Args:
+        split: of `toyworld.scenes`.
+    """
+
+    def __init__(self, split: str):
+        self.split = split
+        self.root = Path(_PREFIX + split)  # for messages: there is no such folder
+
+    def open(self, image: str) -> Image.Image:
+        """The RGB picture of 48 x 48 pixels. Raises ValueError for a name that is no scene of the split."""
+        return render(scene(*self._key(image)))
+
+    def is_there(self, image: str) -> bool:
+        """Whether the split has such a scene."""
+        try:
+            return self._key(image) is not None
+        except ValueError:
+            return False
+
+    def stamp(self, image: str) -> bytes:
+        """16 bytes of the name and the picture's pixels. Raises ValueError for a name that is no scene of the split."""
+        return digest_of(image, self.open(image).tobytes().hex())
+
+    def _key(self, image: str) -> tuple[str, int]:
+        split, index = _locate(image)
+        if split != self.split:
+            raise ValueError(f"{image!r} is no scene of {_PREFIX}{self.split}")
+        return split, index
+
+
+def is_toy_scenes(data: str | os.PathLike) -> bool:
+    """Whether `data` is a name of toy scenes, and no file or folder of that name is there."""
+    return os.fspath(data).startswith(_PREFIX) and not Path(data).exists()
+
+
+def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
+    """The first 1,000 scenes of a split with their long captions, as `toyworld.pairs.write_pairs` writes them.
+
+    Args:
+        name: `toy/test`, `toy/validation`, `toy/development`, or with a suffix, such as `toy/test-2`, which are other
+            scenes; `toy/train-2` and the like, but not `toy/train` itself.
+
+    Raises:
+        UserError: there are no such scenes, or the toy models have learned from them.
+    """
+    name = os.fspath(name)
+    split = name.removeprefix(_PREFIX)
+    if split == _TRAINED_ON:
+        raise UserError(
+            f"The models that come with the package have learned from the scenes of {name!r}. Give "
+            f"{', '.join(_NAMES)}, or others such as toy/test-2; to train a model, {name}-2 and the like."
+        )
+    if not _SPLIT.fullmatch(split):
+        raise UserError(
+            f"There is no file or folder {name!r}, and there are no scenes of that name."
+            f"{near_matches(name, _NAMES)} The toy world's scenes are {', '.join(_NAMES)}, and others by a suffix, "
+            "such as toy/test-2."
+        )
+    names = [f"{split}/{index:06}" for index in range(PAIRS)]
+    records = [Record(image, image, caption(*_locate(image)).text) for image in names]
+    return Captions(records, []), ToyScenes(split)
+
+
+def toy_scene(record: Record) -> tuple[Scene, Caption]:
+    """What a record of `read_toy_scenes` shows, and its caption sentence by sentence.
+
+    Raises:
+        ValueError: the record is of other data.
+    """
+    key = _locate(record.image)
+    return scene(*key), caption(*key)
+
+
+def _locate(image: str) -> tuple[str, int]:
+    """(split, index) of a record's image. Raises ValueError for a name of another shape."""
+    place = _IMAGE.fullmatch(image)
+    if place is None or not _SPLIT.fullmatch(place[1]):
+        raise ValueError(f"{image!r} is no scene of the toy world")
+    return place[1], int(place[2])

@@ -1,0 +1,155 @@
+"""The toy world's scenes, opened as any other image-caption pairs."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tiny_clip import save_tiny_clip
+from torch.utils.data import DataLoader
+
+from debias_diffusion.data import Record, data_digest, open_data, read_captions, toy_scene
+from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import write_json
+from debias_diffusion.recipes import RECIPES
+from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.toyworld import grammar, scenes
+from debias_diffusion.toyworld.checker import objects_correct
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.training import TrainConfig, train
+
+NAMES = ["toy/test", "toy/validation", "toy/development", "toy/test-2", "toy/train-2"]
+
+
+def digest(name):
+    return data_digest(name, read_captions(name))
+
+
+@pytest.mark.parametrize("name", ["toy/test", "toy/development-b"])
+def test_the_scenes_are_those_that_write_pairs_writes(tmp_path, name):
+    captions, source = open_data(name)
+    written, pictures = open_data(*write_pairs(tmp_path, 0, 20, name.removeprefix("toy/")))
+    assert len(captions.records) == 1000 and captions.bad == []
+    for ours, theirs in zip(captions.records, written.records, strict=False):
+        assert ours.caption == theirs.caption
+        assert theirs.image == ours.image.replace("/", "-") + ".png"
+        picture = source.open(ours.image)
+        assert picture.mode == "RGB" and picture.tobytes() == pictures.open(theirs.image).tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_record_names_its_scene(name):
+    captions, source = open_data(name)
+    for number in (0, 12, 999):
+        record = captions.records[number]
+        assert record.image == record.sample_id == f"{name.removeprefix('toy/')}/{number:06}"
+        its, caption = toy_scene(record)
+        assert caption.text == record.caption
+        assert all(objects_correct(source.open(record.image), its).values())
+    # all four arrangements of the same objects tell from each other, and so do the captions
+    assert len({record.caption for record in captions.records}) == 1000
+    assert len({source.stamp(record.image) for record in captions.records}) == 1000
+
+
+def test_only_its_own_scenes_are_there():
+    source = open_data("toy/test")[1]
+    assert source.is_there("test/000012")
+    for image in ("development/000012", "test/12.png", "test/-1", "test", "other/1", "test/٣"):
+        assert not source.is_there(image)
+        for read in (source.open, source.stamp):
+            with pytest.raises(ValueError, match="is no scene of"):
+                read(image)
+    with pytest.raises(ValueError, match="'photo.jpg' is no scene of the toy world"):
+        toy_scene(Record("photo.jpg", "photo.jpg", "A photo."))
+
+
+def test_the_captions_need_no_images():
+    assert read_captions("toy/test") == open_data(Path("toy/test"))[0]
+
+
+def test_the_digest_is_of_captions_and_pictures(monkeypatch):
+    digests = [digest(name) for name in NAMES]
+    assert len(set(digests)) == len(NAMES) and digests[0] == digest("toy/test")
+    with monkeypatch.context() as changed:
+        changed.setitem(scenes.COLOURS, "red", (214, 32, 39))
+        assert digest("toy/test") != digests[0]
+    stamp = open_data("toy/test")[1].stamp("test/000000")
+    with monkeypatch.context() as changed:
+        changed.setattr(grammar, "_EMPTY", ("The {} is quite empty.",))
+        assert digest("toy/test") != digests[0]
+        assert open_data("toy/test")[1].stamp("test/000000") == stamp
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("toy/train", "learned from the scenes of 'toy/train'. Give toy/test.*toy/train-2 and the like"),
+        ("toy/tset", "no file or folder 'toy/tset'.*Did you mean toy/test.*a suffix, such as toy/test-2"),
+        ("toy/test-", "no file or folder"),
+        ("toy/test/000012", "no file or folder"),
+        ("toy/clip", "no scenes of that name"),
+        ("toy/captions.json", "no file or folder"),
+    ],
+)
+def test_other_names_are_refused_with_what_to_do(name, message):
+    for read in (open_data, read_captions):
+        with pytest.raises(UserError, match=message):
+            read(name)
+
+
+def test_images_are_not_wanted(tmp_path):
+    with pytest.raises(UserError, match="'toy/test' hold their images.*Leave images out"):
+        open_data("toy/test", tmp_path)
+
+
+def test_what_is_on_the_disk_by_that_name_goes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy").mkdir()
+    write_json(tmp_path / "toy" / "test", [{"image": "a.png", "caption": "My own."}])
+    assert [record.caption for record in open_data("toy/test", tmp_path)[0].records] == ["My own."]
+    assert len(digest("toy/test")) == 64
+    with pytest.raises(UserError, match="images is not given"):
+        open_data("toy/test")
+
+
+def as_tensor(image: Image.Image) -> torch.Tensor:
+    return torch.tensor(list(image.tobytes()), dtype=torch.float32)
+
+
+def test_worker_processes_draw_the_same(tmp_path):
+    captions, source = open_data("toy/test")
+    again = pickle.loads(pickle.dumps(source))
+    assert again.stamp("test/000007") == source.stamp("test/000007") and again.root == source.root
+    tokenizer, recipe = CaptionTokenizer(clip_tokenizer(77), 77), RECIPES["debias-clip"]
+    data = CaptionDataset(captions.records[:8], source, as_tensor, tokenizer, recipe, 0)
+    keys = [[(0, index, index) for index in range(start, start + 4)] for start in (0, 4)]
+
+    def read(workers, start):
+        loader = DataLoader(
+            data,
+            batch_sampler=keys,
+            collate_fn=Collate(tokenizer, recipe),
+            num_workers=workers,
+            multiprocessing_context=start,
+        )
+        return [(batch.images, batch.tokens.padded(), batch.bad) for batch in loader]
+
+    for one, other in zip(read(0, None), read(2, "fork"), strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1]) and one[2] == other[2] == []
+
+
+def test_train_reads_them_checks_them_and_caches_their_features(tmp_path):
+    settings = dict(validation=4, batch=4, components=2, epochs=1, max_steps=2, warmup=1, workers=0, max_bad=0.0)
+    settings |= dict(data="toy/train-2", model=str(save_tiny_clip(tmp_path / "base")), output=str(tmp_path / "run"))
+    assert train(TrainConfig(**settings, check_data=True)) is None
+    settings |= dict(freeze_image_tower=True, feature_cache=str(tmp_path / "features"))
+    assert train(TrainConfig(**settings)) is not None
+    assert sum(path.stat().st_size for path in tmp_path.glob("features/*/stamps-*")) == 16 * 1000
+    again = settings | {"data": "toy/train-3"}
+    with pytest.raises(UserError, match="data"):
+        train(TrainConfig(**again))
+    steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if "loss" in line][-1] == 2
