@@ -1,26 +1,21 @@
 """Images drawn from captions against the originals: FID (Fréchet inception distance) and DINO score (Table S7)."""
 
-import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from diffusers import StableDiffusionXLPipeline
 from diffusers.utils import logging as diffusers_logging
-from open_clip.constants import IMAGENET_MEAN, IMAGENET_STD
 from PIL import Image
-from torch import Tensor, nn
-from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
-from torchmetrics.image.fid import FrechetInceptionDistance
+from torch import Tensor
+from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 from tqdm import tqdm
-from transformers import AutoModel
 
 from debias_diffusion.data import BadRecord, ImageSource, Record
 from debias_diffusion.data.dataset import UNREADABLE, unreadable
@@ -32,12 +27,10 @@ from debias_diffusion.pipelines.loading import check_base, load_sdxl
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.shipped import shipped
 
+from .feature_networks import RESIZE, ClsFeatures, InceptionFeatures, Picture
 from .inputs import check_batch_size, print_left_out, read_pairs
+from .picture_scores import dino_score, fid_inception, fid_own
 from .report import digest, table, versions, weights_digest
-
-# Of generated and original images alike.
-RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"
-FID_FEATURES = (64, 2048)
 
 
 @dataclass
@@ -84,183 +77,6 @@ class GenerationConfig:
     images_at_once: int = 1
     batch_size: int = 32
     device: str | None = None
-
-
-# An image's file, or what opens an image that has none of its own, as RGB.
-Picture = str | os.PathLike | Callable[[], Image.Image]
-
-
-def load_square(picture: Picture, size: int) -> Image.Image:
-    """The largest centred square of an image, as RGB, resized with Pillow's antialiased bicubic filter."""
-    if callable(picture):
-        image = picture()
-    else:
-        with Image.open(picture) as image:
-            image = image.convert("RGB")
-    side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
-    box = (left, top, left + side, top + side)
-    # Cropped first, because with box= Pillow's filter would look past the box's edge.
-    return image.crop(box).resize((size, size), Image.Resampling.BICUBIC)
-
-
-def _batches(pictures: Sequence[Picture], size: int, batch_size: int, what: str) -> Iterator[Tensor]:
-    """The images as uint8 [B, 3, size, size]."""
-    for start in tqdm(range(0, len(pictures), batch_size), desc=what):
-        squares = [np.asarray(load_square(picture, size)) for picture in pictures[start : start + batch_size]]
-        yield torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
-
-
-class InceptionScore:
-    """FID with torch-fidelity's Inception, of 64 and of 2048 features.
-
-    Args:
-        weights: file of torch-fidelity's Inception weights. It is read as plain tensors only, so that a pickle with
-            code in it is refused before anything in it runs.
-        device: where the network runs.
-
-    Raises:
-        UserError: the file is missing, holds anything but tensors, or the tensors do not fit.
-    """
-
-    size = FeatureExtractorInceptionV3.INPUT_IMAGE_SIZE
-
-    def __init__(self, weights: str | os.PathLike, device: torch.device):
-        advice = (
-            "Pass --inception_weights the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases "
-            f"({URL_INCEPTION_V3}), which pytorch-fid calls pt_inception-2015-12-05-6726825d.pth. "
-            "Without --inception_weights FID is skipped."
-        )
-        if not os.path.isfile(weights):
-            raise UserError(f"Inception weights {os.fspath(weights)!r} are not there. {advice}")
-        try:
-            state = torch.load(weights, map_location="cpu", weights_only=True)
-            # torch-fidelity unpickles what it is given without restraint. So it is given a copy of these tensors,
-            # and never the file itself, which could also change between the check and its reading.
-            copy = io.BytesIO()
-            torch.save(state, copy)
-            copy.seek(0)
-            extractor = FeatureExtractorInceptionV3("inception", [str(n) for n in FID_FEATURES], copy)
-        except Exception as error:  # whatever a wrong or hostile file makes torch raise
-            reason = str(error).strip().splitlines()[0][:300].rstrip(".")
-            raise UserError(
-                f"Inception weights {os.fspath(weights)!r} cannot be used: {type(error).__name__}: {reason}. {advice}"
-            ) from error
-        self.extractor = extractor.to(device)
-        self.device = device
-
-    @torch.inference_mode()
-    def __call__(self, generated: Sequence[Picture], originals: Sequence[Picture], batch_size: int) -> dict[str, float]:
-        """{"fid_64": ..., "fid_2048": ...}; the order of the images does not matter.
-
-        Raises:
-            UserError: fewer than two images on a side, which have no covariance.
-        """
-        _check_enough(generated, originals, "inception_weights")
-        # Both sizes from one pass through the network.
-        distances = frechet_distances(
-            self._features(generated, batch_size), self._features(originals, batch_size), FID_FEATURES
-        )
-        return {f"fid_{n}": distance for n, distance in zip(FID_FEATURES, distances, strict=True)}
-
-    def _features(self, pictures: Sequence[Picture], batch_size: int) -> Iterator[Sequence[Tensor]]:
-        for batch in _batches(pictures, self.size, batch_size, "Inception features"):
-            yield self.extractor(batch.to(self.device))
-
-
-def _check_enough(generated: Sequence, originals: Sequence, option: str) -> None:
-    if min(len(generated), len(originals)) < 2:
-        raise UserError(
-            f"FID needs at least 2 images on each side, got {len(generated)} generated and {len(originals)} "
-            f"original ones. Raise the limit, or set {option} to null to skip FID."
-        )
-
-
-def frechet_distances(
-    generated: Iterable[Sequence[Tensor]], originals: Iterable[Sequence[Tensor]], sizes: Sequence[int]
-) -> list[float]:
-    """The Fréchet distance of each kind of features, from batches of one tensor [B, size] for each of `sizes`."""
-    metrics = [FrechetInceptionDistance(feature=_Identity(size)) for size in sizes]
-    for batches, real in ((originals, True), (generated, False)):
-        for batch in batches:
-            for metric, features in zip(metrics, batch, strict=True):
-                metric.update(features.double().cpu(), real=real)
-    return [metric.compute().item() for metric in metrics]
-
-
-class _Identity(nn.Module):
-    """Hands features on, in the place where torchmetrics expects the network that makes them."""
-
-    def __init__(self, num_features: int):
-        super().__init__()
-        self.num_features = num_features
-
-    def forward(self, features: Tensor) -> Tensor:
-        return features
-
-
-class ClsFeatures:
-    """A transformers vision model's CLS features after its last norm.
-
-    Args:
-        model: its folder, hub id, or "toy/features". Images are normalised with ImageNet's mean and standard deviation,
-            as DINO was trained, at the size that the model's configuration names.
-        device: where the network runs.
-        option: the setting that names the model, for messages.
-
-    Attributes:
-        size: pixels of a side of what the model reads.
-        width: length of a feature vector.
-
-    Raises:
-        UserError: there is no such model.
-    """
-
-    def __init__(self, model: str | os.PathLike, device: torch.device, option: str = "dino"):
-        try:
-            # Files that are no safetensors are read with weights_only=True.
-            loaded, info = AutoModel.from_pretrained(shipped(model), dtype=torch.float32, output_loading_info=True)
-            # The pooler is not used, and DINO's weights have none.
-            missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
-            if missing:
-                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
-            if getattr(loaded, "pooler", None) is not None:
-                loaded.pooler = None  # random where its weights are missing, which no digest may depend on
-            self.model = loaded.to(device).eval()
-            self.size, self.width = self.model.config.image_size, self.model.config.hidden_size
-        except Exception as error:  # whatever a wrong folder or a failed download raises
-            reason = str(error).strip().splitlines()[0][:300].rstrip(".")
-            raise UserError(
-                f"The model {os.fspath(model)!r} could not be loaded: {reason}. Give {option} a folder of a "
-                "transformers vision model, such as facebook/dino-vits16, with config.json and its weights, or null "
-                "to skip its score."
-            ) from error
-        self.device = device
-
-    @torch.inference_mode()
-    def __call__(self, pictures: Sequence[Picture], batch_size: int) -> Tensor:
-        """[N, width] features of the images, on the CPU."""
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
-        features = []
-        for batch in _batches(pictures, self.size, batch_size, "CLS features"):
-            pixels = ((batch.float() / 255 - mean) / std).to(self.device)
-            features.append(self.model(pixel_values=pixels).last_hidden_state[:, 0].float().cpu())
-        return torch.cat(features)
-
-
-def fid_own(generated: Tensor, originals: Tensor) -> float:
-    """FID on features of a network of one's own, [N, D] and [M, D]; the order of the rows does not matter.
-
-    Raises:
-        UserError: fewer than two images on a side, which have no covariance.
-    """
-    _check_enough(generated, originals, "own_features")
-    return frechet_distances([[generated]], [[originals]], [generated.shape[1]])[0]
-
-
-def dino_score(generated: Tensor, originals: Tensor) -> float:
-    """Mean cosine, in [-1, 1], of the features [N, D] of each generated image and its own original."""
-    return nn.functional.cosine_similarity(generated.double(), originals.double(), dim=1).mean().item()
 
 
 def drawing_settings(config: GenerationConfig, **digests: str | None) -> dict:
@@ -400,7 +216,7 @@ class _Scores:
 
     def __init__(self, config: GenerationConfig, device: torch.device):
         self.batch_size = config.batch_size
-        self.inception = config.inception_weights and InceptionScore(config.inception_weights, device)
+        self.inception = config.inception_weights and InceptionFeatures(config.inception_weights, device)
         self.dino = config.dino and ClsFeatures(config.dino, device)
         self.own = config.own_features and ClsFeatures(config.own_features, device, "own_features")
         self.digests = {
@@ -421,7 +237,7 @@ class _Scores:
                     f"FID of 2048 features on {len(generated)} images is biased upwards; compare it only between runs "
                     "of as many images, or use at least 2048."
                 )
-            scores |= self.inception(generated, originals, self.batch_size)
+            scores |= fid_inception(*self._features(self.inception, generated, originals))
             resize["fid"] = RESIZE.format(size=self.inception.size)
         else:
             notes.append("FID was skipped, because inception_weights is null.")
@@ -436,7 +252,9 @@ class _Scores:
             resize["fid_own"] = RESIZE.format(size=self.own.size)
         return scores, notes, resize
 
-    def _features(self, network: ClsFeatures, *sides: Sequence[Picture]) -> list[Tensor]:
+    def _features(
+        self, network: ClsFeatures | InceptionFeatures, *sides: Sequence[Picture]
+    ) -> list[Tensor] | list[dict[int, Tensor]]:
         return [network(pictures, self.batch_size) for pictures in sides]
 
 

@@ -1,9 +1,8 @@
-"""FID and DINO score against their formulas, refusal of hostile weights, and generation that continues after a kill."""
+"""Evaluation of generated images as a whole, and generation that continues after a kill."""
 
 import json
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -12,29 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.linalg
 import skimage
 import tiny_sdxl
 import torch
 from diffusers import StableDiffusionXLPipeline
 from PIL import Image
 from tiny_clip import save_tiny_clip
-from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-from transformers import ViTConfig, ViTModel
+from tiny_features import save_dino, save_inception
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import generation
 from debias_diffusion.eval.generation import (
-    FID_FEATURES,
     ClsFeatures,
     GenerationConfig,
-    InceptionScore,
     dino_score,
     evaluate_generation,
-    fid_own,
-    frechet_distances,
     generate_images,
-    load_square,
 )
 
 CPU = torch.device("cpu")
@@ -46,45 +37,14 @@ evaluate_generation(GenerationConfig(**json.loads(sys.argv[1])))
 """
 
 
-class UntrainedInception(FeatureExtractorInceptionV3):
-    """torch-fidelity's Inception as its constructor leaves it before it loads a file."""
-
-    def load_state_dict(self, state_dict):
-        pass
-
-
 @pytest.fixture(scope="module")
 def inception_file(tmp_path_factory) -> Path:
-    """A weights file with torch-fidelity's names and shapes, and random values that keep features of everyday size."""
-    folder = tmp_path_factory.mktemp("inception")
-    torch.save({}, folder / "empty.pth")
-    torch.manual_seed(0)
-    network = UntrainedInception("inception", ["2048"], folder / "empty.pth")
-    for module in network.modules():
-        if isinstance(module, torch.nn.Conv2d):
-            torch.nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-    torch.save(network.state_dict(), folder / "random.pth")
-    return folder / "random.pth"
-
-
-@pytest.fixture(scope="module")
-def inception(inception_file) -> InceptionScore:
-    return InceptionScore(inception_file, CPU)
+    return save_inception(tmp_path_factory.mktemp("inception"))
 
 
 @pytest.fixture(scope="module")
 def dino_folder(tmp_path_factory) -> str:
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48, image_size=32, patch_size=8
-    )
-    folder = tmp_path_factory.mktemp("dino")
-    model = ViTModel(config, add_pooling_layer=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return str(folder)
+    return save_dino(tmp_path_factory.mktemp("dino"))
 
 
 @pytest.fixture(scope="module")
@@ -92,171 +52,11 @@ def base_folder(tmp_path_factory) -> str:
     return str(tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl")))
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> tuple[list[Path], list[Path]]:
-    """Photographs, and other random images, of several sizes."""
-    names = [entry["image"] for entry in json.loads(PHOTOGRAPHS.read_text())]
-    folder, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
-    for i in range(3):
-        pixels = rng.integers(0, 256, (4, 5 + i, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((50 + 10 * i, 64), Image.Resampling.BICUBIC).save(folder / f"{i}.png")
-    return [Path(skimage.data_dir) / name for name in names[:4]], sorted(folder.iterdir())
-
-
 def settings(tmp_path, base_folder, **changes) -> dict:
     return {
         "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "base": base_folder, "output": str(tmp_path / "out"),
         "limit": 3, "steps": 2, "batch_size": 2, "device": "cpu", "dino": None,
     } | changes  # fmt: skip
-
-
-def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """|mu_a - mu_b|^2 + Tr(S_a + S_b - 2 (S_a S_b)^(1/2)); a and b [N, D] float64."""
-    cov_a, cov_b = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
-    # With S = X^T X the trace of the root is the sum of the singular values of X_a X_b^T, exact for any rank.
-    centred_a, centred_b = ((x - x.mean(0)) / np.sqrt(len(x) - 1) for x in (a, b))
-    root = scipy.linalg.svdvals(centred_a @ centred_b.T).sum()
-    return float(((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(cov_a) + np.trace(cov_b) - 2 * root)
-
-
-def test_the_formula_is_the_textbook_one():
-    rng = np.random.default_rng(1)
-    a, b = rng.normal(size=(50, 6)), rng.normal(size=(40, 6)) @ rng.normal(size=(6, 6)) + 1
-    cov_a, cov_b = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
-    textbook = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(
-        cov_a + cov_b - 2 * scipy.linalg.sqrtm(cov_a @ cov_b).real
-    )
-    assert frechet_distance(a, b) == pytest.approx(textbook)
-
-
-def inception_features(inception, paths) -> list[np.ndarray]:
-    """Features of images fed one by one."""
-    rows = []
-    for path in paths:
-        pixels = torch.from_numpy(np.array(load_square(path, 299))).permute(2, 0, 1)[None]
-        rows.append([part.double().numpy() for part in inception.extractor(pixels)])
-    return [np.concatenate(parts) for parts in zip(*rows, strict=True)]
-
-
-def test_fid_equals_the_formula_in_float64(inception, pictures):
-    photographs, others = pictures
-    scores = inception(others, photographs, batch_size=4)
-    features = zip(
-        FID_FEATURES, inception_features(inception, others), inception_features(inception, photographs), strict=True
-    )
-    for n, ours, theirs in features:
-        assert ours.shape == (3, n) and theirs.shape == (4, n) and ours.std(axis=0).mean() > 1e-3
-        assert scores[f"fid_{n}"] == pytest.approx(frechet_distance(ours, theirs), rel=1e-3)
-        assert scores[f"fid_{n}"] > 0.01
-
-
-def test_fid_is_zero_on_itself_and_blind_to_order_and_batches(inception_file, pictures, monkeypatch):
-    monkeypatch.setattr(generation, "FID_FEATURES", (64,))  # eigenvalues of 2048 features take seconds each time
-    inception = InceptionScore(inception_file, CPU)
-    photographs, others = pictures
-    same = inception(photographs, photographs[::-1], batch_size=3)
-    scores = inception(others, photographs, batch_size=4)
-    again = inception(others[::-1], photographs[1:] + photographs[:1], batch_size=2)
-    assert list(scores) == ["fid_64"]
-    for name, score in scores.items():
-        assert abs(same[name]) < 1e-4 * score
-        assert again[name] == pytest.approx(score, rel=1e-4)
-
-
-def test_fid_of_one_image_is_refused(inception, pictures):
-    with pytest.raises(UserError, match=r"at least 2 images.*1 generated and 4"):
-        inception(pictures[1][:1], pictures[0], batch_size=2)
-
-
-def test_square_is_centred(tmp_path):
-    Image.new("RGB", (30, 10), (255, 0, 0)).save(tmp_path / "wide.png")
-    with Image.open(tmp_path / "wide.png") as image:
-        image.paste((0, 0, 255), (10, 0, 20, 10))
-        image.save(tmp_path / "wide.png")
-    square = load_square(tmp_path / "wide.png", 16)
-    assert square.size == (16, 16) and square.getcolors() == [(256, (0, 0, 255))]
-    assert load_square(Path(skimage.data_dir) / "camera.png", 8).mode == "RGB"
-
-
-class Payload:
-    """Pickles to code that makes a file."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self.marker,)
-
-
-def test_weights_with_code_are_refused_before_it_runs(tmp_path):
-    marker = tmp_path / "executed"
-    torch.save({"Conv2d_1a_3x3.conv.weight": Payload(marker)}, tmp_path / "zip.pth")
-    (tmp_path / "plain.pth").write_bytes(pickle.dumps(Payload(marker)))
-    for name in ("zip.pth", "plain.pth"):
-        with pytest.raises(UserError, match=rf"{name}.*cannot be used"):
-            InceptionScore(tmp_path / name, CPU)
-        assert not marker.exists()
-    torch.load(tmp_path / "zip.pth", weights_only=False)  # the payload is live: read without care it runs
-    assert marker.exists()
-
-
-def test_missing_or_wrong_weights_say_which_file_to_get(tmp_path):
-    with pytest.raises(UserError, match=r"not there.*--inception_weights.*weights-inception-2015-12-05-6726825d\.pth"):
-        InceptionScore(tmp_path / "nothing.pth", CPU)
-    torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
-    with pytest.raises(UserError, match=r"cannot be used.*torch-fidelity"):
-        InceptionScore(tmp_path / "other.pth", CPU)
-
-
-def test_dino_score_is_the_mean_cosine_of_cls_features(dino_folder, pictures):
-    photographs, others = pictures[0][:3], pictures[1]
-    dino = ClsFeatures(dino_folder, CPU)
-    model = ViTModel.from_pretrained(dino_folder, add_pooling_layer=False).eval()
-    features = []
-    for path in photographs + others:
-        pixels = np.asarray(load_square(path, 32)) / 255
-        pixels = (pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
-        with torch.no_grad():
-            hidden = model(torch.tensor(pixels, dtype=torch.float32).permute(2, 0, 1)[None]).last_hidden_state
-        features.append(hidden[0, 0].double().numpy())
-    cosines = [a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in zip(features[:3], features[3:], strict=True)]
-    assert np.std(cosines) > 1e-3
-    assert dino_score(dino(photographs, 4), dino(others, 2)) == pytest.approx(np.mean(cosines), abs=1e-5)
-
-
-def test_dino_score_of_itself_is_one_and_depends_on_the_pairing(dino_folder, pictures):
-    features = ClsFeatures(dino_folder, CPU)(pictures[0], batch_size=3)
-    assert dino_score(features, features) == pytest.approx(1.0, abs=1e-6)
-    assert dino_score(features, features.roll(1, 0)) < 0.999
-    assert dino_score(features[:2], features[2:]) == pytest.approx(
-        dino_score(features[2:].flip(0), features[:2].flip(0))
-    )
-
-
-def test_own_fid_is_the_formula_on_cls_features(dino_folder, pictures):
-    network = ClsFeatures(dino_folder, CPU, "own_features")
-    originals, generated = (network(paths, batch_size=4) for paths in pictures)
-    assert network.width == originals.shape[1] == 24
-    score = fid_own(generated, originals)
-    assert score == pytest.approx(frechet_distance(generated.double().numpy(), originals.double().numpy()), rel=1e-3)
-    assert score > 0.01 and abs(fid_own(originals, originals.flip(0))) < 1e-4 * score
-    # In several batches, of several kinds at once, it is the same.
-    parts = [[(rows, rows[:, :5]) for rows in features.split(2)] for features in (generated, originals)]
-    assert frechet_distances(*parts, (24, 5)) == pytest.approx([score, fid_own(generated[:, :5], originals[:, :5])])
-    with pytest.raises(UserError, match="at least 2 images.*set own_features to null"):
-        fid_own(generated[:1], originals)
-
-
-def test_dino_weights_that_are_missing_or_code_are_refused(dino_folder, tmp_path):
-    (tmp_path / "config.json").write_text((Path(dino_folder) / "config.json").read_text())
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"it lacks \d+ of the model's weights"):
-        ClsFeatures(tmp_path, CPU)
-    marker = tmp_path / "executed"
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Payload(marker)}))
-    with pytest.raises(UserError, match="could not be loaded"):
-        ClsFeatures(tmp_path, CPU)
-    assert not marker.exists()
 
 
 def test_a_whole_evaluation(tmp_path, base_folder, dino_folder, inception_file, capsys):

@@ -1,0 +1,143 @@
+"""Networks that see in pictures what scores are made of, and the one way in which all of them are shown pictures."""
+
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from open_clip.constants import IMAGENET_MEAN, IMAGENET_STD
+from PIL import Image
+from torch import Tensor
+from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
+from tqdm import tqdm
+from transformers import AutoModel
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.toyworld.shipped import shipped
+
+# Of generated and original images alike.
+RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"
+FID_FEATURES = (64, 2048)
+
+
+# An image's file, or what opens an image that has none of its own, as RGB.
+Picture = str | os.PathLike | Callable[[], Image.Image]
+
+
+def load_square(picture: Picture, size: int) -> Image.Image:
+    """The largest centred square of an image, as RGB, resized with Pillow's antialiased bicubic filter."""
+    if callable(picture):
+        image = picture()
+    else:
+        with Image.open(picture) as image:
+            image = image.convert("RGB")
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    box = (left, top, left + side, top + side)
+    # Cropped first, because with box= Pillow's filter would look past the box's edge.
+    return image.crop(box).resize((size, size), Image.Resampling.BICUBIC)
+
+
+def _batches(pictures: Sequence[Picture], size: int, batch_size: int, what: str) -> Iterator[Tensor]:
+    """The images as uint8 [B, 3, size, size]."""
+    for start in tqdm(range(0, len(pictures), batch_size), desc=what):
+        squares = [np.asarray(load_square(picture, size)) for picture in pictures[start : start + batch_size]]
+        yield torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
+
+
+class InceptionFeatures:
+    """The features of torch-fidelity's Inception, 64 and 2048 of them.
+
+    Args:
+        weights: file of torch-fidelity's Inception weights. It is read as plain tensors only, so that a pickle with
+            code in it is refused before anything in it runs.
+        device: where the network runs.
+
+    Raises:
+        UserError: the file is missing, holds anything but tensors, or the tensors do not fit.
+    """
+
+    size = FeatureExtractorInceptionV3.INPUT_IMAGE_SIZE
+
+    def __init__(self, weights: str | os.PathLike, device: torch.device):
+        advice = (
+            "Pass --inception_weights the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases "
+            f"({URL_INCEPTION_V3}), which pytorch-fid calls pt_inception-2015-12-05-6726825d.pth. "
+            "Without --inception_weights FID is skipped."
+        )
+        if not os.path.isfile(weights):
+            raise UserError(f"Inception weights {os.fspath(weights)!r} are not there. {advice}")
+        try:
+            state = torch.load(weights, map_location="cpu", weights_only=True)
+            # torch-fidelity unpickles what it is given without restraint. So it is given a copy of these tensors,
+            # and never the file itself, which could also change between the check and its reading.
+            copy = io.BytesIO()
+            torch.save(state, copy)
+            copy.seek(0)
+            extractor = FeatureExtractorInceptionV3("inception", [str(n) for n in FID_FEATURES], copy)
+        except Exception as error:  # whatever a wrong or hostile file makes torch raise
+            reason = str(error).strip().splitlines()[0][:300].rstrip(".")
+            raise UserError(
+                f"Inception weights {os.fspath(weights)!r} cannot be used: {type(error).__name__}: {reason}. {advice}"
+            ) from error
+        self.extractor = extractor.to(device)
+        self.device = device
+
+    @torch.inference_mode()
+    def __call__(self, pictures: Sequence[Picture], batch_size: int) -> dict[int, Tensor]:
+        """{64: [N, 64], 2048: [N, 2048]} features of the images, from one pass, on the CPU."""
+        batches = [
+            [features.cpu() for features in self.extractor(batch.to(self.device))]
+            for batch in _batches(pictures, self.size, batch_size, "Inception features")
+        ]
+        return {n: torch.cat(features) for n, features in zip(FID_FEATURES, zip(*batches, strict=True), strict=True)}
+
+
+class ClsFeatures:
+    """A transformers vision model's CLS features after its last norm.
+
+    Args:
+        model: its folder, hub id, or "toy/features". Images are normalised with ImageNet's mean and standard deviation,
+            as DINO was trained, at the size that the model's configuration names.
+        device: where the network runs.
+        option: the setting that names the model, for messages.
+
+    Attributes:
+        size: pixels of a side of what the model reads.
+        width: length of a feature vector.
+
+    Raises:
+        UserError: there is no such model.
+    """
+
+    def __init__(self, model: str | os.PathLike, device: torch.device, option: str = "dino"):
+        try:
+            # Files that are no safetensors are read with weights_only=True.
+            loaded, info = AutoModel.from_pretrained(shipped(model), dtype=torch.float32, output_loading_info=True)
+            # The pooler is not used, and DINO's weights have none.
+            missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+            if missing:
+                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            if getattr(loaded, "pooler", None) is not None:
+                loaded.pooler = None  # random where its weights are missing, which no digest may depend on
+            self.model = loaded.to(device).eval()
+            self.size, self.width = self.model.config.image_size, self.model.config.hidden_size
+        except Exception as error:  # whatever a wrong folder or a failed download raises
+            reason = str(error).strip().splitlines()[0][:300].rstrip(".")
+            raise UserError(
+                f"The model {os.fspath(model)!r} could not be loaded: {reason}. Give {option} a folder of a "
+                "transformers vision model, such as facebook/dino-vits16, with config.json and its weights, or null "
+                "to skip its score."
+            ) from error
+        self.device = device
+
+    @torch.inference_mode()
+    def __call__(self, pictures: Sequence[Picture], batch_size: int) -> Tensor:
+        """[N, width] features of the images, on the CPU."""
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+        features = []
+        for batch in _batches(pictures, self.size, batch_size, "CLS features"):
+            pixels = ((batch.float() / 255 - mean) / std).to(self.device)
+            features.append(self.model(pixel_values=pixels).last_hidden_state[:, 0].float().cpu())
+        return torch.cat(features)
