@@ -616,9 +616,9 @@ def test_what_cannot_be_opened_is_refused_with_what_to_do(folder, tmp_path):
         ((str(tmp_path), folder[1]), "hold their images, but images is.*Leave images out"),
         ((str(tmp_path / "s.tar"), folder[1]), "hold their images, but images is"),
         ((folder[0], None), "images is not given. Give the folder"),
-        ((str(tmp_path / "nothing"), None), r"holds no \*.tar"),
+        ((str(tmp_path / "nothing"), None), r"no \*.tar. Give a folder of image and caption files"),
         ((str(tmp_path / "nowhere.tar"), None), "are not there"),
-        ((str(tmp_path / "nowhere"), None), "are not there. Give a JSON or JSONL file, or WebDataset shards"),
+        ((str(tmp_path / "nowhere"), None), "are not there. Give a JSON or JSONL file; WebDataset shards"),
         ((str(tmp_path / "empty.tar"), None), "they are empty"),
         ((folder[0], str(tmp_path / "nowhere")), "Image folder .* is not there"),
     ):

@@ -75,7 +75,10 @@ class ImageFolder:
         """Where an image lies. Raises ValueError when the path would leave the root (symbolic links resolved)."""
         path = (self.root / relative).resolve()
         if not path.is_relative_to(self.root):
-            raise ValueError(f"image path {relative!r} leaves the image folder")
+            raise ValueError(
+                f"{relative!r} leaves the image folder, links followed. Copy the file into it, or give a folder that "
+                "holds both."
+            )
         return path
 
     def open(self, image: str) -> Image.Image:

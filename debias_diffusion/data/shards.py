@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ..errors import UserError
 from ..files import sha256
 from .images import decoded, digest_of
-from .sharegpt4v import BadRecord, Captions, Record, caption_of, fold, is_text
+from .sharegpt4v import BadRecord, Captions, Record, caption_of, fold, is_text, utf8
 
 MANIFEST = "shards.json"  # what `debias-diffusion shards` leaves beside its shards
 
@@ -142,7 +142,7 @@ def _shard_names(data: Path) -> list[str]:
     if not names:
         raise UserError(
             f"The folder {os.fspath(data)!r} holds no *.tar. Give a folder of WebDataset shards, which must not be "
-            "compressed, or a JSON or JSONL file."
+            "compressed."
         )
     return names
 
@@ -245,7 +245,8 @@ def _record(sample: str, parts: list[_Part]) -> Record:
     if txt is None and described is None:
         raise ValueError(f"no caption: image {image.name}")
     fields = {} if described is None else _fields(described, txt is None)
-    caption = caption_of(fields, f"image {image.name}") if txt is None else fold(_text(txt), f"image {image.name}")
+    where = f"image {image.name}"
+    caption = caption_of(fields, where) if txt is None else fold(utf8(txt.text, txt.name), where)
     names = (fields.get("image"), fields.get("id"), sample)
     sample_id = next(str(name) for name in names if is_text(name) or type(name) is int)
     return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption)
@@ -268,18 +269,10 @@ def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], what: str) -> _Part 
     return part
 
 
-def _text(part: _Part) -> str:
-    """Raises ValueError("kind: detail")."""
-    try:
-        return part.text.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"bad caption file: {part.name} is not UTF-8 ({error.reason})") from None
-
-
 def _fields(part: _Part, needed: bool) -> dict:
     """What a json holds. Raises ValueError("kind: detail") for one that is `needed` and no object of JSON."""
     try:
-        fields = json.loads(_text(part))
+        fields = json.loads(utf8(part.text, part.name))
         if isinstance(fields, dict):
             return fields
         reason = f"found {type(fields).__name__}"

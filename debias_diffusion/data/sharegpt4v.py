@@ -185,6 +185,14 @@ def fold(caption, where: str) -> str:
     return " ".join(caption.split())
 
 
+def utf8(content: bytes, where: str) -> str:
+    """A caption file's text. Raises ValueError("kind: `where` is ...") unless it is UTF-8, with or without its mark."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"bad caption file: {where} is not UTF-8 ({error.reason})") from None
+
+
 def is_text(value) -> bool:
     """Whether `value` is text that is not empty and can be written (JSON can name half a surrogate pair)."""
     return isinstance(value, str) and value != "" and not any("\ud800" <= letter <= "\udfff" for letter in value)

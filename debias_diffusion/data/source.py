@@ -8,7 +8,8 @@ from pathlib import Path
 from ..errors import UserError
 from ..files import sha256
 from .images import ImageFolder, ImageSource
-from .shards import read_shards
+from .pair_folder import read_pair_folder
+from .shards import MANIFEST, read_shards
 from .sharegpt4v import Captions, read_jsonl, read_sharegpt4v
 from .toy_scenes import is_toy_scenes, read_toy_scenes
 
@@ -18,7 +19,8 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
 
     Args:
         data: a JSON list in ShareGPT4V's layout; a `.jsonl` of one object a line; WebDataset shards, a folder that
-            holds `*.tar` or one `.tar`; or scenes of the toy world, such as `toy/test`.
+            holds `*.tar` or one `.tar`; a folder of image and caption files; or scenes of the toy world, such as
+            `toy/test`.
         images: folder that the image paths in a JSON or JSONL file start from. None for all others.
 
     Raises:
@@ -54,18 +56,20 @@ def read_captions(data: str | os.PathLike) -> Captions:
 
 
 def _holds_images(data: str | os.PathLike) -> bool:
-    return is_toy_scenes(data) or is_shards(Path(data))
+    return is_toy_scenes(data) or is_shards(Path(data)) or Path(data).is_dir()
 
 
 def _read_both(data: str | os.PathLike) -> tuple[Captions, ImageSource]:
-    return read_toy_scenes(data) if is_toy_scenes(data) else read_shards(data)
+    if is_toy_scenes(data):
+        return read_toy_scenes(data)
+    return read_shards(data) if is_shards(Path(data)) else read_pair_folder(data)
 
 
 def _require_file(data: str | os.PathLike) -> None:
     if not Path(data).exists():
         raise UserError(
-            f"The data {os.fspath(data)!r} are not there. Give a JSON or JSONL file, or WebDataset shards: a folder of "
-            "*.tar, or one tar."
+            f"The data {os.fspath(data)!r} are not there. Give a JSON or JSONL file; WebDataset shards, a folder of "
+            "*.tar or one tar; a folder of image and caption files; or scenes of the toy world, such as toy/test."
         )
 
 
@@ -74,7 +78,10 @@ def _read_file(path: Path) -> Captions:
 
 
 def is_shards(path: Path) -> bool:
-    return path.is_dir() or path.suffix.lower() == ".tar"
+    """Whether `path` is a tar, or a folder that holds any, or that held some which `debias-diffusion shards` wrote."""
+    if not path.is_dir():
+        return path.suffix.lower() == ".tar"
+    return (path / MANIFEST).exists() or any(not tar.name.startswith(".") for tar in path.glob("*.tar"))
 
 
 def data_digest(data: str | os.PathLike, captions: Captions) -> str:

@@ -1,0 +1,234 @@
+"""A folder of image and caption files, opened as any other image-caption pairs."""
+
+import errno
+import json
+import os
+import string
+import tempfile
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_clip import save_tiny_clip
+from tiny_data import make_tiny_data
+
+from debias_diffusion.data import Record, data_digest, open_data, read_captions
+from debias_diffusion.errors import UserError
+from debias_diffusion.training import TrainConfig, train
+
+
+def put(folder: Path, *names: str, caption="A cat. A dog."):
+    """Images, and captions for names that end in txt, each image of another colour."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix.lower() == ".txt":
+            path.write_text(caption, encoding="utf-8")
+        else:
+            colour = sum(map(ord, name)) % 256
+            image = Image.new("RGB", (8, 8), (colour, 0, 0))
+            image.save(path, {".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}.get(path.suffix.lower(), "PNG"))
+
+
+def images_of(folder):
+    return [record.image for record in open_data(folder)[0].records]
+
+
+def test_pairs_are_read_from_all_folders_in_the_order_of_their_names(tmp_path):
+    names = ["10.png", "2.jpg", "b/1.webp", "a/c/x.y.JPEG", "a-b/1.PNG", "ä/猫.jpg"]
+    for name in names:
+        put(tmp_path, name)
+        ending = ".TXT" if name.startswith("10") else ".txt"
+        put(tmp_path, name.rpartition(".")[0] + ending, caption=f"\ufeffAbout {name}.\r\n\n Größe. ")
+    captions, source = open_data(str(tmp_path))
+    assert captions.bad == []
+    assert captions.records == [Record(name, name, f"About {name}. Größe.") for name in sorted(names)]
+    for name in names:
+        with Image.open(tmp_path / name) as file:
+            assert source.open(name).tobytes() == file.convert("RGB").tobytes()
+        assert source.is_there(name) and len(source.stamp(name)) == 16
+    assert read_captions(tmp_path) == captions
+
+
+def test_hidden_files_and_others_are_passed_over(tmp_path):
+    put(tmp_path, "1.jpg", "1.txt")
+    put(tmp_path, "._1.jpg", ".hidden/2.jpg", ".cache/3.txt", ".tar.jpg")
+    for name in ("1.npz", "README", "metadata.json", "1.txt.bak", "jpg", "x.jpg~", ".x.tar"):
+        (tmp_path / name).write_text("?")
+    (tmp_path / "folder.jpg").mkdir()
+    (tmp_path / "folder.txt" / "txt").mkdir(parents=True)
+    (tmp_path / "itself").symlink_to(tmp_path)
+    assert images_of(tmp_path) == ["1.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["b/3.jpg"], r"1 of 3 pairs .*'b/3.jpg' has no caption \(.txt\). Add what is missing"),
+        (["b/3.TXT"], r"1 of 3 pairs .*'b/3.TXT' has no image \(.jpg, .jpeg, .png, .webp\)"),
+        (["b/3.jpg", "b/3.jpeg", "b/3.txt"], "'b/3.jpeg' and 'b/3.jpg' have the same name"),
+        (["3.jpg", "3.txt", "3.TXT"], "'3.TXT' and '3.txt' have the same name"),
+        (["3.jpg", "c/3.txt"], "2 of 4 pairs .*'3.jpg' has no caption .*'c/3.txt' has no image"),
+        (["x.jpg", "X.txt"], "'X.txt' has no image .*'x.jpg' has no caption"),
+        ([f"n{number}.png" for number in range(8)], "'n4.png' has no caption .*; and 3 more. Add"),
+    ],
+)
+def test_a_file_without_its_partner_is_named(tmp_path, names, message):
+    put(tmp_path, "1.jpg", "1.txt", "a/2.png", "a/2.txt")
+    assert images_of(tmp_path) == ["1.jpg", "a/2.png"]
+    put(tmp_path, *names)
+    for read in (open_data, read_captions):
+        with pytest.raises(UserError, match=message):
+            read(tmp_path)
+
+
+def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
+    outside = tmp_path / "outside.txt"
+    outside.write_text("A secret.")
+    folder = tmp_path / "pairs"
+    for number in range(6):
+        put(folder, f"{number}.png", f"{number}.txt")
+    (folder / "0.png").write_text("no image")
+    (folder / "1.txt").write_text(" \n")
+    (folder / "2.txt").write_bytes(b"\xff\xfe")
+    (folder / "3.txt").write_text("A" * (1 << 20) + ".")
+    (folder / "4.txt").unlink()
+    (folder / "4.txt").symlink_to(outside)
+    captions, source = open_data(folder)
+    assert [record.image for record in captions.records] == ["0.png", "5.png"]
+    with pytest.raises(OSError, match="cannot identify"):
+        source.open("0.png")
+    assert [(bad.where, bad.kind) for bad in captions.bad] == [
+        ("1.png", "empty or non-text caption"),
+        ("2.png", "bad caption file"),
+        ("3.png", "absurdly large caption"),
+        ("4.png", "unreadable caption file"),
+    ]
+    assert "leaves the image folder" in captions.bad[3].detail
+    for number in (0, 5):
+        (folder / f"{number}.txt").write_text("")
+    with pytest.raises(UserError, match="has 6 pairs and none is usable. The first fault: 0.png: empty or non-text"):
+        open_data(folder)
+
+
+def test_a_name_that_is_no_text_is_left_out(tmp_path):
+    put(tmp_path, "1.jpg", "1.txt")
+    try:
+        for ending in (b"jpg", b"txt"):
+            Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff." + ending)).write_text("?")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    captions = open_data(tmp_path)[0]
+    assert [record.image for record in captions.records] == ["1.jpg"]
+    assert [str(bad) for bad in captions.bad] == [r"\xff.jpg: bad file name (\xff.jpg is not UTF-8)"]
+    assert len(data_digest(tmp_path, captions)) == 64
+
+
+def test_folders_of_nothing_are_refused_with_every_layout(tmp_path):
+    layouts = r"no \*.tar. Give a folder of image and caption files .*WebDataset shards .*JSON or JSONL file"
+    for names, found in (
+        ([], r"0 images and 0 captions \(.txt\), and "),
+        (["1.jpg", "a/2.jpg"], "2 images and 0 captions .* such as '1.jpg', and "),
+        (["a/2.txt"], "0 images and 1 captions .* such as 'a/2.txt', and "),
+    ):
+        folder = tmp_path / f"of-{len(names)}"
+        folder.mkdir()
+        put(folder, *names)
+        with pytest.raises(UserError, match=found + layouts):
+            open_data(folder)
+
+
+def test_images_are_not_wanted(tmp_path):
+    put(tmp_path, "1.jpg", "1.txt")
+    with pytest.raises(UserError, match="hold their images, but images is.*Leave images out"):
+        open_data(tmp_path, tmp_path)
+
+
+def test_a_folder_that_holds_a_tar_is_shards(tmp_path):
+    put(tmp_path, "1.jpg", "1.txt")
+    (tmp_path / "s.tar").write_bytes(bytes(1024))
+    with pytest.raises(UserError, match="has 1 shards, and they are empty"):
+        open_data(tmp_path)
+
+
+def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
+    put(tmp_path, "1.jpg", "1.txt", "a/2.jpg", "a/2.txt")
+    scandir = os.scandir
+
+    def locked(path):  # a mode of 0 does not keep root out
+        if os.fspath(path).endswith("/a"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    with pytest.raises(UserError, match=r"/a' cannot be read \(Permission denied\). Make it readable"):
+        open_data(tmp_path)
+
+
+def test_the_digest_is_of_names_and_captions_wherever_the_folder_lies(tmp_path):
+    put(tmp_path / "one", "1.jpg", "1.txt", "2.jpg", "2.txt")
+    (tmp_path / "one" / "2.txt").write_text("")
+
+    def digest(folder):
+        return data_digest(folder, read_captions(folder))
+
+    first = digest(tmp_path / "one")
+    os.rename(tmp_path / "one", tmp_path / "two")
+    assert digest(tmp_path / "two") == first
+    (tmp_path / "two" / "2.txt").write_text("Mended.")
+    second = digest(tmp_path / "two")
+    for ending in ("jpg", "txt"):
+        os.rename(tmp_path / "two" / f"2.{ending}", tmp_path / "two" / f"3.{ending}")
+    assert len({first, second, digest(tmp_path / "two")}) == 3
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(st.dictionaries(st.text(string.ascii_letters + "0123456789 .-_", min_size=1, max_size=6), st.text()))
+def test_a_folder_and_a_file_give_the_same_records(texts):
+    names = {name for name in texts if not name.startswith(".")} | {"last"}
+    names = sorted({name.lower(): name for name in names}.values())  # some file systems do not tell case
+    with tempfile.TemporaryDirectory() as folder:
+        entries = []
+        for name in names:
+            text = texts.get(name, "Some text.").encode("utf-8", "replace").decode().removeprefix("\ufeff")
+            Path(folder, f"{name}.txt").write_bytes(text.encode())
+            Path(folder, f"{name}.jpg").write_bytes(b"")
+            entries.append({"image": f"{name}.jpg", "caption": text})
+        ours = read_captions(folder) if any(entry["caption"].strip() for entry in entries) else None
+        with tempfile.TemporaryDirectory() as other:
+            Path(other, "d.jsonl").write_text("\n".join(map(json.dumps, entries)))
+            if ours is not None:
+                theirs = read_captions(Path(other, "d.jsonl"))
+                assert ours.records == theirs.records and len(ours.bad) == len(theirs.bad)
+
+
+def as_files(data: str, images: str, folder: Path) -> str:
+    """Pairs of a JSON file as image and caption files."""
+    for place, entry in enumerate(json.loads(Path(data).read_text())):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{place:03}.png").write_bytes(Path(images, entry["image"]).read_bytes())
+        (folder / f"{place:03}.txt").write_text(entry["conversations"][1]["value"])
+    return str(folder)
+
+
+def test_train_reads_checks_and_caches_them_and_starts_anew_for_others(tmp_path, capsys):
+    folder = as_files(*make_tiny_data(tmp_path / "world"), tmp_path / "pairs")
+    settings = dict(validation=4, batch=4, components=2, epochs=1, max_steps=2, warmup=1, workers=0, max_bad=0.1)
+    settings |= dict(data=folder, model=str(save_tiny_clip(tmp_path / "base")), output=str(tmp_path / "run"))
+    (tmp_path / "pairs" / "007.png").write_text("no image")
+    (tmp_path / "pairs" / "011.txt").write_text("")
+    assert train(TrainConfig(**settings, check_data=True)) is None
+    named = [json.loads(line) for line in (tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()]
+    assert [(bad["where"], bad["kind"]) for bad in named] == [
+        ("011.png", "empty or non-text caption"),
+        ("007.png", "unreadable image"),
+    ]
+    assert "22 of 24 pairs can be used" in capsys.readouterr().out
+    settings |= dict(freeze_image_tower=True, feature_cache=str(tmp_path / "features"))
+    assert train(TrainConfig(**settings)) is not None
+    assert sum(path.stat().st_size for path in tmp_path.glob("features/*/stamps-*")) == 16 * 22
+    (tmp_path / "pairs" / "012.txt").write_text("Another caption. Another sentence.")
+    with pytest.raises(UserError, match="data_sha256"):
+        train(TrainConfig(**settings))
