@@ -6,6 +6,7 @@ from .load import best_of_run, load_text_encoder
 from .single_file import write_file
 from .stretch import stretch_text_encoder
 from .transformers_folder import export_text_encoder, write_text_encoder
+from .two_tower import load_two_tower
 
 __all__ = [
     "best_of_run",
@@ -13,6 +14,7 @@ __all__ = [
     "export_text_encoder",
     "import_text_encoder",
     "load_text_encoder",
+    "load_two_tower",
     "stretch_text_encoder",
     "to_transformers",
     "write_file",

@@ -1,19 +1,22 @@
-"""A two-tower as the folder of a transformers CLIPModel, with all that its CLIPProcessor needs."""
+"""A two-tower as the folder of a transformers CLIPModel, with all that its CLIPProcessor needs, and from one."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import open_clip
+import torch
 from open_clip.transform import PreprocessCfg
 from open_clip.transformer import VisionTransformer
 from torch import nn
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPProcessor, CLIPVisionConfig
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionConfig
 
-from ..backbones import Backbone
-from ..errors import UserError
+from ..backbones import CONFIG_FILE, Backbone
+from ..errors import UserError, reason
+from ..families import find_family
 from .encoders import activation, text_config, text_state
-from .names import text_to_transformers, vision_to_transformers
-from .transformers_folder import write_tokenizer, write_weights
+from .names import text_from_transformers, text_to_transformers, vision_from_transformers, vision_to_transformers
+from .transformers_folder import find_tokenizer, read_tokenizer, write_tokenizer, write_weights
 
 
 def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
@@ -96,3 +99,133 @@ def _image_processor(backbone: Backbone) -> CLIPImageProcessor:
 
 
 _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
+_INTERPOLATIONS = {number: name for name, number in _RESAMPLE.items()}
+
+
+def read_clip_model(source: str | Path) -> Backbone:
+    """A transformers CLIPModel as open_clip's module: a folder that holds it and its tokenizer, or a hub id.
+
+    Images are prepared as its image processor says. Where there is none, as open_clip prepares them for a CLIP.
+
+    Raises:
+        UserError: there is no CLIPModel, not a whole one, or one that open_clip's module cannot be.
+    """
+    config = _read_config(source)
+    try:
+        model, info = CLIPModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # whatever a wrong or hostile file makes the library raise
+        raise UserError(f"The CLIPModel {os.fspath(source)!r} could not be loaded: {reason(error)}.") from error
+    missing = sorted(name for name in info["missing_keys"] if not name.endswith("position_ids"))
+    if missing:  # transformers has filled them with random numbers
+        raise UserError(f"The weights of {os.fspath(source)!r} lack {len(missing)} of a CLIPModel's: {missing[0]}, ...")
+    place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
+    tokenizer = read_tokenizer(place, config.text_config)
+    model_cfg, preprocess = _model_cfg(config, source), asdict(_preprocess(source, config.vision_config.image_size))
+    try:
+        clip = open_clip.CLIP(**model_cfg)
+        clip.load_state_dict(_state(model))
+        captions = find_family(os.fspath(source), model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
+    except (RuntimeError, ValueError) as error:  # sizes that do not divide, names of weights, ids
+        raise UserError(f"{os.fspath(source)!r} cannot be an open_clip model: {reason(error)}.") from error
+    open_clip.set_model_preprocess_cfg(clip, preprocess)
+    return Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
+
+
+def _read_config(source: str | Path) -> CLIPConfig:
+    named = repr(os.fspath(source))
+    alone = f"{named} holds a text encoder without an image tower, which retrieval and classification need. Give the "
+    alone += "training run, or what `debias-diffusion export --to clip` or `--to open_clip` makes of it."
+    if isinstance(source, Path) and not (source / "config.json").is_file():
+        if any((source / name / "config.json").is_file() for name in ("text_encoder", "text_encoder_2")):
+            raise UserError(alone)
+        raise UserError(
+            f"{named} holds no model with two towers: neither {CONFIG_FILE}, in it or in the best/ or last/ of a "
+            "training run, nor the config.json of a transformers CLIPModel."
+        )
+    try:
+        content, _ = CLIPConfig.get_config_dict(source)
+    except Exception as error:  # as above
+        hub = "" if isinstance(source, Path) else f" If it is in open_clip's layout, give hf-hub:{source}."
+        raise UserError(f"{named} is no folder or file here, and gives no CLIPModel.{hub} {reason(error)}.") from error
+    kind, architectures = content.get("model_type"), content.get("architectures") or []
+    if kind == "clip_text_model" or any("CLIPText" in name for name in architectures):
+        raise UserError(alone)
+    if kind != "clip":
+        raise UserError(
+            f"{named} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
+            "example ViT-B-16-SigLIP2:webli."
+        )
+    return CLIPConfig.from_dict(content)
+
+
+def _model_cfg(config: CLIPConfig, source: str | Path) -> dict:
+    """open_clip's configuration of the same towers."""
+    text, vision = config.text_config, config.vision_config
+    acts = {text.hidden_act, vision.hidden_act}
+    if len(acts) > 1 or not acts <= {"quick_gelu", "gelu"}:
+        raise UserError(
+            f"The towers of {os.fspath(source)!r} have the activations {text.hidden_act} and {vision.hidden_act}; "
+            "open_clip's have both quick_gelu or both gelu."
+        )
+
+    def tower(its) -> dict:
+        sizes = {"width": its.hidden_size, "layers": its.num_hidden_layers}
+        return sizes | {
+            "mlp_ratio": its.intermediate_size / its.hidden_size,
+            "norm_kwargs": {"eps": its.layer_norm_eps},
+        }
+
+    return {
+        "embed_dim": config.projection_dim,
+        "quick_gelu": acts == {"quick_gelu"},
+        "vision_cfg": tower(vision)
+        | {
+            "image_size": vision.image_size,
+            "patch_size": vision.patch_size,
+            "head_width": vision.hidden_size // vision.num_attention_heads,
+        },
+        "text_cfg": tower(text)
+        | {
+            "context_length": text.max_position_embeddings,
+            "vocab_size": text.vocab_size,
+            "heads": text.num_attention_heads,
+        },
+    }
+
+
+def _state(model: CLIPModel) -> dict[str, torch.Tensor]:
+    """Its weights under open_clip's names."""
+    state = model.state_dict()
+    vision = {
+        name: tensor for name, tensor in state.items() if name.startswith(("vision_model.", "visual_projection."))
+    }
+    text = {name: tensor for name, tensor in state.items() if name.startswith(("text_model.", "text_projection."))}
+    towers = text_from_transformers(text)
+    towers |= {f"visual.{name}": tensor for name, tensor in vision_from_transformers(vision).items()}
+    return towers | {"logit_scale": state["logit_scale"]}
+
+
+def _preprocess(source: str | Path, image_size: int) -> PreprocessCfg:
+    """A CLIPImageProcessor's settings in open_clip's words; CLIP's own where there is no image processor."""
+    try:
+        its = CLIPImageProcessor.from_pretrained(source)
+    except OSError:
+        return PreprocessCfg(size=image_size)
+    square = {"height": image_size, "width": image_size}
+    size, crop = dict(its.size or {}), dict(its.crop_size or {}) if its.do_center_crop else None
+    modes = {"shortest": ({"shortest_edge": image_size}, square), "squash": (square, None)}
+    mode = next((name for name, wanted in modes.items() if (size, crop) == wanted), None)
+    does_all = its.do_resize and its.do_rescale and its.do_normalize
+    if mode is None or its.resample not in _INTERPOLATIONS or not does_all:
+        raise UserError(
+            f"The image processor of {os.fspath(source)!r} (size {size}, crop {crop}, resample {its.resample}) does "
+            f"what open_clip does not: images are resized to the tower's {image_size} pixels, by the shorter side and "
+            "then cropped or as a square, bilinear or bicubic, and normalised."
+        )
+    return PreprocessCfg(
+        size=image_size,
+        mean=tuple(its.image_mean),
+        std=tuple(its.image_std),
+        interpolation=_INTERPOLATIONS[its.resample],
+        resize_mode=mode,
+    )

@@ -65,8 +65,19 @@ def vision_to_transformers(state: Mapping[str, torch.Tensor]) -> State:
 
 def text_from_transformers(state: Mapping[str, torch.Tensor]) -> State:
     """The opposite of `text_to_transformers`: OpenAI's names, `text_projection` as [width, embed_dim]."""
-    plain = {name.removeprefix("text_model."): tensor for name, tensor in state.items()}
-    names = {theirs: ours for ours, theirs in _TEXT.items()}
+    return _original(state, "text_model.", _TEXT, "text_projection", "text_projection")
+
+
+def vision_from_transformers(state: Mapping[str, torch.Tensor]) -> State:
+    """The opposite of `vision_to_transformers`: an image tower's own names, without `visual.` before them."""
+    return _original(state, "vision_model.", _VISION, "visual_projection", "proj")
+
+
+def _original(
+    state: Mapping[str, torch.Tensor], prefix: str, outside: dict[str, str], their_projection: str, our_projection: str
+) -> State:
+    plain = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    names = {theirs: ours for ours, theirs in outside.items()}
     parts = {theirs: ours for ours, theirs in _PARTS.items()}
     renamed = {names[name]: tensor for name, tensor in plain.items() if name in names}
     for name, tensor in plain.items():
@@ -76,8 +87,8 @@ def text_from_transformers(state: Mapping[str, torch.Tensor]) -> State:
         elif match and match[2] == "self_attn.q_proj":
             packed = torch.cat([plain[name.replace("q_proj", part)] for part in _QKV])
             renamed[f"transformer.resblocks.{match[1]}.attn.in_proj_{match[3]}"] = packed
-    if "text_projection.weight" in plain:
-        renamed["text_projection"] = plain["text_projection.weight"].T
+    if f"{their_projection}.weight" in plain:
+        renamed[our_projection] = plain[f"{their_projection}.weight"].T
     return renamed
 
 

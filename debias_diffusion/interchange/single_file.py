@@ -54,16 +54,9 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
     Raises:
         UserError: the file holds no CLIP text encoder, or not a whole one; says what it holds instead, where known.
     """
-    check_readable(file)
+    tensors = read_tensors(file)
     try:
-        content = read_state(file)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a wrong or hostile file makes the libraries raise
-        raise UserError(_unreadable(file, error)) from error
-    tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
-    try:
-        state, sure = _text_part(tensors, file)
+        state, sure = text_part(tensors, file)
         config, told = _config(state, file)
         _check_tensors(state, config, file)
         own = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
@@ -77,6 +70,22 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
         warnings.warn(told, stacklevel=3)
     pad = {"pad_token": "!"} if is_bigg(config) else {}
     return encoder, clip_tokenizer(config.max_position_embeddings, **pad)
+
+
+def read_tensors(file: Path) -> State:
+    """What a file of weights holds, mapped into memory where its format allows. Nothing in it is executed.
+
+    Raises:
+        UserError: it holds no weights, or more than weights; says what it holds instead, where known.
+    """
+    check_readable(file)
+    try:
+        content = read_state(file)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a wrong or hostile file makes the libraries raise
+        raise UserError(_unreadable(file, error)) from error
+    return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
 
 _GUESSED = (
@@ -102,7 +111,7 @@ def _unreadable(file: Path, error: Exception) -> str:
     return f"The file {named} could not be read; it may be cut short, or no file of weights: {reason(error)}."
 
 
-def _text_part(tensors: State, file: Path) -> tuple[State, bool]:
+def text_part(tensors: State, file: Path) -> tuple[State, bool]:
     """(the text encoder's weights under transformers' names, whether it is of a kind that keeps to the rule).
 
     Raises:
@@ -168,7 +177,7 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
             "Only for CLIP's there is a tokenizer without a folder: give the folder that holds its own."
         )
     blocks = {match[1] for name in state if (match := re.match(r"text_model\.encoder\.layers\.(\d+)\.", name))}
-    told = _told(file, width, len(blocks))
+    told = told_beside(file, width, len(blocks))
     projection = state.get("text_projection.weight")
     config = CLIPTextConfig(
         vocab_size=vocabulary,
@@ -178,7 +187,7 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
         num_hidden_layers=len(blocks),
         num_attention_heads=told.get("num_attention_heads") or max(1, width // _HEAD_WIDTH),
         max_position_embeddings=len(table),
-        hidden_act=told.get("hidden_act") or ("quick_gelu" if len(blocks) == _OPENAIS_BLOCKS else "gelu"),
+        hidden_act=told.get("hidden_act") or usual_activation(len(blocks)),
         bos_token_id=vocabulary - 2,
         eos_token_id=vocabulary - 1,
     )
@@ -186,7 +195,12 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
     return config, "hidden_act" in told
 
 
-def _told(file: Path, width: int, blocks: int) -> dict:
+def usual_activation(blocks: int) -> str:
+    """What a text tower of so many blocks was most likely trained with; see above."""
+    return "quick_gelu" if blocks == _OPENAIS_BLOCKS else "gelu"
+
+
+def told_beside(file: Path, width: int, blocks: int) -> dict:
     """What stands in the file's metadata, else beside it, of "hidden_act" and "num_attention_heads"."""
     for told in (_metadata(file), _beside(file, width, blocks)):
         heads = told.get("num_attention_heads")

@@ -62,12 +62,17 @@ def read_folder(folder: Path) -> tuple[TextEncoder, CLIPTokenizer]:
         )
     # In SDXL's folder text_encoder_2 belongs to tokenizer_2.
     own = inside.name.replace("text_encoder", "tokenizer")
-    places = [inside.parent / own, inside.parent / "tokenizer", inside, inside / "tokenizer"]
+    found = find_tokenizer(folder, inside.parent / own, inside.parent / "tokenizer", inside, inside / "tokenizer")
+    encoder = _read_encoder(inside)
+    return encoder, read_tokenizer(found, encoder.config)
+
+
+def find_tokenizer(folder: Path, *places: Path) -> Path:
+    """The first of the places with a tokenizer; UserError, which names the folder, where there is none."""
     found = next((place for place in places if (place / "tokenizer_config.json").is_file()), None)
     if found is None:
         raise UserError(f"{os.fspath(folder)!r} holds no tokenizer (tokenizer/tokenizer_config.json).")
-    encoder = _read_encoder(inside)
-    return encoder, _read_tokenizer(found, encoder)
+    return found
 
 
 def read_hub(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
@@ -80,9 +85,9 @@ def read_hub(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
         CLIPTextConfig.get_config_dict(name, subfolder="text_encoder")
     except Exception:  # no such folder there, or nothing there at all, which comes out now
         encoder = _read_encoder(name)
-        return encoder, _read_tokenizer(name, encoder)
+        return encoder, read_tokenizer(name, encoder.config)
     encoder = _read_encoder(name, subfolder="text_encoder")
-    return encoder, _read_tokenizer(name, encoder, subfolder="tokenizer")
+    return encoder, read_tokenizer(name, encoder.config, subfolder="tokenizer")
 
 
 def _read_encoder(source: str | Path, **where) -> TextEncoder:
@@ -109,16 +114,21 @@ def _read_encoder(source: str | Path, **where) -> TextEncoder:
         raise UserError(f"The text encoder {os.fspath(source)!r} could not be loaded: {reason(error)}.") from error
 
 
-def _read_tokenizer(source: str | Path, encoder: TextEncoder, **where) -> CLIPTokenizer:
+def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPTokenizer:
+    """The tokenizer of a text encoder of this configuration, with its window.
+
+    Raises:
+        UserError: it cannot be loaded, or is another encoder's.
+    """
     try:
         tokenizer = CLIPTokenizer.from_pretrained(source, **where)
     except Exception as error:  # as above
         raise UserError(f"The tokenizer {os.fspath(source)!r} could not be loaded: {reason(error)}.") from error
-    if len(tokenizer) > encoder.config.vocab_size:
+    if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"The tokenizer {os.fspath(source)!r} has {len(tokenizer)} ids, but its text encoder only "
-            f"{encoder.config.vocab_size}. They do not belong together."
+            f"{config.vocab_size}. They do not belong together."
         )
     # Long-CLIPs are found with the tokenizer of 77 that they began with.
-    tokenizer.model_max_length = encoder.config.max_position_embeddings
+    tokenizer.model_max_length = config.max_position_embeddings
     return tokenizer

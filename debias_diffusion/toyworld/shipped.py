@@ -7,6 +7,8 @@ from ..errors import UserError, near_matches
 
 WEIGHTS = Path(__file__).parent / "weights"
 _COMPLETE = "scores.json"  # is there only if all models are
+BASE = "clip"  # the folder of the two-tower that the text encoders were fine-tuned from
+PROJECTION = "projection.safetensors"  # beside a text encoder: what its two-tower has besides the base's image tower
 # What `toyworld.build` leaves there.
 NAMES = {
     "toy/clip": "the base CLIP of 77 positions, as an open_clip folder",

@@ -1,0 +1,172 @@
+"""A two-tower from whatever it lies in, recognised by its content."""
+
+import os
+import warnings
+from pathlib import Path
+
+import open_clip
+import torch
+from safetensors.torch import load_file
+
+from ..backbones import CONFIG_FILE, Backbone, load_backbone
+from ..errors import UserError, near_matches
+from ..toyworld.shipped import BASE, PROJECTION, shipped
+from ..weights import find_weights
+from .clip_model import read_clip_model
+from .encoders import import_text_encoder
+from .load import best_of_run
+from .names import State
+from .single_file import read_tensors, text_part, told_beside, usual_activation
+from .transformers_folder import read_folder
+
+
+def load_two_tower(name: str | os.PathLike) -> Backbone:
+    """Loads a CLIP or SigLIP with both its towers, as retrieval and classification need it.
+
+    Args:
+        name: what it is, is seen from its content:
+
+            - a training run (its best model, else its last), or an open_clip folder;
+            - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-B-16-quickgelu:openai",
+              "ViT-L-14-quickgelu:longclip-L.pt";
+            - a transformers folder of a CLIPModel, such as `export --to clip` writes;
+            - a file with the weights of both towers in open_clip's or OpenAI's layout (Long-CLIP's too), if open_clip
+              has a model of these sizes. Where a file does not tell what activation its weights were trained with, a
+              rule does (see `single_file`);
+            - a hub id (`owner/name`) of a CLIPModel, or `hf-hub:owner/name` of an open_clip repository;
+            - "toy/clip", "toy/long-clip" or "toy/debias-clip".
+
+    Returns:
+        The model in eval mode and float32, all its weights loaded from there.
+
+    Raises:
+        UserError: nothing of the kind is there, or a text encoder alone; says what is, where that can be seen.
+    """
+    backbone = _load(best_of_run(shipped(name)))
+    if backbone.random_weights:
+        raise UserError(f"{os.fspath(name)!r} brings no weights: what is measured with random ones means nothing.")
+    return backbone.float().eval()
+
+
+def _load(name: str) -> Backbone:
+    place = Path(name.removeprefix("local-dir:"))
+    if (place / CONFIG_FILE).is_file() or name.startswith(("hf-hub:", "local-dir:")):
+        return load_backbone(name)
+    if (place / PROJECTION).is_file():
+        return _fine_tuned_toy(place)
+    if place.is_file():
+        return _load_file(place)
+    if place.exists():
+        return read_clip_model(place)
+    model, colon, pretrained = name.partition(":")
+    if colon and "/" not in model:
+        return load_backbone(model, pretrained)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UserError(_unknown(name))
+    return read_clip_model(name)
+
+
+def _unknown(name: str) -> str:
+    tags = open_clip.list_pretrained_tags_by_model(name) if name in open_clip.list_models() else []
+    if name in open_clip.list_models():
+        return (
+            f"{name!r} is an open_clip model without weights, and numbers of random ones mean nothing. Give "
+            f"{name}:WEIGHTS, with a file or one of: {', '.join(tags) or '(no tags for this model)'}."
+        )
+    return (
+        f"{name!r} is not there.{near_matches(name, open_clip.list_models())} Give a training run, a folder or a file "
+        "with both towers, MODEL:WEIGHTS (ViT-B-16-quickgelu:openai), or a hub id (owner/name)."
+    )
+
+
+def _fine_tuned_toy(folder: Path) -> Backbone:
+    """The toy CLIP with a text tower that was fine-tuned against its image tower, which stayed as it was."""
+    backbone = load_backbone(str(folder.parent / BASE))
+    backbone.stretch()
+    import_text_encoder(backbone, read_folder(folder)[0])
+    with torch.no_grad():
+        for name, tensor in load_file(folder / PROJECTION).items():
+            backbone.model.get_parameter(name).copy_(tensor)
+    return backbone
+
+
+def _load_file(file: Path) -> Backbone:
+    """The two-tower in a file of weights: open_clip's model of the same sizes.
+
+    Raises:
+        UserError: the file does not hold both towers, or open_clip has no such model.
+    """
+    folder = file.parent
+    if (folder / CONFIG_FILE).is_file() and find_weights("", f"local-dir:{folder}", None) == file:
+        return load_backbone(str(folder))
+    tensors, named = read_tensors(file), repr(os.fspath(file))
+    _, sure = text_part(tensors, file)
+    if any(".vision_model." in f".{name}" for name in tensors):
+        raise UserError(f"{named} holds a transformers CLIPModel. Give its folder, which tells what a file does not.")
+    if not any(name.startswith("visual.") for name in tensors):
+        raise UserError(f"{named} holds a text encoder without an image tower, {_WHAT_NEEDS_ONE}.")
+    sizes = _sizes_of(tensors)
+    models = [name for name in open_clip.list_models() if sizes and _sizes(name) == sizes]
+    if not models:
+        raise UserError(
+            f"{named} holds two towers, but of no plain CLIP that open_clip knows by its sizes. Name its model: "
+            f"MODEL:{os.fspath(file)}, or give its open_clip folder."
+        )
+    return load_backbone(_of_activation(models, tensors, file, sure), str(file))
+
+
+_WHAT_NEEDS_ONE = (
+    "which retrieval and classification need. Give the training run, or what `debias-diffusion export --to clip` or "
+    "`--to open_clip` makes of it"
+)
+
+
+def _sizes(model: str) -> tuple | None:
+    """What tells a plain CLIP of open_clip's from all others, but for its activation; None for any other model."""
+    config = open_clip.get_model_config(model)
+    vision, text = config["vision_cfg"], config["text_cfg"]
+    plain = (
+        config.keys() <= {"embed_dim", "quick_gelu", "vision_cfg", "text_cfg"}
+        and vision.keys() <= {"image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio"}
+        and text.keys() <= {"context_length", "vocab_size", "width", "heads", "layers"}
+        and isinstance(vision["layers"], int)
+    )
+    if not plain:
+        return None
+    rows = (vision["image_size"] // vision["patch_size"]) ** 2 + 1
+    towers = [rows, *(vision[key] for key in ("patch_size", "width", "layers"))]
+    return *towers, text["vocab_size"], text["width"], text["layers"], config["embed_dim"]
+
+
+def _sizes_of(tensors: State) -> tuple | None:
+    """The same, of a file's weights."""
+    kernel, table, tokens, projection = (
+        tensors.get(name)
+        for name in ("visual.conv1.weight", "visual.positional_embedding", "token_embedding.weight", "text_projection")
+    )
+    if any(tensor is None or tensor.ndim not in (2, 4) for tensor in (kernel, table, tokens, projection)):
+        return None
+    vision, text = (
+        len({name.split(".")[at] for name in tensors if name.startswith(prefix)})
+        for prefix, at in (("visual.transformer.resblocks.", 3), ("transformer.resblocks.", 2))
+    )
+    return len(table), kernel.shape[-1], len(kernel), vision, *tokens.shape, text, projection.shape[-1]
+
+
+def _of_activation(models: list[str], tensors: State, file: Path, sure: bool) -> str:
+    """Of the models of these sizes, the one whose activation the weights were trained with, as far as can be told."""
+    width = tensors["token_embedding.weight"].shape[1]
+    blocks = len({name.split(".")[2] for name in tensors if name.startswith("transformer.resblocks.")})
+    told = told_beside(file, width, blocks).get("hidden_act")
+    act = told or usual_activation(blocks)
+    fitting = [name for name in models if name.endswith("-quickgelu") == (act == "quick_gelu")]
+    if told and not fitting:
+        raise UserError(f"{os.fspath(file)!r} has the activation {told}, and open_clip no model of its sizes with it.")
+    if fitting and len(models) > 1 and not (sure or told):
+        warnings.warn(_GUESSED.format(file=os.fspath(file), model=fitting[0], others=" or ".join(models)), stacklevel=5)
+    return (fitting or models)[0]
+
+
+_GUESSED = (
+    "{file!r} does not tell its activation and was taken for {model}'s. Name its model to be sure: {others}:{file}."
+)

@@ -1,0 +1,301 @@
+"""Two-towers from whatever they lie in: what comes out is what went in, and nothing of it is random."""
+
+import json
+import warnings
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from huggingface_hub import constants
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
+from transformers import CLIPConfig, CLIPModel
+
+from debias_diffusion.backbones import Backbone, load_backbone
+from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import export_clip_model, export_text_encoder, load_two_tower, write_file
+from debias_diffusion.interchange.encoders import to_transformers
+from debias_diffusion.tokens import clip_tokenizer
+
+CAPTIONS = ["A cat sits on a red mat. " * 60, "A dog.", "Two birds fly over a blue house, and a man looks up. " * 4]
+
+
+def long_clip(quick_gelu: bool = False, **settings) -> Backbone:
+    backbone = tiny_clip(quick_gelu=quick_gelu, **settings)
+    backbone.stretch()
+    return backbone.eval()
+
+
+def check(loaded: Backbone, expected: Backbone) -> None:
+    """Bit for bit the same model, ready for measuring."""
+    assert not loaded.training and not loaded.random_weights
+    state = loaded.model.state_dict()
+    assert state.keys() == expected.model.state_dict().keys()
+    for name, tensor in expected.model.state_dict().items():
+        assert torch.equal(state[name], tensor) and state[name].dtype == torch.float32
+    assert loaded.context_length == expected.context_length
+    assert torch.equal(loaded.tokenize(CAPTIONS).padded(), expected.tokenize(CAPTIONS).padded())
+    pixels = expected.preprocess(picture())[None]
+    assert torch.equal(loaded.preprocess(picture())[None], pixels)
+    with torch.inference_mode():
+        theirs = expected.encode_image(pixels), expected.encode_text(expected.tokenize(CAPTIONS))
+        ours = loaded.encode_image(pixels), loaded.encode_text(loaded.tokenize(CAPTIONS))
+    for features, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(features, wanted, rtol=0, atol=1e-5)
+
+
+def picture() -> Image.Image:
+    return Image.effect_mandelbrot((97, 61), (-2, -1, 1, 1), 50).convert("RGB")
+
+
+# ---- open_clip's folders and names
+
+
+def test_a_run_is_its_best_model_else_its_last_and_a_folder_itself(tmp_path):
+    last, best = long_clip(seed=1), long_clip(seed=2)
+    last.save(tmp_path / "last")
+    check(load_two_tower(tmp_path), last)
+    best.save(tmp_path / "best")
+    check(load_two_tower(str(tmp_path)), best)
+    check(load_two_tower(f"local-dir:{tmp_path / 'last'}"), last)
+    check(load_two_tower(tmp_path / "best" / "open_clip_model.safetensors"), best)
+
+
+def test_a_siglip_is_loaded_too(tmp_path):
+    siglip = tiny_siglip().eval()
+    siglip.save(tmp_path)
+    check(load_two_tower(tmp_path), siglip)
+
+
+def test_a_name_with_weights_is_that_model_and_without_any_is_refused(tmp_path):
+    backbone = tiny_clip(quick_gelu=True).eval()
+    torch.save(backbone.model.state_dict(), tmp_path / "weights.pt")
+    with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
+        check(load_two_tower(f"tiny-quickgelu:{tmp_path / 'weights.pt'}"), backbone)
+        with pytest.raises(UserError, match=r"'tiny-quickgelu' is an open_clip model without weights.*no tags"):
+            load_two_tower("tiny-quickgelu")
+    with pytest.raises(UserError, match="ViT-B-16-quickgelu:WEIGHTS, with a file or one of: openai, dfn2b"):
+        load_two_tower("ViT-B-16-quickgelu")
+    with pytest.raises(UserError, match="Did you mean openai"):
+        load_two_tower("ViT-B-16-quickgelu:opnai")
+    with pytest.raises(UserError, match="Use --model ViT-B-16-quickgelu"):
+        load_two_tower("ViT-B-16:openai")
+    with pytest.raises(UserError, match="'ViT-B16' is not there. Did you mean ViT-B-16"):
+        load_two_tower("ViT-B16")
+
+
+# ---- transformers
+
+
+@pytest.mark.parametrize("quick_gelu", [False, True])
+def test_a_clip_model_comes_back_as_it_was_exported(tmp_path, quick_gelu):
+    backbone = long_clip(quick_gelu)
+    export_clip_model(backbone, tmp_path / "clip")
+    loaded = load_two_tower(tmp_path / "clip")
+    check(loaded, backbone)
+    loaded.save(tmp_path / "open_clip")
+    check(load_two_tower(tmp_path / "open_clip"), backbone)
+
+
+def as_openai(folder: Path, **processor) -> CLIPModel:
+    """A CLIPModel in the layout of openai/clip-vit-*, of which eos_token_id 2 and the forms of sizes are telling."""
+    tokenizer = clip_tokenizer(77)
+    both = {"hidden_act": "quick_gelu", "num_hidden_layers": 2}
+    text = both | {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "layer_norm_eps": 1e-3}
+    text |= {"vocab_size": len(tokenizer), "eos_token_id": 2}
+    vision = both | {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2, "layer_norm_eps": 1e-5}
+    vision |= {"image_size": 32, "patch_size": 8}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    written = {"size": 32, "crop_size": 32, "do_center_crop": True, "resample": 3, "do_resize": True}
+    written |= {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "do_normalize": True}
+    written |= {"feature_extractor_type": "CLIPFeatureExtractor"} | processor
+    (folder / "preprocessor_config.json").write_text(json.dumps(written))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "half"])
+def test_a_clip_model_as_openai_published_it_gives_transformers_own_features(tmp_path, kind):
+    model = as_openai(tmp_path)
+    if kind == "bin":
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    elif kind == "half":
+        model = model.half()
+        model.save_pretrained(tmp_path)
+        model = model.float()
+    loaded = load_two_tower(tmp_path)
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.float32}
+    tokens, pixels = loaded.tokenize(CAPTIONS), loaded.preprocess(picture())[None]
+    with torch.inference_mode():
+        theirs = model.get_image_features(pixels).pooler_output, model.get_text_features(tokens.padded()).pooler_output
+        ours = loaded.encode_image(pixels), loaded.encode_text(tokens)
+    assert ours[1].std() > 0.1
+    for features, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(features, wanted, rtol=0, atol=1e-5)
+    assert loaded.logit_scale.item() == model.logit_scale.item()
+    normalise = loaded.preprocess.transforms[-1]
+    assert (list(normalise.mean), list(normalise.std)) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+
+
+def test_images_are_prepared_as_the_processor_says_or_it_is_refused(tmp_path):
+    squash = {"do_center_crop": False, "size": {"height": 32, "width": 32}, "resample": 2}
+    as_openai(tmp_path / "squash", **squash)
+    cfg = load_two_tower(tmp_path / "squash").config["preprocess_cfg"]
+    assert (cfg["resize_mode"], cfg["interpolation"], cfg["size"]) == ("squash", "bilinear", 32)
+    as_openai(tmp_path / "crop")
+    cfg = load_two_tower(tmp_path / "crop").config["preprocess_cfg"]
+    assert (cfg["resize_mode"], cfg["interpolation"]) == ("shortest", "bicubic")
+    for name, change in {"larger": {"size": 40}, "nearest": {"resample": 0}, "raw": {"do_normalize": False}}.items():
+        as_openai(tmp_path / name, **change)
+        with pytest.raises(UserError, match="does what open_clip does not"):
+            load_two_tower(tmp_path / name)
+    (tmp_path / "crop" / "preprocessor_config.json").unlink()
+    assert load_two_tower(tmp_path / "crop").preprocess.transforms[-1].mean == open_clip.OPENAI_DATASET_MEAN
+
+
+def test_a_small_vocabulary_and_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    backbone = long_clip(tokenizer=byte_tokenizer(77))
+    repository = tmp_path / "models--some--clip"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    export_clip_model(backbone, repository / "snapshots" / ("0" * 40))
+    check(load_two_tower("some/clip"), backbone)
+    with pytest.raises(UserError, match=r"'some/thing' is no folder or file here.*give hf-hub:some/thing"):
+        load_two_tower("some/thing")
+
+
+def test_no_weight_is_made_up_and_nothing_is_run(tmp_path):
+    as_openai(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    state = load_file(weights)
+    kept = {name: tensor for name, tensor in state.items() if "vision_model.encoder.layers.1.mlp.fc1" not in name}
+    save_file(kept, weights, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lack 2 of a CLIPModel's: vision_model.encoder.layers.1.mlp.fc1.bias"):
+        load_two_tower(tmp_path)
+    save_file(state | {"logit_scale": torch.ones(3)}, weights, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="could not be loaded"):
+        load_two_tower(tmp_path)
+    weights.unlink()
+    torch.save(state | {"trap": Trap(tmp_path / "trace")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="could not be loaded"):
+        load_two_tower(tmp_path)
+    assert not (tmp_path / "trace").exists()
+
+
+class Trap:
+    """Leaves a trace if it is unpickled."""
+
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self):
+        return (Path.touch, (self.trace,))
+
+
+def test_other_activations_and_other_models_are_refused(tmp_path):
+    as_openai(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        ({"vision_config": config["vision_config"] | {"hidden_act": "gelu"}}, "activations quick_gelu and gelu"),
+        ({"model_type": "siglip"}, "of type 'siglip'; .*ViT-B-16-SigLIP2:webli"),
+        ({"architectures": ["CLIPTextModelWithProjection"]}, "holds a text encoder without an image tower"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=message):
+            load_two_tower(tmp_path)
+
+
+# ---- one file
+
+
+@pytest.fixture
+def known(tmp_path):
+    """open_clip with the tiny model among its configurations, of either activation, and with a larger one."""
+    wide = {"embed_dim": 32} | {part: CONFIG[part] for part in ("vision_cfg", "text_cfg")}
+    with registered(
+        tmp_path / "configs", **{"a-wide": wide, "tiny": CONFIG, "tiny-quickgelu": CONFIG | {"quick_gelu": 1}}
+    ):
+        yield
+
+
+def test_a_file_with_both_towers_is_the_model_of_its_sizes_with_a_warning(tmp_path, known):
+    backbone = tiny_clip().eval()
+    save_file(backbone.model.state_dict(), tmp_path / "weights.safetensors")
+    with pytest.warns(UserWarning, match=r"does not tell its activation and was taken for tiny's.*tiny or tiny-quick"):
+        check(load_two_tower(tmp_path / "weights.safetensors"), backbone)
+    # What stands beside it goes before the rule, by which three blocks are GELU's.
+    quick = tiny_clip(quick_gelu=True).eval()
+    beside = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_act": "quick_gelu"}
+    (tmp_path / "config.json").write_text(json.dumps(beside))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(load_two_tower(tmp_path / "weights.safetensors"), quick)
+
+
+def test_twelve_blocks_and_long_clips_weights_are_openais_activation(tmp_path):
+    text = CONFIG["text_cfg"] | {"layers": 12}
+    configs = {"deep": CONFIG | {"text_cfg": text}, "deep-quickgelu": CONFIG | {"text_cfg": text, "quick_gelu": True}}
+    with registered(tmp_path / "configs", **configs):
+        torch.manual_seed(0)
+        state = open_clip.create_model("deep").state_dict()
+        torch.save(state, tmp_path / "weights.pt")
+        with pytest.warns(UserWarning, match="taken for deep-quickgelu's"):
+            check(
+                load_two_tower(tmp_path / "weights.pt"),
+                load_backbone("deep-quickgelu", str(tmp_path / "weights.pt")).eval(),
+            )
+        table = state["positional_embedding"]
+        both = [torch.randn(248, 32) for _ in range(2)]
+        torch.save(
+            state | {"positional_embedding": both[0], "positional_embedding_res": both[1]}, tmp_path / "longclip.pt"
+        )
+        assert len(table) == 77
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loaded = load_two_tower(tmp_path / "longclip.pt")
+    assert loaded.config["model_cfg"]["quick_gelu"] and loaded.context_length == 248
+    assert torch.equal(loaded.model.positional_embedding, torch.cat([both[0][:20], both[1][20:]]))
+
+
+def test_a_file_without_an_image_tower_or_of_unknown_sizes_is_refused(tmp_path, known):
+    backbone = tiny_clip()
+    state = backbone.model.state_dict()
+    write_file(to_transformers(backbone)[0], tmp_path / "clip_l.safetensors")
+    save_file({name: t for name, t in state.items() if not name.startswith("visual.")}, tmp_path / "text.safetensors")
+    for file in ("clip_l.safetensors", "text.safetensors"):
+        with pytest.raises(UserError, match="a text encoder without an image tower, which retrieval"):
+            load_two_tower(tmp_path / file)
+    save_file({name: t for name, t in state.items() if ".resblocks.1." not in name}, tmp_path / "odd.safetensors")
+    with pytest.raises(UserError, match="no plain CLIP that open_clip knows by its sizes. Name its model: MODEL:"):
+        load_two_tower(tmp_path / "odd.safetensors")
+    save_file({name: t for name, t in state.items() if name.startswith("visual.")}, tmp_path / "image.safetensors")
+    with pytest.raises(UserError, match="it is an image tower alone"):
+        load_two_tower(tmp_path / "image.safetensors")
+    export_clip_model(backbone, tmp_path / "clip")
+    with pytest.raises(UserError, match="holds a transformers CLIPModel. Give its folder"):
+        load_two_tower(tmp_path / "clip" / "model.safetensors")
+
+
+# ---- what has one tower, or none
+
+
+def test_a_text_encoder_alone_and_nothing_at_all_are_explained(tmp_path):
+    export_text_encoder(long_clip(), tmp_path / "encoder")
+    for folder in (tmp_path / "encoder", tmp_path / "encoder" / "text_encoder"):
+        with pytest.raises(UserError, match="text encoder without an image tower.*export --to clip"):
+            load_two_tower(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"'.*empty' holds no model with two towers: neither open_clip_config.json"):
+        load_two_tower(tmp_path / "empty")
+    for missing in (f"{tmp_path}/nothing", "./nothing/here", "local-dir:nothing"):
+        with pytest.raises(UserError, match="is not there|holds no open_clip_config"):
+            load_two_tower(missing)
