@@ -32,7 +32,29 @@ def recall_at_k(
     block: int = 1024,
     image_of: Sequence[int] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """The share of queries that find a partner of theirs among the k most similar candidates, by cosine similarity.
+    """The share of queries that find a partner of theirs among the k most similar candidates; see `recall_ranks`.
+
+    Args:
+        ks: ranks to report, each at least 1.
+
+    Returns:
+        {"text_to_image": {"R@1": percent, ...}, "image_to_text": {...}}
+
+    Raises:
+        UserError: as `recall_ranks`, or a k is below 1.
+    """
+    if min(ks, default=0) < 1:
+        raise UserError(f"recall_at_k got ks={tuple(ks)}. Give at least one k, each at least 1.")
+    return {
+        direction: {f"R@{k}": 100.0 * (ranks <= k).double().mean().item() for k in ks}
+        for direction, ranks in recall_ranks(image_features, text_features, block, image_of).items()
+    }
+
+
+def recall_ranks(
+    image_features: Tensor, text_features: Tensor, block: int = 1024, image_of: Sequence[int] | None = None
+) -> dict[str, Tensor]:
+    """The rank, from 1, of each query's partner among all candidates, by cosine similarity.
 
     Text to image, each caption is a query and its image the one partner. Image to text, each image is a query, and one
     of its captions among the k is enough: its most similar one counts.
@@ -44,26 +66,20 @@ def recall_at_k(
     Args:
         image_features: [N, D], finite; need not be normalised.
         text_features: [M, D]
-        ks: ranks to report, each at least 1.
         block: images, and captions, compared at once; memory grows with block * block, never with N * M.
         image_of: the row of each caption's image, [M], each image at least once; None: row i is image i's, N = M.
 
     Returns:
-        {"text_to_image": {"R@1": percent, ...}, "image_to_text": {...}}
+        {"text_to_image": int64 [M], "image_to_text": int64 [N]}
 
     Raises:
-        UserError: shapes do not fit or are empty, an image has no caption, a feature is not finite, or a k is below 1.
+        UserError: shapes do not fit or are empty, an image has no caption, or a feature is not finite.
     """
     owners = _owners(image_features, text_features, image_of)
     if not all(part.isfinite().all() for features in (image_features, text_features) for part in features.split(block)):
-        raise UserError("recall_at_k got features that are NaN or infinite. Check the model's weights.")
-    if min(ks, default=0) < 1:
-        raise UserError(f"recall_at_k got ks={tuple(ks)}. Give at least one k, each at least 1.")
+        raise UserError("Features are NaN or infinite, so there is no nearest one. Check the model's weights.")
     text_ranks, image_ranks = _ranks(image_features, text_features, owners, block)
-    return {
-        direction: {f"R@{k}": 100.0 * (ranks <= k).double().mean().item() for k in ks}
-        for direction, ranks in (("text_to_image", text_ranks), ("image_to_text", image_ranks))
-    }
+    return {"text_to_image": text_ranks, "image_to_text": image_ranks}
 
 
 def _owners(image_features: Tensor, text_features: Tensor, image_of: Sequence[int] | None) -> Tensor:
@@ -73,13 +89,12 @@ def _owners(image_features: Tensor, text_features: Tensor, image_of: Sequence[in
     images, texts = len(image_features), len(text_features)
     if not fit or images == 0 or (image_of is None and images != texts):
         raise UserError(
-            f"recall_at_k got {shapes}. Both must be [N, D] with the same N >= 1 and D, or [N, D] and [M, D] with "
-            "image_of."
+            f"Recall got {shapes}. Both must be [N, D] with the same N >= 1 and D, or [N, D] and [M, D] with image_of."
         )
     owners = torch.arange(texts) if image_of is None else torch.as_tensor(image_of, dtype=torch.long, device="cpu")
     if owners.shape != (texts,) or not torch.equal(owners.unique(), torch.arange(images)):
         raise UserError(
-            f"recall_at_k got {shapes} and image_of of {len(owners)} rows. It must name the image of each caption, "
+            f"Recall got {shapes} and image_of of {len(owners)} rows. It must name the image of each caption, "
             f"from 0 to {images - 1}, and each image at least once."
         )
     return owners.to(image_features.device)
@@ -112,14 +127,13 @@ def _unit(features: Tensor) -> Tensor:
     return F.normalize(features.double(), dim=1)
 
 
-@torch.inference_mode()
 def encode_images(
     backbone: Backbone,
     records: Sequence[Record],
     images: ImageSource,
     batch_size: int,
     device: torch.device | str,
-    progress: bool = True,
+    progress: bool | str = True,
     read: Callable | None = None,
 ) -> tuple[Tensor, list[int], list[BadRecord]]:
     """The image features [M, D] on the CPU, the positions of the M records they belong to, and the unreadable rest.
@@ -127,11 +141,37 @@ def encode_images(
     While a batch is encoded, threads read the next.
 
     Args:
+        progress: whether to show a bar, or its title.
         read: what `images` opens to what `backbone.encode_image` takes; None: `backbone.preprocess`.
 
     Raises:
         UserError: none of the images can be read.
     """
+    features, good, bad = encode_readable(backbone, records, images, batch_size, device, progress, read)
+    if not good:
+        raise none_readable(records, images, bad)
+    return features, good, bad
+
+
+def none_readable(records: Sequence[Record], images: ImageSource, bad: Sequence[BadRecord]) -> UserError:
+    """What to raise when not one image can be read."""
+    return UserError(
+        f"None of the {len(records)} images can be read from {str(images.root)!r}. The first fault: {bad[0].detail}. "
+        "Give the folder that the data file's image paths start from."
+    )
+
+
+@torch.inference_mode()
+def encode_readable(
+    backbone: Backbone,
+    records: Sequence[Record],
+    images: ImageSource,
+    batch_size: int,
+    device: torch.device | str,
+    progress: bool | str = True,
+    read: Callable | None = None,
+) -> tuple[Tensor, list[int], list[BadRecord]]:
+    """`encode_images` that gives features [0, 0] where none of the images can be read."""
     read = read or backbone.preprocess
 
     def load(record: Record) -> Tensor | BadRecord:
@@ -144,7 +184,7 @@ def encode_images(
     starts = range(0, len(records), batch_size)
     with ThreadPoolExecutor(READERS) as readers:
         ahead = deque()  # two batches at most, or the whole data set would lie in memory
-        for start in tqdm(starts, desc="images", disable=not progress):
+        for start in tqdm(starts, desc=_title(progress, "images"), disable=not progress):
             while len(ahead) < 2 and (upcoming := start + len(ahead) * batch_size) < len(records):
                 ahead.append([readers.submit(load, record) for record in records[upcoming : upcoming + batch_size]])
             loaded = [future.result() for future in ahead.popleft()]
@@ -153,12 +193,11 @@ def encode_images(
             bad += [image for image in loaded if isinstance(image, BadRecord)]
             if batch:
                 features.append(backbone.encode_image(torch.stack(batch).to(device)).float().cpu())
-    if not features:
-        raise UserError(
-            f"None of the {len(records)} images can be read from {str(images.root)!r}. The first fault: "
-            f"{bad[0].detail}. Give the folder that the data file's image paths start from."
-        )
-    return torch.cat(features), good, bad
+    return torch.cat(features) if features else torch.empty(0, 0), good, bad
+
+
+def _title(progress: bool | str, otherwise: str) -> str:
+    return progress if isinstance(progress, str) else otherwise
 
 
 @torch.inference_mode()
@@ -167,11 +206,16 @@ def encode_texts(
     captions: Sequence[str],
     batch_size: int,
     device: torch.device | str,
-    progress: bool = True,
+    progress: bool | str = True,
 ) -> Tensor:
-    """The text features [N, D] of `captions`, on the CPU. What exceeds the model's window is cut."""
+    """The text features [N, D] of `captions`, on the CPU. What exceeds the model's window is cut.
+
+    Args:
+        progress: whether to show a bar, or its title.
+    """
     features = []
-    for start in tqdm(range(0, len(captions), batch_size), desc="captions", disable=not progress):
+    starts = range(0, len(captions), batch_size)
+    for start in tqdm(starts, desc=_title(progress, "captions"), disable=not progress):
         tokens = backbone.tokenize(list(captions[start : start + batch_size])).to(device)
         features.append(backbone.encode_text(tokens).float().cpu())
     return torch.cat(features)

@@ -1,23 +1,32 @@
 """Recall of image-caption retrieval, in both directions."""
 
-import time
-from dataclasses import asdict, dataclass
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.data import BadRecord, Record
+from debias_diffusion.data.dataset import UNREADABLE, unreadable
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import write_json
-from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k
+from debias_diffusion.retrieval import encode_readable, encode_texts, none_readable, recall_ranks
 
+from .encoders import TwoTower, check_encoders, compare, of_each
 from .inputs import Pairs, check_batch_size, check_max_bad, check_share, print_left_out, read_benchmark, read_pairs
-from .report import table, versions, weights_digest
+from .intervals import mean_interval, paired_difference
+from .parts import Parts
+from .report import Table, compared_tables, interval, show, write_report
+
+DIRECTIONS = ("text_to_image", "image_to_text")
+KS = (1, 5, 10)
+PIECE = 2048  # images whose features are kept at once
 
 
 @dataclass
@@ -27,109 +36,179 @@ class RetrievalConfig:
     What is evaluated is either `data` (with `images`), pairs of one's own, or `dataset` with `root`, a benchmark.
 
     Attributes:
-        model: Folder of a trained open_clip model, or an open_clip model name such as ViT-B-16.
-        data: JSON file in ShareGPT4V's layout, JSONL file, or folder of WebDataset shards.
-        output: Folder for the result, `retrieval.json` and `retrieval.png`.
-        images: Folder that the data file's image paths start from; not for shards, which hold theirs.
-        pretrained: Tag or file of open_clip's pretrained weights, for a model given by name.
-        limit: Use only the first so many images. null uses all; auto is 1000 of the data, as ShareGPT4V's validation
-            split has, and all of a benchmark.
-        batch_size: Images, or captions, encoded at once.
-        device: Device to run on. The default is cuda where there is one, else cpu.
+        encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
+            them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
+        output: Folder for the results, a JSON and a picture. What is finished there is not done again.
+        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
+            beside them, or toy/test, scenes of the toy world.
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
         dataset: A retrieval benchmark in place of data. One of urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
             flickr30k, flickr30k-test.
         root: Folder that the benchmark lies in, as its authors publish it.
+        limit: Use only the first so many images. null uses all; auto is 1000 of the data, as ShareGPT4V's validation
+            split has, and all of a benchmark.
+        batch_size: Images, or captions, encoded at once.
         max_bad: Largest share of images or records that may be unreadable before the evaluation stops, from 0 to 1.
+        device: Device to run on. The default is cuda where there is one, else cpu.
     """
 
-    model: str
+    encoders: list[str]
+    output: str
     data: str | None = None
-    output: str = ""
     images: str | None = None
-    pretrained: str | None = None
-    limit: int | Literal["auto"] | None = "auto"
-    batch_size: int = 64
-    device: str | None = None
     dataset: str | None = None
     root: str | None = None
+    limit: int | Literal["auto"] | None = "auto"
+    batch_size: int = 64
     max_bad: float = 0.01
+    device: str | None = None
 
 
-def load_for_evaluation(model: str, pretrained: str | None, device: torch.device) -> Backbone:
-    """The backbone on `device`, in evaluation mode.
+@dataclass(frozen=True)
+class Readable:
+    """What of the data an encoder could see.
 
-    Raises:
-        UserError: it cannot be loaded, or would have random weights.
+    Attributes:
+        features: of the readable images, [N, D].
+        captions: of these images, [M].
+        image_of: the row in `features` of each caption's image, [M].
+        left_out: the images that could not be read.
     """
-    backbone = load_backbone(model, pretrained)
-    if backbone.random_weights:
-        raise UserError(
-            f"{model!r} is only a name, and without weights its numbers mean nothing. Give --pretrained, an open_clip "
-            "tag such as openai or a file, or the folder of a trained model."
-        )
-    return backbone.to(device).eval()
+
+    features: Tensor
+    captions: list[str]
+    image_of: list[int]
+    left_out: list[BadRecord]
 
 
 class Evaluation:
-    """What evaluations of a two-tower have in common: what they are given, and the JSON they leave.
+    """What evaluations of two-towers on image-caption pairs have in common.
 
     Attributes:
-        pairs: what to evaluate on, each image once.
-        records: its pairs. An image of a benchmark with several captions stands here with its first.
-        images: what opens their images.
+        pairs: what to evaluate on, each image once. An image with several captions stands there with its first.
         captions: all captions, [M].
-        image_of: the position in `records` of each caption's image, [M].
-        backbone: the model, in evaluation mode on `device`.
+        image_of: the position in `pairs.records` of each caption's image, [M].
+        parts: what is finished.
+        digests: of the data, and of the encoders so far.
+        left_out: what could not be used so far.
 
     Raises:
         UserError: a setting cannot be used.
     """
 
-    def __init__(self, config: RetrievalConfig):
-        self.started = time.monotonic()
+    def __init__(self, name: str, config: RetrievalConfig):
+        if not config.output:
+            raise UserError("There is no output. Give --output, a folder for the results.")
+        check_encoders(config.encoders)
         check_batch_size(config.batch_size)
         check_max_bad(config.max_bad)
-        if not config.output:
-            raise UserError("There is no output. Give --output, a folder for the result.")
-        self.config = config
+        self.name, self.config = name, config
         self.pairs, self.captions, self.image_of = _given(config)
-        self.records, self.images = self.pairs.records, self.pairs.images
         self.device = pick_device(config.device)
-        self.backbone = load_for_evaluation(config.model, config.pretrained, self.device)
+        self.parts = Parts(Path(config.output) / "parts")
+        self.digests = {"data": self.pairs.digest, "encoders": {}}
+        self.left_out = list(self.pairs.bad)
+        self._shown = False
+        self._pixels = self._pixels_digest()
 
-    def encode_images(self) -> tuple[Tensor, list[str], list[int], list[BadRecord]]:
-        """The features of the readable images [N, D], their captions [M], each one's image of the N, and the rest.
+    def of_each(self, work: Callable[[TwoTower], dict]) -> dict[str, dict]:
+        """What `work` says of each encoder, by label."""
+
+        def noted(encoder: TwoTower) -> dict:
+            self.digests["encoders"][encoder.label] = encoder.digest
+            return work(encoder)
+
+        return of_each(self.config.encoders, self.device, noted)
+
+    def read(self, encoder: TwoTower) -> Readable:
+        """The features of the images, and the captions of those that can be read.
 
         Raises:
-            UserError: more images or records than the share `max_bad` are unreadable.
+            UserError: more images or records than the share `max_bad` are unreadable, or all.
         """
-        features, good, unreadable = encode_images(
-            self.backbone, self.records, self.images, self.config.batch_size, self.device
-        )
-        print_left_out(unreadable)
+        records, images = self.pairs.records, self.pairs.images
+        features, good = [], []
+        for start in range(0, len(records), PIECE):
+            piece = self._encode_piece(encoder, start)
+            features.append(piece["features"])
+            good += (start + piece["good"]).tolist()
+        left_out = [bad for index in sorted(set(range(len(records))) - set(good)) if (bad := self._fault(index))]
+        if not self._shown:
+            print_left_out(left_out)
+            self._shown = True
+            self.left_out += left_out
         # a data file is read beyond `limit`, so its own faults are not a share of what is evaluated
-        bad = unreadable if self.config.dataset is None else self.pairs.bad + unreadable
-        check_share(bad, len(self.records), self.config.max_bad)
+        bad = left_out if self.config.dataset is None else self.pairs.bad + left_out
+        if not good:
+            raise none_readable(records, images, left_out)
+        check_share(bad, len(records), self.config.max_bad)
         place = {position: row for row, position in enumerate(good)}
         kept = [
             (caption, place[image])
             for caption, image in zip(self.captions, self.image_of, strict=True)
             if image in place
         ]
-        return features, [caption for caption, _ in kept], [row for _, row in kept], unreadable
+        return Readable(
+            torch.cat([part for part in features if len(part)]),
+            [caption for caption, _ in kept],
+            [row for _, row in kept],
+            left_out,
+        )
 
-    def write(self, name: str, unreadable: list[BadRecord], numbers: dict) -> dict:
-        """Writes `name`.json: settings, versions, digests, `numbers`, the pairs left out, seconds. Returns it."""
-        report = {
-            "settings": asdict(self.config),
-            "versions": versions(),
-            "digests": {"data": self.pairs.digest, "model": weights_digest(self.backbone)},
-            **numbers,
-            "left_out": [asdict(record) for record in self.pairs.bad + unreadable],
-            "seconds": round(time.monotonic() - self.started, 1),
-        }
-        write_json(Path(self.config.output) / f"{name}.json", report)
-        return report
+    def _encode_piece(self, encoder: TwoTower, start: int) -> dict[str, Tensor]:
+        """ "features" [n, D] of the n readable images of one piece, and their places in it, "good" [n]"""
+        records = self.pairs.records[start : start + PIECE]
+        title = f"images, {encoder.label}"
+
+        def work() -> dict[str, Tensor]:
+            features, good, _ = encode_readable(
+                encoder.backbone, records, self.pairs.images, self.config.batch_size, self.device, title
+            )
+            return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
+
+        depends = encoder.depends | {"pixels": self._pixels, "start": start, "count": len(records)}
+        return self.parts.tensors("images", depends, work)
+
+    def _fault(self, index: int) -> BadRecord | None:
+        record = self.pairs.records[index]
+        try:
+            self.pairs.images.open(record.image)
+        except UNREADABLE as error:
+            return unreadable(record, error)
+        return BadRecord(record.id, "unreadable image", "it could not be read when it was encoded")
+
+    def _pixels_digest(self) -> str:
+        """Changes with the images' names, and where their files could have changed."""
+        total = hashlib.sha256()
+        for record in self.pairs.records:
+            try:
+                total.update(self.pairs.images.stamp(record.image))
+            except (OSError, ValueError):
+                total.update(f"no {record.image}\n".encode("utf-8", "surrogatepass"))
+        return total.hexdigest()
+
+    def depends(self, encoder: TwoTower) -> dict:
+        """Everything that decides a number of this encoder on this data."""
+        texts = hashlib.sha256("\0".join(self.captions).encode("utf-8", "surrogatepass")).hexdigest()
+        return encoder.depends | {"pixels": self._pixels, "captions": texts, "image_of": _digest_of(self.image_of)}
+
+    def write(self, encoders: dict[str, dict], compared: list[dict], notes: Sequence[str] = (), **more) -> dict:
+        """The JSON, written and returned."""
+        return write_report(
+            self.name,
+            self.config,
+            digests=self.digests,
+            left_out=self.left_out,
+            seconds=self.parts.seconds,
+            **more,
+            encoders=encoders,
+            compared=compared,
+            notes=list(notes),
+        )
+
+
+def _digest_of(numbers: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(numbers, dtype=np.int64).tobytes()).hexdigest()
 
 
 def _given(config: RetrievalConfig) -> tuple[Pairs, list[str], list[int]]:
@@ -151,42 +230,128 @@ def _given(config: RetrievalConfig) -> tuple[Pairs, list[str], list[int]]:
     return Pairs(records, found.source, found.bad, found.digest()), found.captions, found.image_of
 
 
-def plot(recalls: dict[str, dict[str, float]]) -> Figure:
-    """Bars of recall by k, one panel a direction. A Figure of its own draws with Agg and leaves pyplot alone."""
-    figure = Figure(figsize=(8, 3.5), layout="constrained", dpi=150)
-    for axes, (direction, values) in zip(figure.subplots(1, 2, sharey=True), recalls.items(), strict=True):
-        axes.bar_label(axes.bar(list(values), list(values.values())), fmt="%.1f")
-        axes.set(title=direction.replace("_", " "), ylim=(0, 110))
-    figure.axes[0].set_ylabel("recall (%)")
+def plot(encoders: dict[str, dict]) -> Figure:
+    """Bars of recall by k with their intervals, one panel a direction, one colour an encoder."""
+    # A Figure of its own draws with Agg and leaves pyplot alone.
+    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=150)
+    width = 0.8 / len(encoders)
+    for axes, direction in zip(figure.subplots(1, 2, sharey=True), DIRECTIONS, strict=True):
+        for index, (label, found) in enumerate(encoders.items()):
+            heights = found["recall_percent"][direction]
+            places = np.arange(len(heights)) + (index - (len(encoders) - 1) / 2) * width
+            ends = np.array([found["interval_percent"][direction][k] for k in heights]).T  # [2, ks]
+            values = np.array(list(heights.values()))
+            # A skewed sample's interval need not hold its mean to the last bit.
+            error = np.maximum([values - ends[0], ends[1] - values], 0)
+            bars = axes.bar(places, values, width, yerr=error, capsize=2, label=label, error_kw={"linewidth": 0.8})
+            axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
+        axes.set_xticks(np.arange(len(heights)), list(heights))
+        axes.set(title=direction.replace("_", " "), ylim=(0, 115))
+    figure.axes[0].set_ylabel("recall (%), with 95% intervals")
+    figure.axes[1].legend(fontsize="small", loc="upper left")
     return figure
 
 
-def evaluate_retrieval(config: RetrievalConfig) -> dict:
-    """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints a table.
+def hits(ranks: Sequence[int], k: int) -> np.ndarray:
+    """100 for each query whose partner is among the first k, else 0, so that their mean is the recall in percent."""
+    return 100.0 * (np.asarray(ranks) <= k)
 
-    Captions over the model's window are cut, and counted. `recall_at_k` says how several captions an image, ties and
+
+def _retrieve(own: Evaluation, encoder: TwoTower) -> dict:
+    """One encoder's ranks with what belongs to them, as JSON."""
+    readable = own.read(encoder)
+    tokenizer = encoder.backbone.tokenizer
+
+    def work() -> dict:
+        texts = encode_texts(
+            encoder.backbone, readable.captions, own.config.batch_size, own.device, f"captions, {encoder.label}"
+        )
+        ranks = recall_ranks(readable.features, texts, image_of=readable.image_of)
+        over = sum(tokenizer.count(caption) > tokenizer.context_length for caption in readable.captions)
+        return {
+            "images": len(readable.features),
+            "image_of": readable.image_of,
+            "window": tokenizer.context_length,
+            "captions_over_window": over,
+            "ranks": {direction: its.tolist() for direction, its in ranks.items()},
+        }
+
+    return own.parts.result("retrieval", own.depends(encoder), work)
+
+
+def _groups(found: dict, direction: str) -> Sequence[int] | None:
+    """Captions of one image succeed and fail together."""
+    return found["image_of"] if direction == "text_to_image" else None
+
+
+def _numbers(found: dict) -> dict:
+    recall, interval = {}, {}
+    for direction in DIRECTIONS:
+        by_k = {f"R@{k}": hits(found["ranks"][direction], k) for k in KS}
+        recall[direction] = {name: float(values.mean()) for name, values in by_k.items()}
+        groups = _groups(found, direction)
+        interval[direction] = {name: mean_interval(values, groups) for name, values in by_k.items()}
+    return {
+        "window": found["window"],
+        "captions_over_window": found["captions_over_window"],
+        "recall_percent": recall,
+        "interval_percent": interval,
+    }
+
+
+def compare_at_1(found: dict[str, dict]) -> list[dict]:
+    """Every two encoders' R@1, in points, paired by query.
+
+    Args:
+        found: {label: {"ranks": {direction: ranks}, "image_of": ...}}
+    """
+    names = {f"R@1 {direction.replace('_', ' ')}": direction for direction in DIRECTIONS}
+    values = {label: {name: hits(its["ranks"][names[name]], 1) for name in names} for label, its in found.items()}
+    groups = {name: _groups(next(iter(found.values())), direction) for name, direction in names.items()}
+    return compare(values, lambda a, b, name: paired_difference(a, b, groups[name]))
+
+
+def evaluate_retrieval(config: RetrievalConfig) -> dict:
+    """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints tables.
+
+    Captions over a model's window are cut, and counted. `recall_ranks` says how several captions an image, ties and
     duplicates count.
 
     Returns:
-        What the file holds: settings, versions, digests, recalls in percent, how many images, captions and captions
-        over the window, what was left out, seconds.
+        What the file holds: settings, versions, digests, how many images and captions; by encoder the window, how many
+        captions exceed it, recalls in percent with their 95% intervals (bootstrap over images); the encoders' R@1
+        compared, in points; what was left out, seconds.
 
     Raises:
         UserError: a setting cannot be used.
     """
-    own = Evaluation(config)
-    image_features, captions, image_of, unreadable = own.encode_images()
-    text_features = encode_texts(own.backbone, captions, config.batch_size, own.device)
-    recalls = recall_at_k(image_features, text_features, image_of=image_of)
-    tokenizer = own.backbone.tokenizer
-    numbers = {
-        "pairs": len(captions),
-        "images": len(image_features),
-        "captions_over_window": sum(tokenizer.count(caption) > tokenizer.context_length for caption in captions),
-        "recall_percent": recalls,
-    }
-    report = own.write("retrieval", unreadable, numbers)
-    plot(recalls).savefig(Path(config.output) / "retrieval.png")
-    header = ["", *recalls["text_to_image"]]
-    print(table(header, [[direction.replace("_", " "), *values.values()] for direction, values in recalls.items()]))
+    own = Evaluation("retrieval", config)
+    found = own.of_each(partial(_retrieve, own))
+    encoders = {label: _numbers(its) for label, its in found.items()}
+    its = next(iter(found.values()))
+    report = own.write(encoders, compare_at_1(found), images=its["images"], captions=len(its["image_of"]))
+    show(report, tables(report), figures(report))
     return report
+
+
+def tables(report: dict) -> list[Table]:
+    """A report's numbers, and the encoders compared."""
+    found = []
+    for direction in DIRECTIONS:
+        rows = [
+            [label, its["captions_over_window"], *_with_intervals(its, direction)]
+            for label, its in report["encoders"].items()
+        ]
+        columns = [column for k in KS for column in (f"R@{k}", "95%")]
+        found.append(Table([f"recall in percent, {direction.replace('_', ' ')}", "captions cut", *columns], rows))
+    return found + compared_tables(report["compared"])
+
+
+def _with_intervals(numbers: dict, direction: str) -> list[str | float]:
+    recall, ends = (numbers[name][direction] for name in ("recall_percent", "interval_percent"))
+    return [cell for name in recall for cell in (recall[name], interval(ends[name]))]
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """The picture of a report, by its file's name."""
+    return {"retrieval.png": plot(report["encoders"])}

@@ -1,6 +1,7 @@
 """Recall at k against brute force and closed forms, and a retrieval evaluation on real photographs."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,16 @@ import skimage
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tiny_clip import save_tiny_clip
 
-from debias_diffusion.backbones import load_backbone
+from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.report import digest, table, weights_digest
-from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval import retrieval
+from debias_diffusion.eval.encoders import labels
+from debias_diffusion.eval.report import Table, digest, table, weights_digest
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
 from debias_diffusion.retrieval import encode_images, encode_pairs, recall_at_k
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
@@ -225,39 +229,142 @@ def test_images_are_read_ahead_in_order_and_unreadable_ones_named(tiny_clip):
         assert places == [1, 2, 5, 6, 7] and [f"no-such-{n}" in bad[n].detail for n in range(3)] == [True] * 3
 
 
-def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def another_clip(tmp_path_factory) -> str:
+    """Another small random two-tower, of the same sizes."""
+    torch.manual_seed(99)
+    return save_tiny_clip(tmp_path_factory.mktemp("another-clip"), seed=5)
+
+
+def settings_of(tmp_path, *encoders, **changes) -> RetrievalConfig:
+    own = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "output": str(tmp_path / "out"), "batch_size": 4}
+    return RetrievalConfig(list(encoders), **(own | changes))
+
+
+def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, another_clip, tmp_path, capsys):
     entries = json.loads(PHOTOGRAPHS.read_text())
     broken = dict(entries[0], image="no-such.png")
     data = tmp_path / "data.json"
     data.write_text(json.dumps([entries[0], broken, {"image": "x.png"}, *entries[1:6]]))
-    config = RetrievalConfig(
-        model=tiny_clip, data=str(data), images=skimage.data_dir, output=str(tmp_path / "out"), limit=6, batch_size=4
-    )
-    report = evaluate_retrieval(config)
+    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, another_clip, data=str(data), limit=6))
     assert report == json.loads((tmp_path / "out" / "retrieval.json").read_text())
-    assert report["pairs"] == 5
+    assert report["images"] == report["captions"] == 5
     assert [bad["kind"] for bad in report["left_out"]] == ["no caption", "missing image"]
     assert "no-such.png" in report["left_out"][1]["detail"]
     assert report["digests"]["data"] == digest(data) and report["settings"]["limit"] == 6
     assert {"torch", "transformers", "diffusers", "open_clip_torch", "debias-diffusion"} == set(report["versions"])
-    assert report["recall_percent"]["text_to_image"]["R@5"] == 100.0  # of 5 pairs
-    assert 0 <= report["recall_percent"]["image_to_text"]["R@1"] < 100
     printed = capsys.readouterr().out
-    assert "no-such.png" in printed and "text to image" in printed
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"retrieval.json", "retrieval.png"}
-    lengths = [load_backbone(tiny_clip).tokenizer.count(entry["conversations"][1]["value"]) for entry in entries[:5]]
-    assert report["images"] == 5 and report["captions_over_window"] == sum(length > 77 for length in lengths) > 0
+    assert sum("no-such.png" in line for line in printed.splitlines()) == 1 and "text to image" in printed
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"retrieval.json", "retrieval.png", "parts"}
+    first, second = labels([tiny_clip, another_clip])
+    assert list(report["encoders"]) == [first, second] == list(report["digests"]["encoders"])
+    # against features computed one by one, as the library's user would
+    for name, label in ((tiny_clip, first), (another_clip, second)):
+        backbone = load_backbone(name).eval()
+        records = read_sharegpt4v(PHOTOGRAPHS).records[:5]
+        images, texts, _ = encode_pairs(backbone, records, ImageFolder(skimage.data_dir), 1, "cpu", progress=False)
+        numbers = report["encoders"][label]
+        assert numbers["recall_percent"] == recall_at_k(images, texts)
+        lengths = [backbone.tokenizer.count(record.caption) for record in records]
+        assert numbers["captions_over_window"] == sum(length > 77 for length in lengths) > 0
+        for direction, recalls in numbers["recall_percent"].items():
+            for k, value in recalls.items():
+                low, high = numbers["interval_percent"][direction][k]
+                assert 0 <= low <= value <= high <= 100 and (low < high or value in (0, 100))
+    directions = ("text_to_image", "image_to_text")
+    differences = [
+        report["encoders"][second]["recall_percent"][d]["R@1"] - report["encoders"][first]["recall_percent"][d]["R@1"]
+        for d in directions
+    ]
+    compared = report["compared"]
+    assert [(line["a"], line["b"]) for line in compared] == [(second, first)] * 2
+    assert [line["difference"] for line in compared] == pytest.approx(differences)
+
+
+def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, tmp_path, monkeypatch):
+    """Neither by a run that was killed with the second encoder, nor by one of another limit, batch or output name."""
+    encoded = []
+    for name in ("encode_image", "encode_text"):
+        original = getattr(Backbone, name)
+
+        def counted(self, batch, name=name, original=original):
+            encoded.append(name)
+            return original(self, batch)
+
+        monkeypatch.setattr(Backbone, name, counted)
+    config = settings_of(tmp_path, tiny_clip, another_clip)
+    monkeypatch.setattr(retrieval, "PIECE", 5)  # 12 images in pieces
+    with monkeypatch.context() as patch:
+        patch.setattr(retrieval, "encode_texts", killed_at_the_second_encoder(retrieval.encode_texts))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_retrieval(config)
+    assert encoded.count("encode_image") == 2 * 5 and encoded.count("encode_text") == 3  # 12 images: 4 + 1, 4 + 1, 2
+    encoded.clear()
+    resumed = evaluate_retrieval(config)
+    assert encoded == ["encode_text"] * 3
+    encoded.clear()
+    again = evaluate_retrieval(replace(config, batch_size=5))
+    assert not encoded and again["encoders"] == resumed["encoders"] and again["seconds"] == resumed["seconds"] > 0
+    whole = evaluate_retrieval(replace(config, output=str(tmp_path / "other")))
+    assert whole["encoders"] == resumed["encoders"] and whole["compared"] == resumed["compared"]
+    encoded.clear()
+    assert evaluate_retrieval(replace(config, limit=3))["images"] == 3 and encoded
+
+
+def killed_at_the_second_encoder(function):
+    calls = []
+
+    def work(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    return work
+
+
+def test_an_image_that_has_changed_is_read_again(tiny_clip, tmp_path):
+    entries = json.loads(PHOTOGRAPHS.read_text())[:3]
+    for entry in entries:
+        shutil.copy(Path(skimage.data_dir) / entry["image"], tmp_path / entry["image"])
+    (tmp_path / "data.json").write_text(json.dumps(entries))
+    config = settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), images=str(tmp_path), max_bad=1)
+    assert evaluate_retrieval(config)["images"] == 3
+    (tmp_path / entries[1]["image"]).write_text("no image")
+    changed = evaluate_retrieval(config)
+    assert changed["images"] == 2 and [bad["kind"] for bad in changed["left_out"]] == ["unreadable image"]
+    again = evaluate_retrieval(config)  # now from what is kept
+    assert again == changed
+
+
+def test_a_piece_without_any_readable_image_is_no_end(tiny_clip, tmp_path, monkeypatch):
+    monkeypatch.setattr(retrieval, "PIECE", 2)
+    entries = json.loads(PHOTOGRAPHS.read_text())[:5]
+    for index in (2, 3):
+        entries[index]["image"] = f"no-such-{index}.png"
+    (tmp_path / "data.json").write_text(json.dumps(entries))
+    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), max_bad=0.5))
+    assert report["images"] == 3 and len(report["left_out"]) == 2
 
 
 def test_identical_entries_never_score_at_rank_one(tiny_clip, tmp_path):
     entry = json.loads(PHOTOGRAPHS.read_text())[0]
     data = tmp_path / "data.json"
     data.write_text(json.dumps([entry] * 7))
-    config = RetrievalConfig(
-        model=tiny_clip, data=str(data), images=skimage.data_dir, output=str(tmp_path), batch_size=3
-    )
-    recalls = evaluate_retrieval(config)["recall_percent"]
+    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, data=str(data)))
+    recalls = next(iter(report["encoders"].values()))["recall_percent"]
     assert recalls["text_to_image"] == recalls["image_to_text"] == {"R@1": 0.0, "R@5": 0.0, "R@10": 100.0}
+
+
+def test_the_picture_shows_the_numbers(tiny_clip, another_clip, tmp_path):
+    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, another_clip))
+    (figure,) = figures(report).values()
+    for axes, direction in zip(figure.axes, ("text_to_image", "image_to_text"), strict=True):
+        heights = [bar.get_height() for bar in axes.patches]
+        recalls = [its["recall_percent"][direction] for its in report["encoders"].values()]
+        assert heights == [value for its in recalls for value in its.values()]
+    with Image.open(tmp_path / "out" / "retrieval.png") as image:
+        assert image.format == "PNG" and image.width > image.height > 200
 
 
 @pytest.mark.parametrize(
@@ -269,15 +376,25 @@ def test_identical_entries_never_score_at_rank_one(tiny_clip, tmp_path):
         ({"data": "nowhere.json"}, "nowhere.json"),
         ({"images": "."}, "None of the 3 images"),
         ({"device": "cuda:99"}, "cuda:99"),
-        ({"model": "ViT-B-32"}, "--pretrained"),
+        ({"encoders": ["ViT-B-32"]}, "ViT-B-32:WEIGHTS"),
+        ({"encoders": []}, "at least one encoder"),
+        ({"encoders": ["toy/clip", "toy/clip"]}, "none twice"),
+        ({"encoders": ["toy/clap"]}, "Did you mean"),
     ],
 )
 def test_unusable_settings_are_refused(tiny_clip, tmp_path, monkeypatch, change, message):
     monkeypatch.chdir(tmp_path)
-    config = {"model": tiny_clip, "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "output": "out", "limit": 3}
+    config = {"encoders": [tiny_clip], "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "limit": 3}
     with pytest.raises(UserError, match=message):
-        evaluate_retrieval(RetrievalConfig(**(config | change)))
-    assert not (tmp_path / "out").exists()
+        evaluate_retrieval(RetrievalConfig(**({"output": "out"} | config | change)))
+    assert not (tmp_path / "out" / "retrieval.json").exists()
+
+
+def test_labels_are_short_and_unique(tmp_path):
+    for name in ("a/best", "b/best"):
+        (tmp_path / name).mkdir(parents=True)
+    assert labels(["toy/clip", str(tmp_path / "a" / "best")]) == ["toy/clip", "best"]
+    assert labels([str(tmp_path / "a" / "best"), str(tmp_path / "b" / "best")]) == ["a/best", "b/best"]
 
 
 def test_digests_tell_contents_apart(tmp_path):
@@ -294,6 +411,13 @@ def test_digests_tell_contents_apart(tmp_path):
     with torch.no_grad():
         layer.bias[0] += 1
     assert weights_digest(layer) != before
+
+
+def test_a_table_in_markdown_holds_its_cells():
+    its = Table(["a|b", "n"], [["<b>_x_", 1.5], ["c", None], ["d", 3]])
+    assert its.markdown().split("\n") == [
+        r"| a\|b | n |", "| --- | --: |", r"| \<b\>\_x\_ | 1.50 |", "| c | - |", "| d | 3 |",
+    ]  # fmt: skip
 
 
 def test_table_is_aligned():

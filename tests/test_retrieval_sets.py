@@ -316,24 +316,27 @@ def test_a_benchmark_with_five_captions_an_image_is_evaluated(tiny_clip, tmp_pat
     with open(tmp_path / "results_20130124.token", "a") as file:
         file.write(f"10002456.jpg#5\t{'word ' * 90}\n")
     report = evaluate_retrieval(
-        RetrievalConfig(tiny_clip, output=str(tmp_path / "out"), dataset="flickr30k", root=str(tmp_path), batch_size=3)
+        RetrievalConfig(
+            [tiny_clip], output=str(tmp_path / "out"), dataset="flickr30k", root=str(tmp_path), batch_size=3
+        )
     )
     assert report == json.loads((tmp_path / "out" / "retrieval.json").read_text())
-    assert (report["images"], report["pairs"], report["captions_over_window"]) == (2, 11, 1)
+    (numbers,) = report["encoders"].values()
+    assert (report["images"], report["captions"], numbers["captions_over_window"]) == (2, 11, 1)
     assert report["digests"]["data"] == read_retrieval_set("flickr30k", tmp_path).digest()
-    assert set(report["recall_percent"]["text_to_image"]) == {"R@1", "R@5", "R@10"}
-    assert report["recall_percent"]["text_to_image"]["R@5"] == 100.0  # of 2 images
-    assert report["recall_percent"]["image_to_text"]["R@1"] in (0.0, 50.0, 100.0)
+    assert set(numbers["recall_percent"]["text_to_image"]) == {"R@1", "R@5", "R@10"}
+    assert numbers["recall_percent"]["text_to_image"]["R@5"] == 100.0  # of 2 images
+    assert numbers["recall_percent"]["image_to_text"]["R@1"] in (0.0, 50.0, 100.0)
     assert report["settings"]["limit"] == "auto" and (tmp_path / "out" / "retrieval.png").stat().st_size > 1000
 
 
 def test_a_limit_counts_images_and_an_unreadable_image_takes_its_captions_along(tiny_clip, tmp_path):
     coco(tmp_path)
     settings = {"dataset": "coco", "root": str(tmp_path), "output": str(tmp_path / "out")}
-    assert evaluate_retrieval(RetrievalConfig(tiny_clip, limit=1, **settings))["pairs"] == 5
+    assert evaluate_retrieval(RetrievalConfig([tiny_clip], limit=1, **settings))["captions"] == 5
     write(tmp_path / "val2017" / "000000397133.jpg", "no image")
-    report = evaluate_retrieval(RetrievalConfig(tiny_clip, **settings))
-    assert (report["images"], report["pairs"]) == (1, 5)
+    report = evaluate_retrieval(RetrievalConfig([tiny_clip], **settings))
+    assert (report["images"], report["captions"]) == (1, 5)
     assert [bad["kind"] for bad in report["left_out"]] == ["unreadable image"]
 
 
@@ -343,15 +346,15 @@ def test_more_unreadable_images_than_the_share_stop_the_evaluation(tiny_clip, tm
         write(tmp_path / "image" / name, "no image")
     settings = {"dataset": "urban1k", "root": str(tmp_path), "output": str(tmp_path / "out")}
     with pytest.raises(UserError, match=r"2 of 3 records.*0.01.*--max-bad.*1.jpg"):
-        evaluate_retrieval(RetrievalConfig(tiny_clip, **settings))
-    assert not (tmp_path / "out").exists()
-    assert evaluate_retrieval(RetrievalConfig(tiny_clip, max_bad=0.7, **settings))["images"] == 1
+        evaluate_retrieval(RetrievalConfig([tiny_clip], **settings))
+    assert not (tmp_path / "out" / "retrieval.json").exists()
+    assert evaluate_retrieval(RetrievalConfig([tiny_clip], max_bad=0.7, **settings))["images"] == 1
 
 
 def test_a_benchmark_s_robustness(tiny_clip, tmp_path):
     expected = urban1k(tmp_path)
     report = evaluate_robustness(
-        RobustnessConfig(tiny_clip, output=str(tmp_path / "out"), dataset="urban1k", root=str(tmp_path))
+        RobustnessConfig([tiny_clip], output=str(tmp_path / "out"), dataset="urban1k", root=str(tmp_path))
     )
     assert report["pairs"] == len(expected) and report["one_sentence_captions"] == 0
 
@@ -371,4 +374,4 @@ def test_a_benchmark_s_robustness(tiny_clip, tmp_path):
 )
 def test_unusable_settings(change, message):
     with pytest.raises(UserError, match=message):
-        evaluate_retrieval(RetrievalConfig(**({"model": "ViT-B-32", "output": "out"} | change)))
+        evaluate_retrieval(RetrievalConfig(**({"encoders": ["ViT-B-32:openai"], "output": "out"} | change)))

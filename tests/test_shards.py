@@ -645,7 +645,7 @@ def test_other_data_has_another_digest(folder, tmp_path):
 def test_evaluations_take_shards(folder, tmp_path):
     model = str(save_tiny_clip(tmp_path / "clip"))
     written(folder, tmp_path / "shards")
-    report = evaluate_retrieval(RetrievalConfig(model, str(tmp_path / "shards"), str(tmp_path / "scores")))
-    assert report["pairs"] == 7 and report["left_out"] == []
-    theirs = evaluate_retrieval(RetrievalConfig(model, folder[0], str(tmp_path / "scores"), folder[1]))
-    assert theirs["pairs"] == 7 and theirs["digests"]["data"] != report["digests"]["data"]
+    report = evaluate_retrieval(RetrievalConfig([model], str(tmp_path / "scores"), str(tmp_path / "shards")))
+    assert report["images"] == 7 and report["left_out"] == []
+    theirs = evaluate_retrieval(RetrievalConfig([model], str(tmp_path / "scores"), *folder))
+    assert theirs["images"] == 7 and theirs["digests"]["data"] != report["digests"]["data"]
