@@ -1,6 +1,7 @@
 """Recall of image-caption retrieval, in both directions."""
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,17 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from debias_diffusion.data import BadRecord, Record
-from debias_diffusion.data.dataset import UNREADABLE, unreadable
+from debias_diffusion.data import Record
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
-from debias_diffusion.retrieval import encode_readable, encode_texts, none_readable, recall_ranks
+from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from .encoders import TwoTower, check_encoders, compare, of_each
+from .image_features import ImageFeatures
 from .inputs import Pairs, check_batch_size, check_max_bad, check_share, print_left_out, read_benchmark, read_pairs
 from .intervals import mean_interval, paired_difference
 from .parts import Parts
@@ -26,7 +26,6 @@ from .report import Table, compared_tables, interval, show, write_report
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
-PIECE = 2048  # images whose features are kept at once
 
 
 @dataclass
@@ -72,13 +71,11 @@ class Readable:
         features: of the readable images, [N, D].
         captions: of these images, [M].
         image_of: the row in `features` of each caption's image, [M].
-        left_out: the images that could not be read.
     """
 
     features: Tensor
     captions: list[str]
     image_of: list[int]
-    left_out: list[BadRecord]
 
 
 class Evaluation:
@@ -109,7 +106,7 @@ class Evaluation:
         self.digests = {"data": self.pairs.digest, "encoders": {}}
         self.left_out = list(self.pairs.bad)
         self._shown = False
-        self._pixels = self._pixels_digest()
+        self._images = ImageFeatures(self.pairs.records, self.pairs.images, self.parts, config.batch_size, self.device)
 
     def of_each(self, work: Callable[[TwoTower], dict]) -> dict[str, dict]:
         """What `work` says of each encoder, by label."""
@@ -126,71 +123,26 @@ class Evaluation:
         Raises:
             UserError: more images or records than the share `max_bad` are unreadable, or all.
         """
-        records, images = self.pairs.records, self.pairs.images
-        features, good = [], []
-        for start in range(0, len(records), PIECE):
-            piece = self._encode_piece(encoder, start)
-            features.append(piece["features"])
-            good += (start + piece["good"]).tolist()
-        left_out = [bad for index in sorted(set(range(len(records))) - set(good)) if (bad := self._fault(index))]
+        encoded = self._images.encode(encoder)
         if not self._shown:
-            print_left_out(left_out)
+            print_left_out(encoded.bad)
             self._shown = True
-            self.left_out += left_out
+            self.left_out += encoded.bad
         # a data file is read beyond `limit`, so its own faults are not a share of what is evaluated
-        bad = left_out if self.config.dataset is None else self.pairs.bad + left_out
-        if not good:
-            raise none_readable(records, images, left_out)
-        check_share(bad, len(records), self.config.max_bad)
-        place = {position: row for row, position in enumerate(good)}
+        bad = encoded.bad if self.config.dataset is None else self.pairs.bad + encoded.bad
+        check_share(bad, len(self.pairs.records), self.config.max_bad)
+        place = {position: row for row, position in enumerate(encoded.good)}
         kept = [
             (caption, place[image])
             for caption, image in zip(self.captions, self.image_of, strict=True)
             if image in place
         ]
-        return Readable(
-            torch.cat([part for part in features if len(part)]),
-            [caption for caption, _ in kept],
-            [row for _, row in kept],
-            left_out,
-        )
-
-    def _encode_piece(self, encoder: TwoTower, start: int) -> dict[str, Tensor]:
-        """ "features" [n, D] of the n readable images of one piece, and their places in it, "good" [n]"""
-        records = self.pairs.records[start : start + PIECE]
-        title = f"images, {encoder.label}"
-
-        def work() -> dict[str, Tensor]:
-            features, good, _ = encode_readable(
-                encoder.backbone, records, self.pairs.images, self.config.batch_size, self.device, title
-            )
-            return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
-
-        depends = encoder.depends | {"pixels": self._pixels, "start": start, "count": len(records)}
-        return self.parts.tensors("images", depends, work)
-
-    def _fault(self, index: int) -> BadRecord | None:
-        record = self.pairs.records[index]
-        try:
-            self.pairs.images.open(record.image)
-        except UNREADABLE as error:
-            return unreadable(record, error)
-        return BadRecord(record.id, "unreadable image", "it could not be read when it was encoded")
-
-    def _pixels_digest(self) -> str:
-        """Changes with the images' names, and where their files could have changed."""
-        total = hashlib.sha256()
-        for record in self.pairs.records:
-            try:
-                total.update(self.pairs.images.stamp(record.image))
-            except (OSError, ValueError):
-                total.update(f"no {record.image}\n".encode("utf-8", "surrogatepass"))
-        return total.hexdigest()
+        return Readable(encoded.features, [caption for caption, _ in kept], [row for _, row in kept])
 
     def depends(self, encoder: TwoTower) -> dict:
         """Everything that decides a number of this encoder on this data."""
-        texts = hashlib.sha256("\0".join(self.captions).encode("utf-8", "surrogatepass")).hexdigest()
-        return encoder.depends | {"pixels": self._pixels, "captions": texts, "image_of": _digest_of(self.image_of)}
+        texts = hashlib.sha256(json.dumps([self.captions, self.image_of]).encode()).hexdigest()
+        return encoder.depends | {"pixels": self._images.digest, "texts": texts}
 
     def write(self, encoders: dict[str, dict], compared: list[dict], notes: Sequence[str] = (), **more) -> dict:
         """The JSON, written and returned."""
@@ -205,10 +157,6 @@ class Evaluation:
             compared=compared,
             notes=list(notes),
         )
-
-
-def _digest_of(numbers: Sequence[int]) -> str:
-    return hashlib.sha256(np.asarray(numbers, dtype=np.int64).tobytes()).hexdigest()
 
 
 def _given(config: RetrievalConfig) -> tuple[Pairs, list[str], list[int]]:

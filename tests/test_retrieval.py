@@ -16,7 +16,7 @@ from tiny_clip import save_tiny_clip
 from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import retrieval
+from debias_diffusion.eval import image_features, retrieval
 from debias_diffusion.eval.encoders import labels
 from debias_diffusion.eval.report import Table, digest, table, weights_digest
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
@@ -293,7 +293,7 @@ def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, tmp_path, m
 
         monkeypatch.setattr(Backbone, name, counted)
     config = settings_of(tmp_path, tiny_clip, another_clip)
-    monkeypatch.setattr(retrieval, "PIECE", 5)  # 12 images in pieces
+    monkeypatch.setattr(image_features, "PIECE", 5)  # 12 images in pieces
     with monkeypatch.context() as patch:
         patch.setattr(retrieval, "encode_texts", killed_at_the_second_encoder(retrieval.encode_texts))
         with pytest.raises(KeyboardInterrupt):
@@ -338,7 +338,7 @@ def test_an_image_that_has_changed_is_read_again(tiny_clip, tmp_path):
 
 
 def test_a_piece_without_any_readable_image_is_no_end(tiny_clip, tmp_path, monkeypatch):
-    monkeypatch.setattr(retrieval, "PIECE", 2)
+    monkeypatch.setattr(image_features, "PIECE", 2)
     entries = json.loads(PHOTOGRAPHS.read_text())[:5]
     for index in (2, 3):
         entries[index]["image"] = f"no-such-{index}.png"
