@@ -5,9 +5,8 @@ image belongs to the class it is most similar to.
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +24,15 @@ from debias_diffusion.data import BadRecord, Record
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, near_matches
-from debias_diffusion.files import sha256, write_json
-from debias_diffusion.retrieval import TIE, encode_images, encode_texts
+from debias_diffusion.files import sha256
+from debias_diffusion.retrieval import TIE, encode_texts
 
-from .inputs import check_batch_size, print_left_out
-from .report import table, versions, weights_digest
-from .retrieval import load_for_evaluation
+from .encoders import TwoTower, check_encoders, compare, of_each
+from .image_features import ImageFeatures
+from .inputs import check_batch_size, check_max_bad, check_share, print_left_out
+from .intervals import paired_difference
+from .parts import Parts
+from .report import Table, compared_tables, interval, show, write_report
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
@@ -58,22 +60,23 @@ class ClassificationConfig:
     """Settings of a zero-shot classification.
 
     Attributes:
-        model: Folder of a trained open_clip model, or an open_clip model name such as ViT-B-16.
+        encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
+            them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
         dataset: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or cifar-100.
         data: Its folder, as its authors publish it: 1000 (A and O: 200) folders of images named by WordNet id, V2's
             named 0 to 999; of CIFAR the folder of the binary version.
-        output: Folder for the results, `classification.json` and `classification.png`.
-        pretrained: Tag or file of open_clip's pretrained weights, for a model given by name.
+        output: Folder for the results, a JSON and a picture. What is finished there is not done again.
         batch_size: Images, or prompts, encoded at once.
+        max_bad: Largest share of images that may be unusable before the evaluation stops, from 0 to 1.
         device: Device to run on. The default is cuda where there is one, else cpu.
     """
 
-    model: str
+    encoders: list[str]
     dataset: str
     data: str
     output: str
-    pretrained: str | None = None
     batch_size: int = 64
+    max_bad: float = 0.01
     device: str | None = None
 
 
@@ -286,13 +289,14 @@ def class_features(
     templates: Sequence[Callable[[str], str]],
     batch_size: int,
     device: torch.device | str,
+    title: str = "classes",
 ) -> Tensor:
     """[C, D] normalised mean, over the templates, of the normalised text features of each class's name."""
     # A name that two classes share (two of ImageNet's are) is encoded once, so that they are the same to the last bit.
     unique = list(dict.fromkeys(classes))
     features = []
     size = max(1, 8192 // len(templates))  # all prompts of ImageNet at once would be half a gigabyte of features
-    for start in tqdm(range(0, len(unique), size), desc="classes"):
+    for start in tqdm(range(0, len(unique), size), desc=title):
         part = unique[start : start + size]
         prompts = [template(name) for name in part for template in templates]
         encoded = F.normalize(encode_texts(backbone, prompts, batch_size, device, progress=False).double(), dim=1)
@@ -357,60 +361,137 @@ def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]
     }
 
 
-def plot(numbers: dict, dataset: str) -> Figure:
-    """The classes' top-1, from the worst to the best, and the mean. A Figure of its own leaves pyplot alone."""
+def plot(encoders: dict[str, dict], dataset: str) -> Figure:
+    """Each encoder's top-1 by class, from its worst to its best, and of all images. Leaves pyplot alone.
+
+    Args:
+        encoders: {label: `top1`'s numbers}
+    """
     figure = Figure(figsize=(8, 3.5), layout="constrained", dpi=150)
     axes = figure.subplots()
-    values = sorted(row["top1_percent"] for row in numbers["per_class"])
-    axes.plot(range(1, len(values) + 1), values, drawstyle="steps-mid")
-    axes.axhline(numbers["top1_percent"], color="black", linestyle="--", label=f"all {numbers['top1_percent']:.1f}")
-    axes.set(title=dataset, xlabel="classes, from the worst", ylabel="top-1 (%)", ylim=(-5, 105))
-    axes.legend()
+    for index, (label, numbers) in enumerate(encoders.items()):
+        values = sorted(row["top1_percent"] for row in numbers["per_class"])
+        low, high = numbers["top1_interval_percent"]
+        axes.plot(
+            range(1, len(values) + 1),
+            values,
+            drawstyle="steps-mid",
+            color=f"C{index}",
+            label=f"{label}, all {numbers['top1_percent']:.1f} ({low:.1f} to {high:.1f})",
+        )
+        axes.axhline(numbers["top1_percent"], color=f"C{index}", linestyle="--", linewidth=1)
+    axes.set(title=dataset, xlabel="classes, from each encoder's worst", ylabel="top-1 (%)", ylim=(-5, 105))
+    axes.legend(fontsize="small")
     return figure
 
 
-def evaluate_classification(config: ClassificationConfig) -> dict:
-    """Zero-shot top-1; writes `classification.json` and `classification.png` and prints a table.
-
-    Returns:
-        What the file holds: settings, versions, digests, what the number means, images, classes, templates, top-1 in
-        percent with its interval and by class, the images left out, seconds.
-
-    Raises:
-        UserError: a setting cannot be used.
-    """
-    started = time.monotonic()
+def _check(config: ClassificationConfig) -> None:
+    check_encoders(config.encoders)
     check_batch_size(config.batch_size)
+    check_max_bad(config.max_bad)
     if config.dataset not in BENCHMARKS:
         raise UserError(
             f"Unknown dataset {config.dataset!r}.{near_matches(config.dataset, BENCHMARKS)} Give one of "
             f"{', '.join(BENCHMARKS)}."
         )
+
+
+@dataclass(frozen=True)
+class Classified:
+    """What one encoder takes the readable images for.
+
+    Attributes:
+        digest: of its weights.
+        guesses: the class of each, from 0.
+        labels: the class that each is of.
+        bad: the images that could not be read.
+    """
+
+    digest: str
+    guesses: list[int]
+    labels: list[int]
+    bad: list[BadRecord]
+
+    def hits(self) -> list[float]:
+        """100 for each image that is right, else 0, so that their mean is top-1 in percent."""
+        return [100.0 * (guess == label) for guess, label in zip(self.guesses, self.labels, strict=True)]
+
+
+def _classify_all(
+    config: ClassificationConfig, data: LabelledImages, images: ImageFeatures, encoder: TwoTower
+) -> Classified:
+    encoded = images.encode(encoder)
+    check_share([*data.bad, *encoded.bad], len(data.records) + len(data.bad), config.max_bad)
+    templates = BENCHMARKS[config.dataset].templates
+
+    def work() -> dict[str, Tensor]:
+        title = f"classes, {encoder.label}"
+        return {
+            "features": class_features(
+                encoder.backbone, data.classes, templates, config.batch_size, images.device, title
+            )
+        }
+
+    depends = encoder.depends | {"classes": data.classes, "templates": _written(templates)}
+    classes = images.parts.tensors("classes", depends, work)["features"]
+    guesses = classify(encoded.features, classes).tolist()
+    return Classified(encoder.digest, guesses, [data.labels[index] for index in encoded.good], encoded.bad)
+
+
+def _written(templates: Sequence[Callable[[str], str]]) -> list[str]:
+    return [template("{}") for template in templates]
+
+
+def evaluate_classification(config: ClassificationConfig) -> dict:
+    """Zero-shot top-1 of each encoder; writes `classification.json` and `classification.png` and prints tables.
+
+    Returns:
+        What the file holds: settings, versions, digests, images, classes, templates; by encoder top-1 in percent with
+        its interval and by class; the encoders compared in points, paired by image; what the numbers mean, the images
+        left out, seconds.
+
+    Raises:
+        UserError: a setting cannot be used, or more of the images than the share `max_bad`.
+    """
+    _check(config)
     benchmark = BENCHMARKS[config.dataset]
     data = benchmark.read(config.data)
     print_left_out(data.bad)
-    device = pick_device(config.device)
-    backbone = load_for_evaluation(config.model, config.pretrained, device)
-    features, good, unreadable = encode_images(backbone, data.records, data.images, config.batch_size, device)
-    print_left_out(unreadable)
-    classes = class_features(backbone, data.classes, benchmark.templates, config.batch_size, device)
-    numbers = top1(classify(features, classes).tolist(), [data.labels[index] for index in good], data.classes)
-    report = {
-        "settings": asdict(config),
-        "versions": versions(),
-        "digests": {"data": data.digest, "model": weights_digest(backbone)},
-        "note": benchmark.note,
-        "images": len(good),
-        "classes": len(data.classes),
-        "templates": [template("{}") for template in benchmark.templates],
-        **numbers,
-        "left_out": [asdict(record) for record in data.bad + unreadable],
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    write_json(Path(config.output) / "classification.json", report)
-    plot(numbers, config.dataset).savefig(Path(config.output) / "classification.png")
-    low, high = numbers["top1_interval_percent"]
-    header = [config.dataset, "images", "classes", "top-1", "95% from", "to"]
-    print(table(header, [["", str(len(good)), str(len(data.classes)), numbers["top1_percent"], low, high]]))
-    print(f"Note: {benchmark.note}")
+    check_share(data.bad, len(data.records) + len(data.bad), config.max_bad)
+    device, parts = pick_device(config.device), Parts(Path(config.output) / "parts")
+    images = ImageFeatures(data.records, data.images, parts, config.batch_size, device)
+    found = of_each(config.encoders, device, lambda encoder: _classify_all(config, data, images, encoder))
+    first = next(iter(found.values()))
+    print_left_out(first.bad)
+    encoders = {label: top1(its.guesses, its.labels, data.classes) for label, its in found.items()}
+    hits = {label: {"top-1": its.hits()} for label, its in found.items()}
+    report = write_report(
+        "classification",
+        config,
+        digests={"data": data.digest, "encoders": {label: its.digest for label, its in found.items()}},
+        left_out=data.bad + first.bad,
+        seconds=parts.seconds,
+        images=len(first.labels),
+        classes=len(data.classes),
+        templates=_written(benchmark.templates),
+        encoders=encoders,
+        compared=compare(hits, lambda a, b, _: paired_difference(a, b)),
+        notes=[benchmark.note],
+    )
+    show(report, tables(report), figures(report))
     return report
+
+
+def tables(report: dict) -> list[Table]:
+    """A report's numbers, and the encoders compared."""
+    name = f"{report['settings']['dataset']}, percent of {report['images']} images in {report['classes']} classes"
+    rows = [
+        [label, its["top1_percent"], interval(its["top1_interval_percent"]), its["mean_per_class_percent"]]
+        for label, its in report["encoders"].items()
+    ]
+    return [Table([name, "top-1", "95%", "mean of classes"], rows), *compared_tables(report["compared"])]
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """The picture of a report, by its file's name."""
+    return {"classification.png": plot(report["encoders"], report["settings"]["dataset"])}

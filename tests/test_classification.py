@@ -30,6 +30,7 @@ from debias_diffusion.eval.classification import (
     top1,
     wilson_interval,
 )
+from debias_diffusion.eval.intervals import paired_difference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -71,10 +72,17 @@ def make_cifar_100(root: Path, labels: list[tuple[int, int]]) -> Path:
     return root
 
 
-def run(model: str, dataset: str, data: Path, output: Path, **options) -> dict:
+def run(model: str | list[str], dataset: str, data: Path, output: Path, **options) -> dict:
+    models = [model] if isinstance(model, str) else model
     return evaluate_classification(
-        ClassificationConfig(model, dataset, str(data), str(output), device="cpu", **options)
+        ClassificationConfig(models, dataset, str(data), str(output), device="cpu", **options)
     )
+
+
+def of_one(report: dict) -> dict:
+    """The numbers of the only encoder."""
+    [numbers] = report["encoders"].values()
+    return numbers
 
 
 def fewer_templates(monkeypatch, dataset: str) -> None:
@@ -152,9 +160,9 @@ def test_200_classes_compete_and_the_run_equals_brute_force(dataset, model, tmp_
     guesses = by_hand(model, [picture(index) for index in range(12)], classes, IMAGENET_TEMPLATES[:2])
     assert len(set(guesses)) > 1
     right = [100.0 * (guess == label) for label, guess in enumerate(guesses)]
-    assert [row["top1_percent"] for row in report["per_class"]] == right
-    assert report["top1_percent"] == pytest.approx(sum(right) / 12)
-    assert "200" in report["note"]
+    assert [row["top1_percent"] for row in of_one(report)["per_class"]] == right
+    assert of_one(report)["top1_percent"] == pytest.approx(sum(right) / 12)
+    assert "200" in report["notes"][0] and report["compared"] == []
 
 
 def test_cifar_10_run_equals_brute_force_and_leaves_its_files(model, tmp_path, capsys):
@@ -163,7 +171,7 @@ def test_cifar_10_run_equals_brute_force_and_leaves_its_files(model, tmp_path, c
     assert len(set(guesses)) > 1
     labels = [(guess + (index < 3)) % 10 for index, guess in enumerate(guesses)]
     report = run(model, "cifar-10", make_cifar_10(tmp_path / "cifar", [*labels, 200]), tmp_path / "out", batch_size=6)
-    assert report["top1_percent"] == pytest.approx(100 * 17 / 20)
+    assert of_one(report)["top1_percent"] == pytest.approx(100 * 17 / 20)
     assert report["images"] == 20 and report["classes"] == 10 and len(report["templates"]) == 18
     assert [record["kind"] for record in report["left_out"]] == ["unknown class"]
     assert "image 20" in report["left_out"][0]["where"]
@@ -171,6 +179,78 @@ def test_cifar_10_run_equals_brute_force_and_leaves_its_files(model, tmp_path, c
     assert Image.open(tmp_path / "out" / "classification.png").size[0] > 100
     printed = capsys.readouterr().out
     assert "85.00" in printed and "left out test_batch.bin, image 20" in printed
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory) -> str:
+    return save_tiny_clip(tmp_path_factory.mktemp("other-clip"), seed=1)
+
+
+def test_encoders_are_compared_image_by_image(model, other_model, tmp_path, capsys):
+    pictures = [picture(index) for index in range(20)]
+    guesses = [by_hand(name, pictures, CIFAR_10, CIFAR_TEMPLATES) for name in (model, other_model)]
+    # The first is right on the first 6 images, the second on all on which it differs from that.
+    labels = [(first if index < 6 else second) for index, (first, second) in enumerate(zip(*guesses, strict=True))]
+    hits = [[100.0 * (guess == label) for guess, label in zip(own, labels, strict=True)] for own in guesses]
+    assert 0 < sum(hits[0]) < sum(hits[1])
+    root = make_cifar_10(tmp_path / "cifar", labels)
+    report = run([model, other_model], "cifar-10", root, tmp_path / "out", batch_size=7)
+    names = [Path(name).name for name in (model, other_model)]
+    assert list(report["encoders"]) == list(report["digests"]["encoders"]) == names
+    assert len(set(report["digests"]["encoders"].values())) == 2
+    for name, own in zip(names, hits, strict=True):
+        assert report["encoders"][name]["top1_percent"] == pytest.approx(sum(own) / 20)
+        assert sum(row["images"] for row in report["encoders"][name]["per_class"]) == 20
+    [compared] = report["compared"]
+    assert compared == {"a": names[1], "b": names[0], "score": "top-1"} | paired_difference(hits[1], hits[0])
+    assert compared["difference"] == pytest.approx((sum(hits[1]) - sum(hits[0])) / 20)
+    assert f"{names[1]} - {names[0]}, top-1" in capsys.readouterr().out
+
+
+def test_what_is_finished_is_not_done_again(model, other_model, tmp_path, monkeypatch):
+    fewer_templates(monkeypatch, "cifar-10")
+    root, output = make_cifar_10(tmp_path / "cifar", [1, 2, 3, 4, 5]), tmp_path / "out"
+
+    def kept() -> dict:
+        return {file.name: file.stat().st_mtime_ns for file in (output / "parts").iterdir()}
+
+    run(model, "cifar-10", root, output)  # as when a run of both was killed between them
+    first = kept()
+    together = run([model, other_model], "cifar-10", root, output)
+    assert first.items() < kept().items()
+    whole = kept()
+    again = run([model, other_model], "cifar-10", root, output)
+    assert kept() == whole and again == together  # the seconds too: those of the parts, whoever did them
+    anew = run([model, other_model], "cifar-10", root, tmp_path / "anew")
+    for name in ("encoders", "compared", "digests"):
+        assert anew[name] == together[name]
+    make_cifar_10(tmp_path / "other", [1, 2, 3, 4, 5, 6])
+    assert run(model, "cifar-10", tmp_path / "other", output)["images"] == 6  # other images are other parts
+
+
+def test_the_share_of_unusable_images_has_a_limit(model, tmp_path, monkeypatch):
+    fewer_templates(monkeypatch, "imagenet-a")
+    root = image_folders(tmp_path / "data", imagenet_wnids()[:200], drawn=8)
+    for index in range(2):
+        (root / "n01440764" / f"broken_{index}.JPEG").write_bytes(b"no image")
+    with pytest.raises(UserError, match="2 of 10 records cannot be used.*0.01 that --max-bad"):
+        run(model, "imagenet-a", root, tmp_path / "out")
+    assert not (tmp_path / "out" / "classification.json").exists()
+    report = run(model, "imagenet-a", root, tmp_path / "out", max_bad=0.2)
+    assert report["images"] == 8 and len(report["left_out"]) == 2
+    broken = make_cifar_10(tmp_path / "cifar", [1, 2, 200, 201])
+    with pytest.raises(UserError, match="2 of 4 records"):
+        run("nowhere", "cifar-10", broken, tmp_path / "cifar-out")  # before any encoder is loaded
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"batch_size": 0}, "batch_size=0"), ({"max_bad": 1.5}, "max_bad is 1.5"), ({"models": []}, "at least one")],
+)
+def test_unusable_settings_are_told(options, message, model, tmp_path):
+    models = options.pop("models", model)
+    with pytest.raises(UserError, match=message):
+        run(models, "cifar-10", tmp_path, tmp_path / "out", **options)
 
 
 def test_cifar_100_reads_the_fine_label_and_the_colours(tmp_path):
@@ -190,7 +270,7 @@ def test_the_order_of_the_files_does_not_matter(model, tmp_path, monkeypatch):
     before = run(model, "imagenet-a", root, tmp_path / "one")
     monkeypatch.setattr(Path, "iterdir", lambda self: iter(sorted(listed(self), reverse=True)))
     after = run(model, "imagenet-a", root, tmp_path / "two")
-    for name in ("top1_percent", "per_class", "digests"):
+    for name in ("encoders", "digests"):
         assert before[name] == after[name]
 
 
@@ -283,7 +363,9 @@ def test_classify_and_top1_in_a_closed_form():
         ("c", 1, 100.0),
         ("d", 1, 100.0),
     ]
-    assert plot(numbers, "imagenet-a").axes[0].lines[0].get_ydata().tolist() == [50, 100, 100]
+    lines = plot({"mine": numbers, "other": top1([3], [3], ["a", "b", "c", "d"])}, "imagenet-a").axes[0].lines
+    assert [list(line.get_ydata()) for line in lines] == [[50, 100, 100], [75, 75], [100], [100, 100]]
+    assert len({line.get_color() for line in lines}) == 2
 
 
 def test_of_classes_equal_up_to_rounding_the_first_is_taken():

@@ -1,0 +1,115 @@
+"""Features of images in pieces: equal to those encoded at once, kept, and made anew when anything that decides them
+changes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_clip import tiny_clip
+
+from debias_diffusion.data import ImageFolder, Record
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval import image_features
+from debias_diffusion.eval.encoders import TwoTower
+from debias_diffusion.eval.image_features import Encoded, ImageFeatures
+from debias_diffusion.eval.parts import Parts
+from debias_diffusion.eval.report import weights_digest
+from debias_diffusion.retrieval import encode_images
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def two_tower(seed: int) -> TwoTower:
+    backbone = tiny_clip(seed).eval()
+    return TwoTower(f"tiny-{seed}", f"tiny-{seed}", backbone, weights_digest(backbone))
+
+
+@pytest.fixture(scope="module")
+def encoder() -> TwoTower:
+    return two_tower(0)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Ten images in pieces of four; the third and all of the second piece cannot be read."""
+    monkeypatch.setattr(image_features, "PIECE", 4)
+    (tmp_path / "images").mkdir()
+    for index in range(10):
+        draw(tmp_path / "images", index)
+    for index in (2, 4, 5, 6, 7):
+        (tmp_path / "images" / f"{index}.png").write_bytes(b"no image")
+    return tmp_path / "images"
+
+
+def draw(folder: Path, index: int, seed: int | None = None) -> None:
+    pixels = np.random.default_rng(index if seed is None else seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / f"{index}.png")
+
+
+def encode(folder: Path, encoder: TwoTower, batch_size: int = 3) -> Encoded:
+    records = [Record(str(index), f"{index}.png", "") for index in range(10)]
+    parts = Parts(folder.parent / "parts")
+    return ImageFeatures(records, ImageFolder(folder), parts, batch_size, torch.device("cpu")).encode(encoder)
+
+
+def kept(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_mtime_ns for file in (folder.parent / "parts").iterdir()}
+
+
+def test_pieces_equal_what_is_encoded_at_once(folder, encoder):
+    records = [Record(str(index), f"{index}.png", "") for index in range(10)]
+    features, good, bad = encode_images(encoder.backbone, records, ImageFolder(folder), 10, "cpu")
+    got = encode(folder, encoder)
+    assert got.good == good == [0, 1, 3, 8, 9]
+    assert got.bad == bad and [record.where for record in got.bad] == ["2.png", "4.png", "5.png", "6.png", "7.png"]
+    torch.testing.assert_close(got.features, features, rtol=0, atol=1e-6)
+    assert len(features.unique(dim=0)) == 5
+
+
+def test_a_finished_piece_is_read_from_the_disk(folder, encoder):
+    first = encode(folder, encoder)
+    before = kept(folder)
+    assert len(before) == 6  # two files of each of three pieces
+    again = encode(folder, encoder)
+    assert kept(folder) == before and again.good == first.good and again.bad == first.bad
+    assert torch.equal(again.features, first.features)
+    for name in list(before)[:2]:
+        (folder.parent / "parts" / name).unlink()
+    mended = encode(folder, encoder)
+    assert torch.equal(mended.features, first.features) and kept(folder).keys() == before.keys()
+
+
+def test_other_weights_configuration_or_images_are_other_pieces(folder, encoder):
+    first = encode(folder, encoder)
+    assert not torch.equal(encode(folder, two_tower(1)).features, first.features)
+    assert len(kept(folder)) == 12
+    other = tiny_clip(0)
+    other.config = other.config | {"preprocess_cfg": {"mean": [0.1, 0.1, 0.1]}}
+    encode(folder, replace(encoder, backbone=other.eval()))
+    assert len(kept(folder)) == 18
+    draw(folder, 1, seed=77)
+    changed = encode(folder, encoder).features
+    assert len(kept(folder)) == 24
+    assert [torch.equal(one, two) for one, two in zip(changed, first.features, strict=True)] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_an_image_that_was_unreadable_is_read_once_it_is_mended(folder, encoder):
+    assert 2 not in encode(folder, encoder).good
+    draw(folder, 2)
+    assert 2 in encode(folder, encoder).good
+
+
+def test_no_readable_image_is_told(folder, encoder):
+    for index in range(10):
+        (folder / f"{index}.png").unlink(missing_ok=True)
+    with pytest.raises(UserError, match="None of the 10 images can be read"):
+        encode(folder, encoder)
