@@ -3,6 +3,7 @@
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,25 +14,34 @@ from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, Featu
 from tqdm import tqdm
 from transformers import AutoModel
 
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.retrieval import encode_texts
 from debias_diffusion.toyworld.shipped import shipped
 
 # Of generated and original images alike.
 RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"
 FID_FEATURES = (64, 2048)
+CACHED = "cache"  # in place of a file: what torch-fidelity has downloaded before
+# DINOv2's position table is of 518 pixels, but it was trained at 224 and is used at it, as its own processor does.
+DINOV2_SIZE = 224
 
 
 # An image's file, or what opens an image that has none of its own, as RGB.
 Picture = str | os.PathLike | Callable[[], Image.Image]
 
 
+def open_picture(picture: Picture) -> Image.Image:
+    """The image, as RGB."""
+    if callable(picture):
+        return picture()
+    with Image.open(picture) as image:
+        return image.convert("RGB")
+
+
 def load_square(picture: Picture, size: int) -> Image.Image:
     """The largest centred square of an image, as RGB, resized with Pillow's antialiased bicubic filter."""
-    if callable(picture):
-        image = picture()
-    else:
-        with Image.open(picture) as image:
-            image = image.convert("RGB")
+    image = open_picture(picture)
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     box = (left, top, left + side, top + side)
@@ -46,13 +56,27 @@ def _batches(pictures: Sequence[Picture], size: int, batch_size: int, what: str)
         yield torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
 
 
+_INCEPTION_ADVICE = (
+    "Pass --inception_weights the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases "
+    f"({URL_INCEPTION_V3}), which pytorch-fid calls pt_inception-2015-12-05-6726825d.pth, or 'cache' when "
+    "torch-fidelity has downloaded it before. Without --inception_weights FID is skipped."
+)
+
+
+def _cached_inception() -> Path:
+    return Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[1]
+
+
 class InceptionFeatures:
     """The features of torch-fidelity's Inception, 64 and 2048 of them.
 
     Args:
-        weights: file of torch-fidelity's Inception weights. It is read as plain tensors only, so that a pickle with
-            code in it is refused before anything in it runs.
+        weights: file of torch-fidelity's Inception weights, or "cache" for the one in torch hub's cache. It is read as
+            plain tensors only, so that a pickle with code in it is refused before anything in it runs.
         device: where the network runs.
+
+    Attributes:
+        file: where the weights were found.
 
     Raises:
         UserError: the file is missing, holds anything but tensors, or the tensors do not fit.
@@ -61,15 +85,11 @@ class InceptionFeatures:
     size = FeatureExtractorInceptionV3.INPUT_IMAGE_SIZE
 
     def __init__(self, weights: str | os.PathLike, device: torch.device):
-        advice = (
-            "Pass --inception_weights the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases "
-            f"({URL_INCEPTION_V3}), which pytorch-fid calls pt_inception-2015-12-05-6726825d.pth. "
-            "Without --inception_weights FID is skipped."
-        )
-        if not os.path.isfile(weights):
-            raise UserError(f"Inception weights {os.fspath(weights)!r} are not there. {advice}")
+        self.file = _cached_inception() if weights == CACHED else Path(weights)
+        if not self.file.is_file():
+            raise UserError(f"Inception weights {str(self.file)!r} are not there. {_INCEPTION_ADVICE}")
         try:
-            state = torch.load(weights, map_location="cpu", weights_only=True)
+            state = torch.load(self.file, map_location="cpu", weights_only=True)
             # torch-fidelity unpickles what it is given without restraint. So it is given a copy of these tensors,
             # and never the file itself, which could also change between the check and its reading.
             copy = io.BytesIO()
@@ -77,9 +97,9 @@ class InceptionFeatures:
             copy.seek(0)
             extractor = FeatureExtractorInceptionV3("inception", [str(n) for n in FID_FEATURES], copy)
         except Exception as error:  # whatever a wrong or hostile file makes torch raise
-            reason = str(error).strip().splitlines()[0][:300].rstrip(".")
             raise UserError(
-                f"Inception weights {os.fspath(weights)!r} cannot be used: {type(error).__name__}: {reason}. {advice}"
+                f"Inception weights {str(self.file)!r} cannot be used: {type(error).__name__}: {reason(error)}. "
+                f"{_INCEPTION_ADVICE}"
             ) from error
         self.extractor = extractor.to(device)
         self.device = device
@@ -94,12 +114,16 @@ class InceptionFeatures:
         return {n: torch.cat(features) for n, features in zip(FID_FEATURES, zip(*batches, strict=True), strict=True)}
 
 
+_EXAMPLES = {"dino": "facebook/dino-vits16", "dinov2": "facebook/dinov2-small"}
+
+
 class ClsFeatures:
     """A transformers vision model's CLS features after its last norm.
 
     Args:
         model: its folder, hub id, or "toy/features". Images are normalised with ImageNet's mean and standard deviation,
-            as DINO was trained, at the size that the model's configuration names.
+            as DINO was trained, at the size that the model's configuration names; DINOv2 at 224 pixels (or fewer, if
+            its configuration names fewer), to which it resizes its position table.
         device: where the network runs.
         option: the setting that names the model, for messages.
 
@@ -123,12 +147,13 @@ class ClsFeatures:
                 loaded.pooler = None  # random where its weights are missing, which no digest may depend on
             self.model = loaded.to(device).eval()
             self.size, self.width = self.model.config.image_size, self.model.config.hidden_size
+            if self.model.config.model_type == "dinov2":
+                self.size = min(self.size, DINOV2_SIZE)
         except Exception as error:  # whatever a wrong folder or a failed download raises
-            reason = str(error).strip().splitlines()[0][:300].rstrip(".")
             raise UserError(
-                f"The model {os.fspath(model)!r} could not be loaded: {reason}. Give {option} a folder of a "
-                "transformers vision model, such as facebook/dino-vits16, with config.json and its weights, or null "
-                "to skip its score."
+                f"The model {os.fspath(model)!r} could not be loaded: {reason(error)}. Give {option} a folder of a "
+                "transformers vision model with config.json and its weights, or a hub id such as "
+                f"{_EXAMPLES.get(option, _EXAMPLES['dino'])} once the hub's cache holds it, or null to skip its score."
             ) from error
         self.device = device
 
@@ -141,3 +166,47 @@ class ClsFeatures:
             pixels = ((batch.float() / 255 - mean) / std).to(self.device)
             features.append(self.model(pixel_values=pixels).last_hidden_state[:, 0].float().cpu())
         return torch.cat(features)
+
+
+class TwoTowerFeatures:
+    """A CLIP's features of pictures and of texts, each prepared as the model wants it.
+
+    Args:
+        name: of the two-tower, see `load_two_tower`.
+        device: where it runs.
+
+    Attributes:
+        backbone: the model.
+
+    Raises:
+        UserError: there is no such model, or it has no image tower.
+    """
+
+    def __init__(self, name: str, device: torch.device):
+        self.backbone = load_two_tower(name).to(device)
+        self.device = device
+
+    @property
+    def resize(self) -> str:
+        """How it is shown pictures, in words."""
+        return f"the model's own: {', '.join(str(step) for step in self.backbone.read_pixels.transforms[:-2])}"
+
+    @torch.inference_mode()
+    def of_pictures(self, pictures: Sequence[Picture], batch_size: int) -> Tensor:
+        """[N, D] features of the images, on the CPU."""
+        features = []
+        for start in tqdm(range(0, len(pictures), batch_size), desc="two-tower features"):
+            pixels = [
+                self.backbone.read_pixels(open_picture(picture)) for picture in pictures[start : start + batch_size]
+            ]
+            features.append(self.backbone.encode_image(torch.stack(pixels).to(self.device)).float().cpu())
+        return torch.cat(features)
+
+    def of_texts(self, texts: Sequence[str], batch_size: int) -> Tensor:
+        """[N, D] features of the texts, on the CPU; what exceeds the window is cut."""
+        return encode_texts(self.backbone, texts, batch_size, self.device)
+
+    def over_window(self, texts: Sequence[str]) -> int:
+        """How many of the texts exceed the window."""
+        tokenizer = self.backbone.tokenizer
+        return sum(tokenizer.count(text) > tokenizer.context_length for text in texts)
