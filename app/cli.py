@@ -84,13 +84,27 @@ def _dpg_bench():
     return DpgBenchConfig, evaluate_dpg_bench
 
 
+def _all():
+    from debias_diffusion.eval.everything import AllConfig, evaluate_all
+
+    return AllConfig, evaluate_all
+
+
+def _report():
+    from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
+
+    return ReportConfig, evaluate_report
+
+
 EVALUATIONS = {
+    "all": ("all of these that the given things allow, and one page of them", _all),
     "retrieval": ("recall of retrieval with whole captions", _retrieval),
     "robustness": ("recall when sentences are moved or the first is removed", _robustness),
     "attention": ("how much the end of a text attends to each of its positions", _attention),
     "classification": ("zero-shot top-1 on ImageNet, its variants and CIFAR", _classification),
     "dpg-bench": ("what pictures of DPG-Bench's dense prompts show of what was asked", _dpg_bench),
-    "generation": ("FID and DINO score of pictures drawn from captions", _generation),
+    "generation": ("FID, DINO score and others of pictures drawn from captions", _generation),
+    "report": ("one page of any number of results", _report),
 }
 COMMANDS = {
     "quickstart": ("train, draw and compare in a small world, in minutes and without downloads", _quickstart),
@@ -100,6 +114,9 @@ COMMANDS = {
     "shards": ("write pairs as WebDataset shards of small images, which are trained on faster", _shards),
     "evaluate": ("measure what an encoder reads: " + ", ".join(EVALUATIONS), EVALUATIONS),
 }
+
+# What needs no flag, where a command has it without a default.
+POSITIONAL = {"prompt": "what to draw, in up to 20,000 characters", "folder": "folder with what `evaluate` wrote"}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -147,12 +164,10 @@ def _parse(program: str, summary: str, options: type, arguments: list[str]):
     fields = {field.name: field for field in dataclasses.fields(options)}
     parser = Parser(prog=program, description=summary[0].upper() + summary[1:] + ".")
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
-    positional = {name for name in ("prompt",) if name in fields and fields[name].default is dataclasses.MISSING}
-    if positional:
-        # Without a default, which would take the place of a prompt from YAML.
-        parser.add_argument(
-            "prompt", type=str, nargs="?", default=argparse.SUPPRESS, help="what to draw, in up to 20,000 characters"
-        )
+    positional = {name for name in POSITIONAL if name in fields and fields[name].default is dataclasses.MISSING}
+    for name in positional:
+        # Without a default, which would take the place of one from YAML.
+        parser.add_argument(name, type=str, nargs="?", default=argparse.SUPPRESS, help=POSITIONAL[name])
     parser.add_class_arguments(options, as_group=False, skip=positional)
     flags = [name for name, field in fields.items() if field.type in (bool, "bool")]
     lists = [name for name, field in fields.items() if field.type in (list[str], "list[str]")]

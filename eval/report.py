@@ -88,7 +88,7 @@ class Table:
 
     def markdown(self) -> str:
         """As Markdown in which no cell can end its table or hold HTML."""
-        lines = [[_escaped(cell) for cell in row] for row in (self.header, *self.cells())]
+        lines = [[escaped(cell) for cell in row] for row in (self.header, *self.cells())]
         lines.insert(1, ["---", *["--:"] * (len(self.header) - 1)])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -97,7 +97,8 @@ class Table:
         return [[_cell(value) for value in row] for row in self.rows]
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Text in one line that Markdown shows as it is."""
     return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", " ".join(text.split()))
 
 

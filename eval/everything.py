@@ -1,0 +1,115 @@
+"""Every evaluation that the given things allow, in one command, and the page of them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from debias_diffusion.data import is_toy_scenes
+from debias_diffusion.errors import UserError
+
+from .attention import AttentionConfig, evaluate_attention
+from .classification import ClassificationConfig, evaluate_classification
+from .generation import GenerationConfig, evaluate_generation
+from .merged_report import ReportConfig, evaluate_report
+from .retrieval import RetrievalConfig, evaluate_retrieval
+from .robustness import RobustnessConfig, evaluate_robustness
+
+TOYS = ("toy/clip", "toy/long-clip", "toy/debias-clip")
+TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
+
+
+@dataclass
+class AllConfig:
+    """Settings of all evaluations. Without any, the toy world's encoders are evaluated on its scenes.
+
+    Attributes:
+        encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
+            them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip. For pictures, their text
+            encoders take the place of SDXL's first.
+        output: Folder for the results, and for report.html. What is finished there is not done again.
+        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
+            beside them, or toy/test, scenes of the toy world.
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
+        limit: Use only the first so many pairs. null uses all.
+        drawn: Draw pictures of only the first so many of these.
+        base: SDXL folder in diffusers' layout, or a hub id, to draw with. Without it no pictures are drawn; auto is
+            toy/sdxl for scenes of the toy world, and none for other data.
+        inception_weights: File of torch-fidelity's Inception weights, for FID and its kin.
+        dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
+        own_features: Network in place of Inception: a folder of a transformers vision model. Its scores compare with
+            nothing published. Scenes of the toy world have toy/features in place of both.
+        clip_score: CLIP model for CLIPScore, named as in encoders.
+        classification: A classification benchmark: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or
+            cifar-100.
+        classification_data: Its folder, as its authors publish it.
+        batch_size: Images, or captions, encoded at once.
+        device: Device to run on. The default is cuda where there is one, else cpu.
+    """
+
+    encoders: list[str] = field(default_factory=lambda: list(TOYS))
+    output: str = "runs/evaluation"
+    data: str = "toy/test"
+    images: str | None = None
+    limit: int | None = 1000
+    drawn: int = 200
+    base: str | None = "auto"
+    inception_weights: str | None = None
+    dino: str | None = None
+    own_features: str | None = None
+    clip_score: str | None = None
+    classification: str | None = None
+    classification_data: str | None = None
+    batch_size: int = 64
+    device: str | None = None
+
+
+def evaluate_all(config: AllConfig) -> Path:
+    """Runs what the settings allow, one evaluation after the other, and writes one page of all.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        UserError: a setting cannot be used.
+    """
+    _check(config)
+    common = {name: getattr(config, name) for name in ("encoders", "output", "data", "batch_size", "device")}
+    pairs = common | {"images": config.images, "limit": config.limit}
+    work = {
+        "retrieval": lambda: evaluate_retrieval(RetrievalConfig(**pairs)),
+        "robustness": lambda: evaluate_robustness(RobustnessConfig(**pairs)),
+        "attention": lambda: evaluate_attention(AttentionConfig(**common, limit=config.limit)),
+    }
+    base = _base(config)
+    if base is not None:
+        work["generation"] = lambda: evaluate_generation(_generation(config, base, common))
+    if config.classification is not None:
+        options = {"dataset": config.classification, "data": config.classification_data}
+        work["classification"] = lambda: evaluate_classification(ClassificationConfig(**(common | options)))
+    for number, (name, evaluate) in enumerate(work.items(), 1):
+        print(f"\n[{number}/{len(work)}] {name}", flush=True)
+        evaluate()
+    return evaluate_report(ReportConfig(config.output))
+
+
+def _base(config: AllConfig) -> str | None:
+    if config.base != "auto":
+        return config.base
+    return TOY_BASE if is_toy_scenes(config.data) else None
+
+
+def _generation(config: AllConfig, base: str, common: dict) -> GenerationConfig:
+    scores = {name: getattr(config, name) for name in ("inception_weights", "dino", "own_features", "clip_score")}
+    if is_toy_scenes(config.data):
+        scores = {"dino": TOY_FEATURES, "own_features": TOY_FEATURES} | {k: v for k, v in scores.items() if v}
+    return GenerationConfig(**common, images=config.images, limit=config.drawn, base=base, **scores)
+
+
+def _check(config: AllConfig) -> None:
+    """What would otherwise come out after minutes."""
+    if (config.classification is None) != (config.classification_data is None):
+        raise UserError(
+            f"classification is {config.classification!r} and classification_data {config.classification_data!r}. Give "
+            "both, the benchmark and its folder, or neither."
+        )
+    if config.drawn < 1:
+        raise UserError(f"drawn={config.drawn} is not allowed. Give a number from 1, or --base null to draw none.")

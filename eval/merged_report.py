@@ -1,0 +1,243 @@
+"""One page of everything that was evaluated: tables and pictures, of several encoders and several runs side by side."""
+
+import base64
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from debias_diffusion.data import BadRecord
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.files import whole_file, write_text
+
+from . import attention, classification, dpg_bench, generation, retrieval, robustness
+from .inputs import print_left_out
+from .report import Table, escaped
+
+TEMPLATE = "merged_report.html.j2"
+# By the name in a result's "evaluation": what draws and tabulates it, the title of its section, and its settings. In
+# the order of the page.
+EVALUATIONS = {
+    "robustness": (robustness, "How shortsighted?", robustness.RobustnessConfig),
+    "retrieval": (retrieval, "Retrieval with whole captions", retrieval.RetrievalConfig),
+    "attention": (attention, "Where encoders look", attention.AttentionConfig),
+    "generation": (generation, "Pictures drawn from captions", generation.GenerationConfig),
+    "dpg_bench": (dpg_bench, "DPG-Bench: dense prompts", dpg_bench.DpgBenchConfig),
+    "classification": (classification, "Zero-shot classification", classification.ClassificationConfig),
+}
+# Settings that may differ between results that stand in one table: places, speed, and whose numbers they are.
+_OF_NO_MATTER = ("encoders", "output", "device", "batch_size", "images_at_once", "max_bad", "data", "images", "root")
+
+
+@dataclass
+class ReportConfig:
+    """Settings of a report.
+
+    Attributes:
+        folder: Folder with what `evaluate` wrote, at any depth.
+        output: Folder for the pages, `report.md` and `report.html`. The default is the folder itself.
+    """
+
+    folder: str
+    output: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run of an evaluation left.
+
+    Attributes:
+        file: the JSON.
+        report: what it holds.
+    """
+
+    file: Path
+    report: dict
+
+    @property
+    def evaluation(self) -> str:
+        return self.report["evaluation"]
+
+    def comparable(self) -> str:
+        """The same for results whose numbers may stand in one table: of the same data and settings."""
+        digests = {name: value for name, value in self.report["digests"].items() if name != "encoders"}
+        settings = {name: value for name, value in self.report["settings"].items() if name not in _OF_NO_MATTER}
+        return json.dumps([self.evaluation, digests, settings], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page says of one evaluation on one set of data.
+
+    Attributes:
+        title: of the section.
+        about: what was evaluated on what, one fact each.
+        tables: the numbers.
+        figures: pictures by their files' names, as PNG.
+        notes: what a reader must know of the numbers.
+    """
+
+    title: str
+    about: list[str]
+    tables: list[Table]
+    figures: dict[str, bytes]
+    notes: list[str]
+
+
+def evaluate_report(config: ReportConfig) -> Path:
+    """Writes `report.md`, with its pictures in `report/`, and `report.html`, one file that needs nothing else.
+
+    Results of the same evaluation on the same data with the same settings stand in one table. Where two runs measured
+    the same weights under one name, the later one counts.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        UserError: the folder is not there, or holds no results.
+    """
+    folder, output = Path(config.folder), Path(config.output or config.folder)
+    results, bad = read_results(folder)
+    print_left_out(bad)
+    sections = [section(group) for group in grouped(results)]
+    _write_markdown(output, sections)
+    _write_html(output, sections)
+    print(f"{len(results)} results in {len(sections)} sections: {output / 'report.html'}, {output / 'report.md'}")
+    return output / "report.html"
+
+
+def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
+    """The results in a folder, the oldest first, and the JSON files that claim to be one and are not.
+
+    Raises:
+        UserError: there is no such folder, or no result in it.
+    """
+    if not folder.is_dir():
+        raise UserError(f"The folder {str(folder)!r} is not there. Give what evaluations were given as --output.")
+    files = [file for name in EVALUATIONS for file in folder.rglob(f"{name}.json")]
+    found, bad = [], []
+    for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):
+        try:
+            result = Result(file, json.loads(file.read_text(encoding="utf-8")))
+            EVALUATIONS[result.evaluation][0].tables(merged([result]))
+            found.append(result)
+        except Exception as error:  # any file may lie there: of an earlier version, or another program's
+            bad.append(BadRecord(str(file.relative_to(folder)), "no result of this version", reason(error)))
+    if not found:
+        raise UserError(
+            f"The folder {str(folder)!r} holds no results ({', '.join(f'{name}.json' for name in EVALUATIONS)})"
+            + (f"; the first that cannot be used: {bad[0]}. " if bad else ". ")
+            + "Give what evaluations were given as --output."
+        )
+    return found, bad
+
+
+def grouped(results: Sequence[Result]) -> list[list[Result]]:
+    """The results that belong into one table each, in the order of the page."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.comparable(), []).append(result)
+    order = list(EVALUATIONS)
+    return sorted(groups.values(), key=lambda group: order.index(group[0].evaluation))
+
+
+def section(group: Sequence[Result]) -> Section:
+    """What the page says of comparable results."""
+    report = merged(group)
+    module, title, _ = EVALUATIONS[report["evaluation"]]
+    return Section(
+        f"{title}: {_data(report)}",
+        _about(group),
+        module.tables(report),
+        {name: _png(figure) for name, figure in module.figures(report).items()} | _pictures_beside(module, group),
+        report["notes"],
+    )
+
+
+def merged(group: Sequence[Result]) -> dict:
+    """Comparable results as one: all their encoders, comparisons and notes.
+
+    Encoders of other weights under the same name are told apart by the folder of their result.
+    """
+    report = {**group[0].report, "encoders": {}, "compared": {}, "notes": []}
+    digests: dict[str, str] = {}
+    for result in group:
+        names = {}
+        for label, numbers in result.report["encoders"].items():
+            digest = result.report["digests"]["encoders"].get(label)
+            same = digests.setdefault(label, digest) == digest
+            names[label] = label if same else f"{label} ({result.file.parent.name})"
+            report["encoders"][names[label]] = numbers
+        for line in result.report["compared"]:
+            line = {**line, "a": names[line["a"]], "b": names[line["b"]]}
+            report["compared"][line["a"], line["b"], line["score"]] = line
+        report["notes"] += [note for note in result.report["notes"] if note not in report["notes"]]
+    return report | {"compared": list(report["compared"].values())}
+
+
+def _data(report: dict) -> str:
+    settings = report["settings"]
+    data = settings.get("dataset") or settings.get("data")
+    return Path(data).name if data and not data.startswith("toy/") else data or "one prompt"
+
+
+def _about(group: Sequence[Result]) -> list[str]:
+    facts = []
+    for result in group:
+        report, versions = result.report, result.report["versions"]
+        left_out = f", {len(report['left_out'])} records left out" if report["left_out"] else ""
+        facts.append(
+            f"{', '.join(report['encoders'])}: {report['seconds']:.0f} s{left_out}; torch {versions['torch']}, "
+            f"debias-diffusion {versions['debias-diffusion']}; {result.file.parent.name}/{result.file.name}"
+        )
+    digest = group[0].report["digests"].get("data")
+    return [*facts, f"data {digest[:16]}"] if digest else facts
+
+
+def _png(figure: Figure) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
+
+
+def _pictures_beside(module, group: Sequence[Result]) -> dict[str, bytes]:
+    """Pictures that a result's numbers are not enough to draw again, from beside it."""
+    names = getattr(module, "PICTURES", ())
+    files = [(name, result.file.parent / name) for result in group for name in names]
+    return {
+        f"{result}-{name}" if len(group) > 1 else name: file.read_bytes()
+        for result, (name, file) in enumerate(files)
+        if file.is_file()
+    }
+
+
+def _write_markdown(output: Path, sections: Iterable[Section]) -> None:
+    lines = ["# Evaluation", ""]
+    for number, its in enumerate(sections, 1):
+        lines += [f"## {escaped(its.title)}", ""]
+        for table in its.tables:
+            lines += [table.markdown(), ""]
+        for name, content in its.figures.items():
+            picture = f"report/{number}-{name}"
+            with whole_file(output / picture) as unfinished:
+                unfinished.write_bytes(content)
+            lines += [f"![{escaped(its.title)}]({picture})", ""]
+        lines += [f"- {escaped(text)}" for text in (*its.notes, *its.about)] + [""]
+    write_text(output / "report.md", "\n".join(lines))
+
+
+def _write_html(output: Path, sections: Sequence[Section]) -> None:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pictures = [{name: base64.b64encode(content).decode() for name, content in its.figures.items()} for its in sections]
+    page = environment.get_template(TEMPLATE).render(sections=list(zip(sections, pictures, strict=True)))
+    write_text(output / "report.html", page)

@@ -1,0 +1,134 @@
+"""The page that merges results: what stands in one table, what is told apart, and that nothing in it is HTML."""
+
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import skimage
+from PIL import Image
+from tiny_clip import save_tiny_clip
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report, grouped, merged, read_results, section
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+
+PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
+
+
+def retrieve(output: Path, *encoders: str, **changes) -> dict:
+    settings = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "limit": 6}
+    return evaluate_retrieval(RetrievalConfig(list(encoders), str(output), **(settings | changes)))
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> list[str]:
+    """Three tiny two-towers: "one", "<b>two|", and another of the name "one"."""
+    folder = tmp_path_factory.mktemp("clips")
+    names = ["a/one", "a/<b>two|", "b/one"]
+    return [save_tiny_clip(folder / name, seed=seed) for seed, name in enumerate(names)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, clips) -> Path:
+    """Four results, of three runs on the same data and one on other data."""
+    folder = tmp_path_factory.mktemp("results")
+    retrieve(folder / "first", *clips[:2])
+    retrieve(folder / "deep" / "second", clips[2])
+    retrieve(folder / "third", clips[0], limit=5)
+    shutil.copytree(folder / "first", folder / "again")
+    return folder
+
+
+class Page(HTMLParser):
+    """The tags of a page, the cells of its tables, and whether all tags are closed."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.open, self.rows = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+
+
+def test_results_on_the_same_data_stand_in_one_table(results, clips, tmp_path, capsys):
+    page_file = evaluate_report(ReportConfig(str(results), str(tmp_path / "page")))
+    assert "4 results in 2 sections" in capsys.readouterr().out
+    page = Page(page_file.read_text())
+    assert page.open == []
+    labels = ["one", "<b>two|", "one (second)"]
+    reports = [retrieve(results / "first", *clips[:2]), retrieve(results / "deep" / "second", clips[2])]
+    numbers = reports[0]["encoders"] | {"one (second)": reports[1]["encoders"]["one"]}
+    for direction in ("text_to_image", "image_to_text"):
+        start = page.rows.index(
+            [
+                f"recall in percent, {direction.replace('_', ' ')}",
+                "captions cut",
+                "R@1",
+                "95%",
+                "R@5",
+                "95%",
+                "R@10",
+                "95%",
+            ]
+        )
+        for row, label in zip(page.rows[start + 1 :], labels, strict=False):
+            recalls = numbers[label]["recall_percent"][direction].values()
+            assert [row[0], *row[2::2]] == [label, *(f"{value:.2f}" for value in recalls)]
+    markdown = (tmp_path / "page" / "report.md").read_text()
+    assert r"| \<b\>two\| |" in markdown and markdown.count("\n## ") == 2
+    pictures = sorted(path.name for path in (tmp_path / "page" / "report").iterdir())
+    assert pictures == ["1-retrieval.png", "2-retrieval.png"] and all(
+        f"(report/{name})" in markdown for name in pictures
+    )
+    with Image.open(tmp_path / "page" / "report" / pictures[0]) as image:
+        assert image.format == "PNG"
+    images = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
+    assert len(images) == 2 and all(source.startswith("data:image/png;base64,") for source in images)
+    assert not any(tag in ("b", "script") for tag, _ in page.tags)
+
+
+def test_merging_keeps_comparisons_and_the_latest_run(results):
+    groups = grouped(read_results(results)[0])
+    assert [len(group) for group in groups] == [3, 1]
+    report = merged(groups[0])
+    assert list(report["encoders"]) == ["one", "<b>two|", "one (second)"]
+    assert [(line["a"], line["b"]) for line in report["compared"]] == [("<b>two|", "one")] * 2
+    assert len(section(groups[0]).about) == 4  # three runs and the data
+
+
+def test_what_is_no_result_is_named_and_left_out(results, tmp_path, capsys):
+    shutil.copytree(results / "third", tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "retrieval.json").write_text("{")
+    (tmp_path / "old").mkdir()
+    old = json.loads((results / "third" / "retrieval.json").read_text())
+    del old["encoders"]
+    (tmp_path / "old" / "retrieval.json").write_text(json.dumps(old))
+    evaluate_report(ReportConfig(str(tmp_path)))
+    printed = capsys.readouterr().out
+    assert "left out bad/retrieval.json" in printed and "left out old/retrieval.json" in printed
+    assert "1 results in 1 sections" in printed and (tmp_path / "report.html").is_file()
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    with pytest.raises(UserError, match="not there"):
+        evaluate_report(ReportConfig(str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match="holds no results.*retrieval.json"):
+        evaluate_report(ReportConfig(str(tmp_path)))
+    (tmp_path / "retrieval.json").write_text("[]")
+    with pytest.raises(UserError, match="first that cannot be used: retrieval.json"):
+        evaluate_report(ReportConfig(str(tmp_path)))
