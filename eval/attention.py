@@ -1,30 +1,35 @@
 """Where text encoders look: the attention from EOT to every position of long captions (Figures 1b and S6 to S8)."""
 
+import hashlib
+import json
 import math
-import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
+import open_clip
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
-from debias_diffusion.attention import PositionMeans, check_reads_eot, eot_attention
-from debias_diffusion.backbones import CONFIG_FILE, Backbone, load_backbone
-from debias_diffusion.data import is_shards
+from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_eot, eot_attention
+from debias_diffusion.backbones import CONFIG_FILE, Backbone
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import write_json
-from debias_diffusion.interchange import best_of_run, load_text_encoder
+from debias_diffusion.interchange import best_of_run, load_text_encoder, load_two_tower
 from debias_diffusion.interchange.encoders import TextEncoder
 from debias_diffusion.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.shipped import shipped
 
-from .inputs import Pairs, check_batch_size, read_pairs
-from .report import table, versions, weights_digest
+from .encoders import check_encoders, labels
+from .inputs import Texts, check_batch_size, check_max_bad, read_texts
+from .intervals import mean_interval
+from .parts import Parts
+from .report import Table, show, weights_digest, write_report
 from .robustness import edit_caption
 
 # By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
@@ -40,24 +45,34 @@ FEW = 0.1
 class AttentionConfig:
     """Settings of an evaluation of the attention from EOT.
 
+    What is looked at is `data`, or `dataset` with `root`, a benchmark; or a prompt; or a prompt besides.
+
     Attributes:
-        encoders: Text encoders to compare: folders, files or names, anything that `load_text_encoder` takes, such as
-            toy/clip and toy/debias-clip.
-        output: Folder for the results: `attention.json`, `attention.png` of the data, and `attention_prompt.png` of the
-            prompt.
-        data: JSON file in ShareGPT4V's layout, JSONL file, or folder of WebDataset shards. Only its captions are read.
+        encoders: Text encoders to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
+            them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
+        output: Folder for the results, a JSON and pictures. What is finished there is not done again.
+        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
+            beside them, or toy/test, scenes of the toy world. Only captions are read; no image need be there.
+        dataset: A retrieval benchmark in place of data, all captions of each image. One of urban1k, dci, long-dci,
+            docci, iiw, sharegpt4v-1k, coco, flickr30k, flickr30k-test.
+        root: Folder that the benchmark lies in, as its authors publish it.
         prompt: One prompt to look at word by word.
-        limit: Use only the first so many captions. null uses all.
+        limit: Use only the captions of the first so many images. null uses all; auto is 1000 of the data and all of a
+            benchmark.
         batch_size: Captions encoded at once.
+        max_bad: Largest share of captions that may be unusable before the evaluation stops, from 0 to 1.
         device: Device to run on. The default is cuda where there is one, else cpu.
     """
 
     encoders: list[str]
     output: str
     data: str | None = None
+    dataset: str | None = None
+    root: str | None = None
     prompt: str | None = None
-    limit: int | None = 1000
+    limit: int | Literal["auto"] | None = "auto"
     batch_size: int = 64
+    max_bad: float = 0.01
     device: str | None = None
 
 
@@ -69,11 +84,13 @@ class Reader:
         encoder: in evaluation mode, on `device`.
         tokenizer: for the encoder's window.
         device: where it runs.
+        digest: of the encoder's weights.
     """
 
     encoder: Backbone | TextEncoder
     tokenizer: CaptionTokenizer
     device: torch.device
+    digest: str
 
     @property
     def window(self) -> int:
@@ -83,16 +100,34 @@ class Reader:
         """How many captions the window cuts."""
         return sum(self.tokenizer.count(caption) > self.window for caption in captions)
 
+    def depends(self, captions: Sequence[str]) -> dict:
+        """Everything that decides what the encoder looks at in these captions."""
+        if isinstance(self.encoder, Backbone):
+            configuration = self.encoder.config
+        else:
+            configuration = self.encoder.config.to_dict() | {"_name_or_path": None}
+        ids = self.tokenizer.text_ids(list(captions))
+        tokens = [self.tokenizer.tokenizer.convert_ids_to_tokens(row) for row in ids]
+        return {
+            "encoder": self.digest,
+            "configuration": configuration,
+            "markers": asdict(self.tokenizer.markers),
+            "captions": _digest_of([list(captions), ids, tokens]),
+        }
+
+
+def _digest_of(content: list) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
 
 def load_reader(name: str, device: torch.device) -> Reader:
-    """Loads what `load_text_encoder` takes; two-towers of open_clip as they are.
+    """Loads what `load_text_encoder` takes, and MODEL:PRETRAINED; two-towers of open_clip as they are.
 
     Raises:
         UserError: it cannot be loaded, or its output token is not EOT.
     """
-    place = best_of_run(shipped(name))
-    if place.startswith("hf-hub:") or (Path(place.removeprefix("local-dir:")) / CONFIG_FILE).is_file():
-        encoder = load_backbone(place)
+    if _is_open_clip(best_of_run(shipped(name))):
+        encoder = load_two_tower(name)
         captions = encoder.tokenizer
     else:
         encoder, tokenizer = load_text_encoder(name)
@@ -101,59 +136,60 @@ def load_reader(name: str, device: torch.device) -> Reader:
         except ValueError as error:
             raise UserError(f"The tokenizer of {name!r} cannot be used: {reason(error)}.") from error
     check_reads_eot(encoder)
-    return Reader(encoder.to(device).eval(), captions, device)
+    return Reader(encoder.to(device).eval(), captions, device, weights_digest(encoder))
 
 
-def labels(encoders: Sequence[str]) -> list[str]:
-    """Short names for plots: names as they are, of paths the last part, or as many parts as tell them apart."""
-    paths = [Path(name) if os.path.exists(name) else None for name in encoders]
-    pairs = list(zip(encoders, paths, strict=True))
-    for parts in range(1, max((len(path.parts) for path in paths if path), default=1) + 1):
-        short = [name if path is None else str(Path(*path.parts[-parts:])) for name, path in pairs]
-        if len(set(short)) == len(short):
-            return short
-    return list(encoders)
+def _is_open_clip(place: str) -> bool:
+    if (Path(place.removeprefix("local-dir:")) / CONFIG_FILE).is_file():
+        return True
+    named = place.partition(":")[0] in ("hf-hub", *open_clip.list_models())
+    return named and not Path(place).exists()
 
 
-def position_means(reader: Reader, captions: Sequence[str], batch_size: int, title: str) -> PositionMeans:
-    """The mean attention from EOT over all `captions`; what exceeds the window is cut. Shows its progress."""
-    means = PositionMeans(reader.window)
+def look_at_captions(
+    reader: Reader, captions: Sequence[str], image_of: Sequence[int], batch_size: int, title: str
+) -> dict:
+    """What the JSON holds of one encoder's attention in `captions`; what exceeds the window is cut. Shows its progress.
+
+    SOT and EOT stand apart; of the lists of positions the first item is position 1. Whole bands of positions have
+    means over all text in them, with 95% intervals, None where no text reaches.
+
+    Args:
+        image_of: the image of each caption, from 0.
+    """
+    means, owners, seen = PositionMeans(reader.window), torch.tensor(image_of), []
     for start in tqdm(range(0, len(captions), batch_size), desc=title):
-        tokens = reader.tokenizer(list(captions[start : start + batch_size])).to(reader.device)
-        means.add(eot_attention(reader.encoder, tokens))
-    return means
-
-
-def _numbers(means: PositionMeans) -> dict:
-    """What the JSON holds of one encoder's means: SOT and EOT apart, then lists of which the first item is position 1,
-    and the means over whole bands of positions (None where no text reaches)."""
-    counts = means.counts[: len(means.means("before_softmax"))]
-    numbers = {"captions_at_position": counts[1:].tolist()}
+        batch = slice(start, start + batch_size)
+        attention = eot_attention(reader.encoder, reader.tokenizer(list(captions[batch])).to(reader.device))
+        means.add(attention)
+        seen.append(_at_text(attention, owners[batch]))
+    at_text = {name: torch.cat([part[name] for part in seen]).numpy() for name in seen[0]}
+    numbers = {"window": reader.window, "cut_captions": reader.overlong(captions)}
+    # positions up to the last that ever held text
+    numbers["captions_at_position"] = means.counts[1 : len(means.means("before_softmax"))].tolist()
     for name in QUANTITIES:
-        values = means.means(name)
-        totals = values * counts
-        bands = {}
-        for first, last in BANDS:
-            band = slice(first, None if last is None else last + 1)
-            held = int(counts[band].sum())
-            bands[f"{first}-{last or ''}"] = totals[band].sum().item() / held if held else None
-        numbers[name] = {
-            "sot": values[0].item(),
-            "eot": means.eot(name),
-            "bands": bands,
-            "positions": values[1:].tolist(),
-        }
+        sot, *positions = means.means(name).tolist()
+        numbers[name] = {"sot": sot, "eot": means.eot(name), **_bands(at_text, name), "positions": positions}
     return numbers
 
 
-def look_at_captions(reader: Reader, captions: Sequence[str], batch_size: int, label: str) -> dict:
-    """{edit: numbers} of one encoder"""
-    found = {}
-    for edit in EDITS:
-        edited = [edit_caption(caption, edit) for caption in captions]
-        means = position_means(reader, edited, batch_size, f"{label}, {edit}")
-        found[edit] = {"window": reader.window, "cut_captions": reader.overlong(edited)} | _numbers(means)
-    return found
+def _at_text(attention: EotAttention, owners: Tensor) -> dict[str, Tensor]:
+    """The attention to each position that holds text, [T], with that position and its caption's image."""
+    caption, position = attention.is_text.nonzero(as_tuple=True)
+    values = {name: getattr(attention, name)[caption, position].double() for name in QUANTITIES}
+    return {"position": position, "image": owners[caption], **values}
+
+
+def _bands(at_text: dict[str, np.ndarray], name: str) -> dict[str, dict]:
+    means, intervals = {}, {}
+    for first, last in BANDS:
+        inside = at_text["position"] >= first
+        if last is not None:
+            inside &= at_text["position"] <= last
+        values, band = at_text[name][inside], f"{first}-{last or ''}"
+        means[band] = float(values.mean()) if len(values) else None
+        intervals[band] = mean_interval(values, at_text["image"][inside]) if len(values) else None
+    return {"bands": means, "band_intervals": intervals}
 
 
 def split_words(tokenizer: CLIPTokenizer, ids: Sequence[int]) -> list[tuple[str, int]]:
@@ -298,78 +334,118 @@ def _write(axes, column: int, line: int, text: str, **style) -> None:
     axes.text(column, line + 0.5, text, **style)
 
 
-def _print_tables(looked: dict[str, dict]) -> None:
-    for quantity, how in QUANTITIES.items():
-        unit, scale = ("percent", 100.0) if quantity == "after_softmax" else ("mean", 1.0)
-        rows = []
-        for edit in EDITS:
-            for label, found in looked.items():
-                numbers = found[edit][quantity]
-                cells = [numbers["sot"], *numbers["bands"].values(), numbers["eot"]]
-                rows.append([f"{label}, {edit}", *(None if cell is None else scale * cell for cell in cells)])
-        bands = [f"{first}-{last or ''}" for first, last in BANDS]
-        print(table([f"attention from EOT {how}, {unit}", "SOT", *bands, "EOT"], rows))
-
-
 def _check(config: AttentionConfig) -> None:
+    check_encoders(config.encoders)
     check_batch_size(config.batch_size)
-    if not config.encoders or len(set(config.encoders)) < len(config.encoders):
-        raise UserError(f"encoders={config.encoders} is not allowed. Name at least one encoder, and none twice.")
-    if config.data is None and config.prompt is None:
-        raise UserError("There is nothing to read: neither data nor a prompt is given. Give one of them, or both.")
-    for name in config.encoders:
-        shipped(name)  # a toy that is misspelt is told before others are loaded
+    check_max_bad(config.max_bad)
+    if all(given is None for given in (config.data, config.dataset, config.root, config.prompt)):
+        raise UserError(
+            "There is nothing to read: no data, no dataset and no prompt is given. Give --data, --dataset with --root, "
+            "or --prompt."
+        )
 
 
-def _read(config: AttentionConfig) -> Pairs | None:
-    if config.data is None:
+def _read(config: AttentionConfig) -> Texts | None:
+    if config.data is None and config.dataset is None and config.root is None:
         return None
-    # No image is opened, so it does not matter where they lie; the folder has only to be there.
-    images = None if is_shards(Path(config.data)) else os.fspath(Path(config.data).parent)
-    return read_pairs(config.data, images, config.limit)
+    return read_texts(config.data, config.dataset, config.root, config.limit, config.max_bad)
+
+
+def _look(config: AttentionConfig, reader: Reader, label: str, texts: Texts | None, parts: Parts) -> dict:
+    """What the JSON holds of one encoder; what is finished is not looked at again."""
+    found = {}
+    if texts:
+        found["attention"] = {edit: _look_at_edit(config, reader, label, texts, edit, parts) for edit in EDITS}
+    if config.prompt is not None:
+        depends = reader.depends([config.prompt])
+        found["prompt"] = parts.result("prompt", depends, lambda: look_at_prompt(reader, config.prompt))
+    return found
+
+
+def _look_at_edit(config: AttentionConfig, reader: Reader, label: str, texts: Texts, edit: str, parts: Parts) -> dict:
+    captions = [edit_caption(caption, edit) for caption in texts.captions]
+
+    def work() -> dict:
+        return look_at_captions(reader, captions, texts.image_of, config.batch_size, f"{label}, {edit}")
+
+    depends = reader.depends(captions) | {"image_of": _digest_of(texts.image_of)}
+    return parts.result("attention", depends, work)
 
 
 def evaluate_attention(config: AttentionConfig) -> dict:
     """The attention from EOT of several encoders, over captions, and in one prompt.
 
-    Writes `attention.json`, `attention.png` (of data) and `attention_prompt.png` (of a prompt) into `config.output`,
-    and prints tables.
+    Writes `attention.json`, `attention.png` (of captions) and `attention_prompt.png` (of a prompt) into
+    `config.output`, and prints tables.
 
     Returns:
-        What the JSON holds: settings, versions, digests, how many captions, the numbers by encoder and edit, the
-        prompt's words by encoder, the pairs left out, seconds. Numbers are raw: shares, not percent.
+        What the JSON holds: settings, versions, digests, how many captions; by encoder the numbers of each edit
+        ("attention") and the words of the prompt ("prompt"), where asked for; what was left out, seconds. Numbers are
+        raw: shares, not percent.
 
     Raises:
         UserError: a setting cannot be used.
     """
-    started = time.monotonic()
     _check(config)
-    pairs, device = _read(config), pick_device(config.device)
-    captions = [record.caption for record in pairs.records] if pairs else []
-    looked, words, digests = {}, {}, {}
-    for name, label in zip(config.encoders, labels(config.encoders), strict=True):
+    texts, device = _read(config), pick_device(config.device)
+    parts = Parts(Path(config.output) / "parts")
+
+    def look(name: str, label: str) -> tuple[str, dict]:
         reader = load_reader(name, device)
-        digests[label] = weights_digest(reader.encoder)
-        if pairs:
-            looked[label] = look_at_captions(reader, captions, config.batch_size, label)
-        if config.prompt is not None:
-            words[label] = look_at_prompt(reader, config.prompt)
-    report = {
-        "settings": asdict(config),
-        "versions": versions(),
-        "digests": {"data": pairs.digest if pairs else None, "encoders": digests},
-        "captions": len(captions),
-        "attention": looked,
-        "prompt": words,
-        "left_out": [asdict(record) for record in pairs.bad] if pairs else [],
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    output = Path(config.output)
-    write_json(output / "attention.json", report)
-    if looked:
-        plot(looked, len(captions)).savefig(output / "attention.png")
-        _print_tables(looked)
-    if words:
-        plot_prompt(words).savefig(output / "attention_prompt.png")
-        print(f"Word by word, in {', '.join(words)}: {output / 'attention_prompt.png'}")
+        return reader.digest, _look(config, reader, label, texts, parts)
+
+    # No variable holds an encoder, or it would stay while the next is loaded.
+    pairs = zip(config.encoders, labels(config.encoders), strict=True)
+    found = {label: look(name, label) for name, label in pairs}
+    report = write_report(
+        "attention",
+        config,
+        digests={
+            "data": texts.digest if texts else None,
+            "encoders": {label: digest for label, (digest, _) in found.items()},
+        },
+        left_out=texts.bad if texts else [],
+        seconds=parts.seconds,
+        captions=len(texts.captions) if texts else 0,
+        encoders={label: its for label, (_, its) in found.items()},
+        compared=[],
+        notes=[_NOTE],
+    )
+    show(report, tables(report), figures(report))
     return report
+
+
+_NOTE = (
+    "Before the softmax only differences within one encoder mean something: compare how far the curves fall, not how "
+    "high they lie."
+)
+
+
+def _of(report: dict, what: str) -> dict[str, dict]:
+    """ "attention", or "prompt", by encoder; empty where it was not asked for."""
+    return {label: its[what] for label, its in report["encoders"].items() if what in its}
+
+
+def tables(report: dict) -> list[Table]:
+    """A report's means by bands of positions, before and after the softmax, and what was cut."""
+    looked, found = _of(report, "attention"), []
+    bands = [f"{first}-{last or ''}" for first, last in BANDS]
+    for quantity, how in QUANTITIES.items():
+        unit, scale = ("percent", 100.0) if quantity == "after_softmax" else ("mean", 1.0)
+        rows = []
+        for edit in EDITS:
+            for label, its in looked.items():
+                numbers = its[edit][quantity]
+                cells = [numbers["sot"], *numbers["bands"].values(), numbers["eot"]]
+                scaled = (None if cell is None else scale * cell for cell in cells)
+                rows.append([f"{label}, {edit}", its[edit]["cut_captions"], *scaled])
+        if rows:
+            found.append(Table([f"attention from EOT {how}, {unit}", "captions cut", "SOT", *bands, "EOT"], rows))
+    return found
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """The pictures of a report, by their files' names."""
+    looked, words = _of(report, "attention"), _of(report, "prompt")
+    curves = {"attention.png": plot(looked, report["captions"])} if looked else {}
+    return curves | ({"attention_prompt.png": plot_prompt(words)} if words else {})

@@ -1,5 +1,6 @@
 """What EOT attends to: the numbers against plain loops, and the evaluation that draws them."""
 
+import functools
 import itertools
 import json
 import math
@@ -8,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
+from tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
 
 from debias_diffusion.attention import PositionMeans, eot_attention
 from debias_diffusion.errors import UserError
@@ -16,13 +17,17 @@ from debias_diffusion.eval.attention import (
     BANDS,
     AttentionConfig,
     evaluate_attention,
-    labels,
+    load_reader,
+    look_at_captions,
     plot,
     plot_prompt,
     split_words,
 )
+from debias_diffusion.eval.inputs import read_texts
+from debias_diffusion.eval.intervals import mean_interval
 from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.interchange import to_transformers, write_text_encoder
+from debias_diffusion.tokens import CaptionTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -209,56 +214,168 @@ def write_captions(path, captions):
 def evaluated(encoders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluated")
     data = write_captions(folder / "data.json", CAPTIONS)
-    config = AttentionConfig(
-        encoders, str(folder / "out"), data, "A grey cat costs $5 or $6, zyxwvutily.", batch_size=2
-    )
+    prompt = "A grey cat costs $5 or $6, zyxwvutily."
+    config = AttentionConfig(encoders, str(folder / "out"), data, prompt=prompt, batch_size=2)
     return folder / "out", evaluate_attention(config)
+
+
+def attention_of(report):
+    return {label: found["attention"] for label, found in report["encoders"].items()}
 
 
 def test_the_file_holds_what_each_encoder_looks_at(evaluated, long_backbone):
     output, report = evaluated
     assert report == json.loads((output / "attention.json").read_text())
+    assert report["evaluation"] == "attention" and report["compared"] == []
     assert report["captions"] == len(CAPTIONS) and report["left_out"] == []
     assert len(set(report["digests"]["encoders"].values())) == 2
-    assert [found["keep"]["window"] for found in report["attention"].values()] == [77, 248]
-    assert [found["keep"]["cut_captions"] for found in report["attention"].values()] == [1, 0]
+    looked = attention_of(report)
+    assert [found["keep"]["window"] for found in looked.values()] == [77, 248]
+    assert [found["keep"]["cut_captions"] for found in looked.values()] == [1, 0]
     for edit in ("keep", "move4"):
         means = PositionMeans(248)
         means.add(eot_attention(long_backbone, long_backbone.tokenize([edit_caption(text, edit) for text in CAPTIONS])))
-        found = report["attention"]["long"][edit]
+        found = looked["long"][edit]
         assert found["captions_at_position"] == means.counts[1 : len(means.means("before_softmax"))].tolist()
         for name in ("before_softmax", "after_softmax"):
             sot, *positions = means.means(name).tolist()
             assert found[name]["sot"] == pytest.approx(sot, abs=1e-5)
             assert found[name]["positions"] == pytest.approx(positions, abs=1e-5)
-    kept, moved = (report["attention"]["long"][edit]["before_softmax"]["positions"] for edit in ("keep", "move4"))
+    kept, moved = (looked["long"][edit]["before_softmax"]["positions"] for edit in ("keep", "move4"))
     assert max(abs(a - b) for a, b in zip(kept, moved, strict=True)) > 0.01
 
 
 def test_bands_are_means_over_all_text_in_them(evaluated):
     _, report = evaluated
-    for found in report["attention"].values():
+    for found in attention_of(report).values():
         numbers, counts = found["keep"]["after_softmax"], found["keep"]["captions_at_position"]
         for first, last in BANDS:
             held = counts[first - 1 : last]
             total = sum(v * n for v, n in zip(numbers["positions"][first - 1 : last], held, strict=True))
             expected = total / sum(held) if held else None
             assert numbers["bands"][f"{first}-{last or ''}"] == pytest.approx(expected)
+            ends = numbers["band_intervals"][f"{first}-{last or ''}"]
+            assert (ends is None) == (expected is None) and (ends is None or ends[0] <= expected <= ends[1])
         # All the attention there is: of each caption 1
         whole = sum(v * n for v, n in zip(numbers["positions"], counts, strict=True)) + counts[0] * numbers["sot"]
         assert whole == pytest.approx(len(CAPTIONS), abs=1e-5)
-    short, long = (report["attention"][label]["keep"]["after_softmax"]["bands"]["101-"] for label in ("short", "long"))
+    short, long = (attention_of(report)[label]["keep"]["after_softmax"]["bands"]["101-"] for label in ("short", "long"))
     assert short is None and long > 0
+
+
+def test_intervals_draw_images_with_all_their_captions(long_backbone, encoders):
+    reader, captions = load_reader(encoders[1], torch.device("cpu")), CAPTIONS[1:4]
+    look = functools.partial(look_at_captions, reader, captions, batch_size=2, title="")
+    owners = [0, 0, 1]
+    rows = [eot_attention(long_backbone, long_backbone.tokenize([caption])).before_softmax[0] for caption in captions]
+    for image_of in (owners, [0, 1, 2]):
+        # each token of positions 1 to 25 with its caption's image
+        values = [(value, image) for row, image in zip(rows, image_of, strict=True) for value in row[1:26].tolist()]
+        expected = mean_interval(*zip(*values, strict=True))
+        assert look(image_of)["before_softmax"]["band_intervals"]["1-25"] == pytest.approx(expected, abs=1e-5)
+    assert look(owners)["before_softmax"]["positions"] == look([0, 1, 2])["before_softmax"]["positions"]
+
+
+def test_what_is_finished_is_not_looked_at_again(encoders, tmp_path):
+    data = write_captions(tmp_path / "data.json", CAPTIONS)
+    parts = tmp_path / "out" / "parts"
+
+    def run(names, output="out", prompt="a cat"):
+        return evaluate_attention(AttentionConfig(names, str(tmp_path / output), data, prompt=prompt))
+
+    def kept():
+        return {file.name: file.stat().st_mtime_ns for file in parts.iterdir()}
+
+    run(encoders[:1])  # as when a run of both was killed between them
+    first = kept()
+    assert len(first) == 3  # captions as they are and swapped, and the prompt
+    together = run(encoders)
+    assert first.items() < kept().items() and len(kept()) == 6
+    anew = run(encoders, "anew")
+    assert anew["encoders"] == together["encoders"]
+    again = run(encoders, prompt="a dog")
+    assert len(kept()) == 8  # the new prompt alone, for each
+    assert attention_of(again) == attention_of(together)
+
+
+def test_the_encoder_and_how_it_reads_decide_what_is_found_again(encoders):
+    short, long = (load_reader(name, torch.device("cpu")) for name in encoders)
+    assert short.depends(["a cat"]) == load_reader(encoders[0], torch.device("cpu")).depends(["a cat"])
+    other = CaptionTokenizer(byte_tokenizer(77), 77)
+    known = [
+        short.depends(["a cat"]),
+        short.depends(["a dog"]),
+        long.depends(["a cat"]),
+        replace(short, tokenizer=other).depends(["a cat"]),
+        replace(short, tokenizer=replace_markers(short.tokenizer, pad=7)).depends(["a cat"]),
+    ]
+    long.encoder.config.hidden_act = "quick_gelu"
+    known.append(long.depends(["a cat"]))
+    assert all(one != two for one, two in itertools.combinations(known, 2))
+    assert str(encoders[1]) not in json.dumps(known)  # wherever it lies
+
+
+def replace_markers(tokenizer, **markers):
+    return CaptionTokenizer(tokenizer.tokenizer, tokenizer.context_length, replace(tokenizer.markers, **markers))
+
+
+def test_the_toy_world_needs_no_file(tmp_path, capsys):
+    names = ["toy/clip", "toy/long-clip", "toy/debias-clip"]
+    report = evaluate_attention(AttentionConfig(names, str(tmp_path), "toy/test", limit=3))
+    assert report["captions"] == 3 and list(attention_of(report)) == names
+    assert [found["keep"]["window"] for found in attention_of(report).values()] == [77, 248, 248]
+    assert all("prompt" not in found for found in report["encoders"].values())
+    printed = capsys.readouterr().out
+    assert "toy/debias-clip, move4" in printed and "Note: Before the softmax" in printed
+    assert not (tmp_path / "attention_prompt.png").exists()
+
+
+def test_every_caption_of_a_benchmark_is_read(encoders, tmp_path):
+    folder, names = tmp_path / "flickr30k", ("1.jpg", "2.jpg")
+    (folder / "flickr30k-images").mkdir(parents=True)
+    for name in names:
+        (folder / "flickr30k-images" / name).write_bytes(b"no image is opened")
+    lines = [f"{name}#{number}\tMan {number} of {name} sits.\n" for name in names for number in range(5)]
+    (folder / "results_20130124.token").write_text("".join(lines))
+    settings = {"dataset": "flickr30k", "root": str(folder)}
+    report = evaluate_attention(AttentionConfig(encoders[1:], str(tmp_path / "out"), **settings))
+    assert report["captions"] == 10
+    texts = read_texts(None, "flickr30k", str(folder), 1, 0.01)
+    assert texts.captions == [f"Man {number} of 1.jpg sits." for number in range(5)] and texts.image_of == [0] * 5
+    assert texts.digest != report["digests"]["data"] == read_texts(None, "flickr30k", str(folder), "auto", 0.01).digest
+    (folder / "results_20130124.token").write_text("".join(lines + ["no caption\n"] * 2))
+    with pytest.raises(UserError, match="2 of 12 records.*share of 0.1"):
+        evaluate_attention(AttentionConfig(encoders[1:], str(tmp_path / "out"), max_bad=0.1, **settings))
+    assert len(read_texts(None, "flickr30k", str(folder), 1, 0.2).bad) == 2
+
+
+def test_bad_records_of_data_have_a_largest_share(tmp_path):
+    data = write_captions(tmp_path / "data.json", [*CAPTIONS, "", " "])
+    texts = read_texts(data, None, None, 2, 0.3)
+    assert texts.captions == CAPTIONS[:2] and texts.image_of == [0, 1] and len(texts.bad) == 2
+    with pytest.raises(UserError, match="2 of 7 records"):
+        read_texts(data, None, None, 2, 0.2)
+    many = write_captions(tmp_path / "many.json", [f"cat {number}" for number in range(1001)])
+    assert [len(read_texts(many, None, None, limit, 0).captions) for limit in ("auto", None)] == [1000, 1001]
+
+
+def test_a_model_with_weights_by_name(tmp_path):
+    backbone = tiny_clip(quick_gelu=True).eval()
+    torch.save(backbone.model.state_dict(), tmp_path / "weights.pt")
+    with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
+        reader = load_reader(f"tiny-quickgelu:{tmp_path / 'weights.pt'}", torch.device("cpu"))
+    got, expected = (eot_attention(own, backbone.tokenize(CAPTIONS)) for own in (reader.encoder, backbone))
+    assert torch.equal(got.before_softmax, expected.before_softmax)
 
 
 def test_the_plot_draws_each_encoder_by_token_position(evaluated):
     output, report = evaluated
-    figure = plot(report["attention"], report["captions"])
+    figure = plot(attention_of(report), report["captions"])
     panels = {(row, column): figure.axes[2 * row + column] for row in (0, 1) for column in (0, 1)}
     for (row, column), axes in panels.items():
         quantity, edit = ("before_softmax", "after_softmax")[row], ("keep", "move4")[column]
         assert len(axes.lines) == 4  # of each encoder one for many captions and one for few
-        for index, found in enumerate(report["attention"].values()):
+        for index, found in enumerate(attention_of(report).values()):
             drawn = {}
             for line in axes.lines[2 * index : 2 * index + 2]:
                 drawn |= dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
@@ -286,7 +403,7 @@ def test_positions_of_few_captions_are_dotted(evaluated):
 
 def test_a_prompt_word_by_word(evaluated, long_backbone):
     _, report = evaluated
-    found = report["prompt"]["long"]
+    found = report["encoders"]["long"]["prompt"]
     words = found["words"]
     assert [word["word"] for word in words] == "a grey cat costs $ 5 or $ 6 , zyxwvutily .".split()
     assert words[-2]["tokens"] > 1 and words[-1]["position"] == words[-2]["position"] + words[-2]["tokens"]
@@ -329,24 +446,23 @@ def test_words_of_several_tokens():
     assert split_words(tokenizer, []) == []
 
 
-def test_labels_are_short_and_distinct(tmp_path):
-    for name in ("a/best", "b/best", "mine"):
-        (tmp_path / name).mkdir(parents=True)
-    one, two, three = (str(tmp_path / name) for name in ("a/best", "b/best", "mine"))
-    assert labels(["toy/clip", one, three]) == ["toy/clip", "best", "mine"]
-    assert labels(["toy/clip", one, two]) == ["toy/clip", "a/best", "b/best"]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"encoders": []}, "at least one encoder"),
         ({"encoders": ["toy/clip", "toy/clip"]}, "none twice"),
         ({"encoders": ["toy/klip"]}, "Did you mean toy/clip"),
-        ({"prompt": None}, "neither data nor a prompt"),
+        ({"prompt": None}, "nothing to read"),
         ({"prompt": "  \n"}, "holds no words"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"data": "nowhere.json"}, "are not there"),
+        ({"dataset": "docci"}, "root None. Give either --data, or --dataset with --root"),
+        ({"root": "somewhere"}, "dataset is None with root 'somewhere'"),
+        ({"data": "toy/test", "dataset": "docci", "root": "somewhere"}, "Give either"),
+        ({"dataset": "doci", "root": "somewhere"}, "Did you mean docci"),
+        ({"data": "toy/test", "limit": 0}, "limit=0"),
+        ({"max_bad": -0.1}, "max_bad is -0.1"),
+        ({"encoders": ["ViT-B-32"]}, "'ViT-B-32' is an open_clip model without weights"),
     ],
 )
 def test_what_cannot_be_used_is_told(encoders, tmp_path, settings, message):

@@ -224,8 +224,6 @@ def test_what_is_finished_is_not_done_again(model, other_model, tmp_path, monkey
     anew = run([model, other_model], "cifar-10", root, tmp_path / "anew")
     for name in ("encoders", "compared", "digests"):
         assert anew[name] == together[name]
-    make_cifar_10(tmp_path / "other", [1, 2, 3, 4, 5, 6])
-    assert run(model, "cifar-10", tmp_path / "other", output)["images"] == 6  # other images are other parts
 
 
 def test_the_share_of_unusable_images_has_a_limit(model, tmp_path, monkeypatch):
