@@ -184,7 +184,7 @@ def test_no_path_leaves_the_image_folder(images, tmp_path_factory):
     Image.new("RGB", (2, 2)).save(outside)
     (images.root / "link.png").symlink_to(outside)
     for path in ("../x.png", str(outside), "link.png", "a/../../x.png"):
-        with pytest.raises(ValueError, match="leaves the image folder"):
+        with pytest.raises(ValueError, match="leaves the image folder.*Copy the file into it"):
             images.open(path)
     assert images.open("sub/../1.png").mode == "RGB"
     with pytest.raises(UserError, match="is not there"):

@@ -60,6 +60,8 @@ def test_hidden_files_and_others_are_passed_over(tmp_path):
     (tmp_path / "folder.jpg").mkdir()
     (tmp_path / "folder.txt" / "txt").mkdir(parents=True)
     (tmp_path / "itself").symlink_to(tmp_path)
+    (tmp_path / "dangling.jpg").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.txt")  # reading it would never end
     assert images_of(tmp_path) == ["1.jpg"]
 
 
@@ -150,6 +152,11 @@ def test_a_folder_that_holds_a_tar_is_shards(tmp_path):
     put(tmp_path, "1.jpg", "1.txt")
     (tmp_path / "s.tar").write_bytes(bytes(1024))
     with pytest.raises(UserError, match="has 1 shards, and they are empty"):
+        open_data(tmp_path)
+    (tmp_path / "s.tar").rename(tmp_path / ".s.tar")
+    assert images_of(tmp_path) == ["1.jpg"]
+    (tmp_path / "shards.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds no \*.tar"):
         open_data(tmp_path)
 
 

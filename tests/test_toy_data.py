@@ -71,8 +71,8 @@ def test_the_captions_need_no_images():
 
 
 def test_the_digest_is_of_captions_and_pictures(monkeypatch):
-    digests = [digest(name) for name in NAMES]
-    assert len(set(digests)) == len(NAMES) and digests[0] == digest("toy/test")
+    digests = [digest(name) for name in NAMES[:2]]
+    assert digests[0] != digests[1] and digests[0] == digest("toy/test")
     with monkeypatch.context() as changed:
         changed.setitem(scenes.COLOURS, "red", (214, 32, 39))
         assert digest("toy/test") != digests[0]
