@@ -11,7 +11,7 @@ from .images import ImageFolder, ImageSource
 from .pair_folder import read_pair_folder
 from .shards import MANIFEST, read_shards
 from .sharegpt4v import Captions, read_jsonl, read_sharegpt4v
-from .toy_scenes import is_toy_scenes, read_toy_scenes
+from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
 
 
 def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) -> tuple[Captions, ImageSource]:
@@ -96,6 +96,6 @@ def data_digest(data: str | os.PathLike, captions: Captions) -> str:
     for record in (*captions.records, *captions.bad):
         total.update(json.dumps(list(vars(record).values())).encode() + b"\n")
     if is_toy_scenes(data):
-        scenes = read_toy_scenes(data)[1]
+        scenes = ToyScenes(data)
         total.update(b"".join(scenes.stamp(record.image) for record in captions.records))
     return total.hexdigest()

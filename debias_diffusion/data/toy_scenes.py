@@ -24,12 +24,12 @@ class ToyScenes:
     """Draws the scenes of one split by the names that `read_toy_scenes` gives its records, such as "test/000012".
 
     Args:
-        split: of `toyworld.scenes`.
+        name: of the scenes, such as "toy/test".
     """
 
-    def __init__(self, split: str):
-        self.split = split
-        self.root = Path(_PREFIX + split)  # for messages: there is no such folder
+    def __init__(self, name: str | os.PathLike):
+        self.root = Path(name)  # for messages: there is no such folder
+        self.split = os.fspath(name).removeprefix(_PREFIX)
 
     def open(self, image: str) -> Image.Image:
         """The RGB picture of 48 x 48 pixels. Raises ValueError for a name that is no scene of the split."""
@@ -49,7 +49,7 @@ class ToyScenes:
     def _key(self, image: str) -> tuple[str, int]:
         split, index = _locate(image)
         if split != self.split:
-            raise ValueError(f"{image!r} is no scene of {_PREFIX}{self.split}")
+            raise ValueError(f"{image!r} is no scene of {self.root}")
         return split, index
 
 
@@ -83,7 +83,7 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
         )
     names = [f"{split}/{index:06}" for index in range(PAIRS)]
     records = [Record(image, image, caption(*_locate(image)).text) for image in names]
-    return Captions(records, []), ToyScenes(split)
+    return Captions(records, []), ToyScenes(name)
 
 
 def toy_scene(record: Record) -> tuple[Scene, Caption]:
