@@ -16,7 +16,8 @@ times as large, the bootstrap 1.0 to 1.8 times, and up to 5 times for precision 
 
 Two encoders are compared over the same halves: p is of their difference in its standard errors. A randomization test,
 which swaps the two pictures of a caption between the encoders, would be wrong here: it asks whether the pictures are
-alike, and finds two encoders that miss the originals equally far, in opposite directions, to differ.
+alike, and finds two encoders that miss the originals equally far, in opposite directions, to differ (at the 5% level,
+in 25% of 80 data sets of 100 pictures and 8 features; the test over halves in 6% of 150, and less in other cases).
 """
 
 import math
@@ -65,7 +66,7 @@ def fid(generated: Tensor, originals: Tensor) -> float:
     metric = FrechetInceptionDistance(feature=_Identity(generated.shape[1]))
     metric.update(originals.double(), real=True)
     metric.update(generated.double(), real=False)
-    return metric.compute().item()
+    return max(metric.compute().item(), 0.0)  # rounding leaves a set and itself a little below
 
 
 class _Identity(nn.Module):
@@ -84,7 +85,7 @@ def fast_fid(generated: Tensor, originals: Tensor) -> float:
 
     With centred features X [N, D] and Y [M, D] the trace of the root of the covariances' product is the sum of the
     singular values of X Y^T / sqrt((N - 1) (M - 1)), which is exact for any rank; where N > D the triangle R of X = Q R
-    does as well as X.
+    does as well as X. It takes halves in seconds that would take hours.
     """
     sides = [features.double() for features in (generated, originals)]
     means = [features.mean(dim=0) for features in sides]
@@ -111,7 +112,8 @@ def precision_and_recall(generated: Tensor, originals: Tensor) -> tuple[float, f
     """torch-fidelity's improved precision and recall (Kynkäänniemi et al. 2019), with 3 neighbours.
 
     Precision is the share of generated images that lie no further from some original than its third nearest original
-    does; recall is the same the other way round. Needs at least 4 images on each side.
+    does; recall is the same the other way round. Needs at least 4 images on each side. On Inception's features these
+    are not the numbers of torch-fidelity's command line, which takes a VGG-16 for them, as the paper does.
     """
     scores = prc_features_to_metric(generated, originals, prc_neighborhood=NEIGHBOURS, verbose=False)
     return scores[KEY_METRIC_PRECISION], scores[KEY_METRIC_RECALL]
@@ -469,7 +471,10 @@ def _add_mean(found: PictureNumbers, score: str, values: list[float | None]) -> 
 
 def _notes_of_inception(count: int) -> list[str]:
     subsets = f"{KID_SUBSETS} subsets of {KID_SUBSET_SIZE}" if count > KID_SUBSET_SIZE else f"one subset, all {count}"
-    notes = [f"KID is over {subsets} images."]
+    notes = [
+        f"KID is over {subsets} images.",
+        "Precision and recall are on Inception's features, as FID and KID are, and not on VGG-16's as in their paper.",
+    ]
     if count < _ENOUGH_FOR_FID:
         notes.append(
             f"FID of 2048 features on {count} images is biased upwards; compare it only between runs of as many "

@@ -8,11 +8,12 @@ import pytest
 import skimage
 import torch
 from PIL import Image
-from tiny_features import photographs_and_others, save_dino
-from transformers import ViTModel
+from tiny_clip import save_tiny_clip
+from tiny_features import photographs_and_others, save_dino, save_inception
+from transformers import Dinov2Config, Dinov2Model, ViTModel
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.feature_networks import ClsFeatures, InceptionFeatures, load_square
+from debias_diffusion.eval.feature_networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
 from debias_diffusion.eval.picture_scores import dino_score
 
 CPU = torch.device("cpu")
@@ -68,6 +69,22 @@ def test_missing_or_wrong_weights_say_which_file_to_get(tmp_path):
         InceptionFeatures(tmp_path / "other.pth", CPU)
 
 
+def test_inception_from_the_cache(tmp_path, monkeypatch, pictures):
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    with pytest.raises(UserError, match=rf"{tmp_path}.*6726825d\.pth.*not there.*--inception_weights"):
+        InceptionFeatures("cache", CPU)
+    (tmp_path / "checkpoints").mkdir()
+    cached = tmp_path / "checkpoints" / "weights-inception-2015-12-05-6726825d.pth"
+    save_inception(tmp_path).rename(cached)
+    network = InceptionFeatures("cache", CPU)
+    assert network.file == cached
+    together, alone = network(pictures[1], 3), network(pictures[1][:1], 1)
+    assert {size: tuple(rows.shape) for size, rows in together.items()} == {64: (3, 64), 2048: (3, 2048)}
+    for size, rows in together.items():
+        torch.testing.assert_close(rows[:1], alone[size], rtol=1e-3, atol=1e-4)
+        assert rows.std(dim=0).mean() > 1e-3
+
+
 def test_dino_score_is_the_mean_cosine_of_cls_features(dino_folder, pictures):
     photographs, others = pictures[0][:3], pictures[1]
     dino = ClsFeatures(dino_folder, CPU)
@@ -94,3 +111,47 @@ def test_dino_weights_that_are_missing_or_code_are_refused(dino_folder, tmp_path
     with pytest.raises(UserError, match="could not be loaded"):
         ClsFeatures(tmp_path, CPU)
     assert not marker.exists()
+
+
+def save_dinov2(folder: Path, image_size: int) -> Dinov2Model:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "mlp_ratio": 2, "patch_size": 14}
+    torch.manual_seed(0)
+    model = Dinov2Model(Dinov2Config(image_size=image_size, **sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_dinov2_is_shown_224_pixels(tmp_path, pictures):
+    model = save_dinov2(tmp_path / "large", 518)
+    network = ClsFeatures(tmp_path / "large", CPU, "dinov2")
+    assert network.size == 224 and network.width == 24
+    pixels = np.asarray(load_square(pictures[0][0], 224)) / 255
+    pixels = torch.tensor((pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225], dtype=torch.float32)
+    with torch.no_grad():
+        blocks = model(pixel_values=pixels.permute(2, 0, 1)[None], output_hidden_states=True)
+        expected = model.layernorm(blocks.hidden_states[-1])[:, 0]  # CLS, after the last norm
+    assert blocks.last_hidden_state.shape[1] == 1 + (224 // 14) ** 2
+    torch.testing.assert_close(network(pictures[0][:2], 2)[:1], expected, rtol=1e-4, atol=1e-4)
+    save_dinov2(tmp_path / "small", 28)
+    assert ClsFeatures(tmp_path / "small", CPU, "dinov2").size == 28
+    with pytest.raises(UserError, match="Give dinov2 a folder.*facebook/dinov2-small"):
+        ClsFeatures(tmp_path / "nothing", CPU, "dinov2")
+
+
+def test_a_two_tower_sees_pictures_and_texts_its_own_way(tmp_path, pictures):
+    network = TwoTowerFeatures(save_tiny_clip(tmp_path), CPU)
+    backbone = network.backbone
+    seen = network.of_pictures(pictures[0][:3], 2)
+    for row, path in zip(seen, pictures[0], strict=False):
+        with torch.no_grad(), Image.open(path) as image:
+            expected = backbone.encode_image(backbone.preprocess(image.convert("RGB"))[None])[0]
+        torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+    texts = ["A cat.", "Two dogs. " * 40, "A red bird."]
+    with torch.no_grad():
+        expected = torch.cat([backbone.encode_text(backbone.tokenize([text])) for text in texts])
+    torch.testing.assert_close(network.of_texts(texts, 2), expected, rtol=1e-4, atol=1e-4)
+    assert network.over_window(texts) == 1
+    assert "Resize(size=32" in network.resize and "CenterCrop(size=(32, 32))" in network.resize

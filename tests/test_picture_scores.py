@@ -1,118 +1,357 @@
-"""Scores of pictures against their formulas, closed forms and torch-fidelity's own numbers."""
+"""Scores of pictures against closed forms, brute force and torch-fidelity's own numbers; how sure they are."""
 
+import json
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from tiny_features import photographs_and_others, save_dino, save_inception
+import torch_fidelity
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_clip import save_tiny_clip
+from tiny_features import save_dino, save_inception
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import feature_networks
-from debias_diffusion.eval.feature_networks import FID_FEATURES, ClsFeatures, InceptionFeatures, load_square
-from debias_diffusion.eval.picture_scores import dino_score, fid_inception, fid_own
+from debias_diffusion.eval import picture_scores
+from debias_diffusion.eval.feature_networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
+from debias_diffusion.eval.picture_scores import (
+    HALVES,
+    PictureNumbers,
+    PictureScores,
+    clip_scores,
+    compare,
+    dino_score,
+    fast_fid,
+    fid,
+    fid_own,
+    halves,
+    kid,
+    precision_and_recall,
+    score_cell,
+    score_titles,
+    standard_error,
+)
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> tuple[list[Path], list[Path]]:
-    return photographs_and_others(tmp_path_factory.mktemp("pictures"))
+def features(count: int, width: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def dino_folder(tmp_path_factory) -> str:
-    return save_dino(tmp_path_factory.mktemp("dino"))
+# ---- scores
 
 
-@pytest.fixture(scope="module")
-def inception_file(tmp_path_factory) -> Path:
-    return save_inception(tmp_path_factory.mktemp("inception"))
-
-
-@pytest.fixture(scope="module")
-def inception(inception_file) -> InceptionFeatures:
-    return InceptionFeatures(inception_file, CPU)
-
-
-def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """|mu_a - mu_b|^2 + Tr(S_a + S_b - 2 (S_a S_b)^(1/2)); a and b [N, D] float64."""
+def textbook_fid(a: torch.Tensor, b: torch.Tensor) -> float:
+    """|mu_a - mu_b|^2 + Tr(S_a + S_b - 2 (S_a S_b)^(1/2))"""
+    a, b = a.numpy(), b.numpy()
     cov_a, cov_b = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
-    # With S = X^T X the trace of the root is the sum of the singular values of X_a X_b^T, exact for any rank.
-    centred_a, centred_b = ((x - x.mean(0)) / np.sqrt(len(x) - 1) for x in (a, b))
-    root = scipy.linalg.svdvals(centred_a @ centred_b.T).sum()
-    return float(((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(cov_a) + np.trace(cov_b) - 2 * root)
+    root = scipy.linalg.sqrtm(cov_a @ cov_b).real
+    return float(((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(cov_a + cov_b - 2 * root))
 
 
-def test_the_formula_is_the_textbook_one():
-    rng = np.random.default_rng(1)
-    a, b = rng.normal(size=(50, 6)), rng.normal(size=(40, 6)) @ rng.normal(size=(6, 6)) + 1
-    cov_a, cov_b = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
-    textbook = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(
-        cov_a + cov_b - 2 * scipy.linalg.sqrtm(cov_a @ cov_b).real
-    )
-    assert frechet_distance(a, b) == pytest.approx(textbook)
+@pytest.mark.parametrize("count", [50, 4])  # more than features, and fewer
+def test_fid_is_the_textbook_formula(count):
+    a, b = features(count, 6), features(40, 6, seed=1) @ features(6, 6, seed=2) + 1
+    expected = textbook_fid(a, b)
+    assert expected > 1
+    for x, y in ((a, b), (b, a)):
+        assert fid(x, y) == pytest.approx(expected, rel=1e-5) and fast_fid(x, y) == pytest.approx(expected, rel=1e-5)
 
 
-def inception_features(inception, paths) -> list[np.ndarray]:
-    """Features of images fed one by one."""
-    rows = []
-    for path in paths:
-        pixels = torch.from_numpy(np.array(load_square(path, 299))).permute(2, 0, 1)[None]
-        rows.append([part.double().numpy() for part in inception.extractor(pixels)])
-    return [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+def test_fid_of_known_gaussians_and_shifts():
+    x = features(60, 5)
+    x = (x - x.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(torch.cov(x.T))).T  # mean 0, covariance 1, exactly
+    scales, shift = torch.tensor([0.5, 1, 2, 3, 4.0]).double(), torch.tensor([1, 0, 0, -2, 0.5]).double()
+    expected = ((scales - 1) ** 2).sum() + (shift**2).sum()
+    for distance in (fid, fast_fid, fid_own):
+        assert distance(x * scales + shift, x) == pytest.approx(expected.item(), rel=1e-6)
+        assert distance(x + shift, x) == pytest.approx((shift**2).sum().item(), rel=1e-6)
 
 
-def fid(inception, generated, originals, batch_size) -> dict[str, float]:
-    return fid_inception(*(inception(paths, batch_size) for paths in (generated, originals)))
+@settings(max_examples=25, deadline=None)
+@given(st.integers(4, 12), st.integers(4, 12), st.integers(1, 15), st.integers(0, 1000))
+def test_distances_of_a_set_and_itself_and_in_another_order(n, m, width, seed):
+    a, b = features(n, width, seed), features(m, width, seed + 1)
+    for distance in (fid, fast_fid):
+        assert distance(a, a.flip(0)) == pytest.approx(0, abs=1e-4)
+        assert distance(a.flip(0), b.roll(2, 0)) == pytest.approx(distance(a, b), rel=1e-5, abs=1e-5)
+    assert precision_and_recall(a, a.flip(0)) == (1, 1)
+    shares = precision_and_recall(a, b)
+    assert shares == precision_and_recall(a.flip(0), b.roll(2, 0)) == precision_and_recall(b, a)[::-1]
+    size = min(n, m)
+    a, b = a[:size], b[:size]
+    assert kid(a.flip(0), b.roll(2, 0)) == pytest.approx(kid(a, b), rel=1e-6, abs=1e-9)
 
 
-def test_fid_equals_the_formula_in_float64(inception, pictures):
-    photographs, others = pictures
-    scores = fid(inception, others, photographs, batch_size=4)
-    features = zip(
-        FID_FEATURES, inception_features(inception, others), inception_features(inception, photographs), strict=True
-    )
-    for n, ours, theirs in features:
-        assert ours.shape == (3, n) and theirs.shape == (4, n) and ours.std(axis=0).mean() > 1e-3
-        assert scores[f"fid_{n}"] == pytest.approx(frechet_distance(ours, theirs), rel=1e-3)
-        assert scores[f"fid_{n}"] > 0.01
+def test_kid_is_the_unbiased_mmd():
+    a, b = features(7, 5), features(7, 5, seed=1) + 0.5
+
+    def kernel(x, y):
+        return float(x @ y / 5 + 1) ** 3
+
+    def mean(x, y, same):
+        values = [kernel(p, q) for i, p in enumerate(x) for j, q in enumerate(y) if not (same and i == j)]
+        return sum(values) / len(values)
+
+    expected = mean(a, a, True) + mean(b, b, True) - 2 * mean(a, b, False)
+    assert kid(a, b) == pytest.approx(expected) and expected > 0
+    assert kid(a, a) < 0  # unbiased, so not 0
 
 
-def test_fid_is_zero_on_itself_and_blind_to_order_and_batches(inception_file, pictures, monkeypatch):
-    monkeypatch.setattr(feature_networks, "FID_FEATURES", (64,))  # eigenvalues of 2048 features take seconds each time
-    inception = InceptionFeatures(inception_file, CPU)
-    photographs, others = pictures
-    same = fid(inception, photographs, photographs[::-1], batch_size=3)
-    scores = fid(inception, others, photographs, batch_size=4)
-    again = fid(inception, others[::-1], photographs[1:] + photographs[:1], batch_size=2)
-    assert list(scores) == ["fid_64"]
-    for name, score in scores.items():
-        assert abs(same[name]) < 1e-4 * score
-        assert again[name] == pytest.approx(score, rel=1e-4)
+def test_kid_of_many_is_over_subsets(monkeypatch):
+    a, b = features(60, 3), features(60, 3, seed=1) + 0.5
+    of_all = kid(a, b)
+    monkeypatch.setattr(picture_scores, "KID_SUBSET_SIZE", 30)
+    assert kid(a, b) == kid(a, b) != of_all
+    assert kid(a, b) == pytest.approx(of_all, rel=0.3)
 
 
-def test_fid_of_one_image_is_refused(inception, pictures):
-    with pytest.raises(UserError, match=r"at least 2 images.*1 generated and 4"):
-        fid(inception, pictures[1][:1], pictures[0], batch_size=2)
+def test_precision_and_recall_by_brute_force():
+    generated, originals = features(30, 3) * 0.5, features(25, 3, seed=1)
+
+    def inside(points, balls):
+        radii = [sorted(torch.dist(x, y).item() for y in balls)[3] for x in balls]  # itself, then three neighbours
+        return np.mean([any(torch.dist(p, x) <= r for x, r in zip(balls, radii, strict=True)) for p in points])
+
+    expected = inside(generated, originals), inside(originals, generated)
+    assert precision_and_recall(generated, originals) == pytest.approx(expected)
+    assert expected[0] > 0.9 > 0.7 > expected[1] > 0.1
 
 
-def test_dino_score_of_itself_is_one_and_depends_on_the_pairing(dino_folder, pictures):
-    features = ClsFeatures(dino_folder, CPU)(pictures[0], batch_size=3)
-    assert dino_score(features, features) == pytest.approx(1.0, abs=1e-6)
-    assert dino_score(features, features.roll(1, 0)) < 0.999
-    assert dino_score(features[:2], features[2:]) == pytest.approx(
-        dino_score(features[2:].flip(0), features[:2].flip(0))
-    )
+def test_cosines_of_pairs():
+    a, b = features(6, 4), features(6, 4, seed=1)
+    cosines = [float(x @ y / (x.norm() * y.norm())) for x, y in zip(a, b, strict=True)]
+    assert min(cosines) < 0 < max(cosines)
+    assert dino_score(a, b) == pytest.approx(np.mean(cosines)) and dino_score(a, 3 * a) == pytest.approx(1)
+    assert clip_scores(a, b) == pytest.approx([100 * max(cosine, 0) for cosine in cosines])
 
 
-def test_own_fid_is_the_formula_on_cls_features(dino_folder, pictures):
-    network = ClsFeatures(dino_folder, CPU, "own_features")
-    originals, generated = (network(paths, batch_size=4) for paths in pictures)
-    assert network.width == originals.shape[1] == 24
-    score = fid_own(generated, originals)
-    assert score == pytest.approx(frechet_distance(generated.double().numpy(), originals.double().numpy()), rel=1e-3)
-    assert score > 0.01 and abs(fid_own(originals, originals.flip(0))) < 1e-4 * score
-    with pytest.raises(UserError, match="at least 2 images.*own_features to null"):
-        fid_own(generated[:1], originals)
+# ---- torch-fidelity
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    """Nine generated and nine original pictures, in the size that Inception reads, so that nobody resizes them."""
+    rng, both = np.random.default_rng(0), []
+    for coarse in (3, 6):
+        folder = tmp_path_factory.mktemp("pictures")
+        for i in range(9):
+            pixels = rng.integers(0, 256, (coarse, coarse + 1, 3), dtype=np.uint8)
+            Image.fromarray(pixels).resize((64, 64)).save(folder / "whole.png")
+            load_square(folder / "whole.png", InceptionFeatures.size).save(folder / f"{i}.png")
+        (folder / "whole.png").unlink()
+        both.append(folder)
+    return both
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(2048, marks=pytest.mark.slow)])  # eigenvalues of 2048 take long
+def test_torch_fidelity_gives_the_same(folders, tmp_path, size):
+    weights = save_inception(tmp_path)
+    network = InceptionFeatures(weights, CPU)
+    smaller = [tmp_path / folder.name for folder in folders]
+    for folder, whole in zip(smaller, folders, strict=True):
+        folder.mkdir()
+        for i in range(5):
+            shutil.copy(whole / f"{i}.png", folder)
+    generated, originals = (network(sorted(folder.iterdir()), batch_size=4) for folder in smaller)
+    theirs = torch_fidelity.calculate_metrics(
+        input1=str(smaller[0]), input2=str(smaller[1]), cuda=False, fid=True, kid=True, prc=True, kid_subset_size=5,
+        feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(weights),
+        feature_layer_fid=str(size), feature_layer_prc="2048", cache=False, verbose=False,
+    )  # fmt: skip
+    expected = theirs["frechet_inception_distance"]
+    assert fast_fid(generated[size], originals[size]) == pytest.approx(expected, rel=1e-3) and expected > 0.01
+    assert fid(generated[size], originals[size]) == pytest.approx(expected, rel=1e-3)
+    expected = theirs["kernel_inception_distance_mean"]
+    assert kid(generated[2048], originals[2048]) == pytest.approx(expected, rel=1e-3) and abs(expected) > 1e-4
+    assert precision_and_recall(generated[2048], originals[2048]) == (theirs["precision"], theirs["recall"])
+
+
+# ---- how sure
+
+
+@pytest.mark.parametrize("count", [40, 41])
+def test_the_standard_error_of_a_mean_is_the_textbook_one(count):
+    values = features(count, 1)[:, 0].numpy()
+    drawn = list(halves(count))
+    assert len(drawn) == HALVES and all(len(set(half)) == count // 2 for half in drawn)
+    assert len({tuple(half) for half in drawn}) == HALVES and set(np.concatenate(drawn)) == set(range(count))
+    assert all((a == b).all() for a, b in zip(drawn, halves(count), strict=True))
+    expected = values.std(ddof=1) / np.sqrt(count)
+    assert standard_error([values[half].mean() for half in drawn], count) == pytest.approx(expected, rel=0.15)
+
+
+def drawn_set(seed: int, shift: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pictures and their originals, which are like them."""
+    originals = features(60, 4, 2 * seed)
+    return 0.7 * originals + 0.7 * features(60, 4, 2 * seed + 1) + shift, originals
+
+
+def numbers_of(generated: torch.Tensor, originals: torch.Tensor) -> PictureNumbers:
+    drawn = [fast_fid(generated[half], originals[half]) for half in halves(len(generated))]
+    return PictureNumbers({"fid_own": {"value": fast_fid(generated, originals)}}, {"fid_own": drawn}, {}, 60)
+
+
+def test_the_standard_error_of_fid_is_its_spread_over_sets_of_pictures():
+    sets = [numbers_of(*drawn_set(seed, 0.5)) for seed in range(24)]
+    spread = np.std([one.numbers["fid_own"]["value"] for one in sets], ddof=1)
+    errors = [standard_error(one.halves["fid_own"], 60) for one in sets]
+    assert 0.7 < np.mean(errors) / spread < 1.5
+
+
+def test_encoders_as_far_off_as_each_other_are_not_told_apart_and_others_are():
+    """Opposite faults of one size: the pictures differ, their FID does not."""
+    ps, worse = [], []
+    for seed in range(24):
+        generated, originals = drawn_set(seed, 0.5)
+        a, b, c = (numbers_of(generated + shift, originals) for shift in (0.0, -1.0, 0.5))
+        ps.append(compare(a, b)["fid_own"]["p"])
+        worse.append(compare(c, a)["fid_own"])
+    assert np.mean(np.array(ps) < 0.05) < 0.2 and min(ps) < 0.7
+    assert all(one["p"] < 1e-3 and one["low"] > 0 for one in worse)
+
+
+def test_a_comparison_with_itself_and_both_ways():
+    a, b = (numbers_of(*drawn_set(0, shift)) for shift in (0.5, 0.6))
+    assert compare(a, a)["fid_own"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
+    there, back = compare(a, b)["fid_own"], compare(b, a)["fid_own"]
+    assert there["difference"] == -back["difference"] < 0 and there["p"] == back["p"] < 1
+    assert (there["low"], there["high"]) == pytest.approx((-back["high"], -back["low"]))
+    # the interval leaves 0 out just where p is below 0.05
+    assert (there["low"] <= 0 <= there["high"]) == (there["p"] > 0.05)
+    # over the same halves, so that what both have in common does not blur it
+    alone = [standard_error(one.halves["fid_own"], 60) for one in (a, b)]
+    assert (there["high"] - there["low"]) / 2 / 1.96 < 0.5 * min(alone)
+
+
+def test_what_is_not_of_the_same_pictures_is_not_compared():
+    a = numbers_of(*drawn_set(0, 0.5))
+    for other in (
+        PictureNumbers(a.numbers, a.halves, {}, 61),
+        PictureNumbers({"kid_own": {"value": 0}}, {"kid_own": a.halves["fid_own"]}, {}, 60),
+    ):
+        with pytest.raises(ValueError, match="same captions and scores"):
+            compare(a, other)
+
+
+# ---- networks and scores together
+
+CAPTIONS = [
+    "A cat sits on a mat. The mat is red.",
+    "A dog runs.",
+    "Two birds fly. They are white. The sky is blue.",
+    "A cat sits on a mat. The sky is blue.",
+    "A tree. " + "It has very many green leaves, on all of its branches and twigs. " * 8,
+    *["A house. It is tall."] * 4,
+]
+
+
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("networks")
+    dino = save_dino(folder / "dino")
+    return {"dino": dino, "own_features": dino, "clip_score": save_tiny_clip(folder / "clip", seed=4)}
+
+
+@pytest.fixture(scope="module")
+def whole(networks, folders) -> tuple[PictureScores, PictureNumbers]:
+    scores = PictureScores(**networks, batch_size=4, device=CPU)
+    generated, originals = (sorted(folder.iterdir()) for folder in folders)
+    return scores, scores(generated, scores.of_originals(originals), CAPTIONS)
+
+
+def test_all_scores_of_pictures(networks, folders, whole):
+    _, found = whole
+    generated, originals = (sorted(folder.iterdir()) for folder in folders)
+    most = len("123456789")
+    assert list(found.numbers) == [
+        "fid_own", "kid_own", "precision_own", "recall_own", "dino_score", "clip_score",
+        *(f"clip_score_{number + 1}" for number in range(most)),
+    ]  # fmt: skip
+    values = {score: number["value"] for score, number in found.numbers.items()}
+    dino, clip = ClsFeatures(networks["dino"], CPU), TwoTowerFeatures(networks["clip_score"], CPU)
+    ours, theirs = dino(generated, 9), dino(originals, 9)
+    assert values["fid_own"] == pytest.approx(fid(ours, theirs), rel=1e-5)
+    assert values["kid_own"] == pytest.approx(kid(ours, theirs), rel=1e-4)
+    assert (values["precision_own"], values["recall_own"]) == precision_and_recall(ours, theirs)
+    assert values["dino_score"] == pytest.approx(dino_score(ours, theirs), rel=1e-5) and values["dino_score"] < 0.999
+    images = clip.of_pictures(generated, 9)
+    assert found.pictures["clip_score"] == pytest.approx(clip_scores(images, clip.of_texts(CAPTIONS, 9)), abs=1e-3)
+    second = clip_scores(images[[2]], clip.of_texts(["They are white."], 1))
+    assert found.pictures["clip_score_2"][1:3] == [None, pytest.approx(second[0], abs=1e-3)]
+    assert np.ptp([value for value in found.pictures["clip_score_1"] if value is not None]) > 0.1
+    third = [value for value in found.pictures["clip_score_3"] if value is not None]
+    assert len(third) == found.numbers["clip_score_3"]["pictures"] == 2 and values["clip_score_3"] == np.mean(third)
+    assert found.numbers["clip_score_1"]["pictures"] == 9 and "pictures" not in found.numbers["clip_score"]
+    assert all(number["low"] <= number["value"] <= number["high"] for number in found.numbers.values())
+    assert all(number["low"] < number["high"] for score, number in found.numbers.items() if "pictures" not in number)
+    assert found.notes == ["1 of 9 captions exceed CLIPScore's window of 77 tokens and were cut."]
+
+
+def test_it_says_what_it_is_of(networks, whole):
+    scores, _ = whole
+    assert scores.digests["dino"] == scores.digests["own_features"] != scores.digests["clip_score"]
+    assert all(len(scores.digests[name]) == 64 for name in networks)
+    assert scores.digests["inception_weights"] is None and scores.digests["dinov2"] is None
+    assert "32 x 32" in scores.resize["own_features"] and "CenterCrop(size=(32, 32))" in scores.resize["clip_score"]
+    assert any("FID with Inception was skipped" in note for note in scores.notes)
+    assert any("compare with nothing published" in note for note in scores.notes)
+    assert scores.titles["fid_own"] == "FID (dino)" and scores.titles["clip_score"] == "CLIPScore (clip)"
+
+
+def test_numbers_go_through_json_and_are_compared(whole, folders):
+    scores, found = whole
+    again = PictureNumbers(**json.loads(json.dumps(asdict(found))))
+    assert again == found
+    originals = sorted(folders[1].iterdir())
+    # in a place of its own each original is the best there is
+    best = scores(originals, scores.of_originals(originals), CAPTIONS)
+    assert best.numbers["fid_own"]["value"] == pytest.approx(0, abs=1e-3 * found.numbers["fid_own"]["value"])
+    assert best.numbers["dino_score"]["value"] == pytest.approx(1)
+    compared = compare(again, best)
+    assert list(compared) == list(found.numbers)
+    assert compared["fid_own"]["difference"] > 0 > compared["dino_score"]["high"]
+    assert compared["dino_score"]["p"] < 0.05
+    differences = np.subtract(*([v for v in one.pictures["clip_score_3"] if v is not None] for one in (found, best)))
+    assert compared["clip_score_3"]["difference"] == pytest.approx(differences.mean())
+
+
+def test_few_pictures(networks, folders):
+    scores = PictureScores(own_features=networks["own_features"], batch_size=4, device=CPU)
+    generated, originals = (sorted(folder.iterdir()) for folder in folders)
+
+    def of(count: int) -> PictureNumbers:
+        return scores(generated[:count], scores.of_originals(originals[:count]), CAPTIONS[:count])
+
+    four, three = of(4), of(3)
+    assert list(four.numbers) == ["fid_own", "kid_own", "precision_own", "recall_own"]
+    assert list(three.numbers) == ["fid_own", "kid_own"]
+    assert four.numbers["fid_own"]["low"] is None and "at least 8 pictures" in four.notes[0]
+    assert compare(four, four)["fid_own"] == {"difference": 0, "low": None, "high": None, "p": None}
+    with pytest.raises(UserError, match="at least 2 images on each side, got 1 generated.*own_features to null"):
+        of(1)
+    with pytest.raises(ValueError, match="4 pictures, 4 originals and 5 captions"):
+        scores(generated[:4], scores.of_originals(originals[:4]), CAPTIONS[:5])
+
+
+def test_no_network_is_refused():
+    with pytest.raises(UserError, match="None of inception_weights.* is given.*--dino facebook/dino-vits16"):
+        PictureScores(batch_size=4, device=CPU)
+
+
+def test_titles_name_the_networks():
+    titles = score_titles(own_features="toy/features", dino="toy/features", clip_score="toy/clip")
+    assert titles["fid_own"] == "FID (toy/features)" and titles["recall_own"] == "recall (toy/features)"
+    assert titles["dino_score"] == "DINO score (toy/features)" and titles["clip_score"] == "CLIPScore (toy/clip)"
+    assert titles["fid_2048"] == "FID (2048)" and score_titles()["kid_2048"] == "KID"
+
+
+def test_cells_keep_the_digits_that_count():
+    assert score_cell({"value": 0.0012345, "low": 0.0010, "high": 0.0015}) == "0.00123 [0.001, 0.0015]"
+    assert score_cell({"value": 31.256, "low": None, "high": None}) == "31.3"
