@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from ..errors import UserError
 from ..recipes import Caption, Recipe
 from ..tokens import CaptionTokenizer, TokenBatch
-from .images import ImageFolder
+from .images import ImageSource
 from .sharegpt4v import BadRecord, Record
 
 # What Pillow raises for files that are missing, cut short, absurdly large or no images.
@@ -51,7 +51,7 @@ class CaptionDataset(Dataset):
     def __init__(
         self,
         records: Sequence[Record],
-        images: ImageFolder,
+        images: ImageSource,
         preprocess: Callable[[Image.Image], torch.Tensor],
         tokenizer: CaptionTokenizer,
         recipe: Recipe,
