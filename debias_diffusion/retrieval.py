@@ -157,7 +157,7 @@ def none_readable(records: Sequence[Record], images: ImageSource, bad: Sequence[
     """What to raise when not one image can be read."""
     return UserError(
         f"None of the {len(records)} images can be read from {str(images.root)!r}. The first fault: {bad[0].detail}. "
-        "Give the folder that the data file's image paths start from."
+        "If a data file names them, give the folder that its paths start from."
     )
 
 

@@ -89,7 +89,7 @@ def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: flo
     if len(missing) == len(looked_for):
         raise UserError(
             f"The image folder {str(images.root)!r} holds none of the images, for example {missing[0]!r}. Give the "
-            "folder that the data file's image paths start from."
+            "folder that the data file's image paths start from. Links that lead out of it are not followed."
         )
     if len(missing) > max(1, max_bad * len(looked_for)):
         raise UserError(

@@ -24,9 +24,10 @@ class TrainConfig:
     """Fine-tune a CLIP two-tower on long captions, so that its text encoder reads all of them.
 
     Attributes:
-        data: Pairs of image and caption: a JSON file in ShareGPT4V's layout, a .jsonl file, or a folder of WebDataset
-            shards (`debias-diffusion shards` writes them).
-        images: Folder that a data file's image paths start from; null for shards, which hold their images.
+        data: Pairs of image and caption: a JSON file in ShareGPT4V's layout, a .jsonl file, a folder of WebDataset
+            shards (`debias-diffusion shards` writes them), a folder of images with captions beside them, or scenes of
+            the toy world (toy/train-2).
+        images: Folder that the image paths of a JSON or JSONL file start from; null for all other data.
         output: Folder of the run. A run that was stopped continues there when started again with the same settings.
         model: Base model: an open_clip name (ViT-B-16, ViT-L-14-quickgelu, ViT-B-16-SigLIP2), an open_clip folder, or
             hf-hub:owner/name.
