@@ -254,10 +254,11 @@ class _Quickstart:
 
         data, images = map(str, self._pairs("evaluation"))
         output = str(self.output / "retrieval" / encoder)
-        recall = evaluate_robustness(RobustnessConfig(self._trained(encoder), data, output, images, limit=None))
+        found = evaluate_robustness(RobustnessConfig([self._trained(encoder)], output, data, images, limit=None))
+        (numbers,) = found["encoders"].values()
+        recall = numbers["recall_at_1_percent"]
         return {
-            edit: {"t2i_r1": r1["text_to_image"], "i2t_r1": r1["image_to_text"]}
-            for edit, r1 in recall["recall_at_1_percent"].items()
+            edit: {"t2i_r1": recall[edit]["text_to_image"], "i2t_r1": recall[edit]["image_to_text"]} for edit in EDITS
         }
 
     def _draw_long_prompts(self, encoder: str) -> dict:

@@ -1,24 +1,40 @@
-"""Sentence edits, and recall under them."""
+"""Sentence edits, recall under them against brute force, and the share of it that is kept."""
 
 import json
+import math
+import random
+from collections import Counter
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import skimage
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from tiny_clip import save_tiny_clip
+from tiny_data import caption, make_tiny_data
 
+from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.data import read_sharegpt4v
-from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.intervals import mean_interval, paired_difference
+from debias_diffusion.eval.retrieval import DIRECTIONS, RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import (
+    COMPARED,
     EDITS,
+    LOSING,
+    PADDING,
+    SHUFFLES,
     RobustnessConfig,
-    compare,
     edit_caption,
     evaluate_robustness,
+    figures,
     plot,
+    share,
+    shuffled,
 )
 from debias_diffusion.sentences import split_sentences
 
@@ -30,13 +46,23 @@ def tiny_clip(tmp_path_factory) -> str:
     return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"))
 
 
+@pytest.fixture(scope="module")
+def other_clip(tmp_path_factory) -> str:
+    return save_tiny_clip(tmp_path_factory.mktemp("other-clip"), seed=1)
+
+
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        ("keep", ["1.", "12.", "123.", "1234.", "12345."]),
-        ("move2", ["1.", "21.", "213.", "2134.", "21345."]),
-        ("move4", ["1.", "21.", "321.", "4231.", "42315."]),
-        ("remove", ["1.", "2.", "23.", "234.", "2345."]),
+        ("keep", ["1", "12", "123", "1234", "12345"]),
+        ("move2", ["1", "21", "213", "2134", "21345"]),
+        ("move4", ["1", "21", "321", "4231", "42315"]),
+        ("remove", ["1", "2", "23", "234", "2345"]),
+        ("first2", ["1", "12", "12", "12", "12"]),
+        ("swap2", ["1", "21", "21", "21", "21"]),
+        ("first", ["1", "1", "1", "1", "1"]),
+        ("padding1", ["01", "012", "012", "012", "012"]),
+        ("padding5", ["000001", "0000012", "0000012", "0000012", "0000012"]),
     ],
 )
 def test_edits_of_one_to_five_sentences(edit, expected):
@@ -49,26 +75,52 @@ def test_edits_of_one_to_five_sentences(edit, expected):
     ]
 
     def named(digits):
-        return " ".join(sentences[int(digit) - 1] for digit in digits.rstrip("."))
+        return " ".join(["This is a photo.", *sentences][int(digit)] for digit in digits)
 
     for length, digits in enumerate(expected, 1):
         assert edit_caption(" ".join(sentences[:length]), edit) == named(digits)
 
 
+def test_all_edits_of_the_paper_are_there():
+    of_whole = ["keep", "move2", "move4", "remove", "shuffle"]
+    assert list(EDITS) == [*of_whole, "first2", "swap2", "first", *(f"padding{count}" for count in range(1, 6))]
+    assert {name: edit.base for name, edit in EDITS.items() if name not in LOSING} == {
+        "keep": "keep",
+        "first2": "first2",
+    }
+    assert [EDITS[name].base for name in LOSING] == ["keep"] * 4 + ["first2"] * 7
+
+
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=9))
-def test_edits_leave_their_input_alone_and_lose_at_most_the_first_sentence(sentences):
-    before = list(sentences)
+def test_edits_leave_their_input_alone_and_lose_nothing_but_what_they_name(sentences):
+    before, two = list(sentences), sorted(sentences[:2])
+    left = {"remove": sorted(sentences[1:] or sentences), "first": sentences[:1], "first2": two, "swap2": two}
+    left |= {f"padding{count}": sorted([PADDING] * count + two) for count in range(1, 6)}
     for name, edit in EDITS.items():
-        edited = edit(sentences)
-        assert sentences == before and edited is not sentences
-        if name == "remove" and len(sentences) > 1:
-            assert edited == sentences[1:]
-        else:
-            assert sorted(edited) == sorted(sentences)
-    for name in ("move2", "move4"):  # swaps undo themselves
-        assert EDITS[name](EDITS[name](sentences)) == sentences
+        for variant in edit.variants:
+            edited = variant(sentences)
+            assert sentences == before and edited is not sentences
+            assert sorted(edited) == left.get(name, sorted(sentences))
+            assert variant(sentences) == edited
+    (move2,), (move4,), (swap2,) = (EDITS[name].variants for name in ("move2", "move4", "swap2"))
+    assert move2(move2(sentences)) == move4(move4(sentences)) == sentences  # swaps undo themselves
+    assert swap2(sentences) == move2(sentences)[:2]
     if len(sentences) == 2:
-        assert EDITS["move2"](sentences) == EDITS["move4"](sentences)
+        assert move2(sentences) == move4(sentences) == swap2(sentences)
+
+
+def test_orders_are_decided_by_seed_and_caption_alone_and_are_all_alike_likely():
+    long = [f"Sentence {number}." for number in range(9)]
+    random.seed(1)
+    first = [shuffled(seed, long) for seed in range(SHUFFLES)]
+    random.seed(2)
+    assert first == [shuffled(seed, long) for seed in range(SHUFFLES)]
+    assert len({tuple(order) for order in first}) == SHUFFLES == len(EDITS["shuffle"].variants) > 1
+    orders = Counter()
+    for number in range(3000):
+        sentences = [f"This is {number}.", "It is b.", "It is c."]
+        orders[tuple(sentences.index(sentence) for sentence in shuffled(0, sentences))] += 1
+    assert len(orders) == 6 and sum((count - 500) ** 2 / 500 for count in orders.values()) < 25  # chi-squared, 1e-4
 
 
 def test_real_captions_change_under_every_edit():
@@ -79,37 +131,190 @@ def test_real_captions_change_under_every_edit():
         assert edit_caption(record.caption, "move4").startswith(sentences[3])
         assert edit_caption(record.caption, "move2").startswith(sentences[1] + " " + sentences[0])
         assert sentences[0] not in edit_caption(record.caption, "remove")
+        assert edit_caption(record.caption, "padding2").endswith(f"{PADDING} {PADDING} {sentences[0]} {sentences[1]}")
+        assert len({edit_caption(record.caption, edit) for edit in EDITS}) == len(EDITS)
 
 
-def test_drops_and_share_kept():
-    recall = {
-        "keep": {"text_to_image": 80.0, "image_to_text": 0.0},
-        "move2": {"text_to_image": 70.0, "image_to_text": 0.0},
-        "move4": {"text_to_image": 90.0, "image_to_text": 5.0},
-        "remove": {"text_to_image": 20.0, "image_to_text": 0.0},
-    }
-    compared = compare(recall)
-    assert compared["drop_points"]["move2"]["text_to_image"] == 10.0
-    assert compared["drop_points"]["move4"] == {"text_to_image": -10.0, "image_to_text": -5.0}
-    assert compared["drop_points"]["keep"] == {"text_to_image": 0.0, "image_to_text": 0.0}
-    assert compared["kept_without_summary_percent"] == {"text_to_image": 25.0, "image_to_text": None}
-    figure = plot(recall)
-    assert [[bar.get_height() for bar in axes.patches] for axes in figure.axes] == [[80, 70, 90, 20], [0, 0, 5, 0]]
+# The share kept.
+
+
+def test_share_in_closed_form():
+    before, after = [100, 0, 100, 100, 0, 100], [0, 0, 100, 0, 0, 0]
+    found = share(after, before)
+    assert found.percent == 25.0 and found.numbers()["low"] == 0.0 <= 25 < found.numbers()["high"] <= 100
+    assert share(before, before).numbers() == {"share": 100.0, "low": 100.0, "high": 100.0}
+    assert share([100, 100], [100, 0]).percent == 200.0  # more can be found without the first sentence
+    assert share([100, 0], [0, 0]).numbers() == {"share": None, "low": None, "high": None}
+    ahead = share(before, before).minus(found)
+    assert ahead["difference"] == 75.0 and ahead["p"] is None
+    assert (ahead["low"], ahead["high"]) == pytest.approx((100 - found.numbers()["high"], 100.0))
+
+
+def test_share_s_bootstrap_draws_from_all_data_sets_of_as_many_images():
+    after, before, groups = [100, 0, 0, 100, 0, 0], [100, 100, 0, 100, 100, 100], [0, 0, 1, 1, 2, 2]
+    sums = [(100, 200), (100, 100), (0, 200)]
+    every = [100 * sum(a for a, _ in drawn) / sum(b for _, b in drawn) for drawn in product(sums, repeat=3)]
+    drawn = share(after, before, groups).drawn
+    assert set(np.round(drawn, 6)) == set(np.round(every, 6))
+    assert drawn.mean() == pytest.approx(np.mean(every), abs=4 * np.std(every) / math.sqrt(len(drawn)))
+    assert drawn.std() == pytest.approx(np.std(every), rel=0.05)
+
+
+def test_share_s_interval_is_the_normal_one_for_many_queries():
+    random = np.random.default_rng(3)
+    before = 100.0 * (random.random(2000) < 0.7)
+    after = before * (random.random(2000) < 0.4) + (100 - before) * (random.random(2000) < 0.1)
+    found = share(after, before)
+    ratio = after.mean() / before.mean()
+    error = 100 * (after - ratio * before).std() / before.mean() / math.sqrt(len(before))  # the delta method
+    numbers = found.numbers()
+    assert numbers["share"] == pytest.approx(100 * ratio)
+    assert numbers["low"] == pytest.approx(100 * ratio - 1.96 * error, abs=0.1 * error)
+    assert numbers["high"] == pytest.approx(100 * ratio + 1.96 * error, abs=0.1 * error)
+    # four captions of an image that fare alike tell no more than one
+    again = share(np.repeat(after, 4), np.repeat(before, 4), np.repeat(np.arange(2000), 4))
+    assert again.numbers() == pytest.approx(numbers)
+
+
+# Evaluations.
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory, tiny_clip, other_clip, one_thread):
+    """Two encoders on six images of three captions each, one of which cannot be opened; in Flickr30k's layout."""
+    root = tmp_path_factory.mktemp("several")
+    make_tiny_data(root, 6)
+    (root / "images").rename(root / "flickr30k-images")
+    captions = {f"{image}.png": [caption(image), caption(10 + image), caption(image)] for image in range(5)}
+    captions["5.png"] = ["Not to be opened. Nor this."]
+    captions["1.png"][1] = "Here is one sentence"
+    (root / "flickr30k-images" / "5.png").write_text("no image")
+    lines = [f"{name}#{n}\t{text}\n" for name, texts in captions.items() for n, text in enumerate(texts)]
+    (root / "results_20130124.token").write_text("".join(lines))
+    config = RobustnessConfig(
+        [tiny_clip, other_clip], str(root / "out"), dataset="flickr30k", root=str(root), max_bad=0.2, batch_size=4
+    )
+    readable = {name: texts for name, texts in captions.items() if name != "5.png"}
+    return SimpleNamespace(root=root, config=config, captions=readable, report=evaluate_robustness(config))
+
+
+def unit(row: torch.Tensor) -> torch.Tensor:
+    return row.double() / row.double().norm()
+
+
+def brute_force_hits(backbone: Backbone, images: Path, captions: dict[str, list[str]]) -> dict[str, list[float]]:
+    """By direction, 100 for each query whose own is nearer than all strangers, else 0; one comparison at a time."""
+    with torch.no_grad():
+        pixels = [backbone.preprocess(Image.open(images / name))[None] for name in captions]
+        seen = [unit(backbone.encode_image(its)[0]) for its in pixels]
+        texts = [
+            (owner, unit(backbone.encode_text(backbone.tokenize([text]))[0]))
+            for owner, its in enumerate(captions.values())
+            for text in its
+        ]
+    near = [[float(image @ text) for _, text in texts] for image in seen]
+    owners = [owner for owner, _ in texts]
+    by_text = [
+        all(near[owner][t] > near[image][t] + 1e-6 for image in range(len(seen)) if image != owner)
+        for t, owner in enumerate(owners)
+    ]
+    by_image = []
+    for image, row in enumerate(near):
+        own = max(value for value, owner in zip(row, owners, strict=True) if owner == image)
+        by_image.append(all(value < own - 1e-6 for value, owner in zip(row, owners, strict=True) if owner != image))
+    return {"text_to_image": [100.0 * hit for hit in by_text], "image_to_text": [100.0 * hit for hit in by_image]}
+
+
+def test_numbers_equal_brute_force_with_several_captions_an_image(several, tiny_clip, other_clip):
+    report, folder = several.report, several.root / "flickr30k-images"
+    assert (report["images"], report["captions"], report["one_sentence_captions"]) == (5, 15, 1)
+    assert [Path(bad["detail"].split()[0]).name or bad for bad in report["left_out"]] and len(report["left_out"]) == 1
+    groups = {"text_to_image": [image for image in range(5) for _ in range(3)], "image_to_text": None}
+    hits = {}
+    for name, (label, numbers) in zip((tiny_clip, other_clip), report["encoders"].items(), strict=True):
+        backbone, found = load_backbone(name).eval(), {}
+        for edit, its in EDITS.items():
+            variants = []
+            for variant in its.variants:
+                edited = {
+                    image: [" ".join(variant(split_sentences(text))) for text in texts]
+                    for image, texts in several.captions.items()
+                }
+                variants.append(brute_force_hits(backbone, folder, edited))
+            found[edit] = {way: np.mean([one[way] for one in variants], axis=0) for way in DIRECTIONS}
+            for way in DIRECTIONS:
+                assert numbers["recall_at_1_percent"][edit][way] == pytest.approx(found[edit][way].mean())
+                assert numbers["interval_percent"][edit][way] == mean_interval(found[edit][way], groups[way])
+                if edit == "shuffle":
+                    each = [np.mean(one[way]) for one in variants]
+                    assert numbers["shuffles"]["recall_at_1_percent"][way] == pytest.approx(each)
+                    assert numbers["shuffles"]["deviation_points"][way] == pytest.approx(np.std(each, ddof=1))
+        for edit in LOSING:
+            for way in DIRECTIONS:
+                expected = paired_difference(found[EDITS[edit].base][way], found[edit][way], groups[way])
+                assert numbers["drop_points"][edit][way] == pytest.approx(expected)
+        for way in DIRECTIONS:
+            kept = share(found["remove"][way], found["keep"][way], groups[way]).numbers()
+            assert numbers["kept_without_summary_percent"][way] == kept
+        hits[label] = found
+    assert len({values.mean() for found in hits.values() for its in found.values() for values in its.values()}) > 4
+    first, second = hits
+    scores = {line["score"]: line for line in report["compared"]}
+    for edit in COMPARED:
+        for way in DIRECTIONS:
+            line = scores[f"drop of {EDITS[edit].title}, {way.replace('_', ' ')}"]
+            lost = [hits[label][EDITS[edit].base][way] - hits[label][edit][way] for label in (second, first)]
+            assert (line["a"], line["b"]) == (second, first)
+            expected = paired_difference(*lost, groups[way])
+            assert {key: line[key] for key in expected} == pytest.approx(expected)
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(several, tmp_path, monkeypatch):
+    calls, encode = [], Backbone.encode_text
+
+    def counted(self, tokens):
+        calls.append(len(tokens))
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return encode(self, tokens)
+
+    monkeypatch.setattr(Backbone, "encode_text", counted)
+    config = RobustnessConfig(**(vars(several.config) | {"output": str(tmp_path / "out")}))
+    # Four batches a variant and fifteen variants: in the third batch of the second encoder's eighth variant.
+    stop, finished, whole = 60 + 28 + 3, 60 + 28, 120
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_robustness(config)
+    assert not (tmp_path / "out" / "robustness.json").exists()
+    stop = None
+    calls.clear()
+    report = evaluate_robustness(config)
+    for what in ("encoders", "compared", "images", "captions", "digests", "left_out"):
+        assert report[what] == several.report[what]
+    assert len(calls) == whole - finished
+    calls.clear()
+    assert evaluate_robustness(config)["encoders"] == report["encoders"] and not calls
 
 
 def test_evaluate_robustness_on_photographs(tiny_clip, tmp_path, capsys):
-    settings = {"model": tiny_clip, "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "batch_size": 5}
+    settings = {"encoders": [tiny_clip], "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "batch_size": 5}
     report = evaluate_robustness(RobustnessConfig(output=str(tmp_path / "robustness"), **settings))
     assert report == json.loads((tmp_path / "robustness" / "robustness.json").read_text())
-    assert report["pairs"] == 12 and report["one_sentence_captions"] == 0 and report["left_out"] == []
-    assert list(report["recall_at_1_percent"]) == ["keep", "move2", "move4", "remove"]
+    assert report["captions"] == report["images"] == 12
+    assert report["one_sentence_captions"] == 0 and report["left_out"] == report["notes"] == report["compared"] == []
+    printed = capsys.readouterr().out
+    (numbers,) = report["encoders"].values()
     whole = evaluate_retrieval(RetrievalConfig(output=str(tmp_path / "retrieval"), **settings))
-    for direction, recalls in whole["recall_percent"].items():
-        assert report["recall_at_1_percent"]["keep"][direction] == recalls["R@1"]
+    (expected,) = whole["encoders"].values()
+    for direction, recalls in expected["recall_percent"].items():
+        assert numbers["recall_at_1_percent"]["keep"][direction] == recalls["R@1"]
+        assert numbers["interval_percent"]["keep"][direction] == expected["interval_percent"][direction]["R@1"]
+    assert numbers["captions_over_window"]["keep"] == expected["captions_over_window"] > 0
+    assert numbers["captions_over_window"]["first"] == 0
     with Image.open(tmp_path / "robustness" / "robustness.png") as image:
         assert image.format == "PNG" and image.width > image.height > 200
         assert len(image.convert("RGB").getcolors(1 << 24)) > 10
-    assert "kept without summary" in capsys.readouterr().out
+    assert printed.endswith(f"\n{numbers['in_words']}\n")
+    assert all(edit.title in printed for edit in EDITS.values()) and "share of R@1 kept" in printed
 
 
 def test_edits_reach_the_encoder(tiny_clip, tmp_path):
@@ -121,9 +326,55 @@ def test_edits_reach_the_encoder(tiny_clip, tmp_path):
         entry["conversations"][1]["value"] = f"{first} It is a photograph."
     data = tmp_path / "data.json"
     data.write_text(json.dumps([*entries, dict(entries[0], conversations=[{}, {"value": "One sentence only."}])]))
-    report = evaluate_robustness(
-        RobustnessConfig(model=tiny_clip, data=str(data), images=skimage.data_dir, output=str(tmp_path))
-    )
+    report = evaluate_robustness(RobustnessConfig([tiny_clip], str(tmp_path), str(data), skimage.data_dir))
     assert report["one_sentence_captions"] == 1
-    assert report["recall_at_1_percent"]["move2"] == report["recall_at_1_percent"]["move4"]
-    assert report["recall_at_1_percent"]["remove"]["image_to_text"] <= 20.0
+    assert "1 of 5 captions have a single sentence" in report["notes"][0]
+    (numbers,) = report["encoders"].values()
+    recall = numbers["recall_at_1_percent"]
+    assert recall["move2"] == recall["move4"] == recall["swap2"] and recall["keep"] == recall["first2"]
+    assert recall["remove"]["image_to_text"] <= 20.0
+    # texts in common are encoded once: keep, swapped, removed, first, five paddings, and orders that none of these is
+    parts = list((tmp_path / "parts").glob("robustness-*.json"))
+    assert 4 + 5 <= len(parts) <= 4 + 5 + SHUFFLES
+
+
+def test_who_finds_nothing_has_nothing_to_lose(tiny_clip, other_clip, tmp_path):
+    entry = json.loads(PHOTOGRAPHS.read_text())[0]
+    (tmp_path / "data.json").write_text(json.dumps([entry] * 3))
+    report = evaluate_robustness(
+        RobustnessConfig([tiny_clip, other_clip], str(tmp_path), str(tmp_path / "data.json"), skimage.data_dir)
+    )
+    for numbers in report["encoders"].values():
+        assert set(numbers["recall_at_1_percent"]["keep"].values()) == {0.0}
+        assert numbers["kept_without_summary_percent"]["text_to_image"] == {"share": None, "low": None, "high": None}
+        assert numbers["in_words"].endswith("so it has nothing to lose.")
+    assert not any("share" in line["score"] for line in report["compared"]) and report["compared"]
+
+
+def test_plot_draws_the_numbers(several):
+    figure = plot(several.report["encoders"])
+    assert list(figures(several.report)) == ["robustness.png"]
+    for row, direction in enumerate(DIRECTIONS):
+        whole, two, behind, kept = figure.axes[4 * row : 4 * row + 4]
+        for axes, edits in (
+            (whole, ["keep", "move2", "move4", "remove", "shuffle"]),
+            (two, ["first2", "swap2", "first"]),
+        ):
+            drawn = [[bar.get_height() for bar in bars] for bars in axes.containers if hasattr(bars, "patches")]
+            assert drawn == [
+                [numbers["recall_at_1_percent"][edit][direction] for edit in edits]
+                for numbers in several.report["encoders"].values()
+            ]
+            assert [label.get_text() for label in axes.get_xticklabels()] == [EDITS[edit].title for edit in edits]
+        curve = ["first2", *(f"padding{count}" for count in range(1, 6))]
+        assert [list(errorbar.lines[0].get_ydata()) for errorbar in behind.containers] == [
+            [numbers["recall_at_1_percent"][edit][direction] for edit in curve]
+            for numbers in several.report["encoders"].values()
+        ]
+        shares = [
+            numbers["kept_without_summary_percent"][direction]["share"]
+            for numbers in several.report["encoders"].values()
+        ]
+        assert [bar.get_height() for bar in kept.patches] == [one for one in shares if one is not None]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == list(several.report["encoders"])
