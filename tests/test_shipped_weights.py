@@ -7,7 +7,7 @@ from diffusers import StableDiffusionXLPipeline
 
 from debias_diffusion.app.quickstart import QuickstartConfig, quickstart
 from debias_diffusion.backbones import load_backbone
-from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange import load_text_encoder, load_two_tower
 from debias_diffusion.toyworld.fine_tuning import RECIPES
 from debias_diffusion.toyworld.scores import score_clip, score_sdxl
 from debias_diffusion.toyworld.shipped import NAMES, WEIGHTS, shipped
@@ -39,6 +39,15 @@ def test_stock_diffusers_draws_what_short_prompts_name():
 def test_the_shipped_encoders_read_248_tokens(recipe):
     text_encoder, tokenizer = load_text_encoder(f"toy/{recipe}")
     assert text_encoder.config.max_position_embeddings == tokenizer.model_max_length == 248
+
+
+def test_the_shipped_two_towers_show_the_cure():
+    """As in the scores that come with the weights, with fewer scenes of another split."""
+    recall = {recipe: score_clip(load_two_tower(f"toy/{recipe}"), "test", 400) for recipe in RECIPES}
+    ours, theirs = ({edit: its[edit]["t2i_r1"] for edit in its} for its in (recall["debias-clip"], recall["long-clip"]))
+    assert min(ours["keep"], theirs["keep"]) > 60
+    for edit in ("move4", "remove"):
+        assert ours["keep"] - ours[edit] < 0.75 * (theirs["keep"] - theirs[edit])
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ from PIL import Image, ImageFilter
 
 from debias_diffusion.backbones import load_backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange import load_text_encoder, load_two_tower
 from debias_diffusion.pipelines.long_prompt import join_windows
 from debias_diffusion.toyworld import build, shipped, unet
 from debias_diffusion.toyworld.checker import UNCLEAR, objects_correct, read_picture
+from debias_diffusion.toyworld.fine_tuning import RECIPES
 from debias_diffusion.toyworld.grammar import short_prompt
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene, generator
@@ -159,6 +160,22 @@ def test_the_shipped_clip_and_encoders_load(built, monkeypatch):
         encoder, tokenizer = load_text_encoder(name)
         assert encoder.dtype == torch.float32
         assert tokenizer.model_max_length == encoder.config.max_position_embeddings == 248
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_shipped_two_tower_is_the_one_that_was_trained(built, monkeypatch, recipe):
+    monkeypatch.setattr(shipped, "WEIGHTS", built[0] / "weights")
+    trained, base = load_backbone(str(built[0] / "output" / recipe / "last")), load_backbone("toy/clip")
+    base.stretch()
+    loaded, start = load_two_tower(f"toy/{recipe}"), base.model.state_dict()
+    assert loaded.context_length == 248 and not loaded.training
+    for name, weight in trained.model.state_dict().items():
+        moved, off = ((weight - its[name]).abs().max() for its in (start, loaded.model.state_dict()))
+        assert off <= 0.51 * moved / 127
+        assert moved > 0
+    encoder, _ = load_text_encoder(f"toy/{recipe}")
+    table = next(tensor for name, tensor in encoder.state_dict().items() if "position_embedding" in name)
+    assert torch.equal(table, loaded.model.positional_embedding)
 
 
 def test_weights_that_are_not_complete_are_explained(tmp_path, monkeypatch):

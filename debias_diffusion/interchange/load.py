@@ -8,6 +8,7 @@ from transformers import CLIPTokenizer
 
 from ..backbones import CONFIG_FILE, load_backbone
 from ..errors import UserError
+from ..toyworld.fine_tuned import DIFFERENCE, load_fine_tuned
 from ..toyworld.shipped import shipped
 from .encoders import TextEncoder, keeps_projection, to_transformers
 from .single_file import read_file
@@ -39,6 +40,8 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
     """
     name = best_of_run(shipped(path))
     place = Path(name.removeprefix("local-dir:"))
+    if (place / DIFFERENCE).is_file():
+        return to_transformers(load_fine_tuned(place))
     if (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
         backbone = load_backbone(name)
         return to_transformers(backbone, keeps_projection(backbone))

@@ -5,19 +5,16 @@ import warnings
 from pathlib import Path
 
 import open_clip
-import torch
-from safetensors.torch import load_file
 
 from ..backbones import CONFIG_FILE, Backbone, load_backbone
 from ..errors import UserError, near_matches
-from ..toyworld.shipped import BASE, PROJECTION, shipped
+from ..toyworld.fine_tuned import DIFFERENCE, load_fine_tuned
+from ..toyworld.shipped import shipped
 from ..weights import find_weights
 from .clip_model import read_clip_model
-from .encoders import import_text_encoder
 from .load import best_of_run
 from .names import State
 from .single_file import read_tensors, text_part, told_beside, usual_activation
-from .transformers_folder import read_folder
 
 
 def load_two_tower(name: str | os.PathLike) -> Backbone:
@@ -52,8 +49,8 @@ def _load(name: str) -> Backbone:
     place = Path(name.removeprefix("local-dir:"))
     if (place / CONFIG_FILE).is_file() or name.startswith(("hf-hub:", "local-dir:")):
         return load_backbone(name)
-    if (place / PROJECTION).is_file():
-        return _fine_tuned_toy(place)
+    if (place / DIFFERENCE).is_file():
+        return load_fine_tuned(place)
     if place.is_file():
         return _load_file(place)
     if place.exists():
@@ -77,17 +74,6 @@ def _unknown(name: str) -> str:
         f"{name!r} is not there.{near_matches(name, open_clip.list_models())} Give a training run, a folder or a file "
         "with both towers, MODEL:WEIGHTS (ViT-B-16-quickgelu:openai), or a hub id (owner/name)."
     )
-
-
-def _fine_tuned_toy(folder: Path) -> Backbone:
-    """The toy CLIP with a text tower that was fine-tuned against its image tower, which stayed as it was."""
-    backbone = load_backbone(str(folder.parent / BASE))
-    backbone.stretch()
-    import_text_encoder(backbone, read_folder(folder)[0])
-    with torch.no_grad():
-        for name, tensor in load_file(folder / PROJECTION).items():
-            backbone.model.get_parameter(name).copy_(tensor)
-    return backbone
 
 
 def _load_file(file: Path) -> Backbone:

@@ -16,11 +16,12 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
 
 from ..backbones import Backbone, load_backbone
 from ..files import whole_folder, write_json
-from ..interchange import export_text_encoder, to_transformers
+from ..interchange import to_transformers
 from ..training import train
 from . import sdxl
 from .clip import train_clip
 from .features import train_features
+from .fine_tuned import save_fine_tuned
 from .fine_tuning import RECIPES, VALIDATION, toy_training
 from .grammar import caption
 from .pairs import write_pairs
@@ -142,9 +143,7 @@ def ship(build: Build, weights: Path) -> None:
         clip.model.half()
         clip.save(folder / "clip")
         for recipe, backbone in tuned.items():
-            weights_file = export_text_encoder(backbone, folder / recipe) / "text_encoder" / "model.safetensors"
-            halves = {name: tensor.half() for name, tensor in load_file(weights_file).items()}
-            save_file(halves, weights_file, metadata={"format": "pt"})  # the configuration says: load as float32
+            save_fine_tuned(backbone, clip, folder / recipe)
         features.half().save_pretrained(folder / "features")
         sdxl.save(pipe, folder / "sdxl")
         (folder / "logs").mkdir()

@@ -7,14 +7,12 @@ from ..errors import UserError, near_matches
 
 WEIGHTS = Path(__file__).parent / "weights"
 _COMPLETE = "scores.json"  # is there only if all models are
-BASE = "clip"  # the folder of the two-tower that the text encoders were fine-tuned from
-PROJECTION = "projection.safetensors"  # beside a text encoder: what its two-tower has besides the base's image tower
 # What `toyworld.build` leaves there.
 NAMES = {
     "toy/clip": "the base CLIP of 77 positions, as an open_clip folder",
     "toy/sdxl": "an SDXL that draws 48 x 48 pixels, as a diffusers folder",
-    "toy/long-clip": "text encoder of 248 positions, fine-tuned with the long-clip recipe",
-    "toy/debias-clip": "text encoder of 248 positions, fine-tuned with the debias-clip recipe",
+    "toy/long-clip": "the base fine-tuned with the long-clip recipe at 248 positions, as a difference from it",
+    "toy/debias-clip": "the same with the debias-clip recipe",
     "toy/features": "a vision transformer for FID and DINO scores among toy pictures",
 }
 
