@@ -272,25 +272,14 @@ class _Quickstart:
 
     def _draw(self, encoder: str, prompts: dict[int, str], folder: str) -> list[Path]:
         """Pictures of the prompts, by the original as stock SDXL draws them, by the others from all they say."""
-        from debias_diffusion.devices import pick_device
-        from debias_diffusion.eval.generation import GenerationConfig, drawing_settings, generate_images
+        from debias_diffusion.eval.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
+        from debias_diffusion.eval.processes import Processes
         from debias_diffusion.toyworld.scores import GUIDANCE_SCALE
 
-        trained = encoder in TRAINED
-        config = GenerationConfig(
-            data="",  # the prompts are given
-            images="",
-            base=self.models.sdxl,
-            output=str(self.output / folder),
-            encoder=str(self.output / encoder) if trained else None,
-            seed=self.config.seed,
-            steps=self.config.drawing_steps,
-            truncate=not trained,
-            guidance_scale=GUIDANCE_SCALE,
-            images_at_once=_AT_ONCE,
-        )
-        digests = {"base": self.digests["toy/sdxl"], "encoder": trained and self._encoder_digest(encoder)}
-        return generate_images(config, prompts, drawing_settings(config, **digests), pick_device(None))
+        settings = DrawingSettings(self.models.sdxl, self.config.drawing_steps, GUIDANCE_SCALE, _AT_ONCE)
+        subjects = [Subject(f"{index:06}", text, self.config.seed + index) for index, text in prompts.items()]
+        text_encoder = str(self.output / encoder) if encoder in TRAINED else ORIGINAL
+        return Drawing(settings, Processes()).draw(text_encoder, self.output / folder / "images", subjects, encoder)
 
     def _encoder_digest(self, recipe: str) -> str:
         return self.done.found[f"export-{recipe}"]["digest"]
@@ -314,7 +303,8 @@ class _Quickstart:
 
     def _score(self) -> dict:
         from debias_diffusion.devices import pick_device
-        from debias_diffusion.eval.generation import ClsFeatures, dino_score, fid_own
+        from debias_diffusion.eval.feature_networks import ClsFeatures
+        from debias_diffusion.eval.picture_scores import dino_score, fid_own
         from debias_diffusion.eval.quickstart import objects_correct_by_sentence, paired_bootstrap
 
         scenes, told = [its for its, _ in self._long_prompts], [its.first_told() for _, its in self._long_prompts]
@@ -390,16 +380,9 @@ class _Quickstart:
 
 
 def _objects_right(pictures: Sequence[Path], scenes: Sequence[Scene]) -> list[dict[str, bool]]:
-    """For each picture, by place, whether the object there was drawn right."""
-    from PIL import Image
+    from debias_diffusion.eval.toy_objects import objects_right
 
-    from debias_diffusion.toyworld.checker import objects_correct
-
-    right = []
-    for path, its in zip(pictures, scenes, strict=True):
-        with Image.open(path) as picture:
-            right.append(objects_correct(picture, its))
-    return right
+    return objects_right(pictures, scenes)
 
 
 def _print_summary(report: dict) -> None:

@@ -1,36 +1,37 @@
-"""Images drawn from captions against the originals: FID (Fréchet inception distance) and DINO score (Table S7)."""
+"""Images drawn from captions with several text encoders, against the originals and the captions (Table S7)."""
 
-import json
-import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import combinations
 from pathlib import Path
+from typing import Literal
 
-import torch
-from diffusers import StableDiffusionXLPipeline
-from diffusers.utils import logging as diffusers_logging
-from PIL import Image
-from torch import Tensor
-from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from debias_diffusion.data import BadRecord, ImageSource, Record
+from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes, toy_scene
 from debias_diffusion.data.dataset import UNREADABLE, unreadable
-from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import changed_settings, write_json
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import check_base, load_sdxl
-from debias_diffusion.tokens import clean
-from debias_diffusion.toyworld.shipped import shipped
+from debias_diffusion.files import sha256
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
-from .feature_networks import RESIZE, ClsFeatures, InceptionFeatures, Picture
-from .inputs import check_batch_size, print_left_out, read_pairs
-from .picture_scores import dino_score, fid_inception, fid_own
-from .report import digest, table, versions, weights_digest
+from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
+from .encoders import check_encoders, labels
+from .generation_figures import plot, plot_examples
+from .inputs import check_batch_size, check_max_bad, check_share, print_left_out, read_pairs
+from .parts import Parts
+from .picture_scores import Originals, PictureNumbers, PictureScores, compare, score_cell, score_titles
+from .processes import Processes
+from .report import Table, compared_tables, show, write_report
+from .toy_objects import SCORES as OBJECTS
+from .toy_objects import compare_objects, objects_numbers, objects_right
+
+NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
+PICTURES = ("examples.png",)
+EXAMPLES = 6  # prompts
+NAME = "generation"
 
 
 @dataclass
@@ -38,153 +39,210 @@ class GenerationConfig:
     """Settings of an evaluation of generated images.
 
     Attributes:
-        data: JSON file in ShareGPT4V's layout, JSONL file, or folder of WebDataset shards. Its captions are the
-            prompts, its images the originals.
-        base: SDXL folder in diffusers' layout, or a hub id.
-        output: Folder for the result, `generation.json`, and the generated images, `images/000000.png` and so on.
-            Images that are finished there are kept, if they were made with the same settings.
-        images: Folder that the data file's image paths start from; not for shards, which hold theirs.
-        encoder: Text encoder that takes the place of SDXL's first one: a folder written by `export`, or of training.
-            The default is SDXL's own.
+        encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
+            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the base's own.
+        base: SDXL folder in diffusers' layout, a hub id, or toy/sdxl.
+        output: Folder for the results, `generation.json`, `generation.png` and `examples.png`, and for the generated
+            images, `pictures/ENCODER/000000.png` and so on. Images that are finished there are kept, if they were made
+            with the same settings.
+        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
+            beside them, or toy/test, scenes of the toy world. Captions are the prompts, images the originals.
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
         limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
-        seed: Image i starts from noise seeded with this number + i, the same on every device.
-        steps: Denoising steps.
-        inception_weights: File of torch-fidelity's Inception weights, for FID. Without it FID is skipped.
+        seed: Image i starts from noise seeded with this number + i, the same for every encoder and on every device.
+        steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
+        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, as in `generate`, and 5 for
+            toy/sdxl.
+        images_at_once: Pictures drawn at once, of prompts of like length; more need more memory. auto is 1, and 20 for
+            toy/sdxl.
+        prefix: Put before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
+        windows: Let encoders of 77 positions read long prompts in several windows, as this package's pipelines do.
+            Without it they are cut at 77 tokens, as stock SDXL does.
+        inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
+            the one that torch-fidelity has downloaded. Without it they are skipped.
         dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
             Without it the DINO score is skipped.
-        own_features: Network whose CLS features FID is computed on, in place of Inception: a folder of a transformers
-            vision model. Its scores compare with nothing published.
-        truncate: Cut prompts at 77 tokens, as stock SDXL does.
-        guidance_scale: How strongly prompts are followed; 1 is no guidance. The default is that of `generate`.
-        images_at_once: Pictures drawn at once, of prompts of like length; more need more memory.
+        dinov2: Folder or hub id of a DINOv2 in transformers' layout (facebook/dinov2-small), for the same of it.
+        own_features: Network on whose CLS features FID, KID, precision and recall are computed besides: a folder of a
+            transformers vision model, or toy/features. Its scores compare with nothing published.
+        clip_score: CLIP model for CLIPScore, of the whole caption and sentence by sentence: a folder, file, hub id, or
+            MODEL:PRETRAINED as open_clip names them.
         batch_size: Images scored at once.
-        device: Device to run on. The default is cuda where there is one, else cpu.
+        max_bad: Largest share of originals that may be unreadable before the evaluation stops, from 0 to 1.
+        device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
+            process has its own.
     """
 
-    data: str
+    encoders: list[str]
     base: str
     output: str
+    data: str
     images: str | None = None
-    encoder: str | None = None
     limit: int | None = 1000
     seed: int = 0
-    steps: int = 30
+    steps: int | Literal["auto"] = "auto"
+    guidance_scale: float | Literal["auto"] = "auto"
+    images_at_once: int | Literal["auto"] = "auto"
+    prefix: str = ""
+    windows: bool = False
     inception_weights: str | None = None
     dino: str | None = None
+    dinov2: str | None = None
     own_features: str | None = None
-    truncate: bool = False
-    guidance_scale: float = 7.0
-    images_at_once: int = 1
+    clip_score: str | None = None
     batch_size: int = 32
+    max_bad: float = 0.01
     device: str | None = None
 
 
-def drawing_settings(config: GenerationConfig, **digests: str | None) -> dict:
-    """Everything that decides what an image looks like; `digests` are those of prompts and models."""
-    names = ("seed", "steps", "guidance_scale", "truncate")
-    return digests | {name: getattr(config, name) for name in names}
+def evaluate_generation(config: GenerationConfig) -> dict:
+    """Draws an image of every caption with every encoder and scores them; writes what it finds and prints tables.
 
-
-def generate_images(
-    config: GenerationConfig, prompts: dict[int, str], settings: dict, device: torch.device
-) -> list[Path]:
-    """Draws `images/{index:06}.png` for each prompt; what is there already stays.
-
-    Args:
-        config: `base`, `encoder`, `output`, `images_at_once` and what `drawing_settings` names are read.
-        prompts: caption by index.
-        settings: `drawing_settings`, kept in `images/settings.json`.
-        device: where the pipeline runs.
+    A run that was killed continues with the images that are missing, and computes no score twice. Started by
+    `accelerate launch` it draws with several processes, one a GPU, of which the main one scores. Originals that cannot
+    be read are left out, and named.
 
     Returns:
-        The images' paths, in the order of `prompts`.
+        What `generation.json` holds: settings, versions, digests; by encoder its scores with their 95% intervals, how
+        many prompts were cut, digest of its pictures, seconds of drawing; the encoders compared; notes, the resizes,
+        the pairs left out, seconds. In processes other than the main one, nothing.
 
     Raises:
-        UserError: the folder holds images made with other settings, or the models cannot be loaded.
+        UserError: a setting cannot be used; all are checked before the first image is drawn.
     """
-    folder = Path(config.output) / "images"
-    _check_same_settings(folder, settings)
-    paths = {index: folder / f"{index:06}.png" for index in prompts}
-    # As captions were cleaned for training.
-    missing = {index: clean(prompts[index]) for index, path in paths.items() if not path.exists()}
-    if missing:
-        pipe = load_sdxl(config.base, config.encoder, device)
-        batches = _batches_to_draw(pipe, missing, config)
-        if config.truncate:
-            pipe = _truncating(pipe)
-        pipe.set_progress_bar_config(disable=True)
-        write_json(folder / "settings.json", settings)
-        with _errors_only(), tqdm(desc="generate", total=len(missing)) as bar:
-            for batch in batches:
-                for index, image in zip(batch, _draw(pipe, missing, batch, config), strict=True):
-                    unfinished = folder / f".{index:06}.png.tmp"
-                    image.save(unfinished, format="PNG")
-                    os.replace(unfinished, paths[index])
-                bar.update(len(batch))
-    return list(paths.values())
+    check_encoders(config.encoders)
+    check_batch_size(config.batch_size)
+    check_max_bad(config.max_bad)
+    settings = DrawingSettings.of(config)
+    return _Generation(config, settings, Processes(config.device)).run()
 
 
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Keeps diffusers from warning of every prompt that it was asked to cut."""
-    before = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        diffusers_logging.set_verbosity(before)
+class _Generation:
+    """One evaluation. What is read and scored is in the main process alone."""
 
+    def __init__(self, config: GenerationConfig, settings: DrawingSettings, processes: Processes):
+        self.config, self.settings, self.processes = config, settings, processes
+        self.output = Path(config.output)
+        self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
+        self.folders = {
+            label: self.output / "pictures" / name for label, name in folder_names(list(self.encoders)).items()
+        }
+        self.parts = Parts(self.output / "parts")
 
-def _batches_to_draw(
-    pipe: StableDiffusionXLLongPromptPipeline, prompts: dict[int, str], config: GenerationConfig
-) -> list[list[int]]:
-    """The prompts' indices in batches of one length, so that none is padded further than it would be alone."""
-    groups: dict[int, list[int]] = {}
-    guided = config.guidance_scale > 1
-    for index, prompt in prompts.items():
-        positions = 0 if config.truncate else pipe.prompt_layout(prompt, do_classifier_free_guidance=guided).positions
-        groups.setdefault(positions, []).append(index)
-    size = config.images_at_once
-    return sorted(group[i : i + size] for group in groups.values() for i in range(0, len(group), size))
+    def run(self) -> dict:
+        with self.processes.only_main_prints():
+            subjects, digest = self.processes.from_main(self._read)
+            drawing = Drawing(self.settings, self.processes, digest)
+            drawing.check(self.encoders.values(), self.folders.values(), subjects)
+            with self.processes.alone_in(self.output):
+                pictures = {
+                    label: drawing.draw(encoder, self.folders[label], subjects, label)
+                    for label, encoder in self.encoders.items()
+                }
+                digests = drawing.digests
+                del drawing  # and with it the models, whose memory the networks may need
+                return self._report(pictures, digests) if self.processes.is_main else {}
 
+    def _read(self) -> tuple[list[Subject], str]:
+        """What to draw, and the digest of the data; the networks are loaded before hours of drawing, not after."""
+        config = self.config
+        self.is_toy = is_toy_scenes(config.data)
+        self.scores = self._load_networks()
+        self.pairs = read_pairs(config.data, config.images, config.limit)
+        records, images = self.pairs.records, self.pairs.images
+        good, self.unreadable = _with_readable_original(records, images)
+        print_left_out(self.unreadable)
+        needs_fid = config.inception_weights is not None or config.own_features is not None
+        if len(good) < (2 if needs_fid else 1):
+            raise UserError(
+                f"{len(good)} of {len(records)} pairs have a readable original in {str(images.root)!r}; FID needs at "
+                "least 2, other scores 1. Give the folder that the data file's image paths start from, or raise the "
+                "limit."
+            )
+        check_share(self.unreadable, len(records), config.max_bad)
+        self.records = [records[index] for index in good]
+        subjects = [Subject(f"{index:06}", records[index].caption, config.seed + index) for index in good]
+        return subjects, self.pairs.digest
 
-def _truncating(pipe: StableDiffusionXLLongPromptPipeline) -> StableDiffusionXLPipeline:
-    """The same models in diffusers' own pipeline, which cuts prompts at what the tokenizers say."""
-    # Both encoders must read equally much, and the second one is stock.
-    pipe.tokenizer.model_max_length = pipe.tokenizer_2.model_max_length
-    zeros = pipe.config.force_zeros_for_empty_prompt
-    return StableDiffusionXLPipeline(**pipe.components, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
+    def _load_networks(self) -> PictureScores | None:
+        """None where the toy world's own score is all that is asked for."""
+        networks = {name: getattr(self.config, name) for name in NETWORKS}
+        if self.is_toy and not any(networks.values()):
+            return None
+        return PictureScores(**networks, batch_size=self.config.batch_size, device=self.processes.device)
 
+    @cached_property
+    def _originals(self) -> Originals:
+        return self.scores.of_originals([partial(self.pairs.images.open, record.image) for record in self.records])
 
-def _draw(
-    pipe: StableDiffusionXLPipeline, prompts: dict[int, str], batch: Sequence[int], config: GenerationConfig
-) -> list[Image.Image]:
-    return pipe(
-        [prompts[index] for index in batch],
-        num_inference_steps=config.steps,
-        guidance_scale=config.guidance_scale,
-        # One generator an image, so that it does not matter which images were there before or are drawn with it; on the
-        # CPU, because every device's own draws other numbers.
-        generator=[torch.Generator("cpu").manual_seed(config.seed + index) for index in batch],
-    ).images
+    @cached_property
+    def _shown(self) -> str:
+        """Changes with the captions, and where the originals' files could have changed."""
+        total = hashlib.sha256()
+        for record in self.records:
+            total.update(self.pairs.images.stamp(record.image))
+            total.update(record.caption.encode("utf-8", "surrogatepass") + b"\0")
+        return total.hexdigest()
 
+    def _score(self, pictures: Sequence[Path], digest: str) -> PictureNumbers:
+        """What the networks say of one encoder's pictures."""
+        if self.scores is None:
+            return PictureNumbers({}, {}, {}, len(pictures))
+        captions = [record.caption for record in self.records]
+        depends = {"pictures": digest, "originals": self._shown, "networks": self.scores.digests}
+        kept = self.parts.result("scores", depends, lambda: asdict(self.scores(pictures, self._originals, captions)))
+        return PictureNumbers(**kept)
 
-def _check_same_settings(folder: Path, settings: dict) -> None:
-    """Refuses a folder whose images were made with other settings."""
-    file = folder / "settings.json"
-    if not file.exists():
-        if any(folder.glob("*.png")):
-            raise UserError(f"{str(folder)!r} holds images but no settings.json. Give another output, or remove them.")
-        return
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{str(file)!r} is not JSON ({error}). Give another output, or remove the folder.") from error
-    before = before if isinstance(before, dict) else {}
-    if before != settings:
-        raise UserError(
-            f"The images in {str(folder)!r} were made with other settings: {changed_settings(before, settings)}. Give "
-            "another output, go back to those settings, or remove the folder."
+    def _objects(self, pictures: Sequence[Path], digest: str) -> list[dict[str, bool]]:
+        """Which objects of the toy world are right on one encoder's pictures."""
+        scenes = [toy_scene(record)[0] for record in self.records]
+        depends = {"pictures": digest, "originals": self._shown}
+        return self.parts.result("objects", depends, lambda: {"right": objects_right(pictures, scenes)})["right"]
+
+    def _report(self, pictures: Mapping[str, Sequence[Path]], digests: dict) -> dict:
+        found, right, encoders = {}, {}, {}
+        told = [toy_scene(record)[1].first_told() for record in self.records] if self.is_toy else []
+        for label, files in pictures.items():
+            digest = _pictures_digest(files)
+            found[label] = self._score(files, digest)
+            numbers = dict(found[label].numbers)
+            if self.is_toy:
+                right[label] = self._objects(files, digest)
+                numbers |= objects_numbers(right[label], told)
+            encoders[label] = {"scores": numbers, **how_drawn(self.folders[label]), "pictures": digest}
+        notes = [*(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
+        notes += [note for its in found.values() for note in its.notes]
+        networks = self.scores.digests if self.scores else dict.fromkeys(NETWORKS)
+        report = write_report(
+            NAME,
+            self.config,
+            digests={
+                "data": self.pairs.digest,
+                "base": digests["base"],
+                **networks,
+                "encoders": {
+                    label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()
+                },
+            },
+            left_out=self.pairs.bad + self.unreadable,
+            seconds=self.parts.seconds + sum(its["seconds"] for its in encoders.values()),
+            drawing=asdict(self.settings),
+            images=len(self.records),
+            resize=self.scores.resize if self.scores else {},
+            encoders=encoders,
+            compared=_compared(found, right, told),
+            notes=list(dict.fromkeys(notes)),
+        )
+        show(report, tables(report), figures(report) | {PICTURES[0]: self._examples(pictures)})
+        return report
+
+    def _examples(self, pictures: Mapping[str, Sequence[Path]]) -> Figure:
+        step = ARRANGEMENTS if self.is_toy else 1  # toy scenes in a row show the same objects
+        shown = range(0, len(self.records), step)[:EXAMPLES]
+        return plot_examples(
+            [self.records[place].caption for place in shown],
+            [self.pairs.images.open(self.records[place].image) for place in shown],
+            {label: [files[place] for place in shown] for label, files in pictures.items()},
         )
 
 
@@ -201,125 +259,71 @@ def _with_readable_original(records: Sequence[Record], images: ImageSource) -> t
     return good, bad
 
 
-def _digest_or_id(model: str) -> str:
-    """A folder's digest; a hub id as it is, because its files lie wherever the hub's cache put them."""
-    model = shipped(model)
-    return digest(model) if os.path.exists(model) else model
+def _pictures_digest(files: Sequence[Path]) -> str:
+    return hashlib.sha256("\n".join(map(sha256, files)).encode()).hexdigest()
 
 
-class _Scores:
-    """The networks that a configuration names, loaded, and what they say of images.
-
-    Attributes:
-        digests: of the networks, None where there is none.
-    """
-
-    def __init__(self, config: GenerationConfig, device: torch.device):
-        self.batch_size = config.batch_size
-        self.inception = config.inception_weights and InceptionFeatures(config.inception_weights, device)
-        self.dino = config.dino and ClsFeatures(config.dino, device)
-        self.own = config.own_features and ClsFeatures(config.own_features, device, "own_features")
-        self.digests = {
-            "inception_weights": config.inception_weights and digest(config.inception_weights),
-            "dino": self.dino and weights_digest(self.dino.model),
-        }
-        if self.own:
-            self.digests["own_features"] = weights_digest(self.own.model)
-
-    def __call__(
-        self, generated: Sequence[Picture], originals: Sequence[Picture]
-    ) -> tuple[dict, list[str], dict[str, str]]:
-        """The scores, null where skipped, notes for whoever reads them, and how images were resized for each."""
-        scores, notes, resize = {"fid_64": None, "fid_2048": None, "dino_score": None}, [], {}
-        if self.inception:
-            if len(generated) < 2048:
-                notes.append(
-                    f"FID of 2048 features on {len(generated)} images is biased upwards; compare it only between runs "
-                    "of as many images, or use at least 2048."
-                )
-            scores |= fid_inception(*self._features(self.inception, generated, originals))
-            resize["fid"] = RESIZE.format(size=self.inception.size)
-        else:
-            notes.append("FID was skipped, because inception_weights is null.")
-        if self.dino:
-            scores["dino_score"] = dino_score(*self._features(self.dino, generated, originals))
-            resize["dino_score"] = RESIZE.format(size=self.dino.size)
-        else:
-            notes.append("The DINO score was skipped, because dino is null.")
-        if self.own:
-            notes.append("fid_own is of a network of your own; compare it with nothing published.")
-            scores["fid_own"] = fid_own(*self._features(self.own, generated, originals))
-            resize["fid_own"] = RESIZE.format(size=self.own.size)
-        return scores, notes, resize
-
-    def _features(
-        self, network: ClsFeatures | InceptionFeatures, *sides: Sequence[Picture]
-    ) -> list[Tensor] | list[dict[int, Tensor]]:
-        return [network(pictures, self.batch_size) for pictures in sides]
+def _compared(
+    found: Mapping[str, PictureNumbers], right: Mapping[str, list[dict[str, bool]]], told: Sequence[dict[str, int]]
+) -> list[dict]:
+    """Every two encoders, the later one against the earlier, by every score."""
+    compared = []
+    for b, a in combinations(found, 2):
+        differences = compare(found[a], found[b])
+        if right:
+            differences |= compare_objects(right[a], right[b], told)
+        compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
+    return compared
 
 
-def evaluate_generation(config: GenerationConfig) -> dict:
-    """Generates an image for every caption and scores them; writes `generation.json` and prints a table.
-
-    A run that was killed continues with the images that are missing. Scores that were skipped are null, and `notes`
-    says why.
-
-    Returns:
-        What the file holds: settings, versions, digests, scores, notes, the resizes, the pairs left out, seconds.
-
-    Raises:
-        UserError: a setting cannot be used; all are checked before the first image is generated.
-    """
-    started = time.monotonic()
-    _check(config)
-    device = pick_device(config.device)
-    pairs = read_pairs(config.data, config.images, config.limit)
-    records, images = pairs.records, pairs.images
-    good, unreadable_originals = _with_readable_original(records, images)
-    print_left_out(unreadable_originals)
-    needs_fid = config.inception_weights is not None or config.own_features is not None
-    if len(good) < (2 if needs_fid else 1):
-        raise UserError(
-            f"{len(good)} of {len(records)} pairs have a readable original in {str(images.root)!r}; FID needs at least "
-            "2, the DINO score 1. Give the folder that the data file's image paths start from, or raise the limit."
-        )
-
-    # Loaded before hours of generation, not after.
-    score = _Scores(config, device)
-    models = {"data": pairs.digest, "base": _digest_or_id(config.base)}
-    models["encoder"] = config.encoder and _digest_or_id(config.encoder)
-    settings = drawing_settings(config, **models)
-    prompts = {index: records[index].caption for index in good}
-    generated = generate_images(config, prompts, settings, device)
-    scores, notes, resize = score(generated, [partial(images.open, records[index].image) for index in good])
-    report = {
-        "settings": asdict(config),
-        "versions": versions(),
-        "digests": models | score.digests,
-        "generation": settings,
-        "pairs": len(generated),
-        "left_out": [asdict(record) for record in pairs.bad + unreadable_originals],
-        "resize": resize,
-        **scores,
-        "notes": notes,
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    write_json(Path(config.output) / "generation.json", report)
-    print(table(["images", *scores], [[str(len(generated)), *scores.values()]]))
-    for note in notes:
-        print(f"Note: {note}")
-    return report
+def _reading_notes(encoders: Mapping[str, dict], count: int) -> list[str]:
+    return [
+        f"{label} was given the first {its['cut_at']} tokens of a prompt, as stock SDXL does: {its['prompts_cut']} of "
+        f"{count} were cut."
+        for label, its in encoders.items()
+        if its["cut_at"] is not None
+    ]
 
 
-def _check(config: GenerationConfig) -> None:
-    """Raises UserError for what can be known before anything is read."""
-    check_batch_size(config.batch_size)
-    if config.inception_weights is None and config.dino is None and config.own_features is None:
-        raise UserError(
-            "None of inception_weights, dino and own_features is given, which leaves no score. Give --dino "
-            f"facebook/dino-vits16 (or a folder with it), or --inception_weights a file of {URL_INCEPTION_V3}, or both."
-        )
-    for name in ("steps", "images_at_once"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)} is not allowed. Give a whole number from 1.")
-    check_base(config.base)
+def titles(report: dict) -> dict[str, str]:
+    """The scores' names for readers; they name the networks, which decide what a number compares with."""
+    settings = report["settings"]
+    known = score_titles(**{name: settings[name] for name in NETWORKS if name != "inception_weights"}) | OBJECTS
+    for its in report["encoders"].values():
+        for score in its["scores"]:
+            if score.startswith("clip_score_"):
+                known[score] = f"{known['clip_score']}, sentence {score.rpartition('_')[2]}"
+    return known
+
+
+def _single(scores: Mapping) -> dict[str, dict]:
+    """The scores that are one number with its interval."""
+    return {name: number for name, number in scores.items() if isinstance(number, dict)}
+
+
+def tables(report: dict) -> list[Table]:
+    """A report's scores with their 95% intervals, and the encoders compared."""
+    names, encoders = titles(report), report["encoders"]
+    scores = dict.fromkeys(score for its in encoders.values() for score in _single(its["scores"]))
+    rows = [[names[score], *(_cell(its["scores"].get(score)) for its in encoders.values())] for score in scores]
+    rows.append(["prompts cut", *(its["prompts_cut"] for its in encoders.values())])
+    rows.append(["seconds of drawing", *(f"{its['seconds']:.0f}" for its in encoders.values())])
+    found = [Table([f"{report['images']} images, with 95% intervals", *encoders], rows)]
+    # Sentence by sentence they would hide the others; the JSON has them.
+    shown = [line for line in report["compared"] if not line["score"].startswith("clip_score_")]
+    return found + compared_tables([_readable(line, names) for line in shown])
+
+
+def _readable(line: dict, names: Mapping[str, str]) -> dict:
+    """With three digits that count, because some scores are in thousandths."""
+    digits = {name: None if line[name] is None else f"{line[name]:.3g}" for name in ("difference", "low", "high")}
+    return line | digits | {"score": names[line["score"]]}
+
+
+def _cell(number: dict | None) -> str | None:
+    return number and score_cell(number)
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """The picture of a report, by its file's name."""
+    return {f"{NAME}.png": plot(report["encoders"], titles(report))}

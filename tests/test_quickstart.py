@@ -17,6 +17,7 @@ from debias_diffusion.app import quickstart as app
 from debias_diffusion.app.quickstart import Models, QuickstartConfig, quickstart, run_quickstart
 from debias_diffusion.app.stages import Stage, Stages
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.drawing import how_drawn
 from debias_diffusion.eval.generation import GenerationConfig
 from debias_diffusion.eval.quickstart import expectations, objects_correct_by_sentence, paired_bootstrap
 from debias_diffusion.interchange import load_text_encoder, to_transformers
@@ -331,8 +332,7 @@ def test_what_is_left_is_ready_to_use(finished):
     pictures = [finished / "pictures" / encoder / "images" / "000001.png" for encoder in ENCODERS]
     assert all(Image.open(path).size == (SIZE, SIZE) for path in pictures)
     assert len({path.read_bytes() for path in pictures}) == 3
-    drawing = {e: json.loads((finished / "pictures" / e / "images" / "settings.json").read_text()) for e in ENCODERS}
-    assert [drawing[encoder]["truncate"] for encoder in ENCODERS] == [True, False, False]
+    assert [how_drawn(finished / "pictures" / e / "images")["cut_at"] for e in ENCODERS] == [77, None, None]
     original = Image.open(finished / "pictures" / "originals" / "000001.png")
     assert all(objects_correct(original, scene("development", 1)).values())
 

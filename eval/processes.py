@@ -1,0 +1,117 @@
+"""The processes that share an evaluation's work: one for each GPU, as `accelerate launch` starts them, or only one."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from debias_diffusion.devices import pick_device
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.files import held
+
+Result = TypeVar("Result")
+
+# The others wait while the main process looks at all of the data, which may take longer than the usual ten minutes. No
+# failure is waited for as long: what one process meets is told to all, and launchers end the rest where one is killed.
+_PATIENCE = timedelta(days=1)
+
+
+class Processes:
+    """All processes of this run. Every process calls the same methods in the same order.
+
+    Args:
+        device: where to run. None: each process on its own GPU; a single one where `pick_device` says.
+
+    Attributes:
+        count: how many there are.
+        index: which one this is, from 0.
+        is_main: whether it is the one that reads, scores and writes.
+        device: where it runs.
+
+    Raises:
+        UserError: there is no such device, or several processes cannot share it.
+    """
+
+    def __init__(self, device: str | None = None):
+        state = PartialState(cpu=device == "cpu", timeout=_PATIENCE)
+        self.count, self.index, self.is_main = state.num_processes, state.process_index, state.is_main_process
+        if self.count == 1:
+            self.device = pick_device(device)
+        elif device in (None, state.device.type):
+            self.device = state.device
+        else:
+            raise UserError(
+                f"device is {device!r}, but {self.count} processes run, each on a device of its own "
+                f"({state.device.type}). Leave the device out, or start one process."
+            )
+
+    def from_main(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns in the main process, which alone does it; it must be picklable.
+
+        Raises:
+            UserError: the main process failed. There it raises what it met.
+        """
+        outcome, failure = [None, None], None
+        if self.is_main:
+            try:
+                outcome[0] = work()
+            except Exception as error:  # told to the others before it is raised
+                outcome[1] = str(error) if isinstance(error, UserError) else reason(error)
+                failure = error
+        if self.count > 1:
+            broadcast_object_list(outcome)
+        if failure is not None:
+            raise failure
+        if outcome[1] is not None:
+            raise UserError(outcome[1])
+        return outcome[0]
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Does `work` in each process, and waits until all have.
+
+        Raises:
+            UserError: another process failed. Where it failed it raises what it met.
+        """
+        failure = None
+        try:
+            work()
+        except Exception as error:  # told to the others before it is raised
+            failure = error
+        if self.count > 1:
+            told = gather_object([failure and f"Process {self.index} of {self.count} failed: {reason(failure)}."])
+            if failure is None and any(told):
+                raise UserError(next(filter(None, told)))
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def alone_in(self, folder: Path) -> Iterator[None]:
+        """Makes a folder and holds it for this run, in which only the main process prints.
+
+        Raises:
+            UserError: another run holds it.
+        """
+        busy = f"Another process is writing to {str(folder)!r}. Wait for it, or give another output."
+        with ExitStack() as stack:
+
+            def hold() -> None:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(held(folder, busy))
+
+            self.from_main(hold)
+            stack.enter_context(self.only_main_prints())
+            yield
+
+    @contextmanager
+    def only_main_prints(self) -> Iterator[None]:
+        """Within, what the other processes print is lost."""
+        if self.is_main:
+            yield
+            return
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield

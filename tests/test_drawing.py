@@ -1,0 +1,295 @@
+"""Drawing with several encoders: like stock SDXL where prompts are cut, resumable, and shared by processes."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_sdxl
+import torch
+from diffusers import StableDiffusionXLPipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_clip import save_tiny_clip
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval import drawing
+from debias_diffusion.eval.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
+from debias_diffusion.eval.generation import GenerationConfig
+from debias_diffusion.eval.processes import Processes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+# Of 77, 152 and 227 positions, in mixed order.
+PROMPTS = [
+    " ".join([f"Number {index}.", *["A cat, a dog and a bird sit on the wide red sofa."] * sentences])
+    for index, sentences in enumerate([1, 12, 1, 8, 2, 12, 9])
+]
+SUBJECTS = [Subject(f"{index:06}", prompt, index) for index, prompt in enumerate(PROMPTS)]
+SHORT = (0, 2, 4)  # that fit 77 tokens
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    return str(tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl")))
+
+
+@pytest.fixture(scope="module")
+def long_encoder(tmp_path_factory) -> str:
+    return save_tiny_clip(tmp_path_factory.mktemp("long"), context_length=248)
+
+
+_LOADED = {}
+
+
+def started(base, **settings) -> Drawing:
+    """With the base's models that an earlier one has loaded: its tokenizers alone take a second."""
+    own = Drawing(DrawingSettings(base, **({"steps": STEPS} | settings)), Processes("cpu"))
+    if base not in _LOADED:
+        own._load(ORIGINAL)
+        _LOADED[base] = own._pipe
+    own._pipe = _LOADED[base]
+    return own
+
+
+def drawn(folder, base, encoder=ORIGINAL, subjects=SUBJECTS, **settings) -> list[Path]:
+    return started(base, **settings).draw(encoder, folder, subjects, encoder)
+
+
+def pixels(files) -> list[np.ndarray]:
+    return [np.asarray(Image.open(file)).astype(int) for file in files]
+
+
+def alike(a, b) -> list[int]:
+    """The places where two pictures differ by roundings at most."""
+    return [place for place, (x, y) in enumerate(zip(pixels(a), pixels(b), strict=True)) if abs(x - y).max() <= 1]
+
+
+@pytest.fixture(scope="module")
+def cut(base, tmp_path_factory) -> list[Path]:
+    return drawn(tmp_path_factory.mktemp("cut"), base)
+
+
+@pytest.fixture(scope="module")
+def whole(base, long_encoder, tmp_path_factory) -> list[Path]:
+    return drawn(tmp_path_factory.mktemp("whole"), base, long_encoder)
+
+
+@pytest.fixture(scope="module")
+def together(base, long_encoder, tmp_path_factory) -> list[Path]:
+    return drawn(tmp_path_factory.mktemp("together"), base, long_encoder, images_at_once=2)
+
+
+def test_encoders_of_77_positions_read_what_stock_sdxl_reads(cut, base, tmp_path):
+    pipe = StableDiffusionXLPipeline.from_pretrained(base, add_watermarker=False)
+    pipe.set_progress_bar_config(disable=True)
+    remarks, handler = [], logging.Handler()
+    handler.emit = remarks.append
+    logging.getLogger("diffusers").addHandler(handler)
+    drawn(tmp_path / "again", base, subjects=SUBJECTS[1:2])
+    assert not remarks  # of prompts cut, only where nobody asked for it are they worth reading
+    for index, (prompt, file) in enumerate(zip(PROMPTS, cut, strict=True)):
+        noise = torch.Generator().manual_seed(index)
+        stock = pipe(prompt, num_inference_steps=STEPS, guidance_scale=7.0, generator=noise).images[0]
+        assert np.array_equal(np.asarray(stock), np.asarray(Image.open(file)))
+    assert remarks
+    logging.getLogger("diffusers").removeHandler(handler)
+    windows = drawn(tmp_path / "windows", base, windows=True)
+    assert alike(cut, windows) == list(SHORT)
+    assert (how_drawn(cut[0].parent)["cut_at"], how_drawn(cut[0].parent)["prompts_cut"]) == (77, 4)
+    assert how_drawn(windows[0].parent)["cut_at"] is None
+
+
+def test_encoders_of_248_positions_read_all(whole, base, long_encoder, tmp_path):
+    # Only what differs after the 77th token differs.
+    subjects = [
+        Subject(name, prompt + " It is red.", 1) for name, prompt in (("a", PROMPTS[1]), ("b", PROMPTS[1][:-9]))
+    ]
+    files = drawn(tmp_path / "long", base, long_encoder, subjects)
+    assert alike(files[:1], files[1:]) == [] and how_drawn(tmp_path / "long")["cut_at"] is None
+    assert alike(*[[file] for file in drawn(tmp_path / "cut", base, ORIGINAL, subjects)]) == [0]
+    assert how_drawn(whole[0].parent)["seconds"] > 0
+
+
+def test_pictures_drawn_at_once_are_those_drawn_one_by_one(whole, together, cut, base, tmp_path):
+    assert alike(together, whole) == list(range(7))
+    assert alike(drawn(tmp_path, base, images_at_once=3), cut) == list(range(7))
+    values = pixels(whole)
+    assert all(abs(a - b).max() > 1 for i, a in enumerate(values) for b in values[:i])
+
+
+@pytest.mark.parametrize("gone", [(5,), (0, 3, 6), tuple(range(7))])
+def test_what_is_missing_is_drawn_bit_for_bit_and_the_rest_stays(gone, together, base, long_encoder, tmp_path):
+    for file in (*together, together[0].parent / "settings.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for place in gone:
+        (tmp_path / f"{place:06}.png").unlink()
+    (tmp_path / ".000003.png.1.tmp").write_bytes(b"half an image")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.png")}
+    files = drawn(tmp_path, base, long_encoder, images_at_once=2)
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in together]
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert {path.name for path in tmp_path.iterdir()} == {file.name for file in together} | {
+        "settings.json",
+        "drawn.json",
+    }
+
+
+def test_encoders_share_the_rest_of_the_base(cut, whole, base, long_encoder, tmp_path):
+    own = Drawing(DrawingSettings(base, STEPS), Processes("cpu"))
+    first = own.draw(long_encoder, tmp_path / "long", SUBJECTS, "long")
+    second = own.draw(ORIGINAL, tmp_path / "original", SUBJECTS, "original")
+    for files, alone in ((first, whole), (second, cut)):
+        assert [file.read_bytes() for file in files] == [file.read_bytes() for file in alone]
+    pipes = [own._load(encoder) for encoder in (long_encoder, ORIGINAL)]
+    for part in ("unet", "vae", "text_encoder_2"):
+        assert getattr(pipes[0], part) is getattr(pipes[1], part)
+    assert pipes[0].text_encoder is not pipes[1].text_encoder
+
+
+def test_the_prefix_stands_before_each_prompt(whole, base, long_encoder, tmp_path):
+    prefixed = drawn(tmp_path / "prefix", base, long_encoder, SUBJECTS[:1], prefix="photo, detailed, 8k. ")
+    subjects = [Subject("a", f"photo, detailed, 8k. {PROMPTS[0]}", 0)]
+    assert alike(prefixed, drawn(tmp_path / "written", base, long_encoder, subjects)) == [0]
+    assert alike(prefixed, whole[:1]) == []
+
+
+def test_what_is_finished_loads_nothing(whole, base, long_encoder, monkeypatch):
+    def load(*_):
+        raise AssertionError("a model is loaded")
+
+    for name in ("load_text_encoder", "load_sdxl"):
+        monkeypatch.setattr(drawing, name, load)
+    own, folder = Drawing(DrawingSettings(base, STEPS), Processes("cpu")), whole[0].parent
+    own.check([long_encoder], [folder], SUBJECTS)
+    assert own.draw(long_encoder, folder, SUBJECTS, "long") == whole
+    with pytest.raises(AssertionError, match="a model is loaded"):
+        own.draw(long_encoder, folder, [*SUBJECTS, Subject("more", "A cat.", 0)], "long")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"steps": 3}, {"guidance_scale": 5.0}, {"prefix": "A. "}, {"windows": True}, {"encoder": ORIGINAL}, {"data": "x"}],
+)
+def test_pictures_made_with_other_settings_are_refused(change, whole, base, long_encoder):
+    encoder, data = change.pop("encoder", long_encoder), change.pop("data", None)
+    own = Drawing(DrawingSettings(base, **({"steps": STEPS} | change)), Processes("cpu"), data)
+    name = next(iter(change), "encoder" if data is None else "data")
+    for work in (
+        lambda: own.check([encoder], [whole[0].parent], SUBJECTS),
+        lambda: own.draw(encoder, whole[0].parent, SUBJECTS, ""),
+    ):
+        with pytest.raises(UserError, match=f"other settings: {name} was"):
+            work()
+
+
+def test_pictures_of_unknown_settings_are_refused(base, tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "000000.png")
+    with pytest.raises(UserError, match=r"no settings\.json"):
+        drawn(tmp_path, base)
+
+
+def test_an_encoder_of_another_width_is_refused(long_encoder, tmp_path):
+    wide = str(tiny_sdxl.build_tiny_sdxl(tmp_path / "wide", text_width=64))
+    own = Drawing(DrawingSettings(wide), Processes("cpu"))
+    with pytest.raises(UserError, match=r"width 32, and the one of .* has width 64"):
+        own.check([ORIGINAL, long_encoder], [tmp_path / "a", tmp_path / "b"], SUBJECTS)
+    assert not (tmp_path / "a").exists()
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=5, unique=True))
+def test_folders_have_safe_and_different_names(labels):
+    names = folder_names(labels)
+    assert list(names) == labels and len({name.lower() for name in names.values()}) == len(labels)
+    for name in names.values():
+        assert Path("x", name).parent == Path("x") and not name.startswith(".") and not set(name) & set('/\\:*?"<>|\0 ')
+
+
+def test_names_that_are_safe_stay():
+    assert folder_names(["toy/clip", "a b", "a.b", "A.b"]) == {
+        "toy/clip": "toy-clip", "a b": "a-b", "a.b": "a.b-3", "A.b": "A.b-4",
+    }  # fmt: skip
+
+
+def test_auto_settings_are_those_of_the_base(base):
+    def settings(**changes):
+        values = {"encoders": [ORIGINAL], "base": base, "output": "", "data": ""} | changes
+        return DrawingSettings.of(GenerationConfig(**values))
+
+    assert settings() == DrawingSettings(base, 30, 7.0, 1)
+    assert settings(base="toy/sdxl") == DrawingSettings("toy/sdxl", 20, 5.0, 20)
+    assert settings(base="toy/sdxl", steps=3, guidance_scale=1.0) == DrawingSettings("toy/sdxl", 3, 1.0, 20)
+    for name in ("steps", "images_at_once"):
+        with pytest.raises(UserError, match=f"{name}=0"):
+            settings(**{name: 0})
+    with pytest.raises(UserError, match="'nowhere' is not there"):
+        settings(base="nowhere")
+
+
+# ---- several processes
+
+
+SHARED = """
+import json, sys
+from pathlib import Path
+from test_drawing import STEPS, SUBJECTS
+from debias_diffusion.eval.drawing import Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.processes import Processes
+
+base, encoder, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+own, told = Processes("cpu"), []
+
+
+def fails(work):
+    try:
+        work()
+    except Exception as error:
+        told.append(f"{type(error).__name__}: {error}")
+
+
+with own.only_main_prints(), own.alone_in(output):
+    drawing = Drawing(DrawingSettings(base, STEPS, images_at_once=2), own)
+    drawing.draw(encoder, output / "pictures", SUBJECTS, "shared")
+    if own.is_main:
+        (output / "other").mkdir()
+        (output / "other" / "blocked").touch()
+    drawing = Drawing(DrawingSettings(base, STEPS), own)
+    subjects = [SUBJECTS[0], Subject("blocked/1", "A cat.", 1), *SUBJECTS[2:]]
+    fails(lambda: drawing.draw(encoder, output / "other", subjects, "blocked"))
+    fails(lambda: drawing.check(["nowhere"], [output / "new"], SUBJECTS))
+    assert own.from_main(lambda: [own.index, "x"]) == [0, "x"]
+    print(f"done by {own.count}")
+(output / f"{own.index}.json").write_text(json.dumps(told))
+"""
+
+
+def test_two_processes_draw_the_same_pictures_and_fail_together(together, base, long_encoder, tmp_path):
+    script, output = tmp_path / "shared.py", tmp_path / "out"
+    script.write_text(SHARED)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    command = [*launch, str(script), base, long_encoder, str(output)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "done by 2\n"
+    assert "7/7" in done.stderr and "2 processes, shared" in done.stderr
+    files = sorted((output / "pictures").glob("*.png"))
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in together]
+    # Process 1 could not write its first picture, and no other was begun.
+    assert [path.name for path in (output / "other").glob("*.png")] == ["000000.png"]
+    main, other = (json.loads((output / f"{index}.json").read_text()) for index in range(2))
+    assert main[0].startswith("UserError: Process 1 of 2 failed: ") and "blocked" in main[0]
+    assert other[0].startswith(("FileExistsError", "NotADirectoryError"))
+    assert main[1] == other[1] and main[1].startswith("UserError: 'nowhere' is not there")
+
+
+def test_settings_are_told_in_the_folder(whole, base):
+    told = json.loads((whole[0].parent / "settings.json").read_text())
+    assert told["device"] == "cpu" and told["dtype"] == "float32" and told["windows"] is False
+    assert len(told["base"]) == len(told["encoder"]) == 64

@@ -1,0 +1,291 @@
+"""Evaluation of generated images as a whole: several encoders, finished work, kills, bad data, the toy world."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import skimage
+import tiny_sdxl
+import torch
+from PIL import Image
+from tiny_clip import save_tiny_clip
+from tiny_features import save_dino
+
+from debias_diffusion.data import toy_scene
+from debias_diffusion.data.toy_scenes import read_toy_scenes
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval import generation
+from debias_diffusion.eval.feature_networks import ClsFeatures
+from debias_diffusion.eval.generation import GenerationConfig, evaluate_generation, figures, tables
+from debias_diffusion.eval.picture_scores import PictureScores, dino_score
+from debias_diffusion.eval.quickstart import LATE, objects_correct_by_sentence, paired_bootstrap
+from debias_diffusion.eval.toy_objects import compare_objects, objects_numbers, objects_right
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import PLACES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
+RUN = """
+import json, sys
+from debias_diffusion.eval.generation import GenerationConfig, evaluate_generation
+evaluate_generation(GenerationConfig(**json.loads(sys.argv[1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def dino(tmp_path_factory) -> str:
+    return save_dino(tmp_path_factory.mktemp("dino"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    return str(tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl")))
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> str:
+    return save_tiny_clip(tmp_path_factory.mktemp("encoders") / "long", context_length=248)
+
+
+def settings(tmp_path, base, **changes) -> dict:
+    return {
+        "encoders": ["original"], "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "base": base,
+        "output": str(tmp_path / "out"), "limit": 3, "steps": 1, "batch_size": 2, "device": "cpu",
+    } | changes  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(base, encoder, dino, tmp_path_factory) -> dict:
+    """The settings of a finished evaluation of four photographs, of which one is not there."""
+    folder = tmp_path_factory.mktemp("finished")
+    entries = json.loads(PHOTOGRAPHS.read_text())[:3]
+    data = folder / "data.json"
+    data.write_text(json.dumps([entries[0], dict(entries[1], image="no-such.png"), *entries[1:]]))
+    config = settings(
+        folder, base, encoders=["original", encoder], data=str(data), limit=4, dino=dino, own_features=dino
+    )  # fmt: skip
+    evaluate_generation(GenerationConfig(**config))
+    return config
+
+
+def report_of(config: dict) -> dict:
+    return json.loads(Path(config["output"], "generation.json").read_text())
+
+
+def test_what_a_whole_evaluation_leaves(finished, encoder, dino, capsys):
+    report, output = report_of(finished), Path(finished["output"])
+    assert report["evaluation"] == "generation" and list(report["encoders"]) == ["original", "long"]
+    assert report["images"] == 3 and [bad["where"] for bad in report["left_out"]] == ["no-such.png"]
+    # An image keeps the number of its record, also where another has no original.
+    names = ["000000.png", "000002.png", "000003.png"]
+    for label, its in report["encoders"].items():
+        assert sorted(path.name for path in (output / "pictures" / label).glob("*.png")) == names
+        assert its["seconds"] > 0 and len(its["pictures"]) == 64
+        assert {"fid_own", "kid_own", "dino_score"} <= set(its["scores"])
+    digests = report["digests"]
+    assert all(len(digests[name]) == 64 for name in ("data", "base", "dino", "own_features"))
+    assert digests["inception_weights"] is None and digests["dino"] == digests["own_features"]
+    assert list(digests["encoders"]) == ["original", "long"] and digests["encoders"]["original"] == digests["base"]
+    assert "32 x 32" in report["resize"]["dino"]
+    assert {(line["a"], line["b"]) for line in report["compared"]} == {("long", "original")}
+    assert [its["cut_at"] for its in report["encoders"].values()] == [77, None]
+    assert any("first 77 tokens" in note for note in report["notes"])
+    # The scores are those of the named files, and what is compared is their difference.
+    network, scores = ClsFeatures(dino, CPU), {}
+    originals = [Path(skimage.data_dir) / entry["image"] for entry in json.loads(PHOTOGRAPHS.read_text())[:3]]
+    for label in report["encoders"]:
+        drawn = [output / "pictures" / label / name for name in names]
+        scores[label] = dino_score(network(drawn, 3), network(originals, 3))
+        number = report["encoders"][label]["scores"]["dino_score"]
+        assert number["value"] == pytest.approx(scores[label]) and number["low"] <= number["value"] <= number["high"]
+    (difference,) = [line["difference"] for line in report["compared"] if line["score"] == "dino_score"]
+    assert difference == pytest.approx(scores["long"] - scores["original"]) and difference != 0
+    for name in ("generation.png", "examples.png"):
+        assert min(Image.open(output / name).size) > 200
+    assert str(tables(report)[0]).startswith("3 images, with 95% intervals")
+    assert "DINO score (" in str(tables(report)[0]) and list(figures(report)) == ["generation.png"]
+
+
+def test_what_is_finished_is_not_done_again(finished, monkeypatch):
+    before = report_of(finished)
+    output = Path(finished["output"])
+    files = {path: path.stat().st_mtime_ns for folder in ("pictures", "parts") for path in (output / folder).rglob("*")}
+
+    def work(*_):
+        raise AssertionError("pictures are scored again")
+
+    monkeypatch.setattr(PictureScores, "__call__", work)
+    monkeypatch.setattr(PictureScores, "of_originals", work)
+    assert evaluate_generation(GenerationConfig(**finished)) == before == report_of(finished)
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    # One encoder fewer: its numbers are those of before.
+    alone = evaluate_generation(GenerationConfig(**finished | {"encoders": finished["encoders"][:1]}))
+    assert alone["encoders"]["original"] == before["encoders"]["original"] and alone["compared"] == []
+    # Another picture is scored anew.
+    picture = output / "pictures" / "original" / "000002.png"
+    picture.write_bytes((output / "pictures" / "original" / "000000.png").read_bytes())
+    with pytest.raises(AssertionError, match="scored again"):
+        evaluate_generation(GenerationConfig(**finished))
+
+
+def test_a_killed_evaluation_continues_and_ends_equal(tmp_path, base, encoder, dino):
+    config = settings(tmp_path, base, encoders=[encoder, "original"], dino=dino, limit=4, steps=4, images_at_once=2)
+    pictures = tmp_path / "out" / "pictures" / "long"
+    process = subprocess.Popen([sys.executable, "-c", RUN, json.dumps(config)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 100
+        while not (pictures / "000000.png").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    kept = {path: path.stat().st_mtime_ns for path in pictures.glob("0*.png")}
+    assert not (tmp_path / "out" / "generation.json").exists()
+
+    report = evaluate_generation(GenerationConfig(**config))
+    whole = evaluate_generation(GenerationConfig(**(config | {"output": str(tmp_path / "whole")})))
+    for label in ("long", "original"):
+        assert report["encoders"][label]["scores"] == whole["encoders"][label]["scores"]
+        assert report["encoders"][label]["pictures"] == whole["encoders"][label]["pictures"]
+    assert report["compared"] == whole["compared"]
+    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
+    listed = [
+        sorted(p.name for p in (out / "pictures" / "long").iterdir()) for out in (tmp_path / "out", tmp_path / "whole")
+    ]
+    assert listed[0] == listed[1] and len(listed[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dino": None}, "None of inception_weights, .*is given"),
+        ({"encoders": []}, r"encoders=\[\]"),
+        ({"encoders": ["original", "original"]}, "none twice"),
+        ({"encoders": ["original", "nowhere"]}, "'nowhere' is not there"),
+        ({"encoders": ["toy/nothing"]}, "Unknown toy model 'toy/nothing'"),
+        ({"steps": 0}, "steps=0"),
+        ({"images_at_once": 0}, "images_at_once=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_bad": 2.0}, "max_bad is 2.0"),
+        ({"base": "nowhere"}, "The base model 'nowhere' is not there"),
+        ({"images": "."}, "0 of 3 pairs"),
+        ({"limit": 1, "own_features": "toy/features"}, "1 of 1 pairs.*at least 2"),
+        ({"own_features": "no/such/folder"}, "no/such/folder.*Give own_features a folder"),
+        ({"dino": "toy/nothing"}, "Unknown toy model 'toy/nothing'"),
+        ({"inception_weights": "x.pth"}, "x.pth"),
+        ({"dino": "no/such/folder"}, "no/such/folder"),
+        ({"data": "toy/test"}, "hold their images"),
+    ],
+)
+def test_unusable_settings_are_refused_before_anything_is_drawn(tmp_path, base, dino, monkeypatch, change, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        evaluate_generation(GenerationConfig(**settings(tmp_path, base, dino=dino) | change))
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_many_originals_that_cannot_be_read_stop_it(tmp_path, base, dino):
+    entries = json.loads(PHOTOGRAPHS.read_text())[:4]
+    entries = [dict(entry, image="no-such.png") if place < 2 else entry for place, entry in enumerate(entries)]
+    (tmp_path / "data.json").write_text(json.dumps(entries))
+    config = settings(tmp_path, base, data=str(tmp_path / "data.json"), limit=4, dino=dino)
+    with pytest.raises(UserError, match=r"2 of 4 records cannot be used.*no-such\.png"):
+        evaluate_generation(GenerationConfig(**config))
+    assert evaluate_generation(GenerationConfig(**config | {"max_bad": 0.5}))["images"] == 2
+
+
+def test_the_networks_titles_stand_in_the_table(tmp_path, base, dino):
+    config = settings(tmp_path, base, own_features="toy/features", clip_score="toy/clip", limit=2)
+    report = evaluate_generation(GenerationConfig(**config))
+    text = str(tables(report)[0])
+    assert "FID (toy/features)" in text and "CLIPScore (toy/clip)" in text and "sentence 1" in text
+    assert figures(report)["generation.png"].axes
+
+
+# ---- the toy world
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> dict:
+    config = GenerationConfig(
+        ["toy/clip", "toy/debias-clip"], "toy/sdxl", str(tmp_path_factory.mktemp("toy")), "toy/test", limit=6, steps=2
+    )
+    return evaluate_generation(config)
+
+
+def test_the_toy_world_tells_which_objects_are_right(toy):
+    records = read_toy_scenes("toy/test")[0].records[:6]
+    scenes = [toy_scene(record)[0] for record in records]
+    told = [toy_scene(record)[1].first_told() for record in records]
+    assert toy["drawing"] | {"steps": 2, "guidance_scale": 5.0, "images_at_once": 20} == toy["drawing"]
+    for label, its in toy["encoders"].items():
+        folder = Path(toy["settings"]["output"], "pictures", label.replace("/", "-"))
+        right = objects_right([folder / f"{index:06}.png" for index in range(6)], scenes)
+        expected = objects_correct_by_sentence(right, told)
+        assert its["scores"]["objects_right"]["value"] == pytest.approx(100 * expected["objects_correct"])
+        for line in its["scores"]["objects_right_by_sentence"]:
+            assert line["value"] == pytest.approx(100 * expected["objects_correct_by_sentence"][line["sentence"] - 1])
+            assert line["objects"] == expected["objects_by_sentence"][line["sentence"] - 1]
+    scores = {line["score"] for line in toy["compared"]}
+    assert scores == {"objects_right", "objects_right_late"}
+    assert "objects right, %" in str(tables(toy)[0])
+    assert len(figures(toy)["generation.png"].axes) == 3  # both scores, and sentence by sentence
+
+
+def test_examples_show_toy_pictures_with_their_pixels(toy, tmp_path):
+    folder = Path(toy["settings"]["output"], "pictures", "toy-clip")
+    figure = generation.plot_examples(
+        ["Two $ and $ a <b>."], [Image.open(folder / "000000.png")], {"a": [folder / "000001.png"]}
+    )
+    figure.savefig(tmp_path / "x.png")
+    shown = [image for axes in figure.axes for image in axes.images]
+    assert [image.get_interpolation() for image in shown] == ["nearest"] * 2
+    assert [image.get_array().shape for image in shown] == [(48, 48, 3)] * 2
+
+
+def coins(rng, share, pictures=60):
+    """Pictures whose objects all succeed or fail together, and the sentences that tell them."""
+    right = [dict.fromkeys(PLACES, rng.random() < share) for _ in range(pictures)]
+    return right, [{place: number for number, place in enumerate(PLACES)} for _ in range(pictures)]
+
+
+def test_objects_of_a_picture_succeed_together():
+    (a, told), (b, _) = coins(random.Random(0), 0.7), coins(random.Random(1), 0.3)
+    numbers, found = objects_numbers(a, told), compare_objects(a, b, told)
+    every = [100 * picture["top"] for picture in a]
+    half = 1.96 * np.std(every) / np.sqrt(len(every))
+    for name in ("objects_right", "objects_right_late"):
+        assert numbers[name]["value"] == pytest.approx(np.mean(every))
+        assert numbers[name]["high"] - numbers[name]["value"] == pytest.approx(half, rel=0.15)
+    expected = paired_bootstrap(a, b)
+    assert found["objects_right"]["difference"] == pytest.approx(100 * expected["difference"])
+    assert found["objects_right"]["low"] == pytest.approx(100 * expected["low"], abs=2)
+    assert compare_objects(a, a, told)["objects_right"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
+    assert [line["sentence"] for line in numbers["objects_right_by_sentence"]] == list(range(1, 10))
+
+
+def test_late_objects_are_those_of_late_sentences():
+    right = [{"top": True, "left": False}, {"top": False, "centre": True}]
+    told = [{"top": 0, "left": LATE - 1}, {"top": LATE, "centre": LATE + 3}]
+    numbers = objects_numbers(right, told)
+    assert numbers["objects_right"]["value"] == 50 and numbers["objects_right_late"]["value"] == 50
+    assert [line["value"] for line in numbers["objects_right_by_sentence"]] == [100, 0, 0, 100]
+    assert "objects_right_late" not in objects_numbers(right[:1], told[:1])
+
+
+def test_rendered_scenes_are_all_right():
+    records = read_toy_scenes("toy/test")[0].records[:4]
+    scenes = [toy_scene(record)[0] for record in records]
+    right = objects_right([lambda its=its: render(its) for its in scenes], scenes)
+    assert all(all(picture.values()) for picture in right) and all(map(len, right))
+    moved = [replace(its, things=its.things[1:]) for its in scenes]
+    assert not all(all(p.values()) for p in objects_right([lambda its=its: render(its) for its in moved], scenes))
