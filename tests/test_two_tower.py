@@ -15,7 +15,13 @@ from transformers import CLIPConfig, CLIPModel
 
 from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import export_clip_model, export_text_encoder, load_two_tower, write_file
+from debias_diffusion.interchange import (
+    export_clip_model,
+    export_text_encoder,
+    load_text_encoder,
+    load_two_tower,
+    write_file,
+)
 from debias_diffusion.interchange.encoders import to_transformers
 from debias_diffusion.tokens import clip_tokenizer
 
@@ -74,6 +80,9 @@ def test_a_name_with_weights_is_that_model_and_without_any_is_refused(tmp_path):
     torch.save(backbone.model.state_dict(), tmp_path / "weights.pt")
     with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
         check(load_two_tower(f"tiny-quickgelu:{tmp_path / 'weights.pt'}"), backbone)
+        encoder, _ = load_text_encoder(f"tiny-quickgelu:{tmp_path / 'weights.pt'}")
+        assert encoder.config.hidden_act == "quick_gelu"
+        assert torch.equal(encoder.get_input_embeddings().weight, backbone.model.token_embedding.weight)
         with pytest.raises(UserError, match=r"'tiny-quickgelu' is an open_clip model without weights.*no tags"):
             load_two_tower("tiny-quickgelu")
     with pytest.raises(UserError, match="ViT-B-16-quickgelu:WEIGHTS, with a file or one of: openai, dfn2b"):

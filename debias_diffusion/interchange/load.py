@@ -22,6 +22,7 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
         path: what it is, is seen from its content:
 
             - a training run (its best model, else its last), or an open_clip folder;
+            - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-L-14-quickgelu:openai";
             - a folder written by `debias-diffusion export`, any transformers folder of a CLIPTextModel, its tokenizer
               beside or in it, or of a CLIPModel, whose text half is taken;
             - a file of weights (safetensors, or a torch file without code): open_clip's or OpenAI's two-tower,
@@ -42,8 +43,9 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
     place = Path(name.removeprefix("local-dir:"))
     if (place / DIFFERENCE).is_file():
         return to_transformers(load_fine_tuned(place))
-    if (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
-        backbone = load_backbone(name)
+    named = model_and_weights(name)
+    if named or (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
+        backbone = load_backbone(*named or (name,))
         return to_transformers(backbone, keeps_projection(backbone))
     if place.is_file():
         return read_file(place)
@@ -61,6 +63,13 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
         raise UserError(
             f"{name!r} is no folder or file here, and as a hub id it gives no text encoder. {error}"
         ) from error
+
+
+def model_and_weights(name: str) -> tuple[str, str] | None:
+    """The open_clip name and the weights of `MODEL:WEIGHTS`; None for a path, `hf-hub:...` and `local-dir:...`."""
+    model, colon, weights = name.partition(":")
+    is_one = colon and "/" not in model and model not in ("hf-hub", "local-dir") and not Path(name).exists()
+    return (model, weights) if is_one else None
 
 
 def best_of_run(model: str) -> str:

@@ -12,7 +12,7 @@ from ..toyworld.fine_tuned import DIFFERENCE, load_fine_tuned
 from ..toyworld.shipped import shipped
 from ..weights import find_weights
 from .clip_model import read_clip_model
-from .load import best_of_run
+from .load import best_of_run, model_and_weights
 from .names import State
 from .single_file import read_tensors, text_part, told_beside, usual_activation
 
@@ -55,9 +55,8 @@ def _load(name: str) -> Backbone:
         return _load_file(place)
     if place.exists():
         return read_clip_model(place)
-    model, colon, pretrained = name.partition(":")
-    if colon and "/" not in model:
-        return load_backbone(model, pretrained)
+    if named := model_and_weights(name):
+        return load_backbone(*named)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(_unknown(name))
     return read_clip_model(name)
