@@ -12,9 +12,11 @@ import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,14 +28,18 @@ from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor, Pre
 from debias_diffusion.data import BadRecord
 from debias_diffusion.data.dataset import UNREADABLE
 from debias_diffusion.data.images import decoded
-from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import changed_settings, held, sha256, write_json
+from debias_diffusion.files import changed_settings, sha256
 from debias_diffusion.tokens import clean, clip_tokenizer
 
+from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
+from .encoders import check_encoders, compare, labels
 from .inputs import check_batch_size, print_left_out
-from .report import digest, table, versions
+from .intervals import mean_interval, paired_difference
+from .processes import Processes
+from .report import Table, compared_tables, digest, interval, show, write_report
 
+NAME = "dpg_bench"
 COLUMNS = (
     "item_id",
     "text",
@@ -66,24 +72,47 @@ NOTES = (
 class DpgBenchConfig:
     """Settings of a DPG-Bench evaluation.
 
+    What is asked about is either `images`, pictures that are there, or pictures drawn with `base` and `encoders`.
+
     Attributes:
         data: Folder of the published `dpg_bench`: `dpg_bench.csv`, and `prompts` with a text file a prompt.
-        images: Folder of the pictures. For the prompt `12.txt` either the folder `12` with one file a picture, or the
-            file `12.png` (or .jpg, .jpeg, .webp): a grid of 2 x 2 as the authors publish, or, with one picture a
-            prompt, the picture.
         vqa: VQA model that answers: folder or hub id of a ViLT or BLIP in transformers' layout.
-        output: Folder for the results, `dpg_bench.json` and `dpg_bench.png`, and the answers, `answers.jsonl`. Answers
-            that are there are kept, if they were given with the same settings.
+        output: Folder for the results, `dpg_bench.json` and `dpg_bench.png`, for the answers, and for the pictures that
+            are drawn, `pictures/ENCODER/12/0.png` and so on for the prompt `12.txt`. What is finished there is not
+            done again, if it was made with the same settings.
+        images: Folder of pictures that are there. For the prompt `12.txt` either the folder `12` with one file a
+            picture, or the file `12.png` (or .jpg, .jpeg, .webp): a grid of 2 x 2 as the authors publish, or, with one
+            picture a prompt, the picture.
+        base: SDXL folder in diffusers' layout, a hub id, or toy/sdxl, to draw with.
+        encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
+            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the base's own.
         images_per_prompt: Pictures of each prompt.
+        seed: Picture i of each prompt starts from noise seeded with this number + i.
+        steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
+        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, and 5 for toy/sdxl.
+        images_at_once: Pictures drawn at once, of prompts of like length; more need more memory. auto is 1, and 20 for
+            toy/sdxl.
+        prefix: Put before each prompt.
+        windows: Let encoders of 77 positions read long prompts in several windows, as this package's pipelines do.
+            Without it they are cut at 77 tokens, as stock SDXL does.
         batch_size: Questions asked at once.
-        device: Device to run on. The default is cuda where there is one, else cpu.
+        device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
+            process has its own.
     """
 
     data: str
-    images: str
     vqa: str
     output: str
+    images: str | None = None
+    base: str | None = None
+    encoders: list[str] = field(default_factory=list)
     images_per_prompt: int = 4
+    seed: int = 0
+    steps: int | Literal["auto"] = "auto"
+    guidance_scale: float | Literal["auto"] = "auto"
+    images_at_once: int | Literal["auto"] = "auto"
+    prefix: str = ""
+    windows: bool = False
     batch_size: int = 16
     device: str | None = None
 
@@ -307,65 +336,106 @@ def holds(propositions: Iterable[Proposition], yes: Mapping[int, bool]) -> dict[
     return {number: hold(number) for number in by_number}
 
 
-def score(
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of propositions, one entry for each and each picture: whose it is, whether it holds, and a "yes".
+
+    Attributes:
+        prompt: the place of its prompt among all.
+        holds, yes: 100 where it does, else 0, so that a mean is in percent.
+    """
+
+    prompt: np.ndarray
+    holds: np.ndarray
+    yes: np.ndarray
+
+    def __getitem__(self, chosen: np.ndarray) -> "Outcomes":
+        return Outcomes(self.prompt[chosen], self.holds[chosen], self.yes[chosen])
+
+
+GROUPS = ("by_category", "by_detail", "by_position")
+
+
+def outcomes(
     propositions: Mapping[str, Sequence[Proposition]],
     yes: Mapping[Key, bool],
     images_per_prompt: int,
     bands: Mapping[tuple[str, int], str],
-) -> dict:
-    """The scores, all in percent, 0 to 100.
+) -> tuple[Outcomes, dict[str, list[str]]]:
+    """What became of every proposition on every picture, and, by `GROUPS`, the name of the group that each is in.
 
     Args:
         propositions: of each prompt.
         yes: every answer.
         images_per_prompt: pictures of each prompt.
         bands: of each proposition, by (prompt's id, number).
-
-    Returns:
-        score_percent: the mean over prompts, of the mean over their pictures, of the share of propositions that hold.
-        interval_percent: its bootstrap 95% interval over prompts.
-        by_category, by_detail, by_position: for each group the number of propositions, the share that holds, over all
-            pictures, and the share answered yes whatever they depend on.
     """
-    per_prompt, outcomes = [], {"by_category": {}, "by_detail": {}, "by_position": {}}
-    for item, own in propositions.items():
-        shares = []
+    rows, groups = [], {group: [] for group in GROUPS}
+    for place, (item, own) in enumerate(propositions.items()):
         for picture in range(images_per_prompt):
             answered = {proposition.number: yes[item, picture, proposition.number] for proposition in own}
             holding = holds(own, answered)
-            shares.append(sum(holding.values()) / len(own))
             for proposition in own:
-                names = {
-                    "by_category": proposition.category,
-                    "by_detail": f"{proposition.category} - {proposition.detail}",
-                    "by_position": bands[item, proposition.number],
-                }
-                outcome = (holding[proposition.number], answered[proposition.number])
-                for group, name in names.items():
-                    outcomes[group].setdefault(name, []).append(outcome)
-        per_prompt.append(sum(shares) / len(shares))
-    in_order = {group: sorted(names) for group, names in outcomes.items()}
-    in_order["by_position"] = [name for name in BAND_NAMES if name in outcomes["by_position"]]
-    return {
-        "score_percent": 100 * float(np.mean(per_prompt)),
-        "interval_percent": _bootstrap(per_prompt),
-        **{
-            group: {name: _shares(outcomes[group][name], images_per_prompt) for name in names}
-            for group, names in in_order.items()
-        },
-    }
+                rows.append((place, 100.0 * holding[proposition.number], 100.0 * answered[proposition.number]))
+                groups["by_category"].append(proposition.category)
+                groups["by_detail"].append(f"{proposition.category} - {proposition.detail}")
+                groups["by_position"].append(bands[item, proposition.number])
+    prompt, holding, answered = map(np.array, zip(*rows, strict=True))
+    return Outcomes(prompt.astype(int), holding, answered), groups
 
 
-def _shares(outcomes: Sequence[tuple[bool, bool]], images_per_prompt: int) -> dict:
-    held_share, yes_share = (100 * float(np.mean(column)) for column in zip(*outcomes, strict=True))
-    return {"propositions": len(outcomes) // images_per_prompt, "holds_percent": held_share, "yes_percent": yes_share}
+def prompt_scores(found: Outcomes) -> np.ndarray:
+    """Of each prompt the mean over its pictures of the share of propositions that hold, in percent."""
+    # Every picture of a prompt has as many propositions, so that the mean of its means is that of all.
+    return np.bincount(found.prompt, found.holds) / np.bincount(found.prompt)
 
 
-def _bootstrap(values: Sequence[float], draws: int = 2000) -> list[float]:
-    """95% interval of the mean, in percent."""
-    values, rng = np.asarray(values), np.random.default_rng(0)
-    means = [values[rng.integers(0, len(values), len(values))].mean() for _ in range(draws)]
-    return [100 * float(edge) for edge in np.percentile(means, (2.5, 97.5))]
+def score(found: Outcomes, groups: Mapping[str, Sequence[str]], images_per_prompt: int) -> dict:
+    """The scores, all in percent, 0 to 100, with 95% intervals over prompts.
+
+    Args:
+        found, groups: see `outcomes`.
+        images_per_prompt: pictures of each prompt.
+
+    Returns:
+        score_percent, interval_percent: the mean over prompts, of the mean over their pictures, of the share of
+            propositions that hold.
+        by_category, by_detail, by_position: for each group the number of propositions, the share that holds, over all
+            pictures, its interval, and the share answered yes whatever they depend on.
+    """
+    scores = prompt_scores(found)
+    numbers = {"score_percent": float(scores.mean()), "interval_percent": mean_interval(scores)}
+    for group, names in groups.items():
+        numbers[group] = {}
+        for name, chosen in _members(group, names).items():
+            its = found[chosen]
+            numbers[group][name] = {
+                "propositions": int(chosen.sum()) // images_per_prompt,
+                "holds_percent": float(its.holds.mean()),
+                "interval_percent": mean_interval(its.holds, its.prompt),
+                "yes_percent": float(its.yes.mean()),
+            }
+    return numbers
+
+
+def _members(group: str, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """{name: which of the entries are in it}, in order."""
+    names = np.array(names)
+    order = BAND_NAMES if group == "by_position" else sorted(set(names.tolist()))
+    return {name: names == name for name in order if (names == name).any()}
+
+
+def compare_outcomes(found: Mapping[str, Outcomes], groups: Mapping[str, Sequence[str]]) -> list[dict]:
+    """Every two encoders by score and by position, in points, paired by prompt; see `encoders.compare`."""
+    bands = {f"holds, {name}": chosen for name, chosen in _members("by_position", groups["by_position"]).items()}
+
+    def difference(a: Outcomes, b: Outcomes, name: str) -> dict:
+        if name not in bands:
+            return paired_difference(prompt_scores(a), prompt_scores(b))
+        return paired_difference(a.holds, b.holds, a.prompt)
+
+    values = {label: {"score": its, **{name: its[bands[name]] for name in bands}} for label, its in found.items()}
+    return compare(values, difference)
 
 
 def find_pictures(folder: str, items: Iterable[str], images_per_prompt: int) -> dict[str, list[Path]]:
@@ -545,8 +615,13 @@ def ask_missing(
     pictures: Mapping[str, list[Path]],
     config: DpgBenchConfig,
     load: Callable[[], Ask],
+    title: str,
 ) -> None:
-    """Puts the questions that have no answer yet; `load` makes what answers them, if there are any."""
+    """Puts the questions that have no answer yet; `load` makes what answers them, if there are any.
+
+    Args:
+        title: for the progress bar.
+    """
     missing: dict[tuple[str, int], list[Proposition]] = {}
     for item, own in bench.propositions.items():
         for picture in range(config.images_per_prompt):
@@ -556,7 +631,7 @@ def ask_missing(
     if not missing:
         return
     ask = load()
-    for (item, picture), own in tqdm(missing.items(), desc="pictures"):
+    for (item, picture), own in tqdm(missing.items(), desc=f"ask, {title}"):
         image = open_picture(pictures[item], picture, config.images_per_prompt)
         for start in range(0, len(own), config.batch_size):
             part = own[start : start + config.batch_size]
@@ -566,75 +641,158 @@ def ask_missing(
             )
 
 
-def plot(numbers: dict) -> Figure:
-    """The share that holds, by category and by position. A Figure of its own leaves pyplot alone."""
-    figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
+def plot(encoders: dict[str, dict]) -> Figure:
+    """The share that holds with its interval, by category and by position, one colour an encoder."""
+    # A Figure of its own draws with Agg and leaves pyplot alone.
+    figure = Figure(figsize=(12, 4.2), layout="constrained", dpi=150)
     titles = {"by_category": "by category", "by_position": "by position in the prompt (CLIP tokens)"}
+    width = 0.8 / len(encoders)
     for axes, (group, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
-        shares = {name: values["holds_percent"] for name, values in numbers[group].items()}
-        bars = axes.bar(list(shares), list(shares.values()))
-        axes.bar_label(bars, fmt="%.1f")
-        axes.set(title=title, ylim=(0, 110))
-        axes.tick_params(axis="x", labelrotation=30)
-    figure.axes[0].set_ylabel("propositions that hold (%)")
+        for index, (label, numbers) in enumerate(encoders.items()):
+            values = np.array([its["holds_percent"] for its in numbers[group].values()])
+            ends = np.array([its["interval_percent"] for its in numbers[group].values()]).T  # [2, groups]
+            places = np.arange(len(values)) + (index - (len(encoders) - 1) / 2) * width
+            # A skewed sample's interval need not hold its mean to the last bit.
+            error = np.maximum([values - ends[0], ends[1] - values], 0)
+            bars = axes.bar(places, values, width, yerr=error, capsize=2, label=label, error_kw={"linewidth": 0.8})
+            axes.bar_label(bars, fmt="%.0f" if len(encoders) > 1 else "%.1f", fontsize=7, padding=2)
+        axes.set_xticks(np.arange(len(values)), list(numbers[group]), rotation=30)
+        axes.set(title=title, ylim=(0, 115))
+    figure.axes[0].set_ylabel("propositions that hold (%), 95% intervals")
+    if len(encoders) > 1:
+        figure.axes[1].legend(fontsize="small", loc="upper right")
     return figure
 
 
 def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
-    """DPG-Bench on pictures that are there; writes `dpg_bench.json`, `dpg_bench.png`, `answers.jsonl`; prints a table.
+    """DPG-Bench on pictures that are there, or drawn with one encoder after the other; writes what it finds and prints
+    tables.
 
-    A run that was killed asks only what has no answer yet.
+    A run that was killed draws only what is missing and asks only what has no answer yet. Started by `accelerate
+    launch` it draws with several processes, one a GPU, of which the main one asks.
 
     Returns:
-        What the file holds: settings, versions, digests, prompts, propositions, the scores of `score`, notes, the rows
-        left out, seconds.
+        What `dpg_bench.json` holds: settings, versions, digests, prompts, propositions; by encoder (or by the name of
+        the folder of pictures) the scores of `score`, how prompts were read, digest of the pictures; the encoders
+        compared in points; notes, the rows left out, seconds. In processes other than the main one, nothing.
 
     Raises:
-        UserError: a setting cannot be used, a picture is missing or broken, or the answers in the output folder were
-            given with other settings.
+        UserError: a setting cannot be used, a picture is missing or broken, or the answers or pictures in the output
+            folder were made with other settings.
     """
-    started = time.monotonic()
     check_batch_size(config.batch_size)
     if config.images_per_prompt < 1:
         raise UserError(f"images_per_prompt={config.images_per_prompt} is not allowed. Give a whole number from 1.")
-    bench = read_dpg_bench(config.data)
-    print_left_out(bench.bad)
-    pictures = find_pictures(config.images, bench.prompts, config.images_per_prompt)
-    device = pick_device(config.device)
-    settings = {
-        "data": bench.digest,
-        "pictures": _pictures_digest(pictures),
-        "vqa": digest(config.vqa) if os.path.exists(config.vqa) else config.vqa,
-        "images_per_prompt": config.images_per_prompt,
-    }
-    output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
-    with held(output, f"Another process is writing to {config.output!r}. Wait for it, or give another output."):
-        answers = Answers(output / "answers.jsonl", settings)
-        ask_missing(answers, bench, pictures, config, lambda: VqaModel(config.vqa, device))
-    tokenizer = clip_tokenizer(77)
-    bands = {
-        (item, proposition.number): band(token_position(proposition.words, bench.prompts[item], tokenizer))
-        for item, own in bench.propositions.items()
-        for proposition in own
-    }
-    yes = {key: answer == "yes" for key, answer in answers.given.items()}
-    numbers = score(bench.propositions, yes, config.images_per_prompt, bands)
-    report = {
-        "settings": asdict(config),
-        "versions": versions(),
-        "digests": {name: settings[name] for name in ("data", "pictures", "vqa")},
-        "prompts": len(bench.prompts),
-        "propositions": sum(map(len, bench.propositions.values())),
-        **numbers,
-        "notes": list(NOTES),
-        "left_out": [asdict(record) for record in bench.bad],
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    write_json(output / "dpg_bench.json", report)
-    plot(numbers).savefig(output / "dpg_bench.png")
-    _print(report)
-    return report
+    if (config.images is None) == (config.base is None) or (config.base is None) != (not config.encoders):
+        raise UserError(
+            f"images is {config.images!r}, base {config.base!r} and encoders {config.encoders}. Give either --images, "
+            "pictures that are there, or --base and --encoders to draw them with."
+        )
+    return _DpgBench(config).run()
+
+
+class _DpgBench:
+    """One evaluation. What is read and asked is in the main process alone."""
+
+    def __init__(self, config: DpgBenchConfig):
+        self.config, self.output = config, Path(config.output)
+        self.settings = None
+        if config.base is not None:
+            check_encoders(config.encoders)
+            self.settings = DrawingSettings.of(config)
+        self.processes = Processes(config.device)
+        self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
+        names = folder_names(list(self.encoders))
+        self.folders = {label: self.output / "pictures" / name for label, name in names.items()}
+        self.answers = {label: self.output / "answers" / f"{name}.jsonl" for label, name in names.items()}
+        if config.images is not None:
+            label = Path(config.images).resolve().name
+            self.folders, self.answers = {label: Path(config.images)}, {label: self.output / "answers.jsonl"}
+
+    def run(self) -> dict:
+        started = time.monotonic()
+        with self.processes.only_main_prints():
+            digests = {"base": None, "encoders": {}}
+            subjects, data = self.processes.from_main(self._read)
+            if self.settings is not None:
+                drawing = Drawing(self.settings, self.processes, data)
+                drawing.check(self.encoders.values(), self.folders.values(), subjects)
+            with self.processes.alone_in(self.output):
+                if self.settings is not None:
+                    for label, encoder in self.encoders.items():
+                        drawing.draw(encoder, self.folders[label], subjects, label)
+                    digests = drawing.digests
+                    del drawing  # and with it the models, whose memory the VQA model may need
+                return self._report(digests, started) if self.processes.is_main else {}
+
+    def _read(self) -> tuple[list[Subject], str]:
+        """What to draw, and the digest of the prompts."""
+        config = self.config
+        self.bench = read_dpg_bench(config.data)
+        print_left_out(self.bench.bad)
+        if config.images is not None:
+            find_pictures(config.images, self.bench.prompts, config.images_per_prompt)
+        elif not all(file.exists() for file in self.answers.values()):
+            self._ask  # noqa: B018 - loaded before hours of drawing, not after
+        subjects = [
+            Subject(f"{item}/{number}", prompt, config.seed + number)
+            for item, prompt in self.bench.prompts.items()
+            for number in range(config.images_per_prompt)
+        ]
+        return subjects, self.bench.digest
+
+    @cached_property
+    def _ask(self) -> Ask:
+        return VqaModel(self.config.vqa, self.processes.device)
+
+    def _answered(self, label: str, vqa: str) -> tuple[dict[Key, bool], str]:
+        """Whether each answer is yes, and the digest of the pictures."""
+        config = self.config
+        pictures = find_pictures(str(self.folders[label]), self.bench.prompts, config.images_per_prompt)
+        of_pictures = _pictures_digest(pictures)
+        settings = {
+            "data": self.bench.digest,
+            "pictures": of_pictures,
+            "vqa": vqa,
+            "images_per_prompt": config.images_per_prompt,
+        }
+        answers = Answers(self.answers[label], settings)
+        ask_missing(answers, self.bench, pictures, config, lambda: self._ask, label)
+        return {key: answer == "yes" for key, answer in answers.given.items()}, of_pictures
+
+    def _report(self, digests: dict, started: float) -> dict:
+        config, bench = self.config, self.bench
+        vqa = digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
+        tokenizer = clip_tokenizer(77)
+        bands = {
+            (item, proposition.number): band(token_position(proposition.words, bench.prompts[item], tokenizer))
+            for item, own in bench.propositions.items()
+            for proposition in own
+        }
+        found, encoders, groups = {}, {}, {}
+        for label, folder in self.folders.items():
+            yes, pictures = self._answered(label, vqa)
+            found[label], groups = outcomes(bench.propositions, yes, config.images_per_prompt, bands)
+            drawn = how_drawn(folder) if self.settings is not None else {}
+            encoders[label] = score(found[label], groups, config.images_per_prompt) | drawn | {"pictures": pictures}
+        of_encoders = {
+            label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()
+        } or {label: its["pictures"] for label, its in encoders.items()}
+        report = write_report(
+            NAME,
+            config,
+            digests={"data": bench.digest, "vqa": vqa, "base": digests["base"], "encoders": of_encoders},
+            left_out=bench.bad,
+            seconds=time.monotonic() - started,
+            drawing=self.settings and asdict(self.settings),
+            prompts=len(bench.prompts),
+            propositions=sum(map(len, bench.propositions.values())),
+            encoders=encoders,
+            compared=compare_outcomes(found, groups),
+            notes=[*NOTES, f"Answers are by {Path(config.vqa).name}."],
+        )
+        show(report, tables(report), figures(report))
+        return report
 
 
 def _pictures_digest(pictures: Mapping[str, list[Path]]) -> str:
@@ -644,15 +802,29 @@ def _pictures_digest(pictures: Mapping[str, list[Path]]) -> str:
     return total.hexdigest()
 
 
-def _print(report: dict) -> None:
-    low, high = report["interval_percent"]
-    rows = [["all prompts", str(report["propositions"]), report["score_percent"], None]]
+def tables(report: dict) -> list[Table]:
+    """A report's shares by category and by position, and the encoders compared."""
+    encoders = report["encoders"]
+    first = next(iter(encoders.values()))
+    whole = ["all prompts", report["propositions"]]
+    for its in encoders.values():
+        whole += [_cell(its["score_percent"], its["interval_percent"]), None]
+    rows = [whole]
     for group in ("by_category", "by_position"):
-        rows += [
-            [name, str(values["propositions"]), values["holds_percent"], values["yes_percent"]]
-            for name, values in report[group].items()
-        ]
-    print(table(["DPG-Bench, percent", "propositions", "hold", "yes"], rows))
-    print(f"95% interval over prompts: {low:.2f} to {high:.2f}. Answers by {Path(report['settings']['vqa']).name}.")
-    for note in report["notes"]:
-        print(f"Note: {note}")
+        for name, numbers in first[group].items():
+            row = [name, numbers["propositions"]]
+            for its in encoders.values():
+                values = its[group][name]
+                row += [_cell(values["holds_percent"], values["interval_percent"]), values["yes_percent"]]
+            rows.append(row)
+    columns = [column for label in encoders for column in (f"{label}: hold", "yes")]
+    return [Table(["DPG-Bench, percent", "propositions", *columns], rows), *compared_tables(report["compared"])]
+
+
+def _cell(value: float, ends: Sequence[float]) -> str:
+    return f"{value:.1f} ({interval(ends)})"
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """The picture of a report, by its file's name."""
+    return {f"{NAME}.png": plot(report["encoders"])}

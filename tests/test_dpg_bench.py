@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tiny_clip import save_tiny_clip
+from tiny_sdxl import build_tiny_sdxl
 from transformers import (
     BertTokenizer,
     BlipConfig,
@@ -30,14 +32,17 @@ from debias_diffusion.eval.dpg_bench import (
     Proposition,
     VqaModel,
     band,
+    compare_outcomes,
     evaluate_dpg_bench,
     find_pictures,
     holds,
     open_picture,
+    outcomes,
     parse_rows,
     proposition_words,
     read_dpg_bench,
     score,
+    tables,
     token_position,
 )
 from debias_diffusion.tokens import clip_tokenizer
@@ -256,6 +261,10 @@ def test_a_child_needs_all_its_ancestors_in_any_order():
     assert holds(own[::-1], {1: False, 2: True, 3: True, 4: True}) == dict.fromkeys(range(1, 5), False)
 
 
+def scored(bench, yes, pictures, bands) -> dict:
+    return score(*outcomes(bench, yes, pictures, bands), pictures)
+
+
 def test_scores_in_a_closed_form():
     bench = {
         "p": [*chain((), (1,)), Proposition("p", 3, (), "global", "style", "?", ())],
@@ -265,11 +274,12 @@ def test_scores_in_a_closed_form():
     yes |= {("p", 1, 1): True, ("p", 1, 2): True, ("p", 1, 3): False}  # 2 of 3
     yes |= {("q", 0, 1): True, ("q", 1, 1): True}
     bands = {("p", 1): "1-19", ("p", 2): "76-111", ("p", 3): "not in the prompt", ("q", 1): "1-19"}
-    numbers = score(bench, yes, 2, bands)
+    numbers = scored(bench, yes, 2, bands)
     assert numbers["score_percent"] == pytest.approx(100 * ((1 / 3 + 2 / 3) / 2 + 1) / 2)
     assert numbers["by_category"]["entity"] == {
         "propositions": 3,
         "holds_percent": pytest.approx(100 * 4 / 6),
+        "interval_percent": pytest.approx([50, 100]),  # of two prompts, 2 of 4 and 2 of 2
         "yes_percent": pytest.approx(100 * 5 / 6),
     }
     assert numbers["by_category"]["global"]["holds_percent"] == pytest.approx(50)
@@ -296,7 +306,8 @@ def answered(draw):
 
 def flat(numbers: dict) -> list[float]:
     groups = [numbers[group] for group in ("by_category", "by_detail", "by_position")]
-    return [numbers["score_percent"], *(value for group in groups for row in group.values() for value in row.values())]
+    names = ("propositions", "holds_percent", "yes_percent")
+    return [numbers["score_percent"], *(row[name] for group in groups for row in group.values() for name in names)]
 
 
 @settings(max_examples=60)
@@ -304,9 +315,9 @@ def flat(numbers: dict) -> list[float]:
 def test_a_yes_more_never_lowers_a_score(case, data):
     bench, yes = case
     bands = {(item, own.number): band(own.number * 10) for item, rows in bench.items() for own in rows}
-    before = flat(score(bench, yes, 2, bands))
+    before = flat(scored(bench, yes, 2, bands))
     more = yes | {data.draw(st.sampled_from(sorted(yes))): True}
-    after = flat(score(bench, more, 2, bands))
+    after = flat(scored(bench, more, 2, bands))
     assert all(0 <= value <= 100 for value in [before[0], after[0]])
     assert all(new >= old for old, new in zip(before, after, strict=True))
 
@@ -343,12 +354,9 @@ def test_a_model_answers_each_question_as_if_it_were_alone(kind, request):
 
 
 def run(tmp_path: Path, vqa: str, **changes) -> dict:
-    config = DpgBenchConfig(
-        str(tmp_path / "bench"), str(tmp_path / "pictures"), vqa, str(tmp_path / "out"), device="cpu"
-    )
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return evaluate_dpg_bench(config)
+    places = {"data": tmp_path / "bench", "images": tmp_path / "pictures", "output": tmp_path / "out"}
+    config = {name: str(path) for name, path in places.items()} | {"vqa": vqa, "device": "cpu"} | changes
+    return evaluate_dpg_bench(DpgBenchConfig(**config))
 
 
 def without_seconds(report: dict) -> dict:
@@ -368,12 +376,13 @@ def test_a_run_equals_one_made_by_hand_and_says_whose_answers_they_are(vilt, tmp
             shares.append((item, sum(holds(own, yes).values()) / len(own)))
     means = [np.mean([share for of, share in shares if of == item]) for item in PROMPTS]
     assert 0 < np.mean(means) < 1  # neither all nor none, or nothing is shown
-    assert report["score_percent"] == pytest.approx(100 * np.mean(means))
+    assert list(report["encoders"]) == ["pictures"] and report["compared"] == []
+    assert report["encoders"]["pictures"]["score_percent"] == pytest.approx(100 * np.mean(means))
     assert (report["prompts"], report["propositions"]) == (2, 6)
     assert json.loads((tmp_path / "out" / "dpg_bench.json").read_text()) == report
     assert Image.open(tmp_path / "out" / "dpg_bench.png").size[0] > 100
     printed = capsys.readouterr().out
-    assert f"Answers by {Path(vilt).name}" in printed and "mPLUG" in printed and "script skips the first" in printed
+    assert f"Answers are by {Path(vilt).name}" in printed and "mPLUG" in printed and "script skips the first" in printed
 
 
 def test_a_killed_run_asks_only_what_is_missing_and_ends_the_same(vilt, tmp_path, monkeypatch):
@@ -428,3 +437,89 @@ def test_a_broken_picture_is_told_by_name(vilt, tmp_path):
 def test_a_model_without_its_weights_is_told(vilt, tmp_path):
     with pytest.raises(UserError, match="could not be loaded.*ViLT or BLIP"):
         VqaModel(str(tmp_path), CPU)
+
+
+# Pictures that are drawn ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    return str(build_tiny_sdxl(tmp_path_factory.mktemp("sdxl")))
+
+
+def draw_and_ask(tmp_path, vqa, base, **changes) -> dict:
+    encoder = tmp_path / "long"
+    if not encoder.exists():
+        save_tiny_clip(encoder, context_length=248)
+    how = {"base": base, "encoders": ["original", str(encoder)], "steps": 1, "images_per_prompt": 2}
+    return run(tmp_path, vqa, images=None, **how | changes)
+
+
+def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_path, monkeypatch):
+    write_bench(tmp_path / "bench")
+    report = draw_and_ask(tmp_path, vilt, base)
+    assert list(report["encoders"]) == ["original", "long"] and report["drawing"]["steps"] == 1
+    folders = {label: tmp_path / "out" / "pictures" / label for label in report["encoders"]}
+    for label, folder in folders.items():
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
+        assert names == ["0/0.png", "0/1.png", "drawtext1/0.png", "drawtext1/1.png"]
+        assert len({(folder / name).read_bytes() for name in names}) == 4
+        # The same numbers as of pictures that are there.
+        there = run(tmp_path, vilt, images=str(folder), output=str(tmp_path / f"there-{label}"), images_per_prompt=2)
+        assert list(there["encoders"]) == [label]
+        for name in ("score_percent", "interval_percent", "by_category", "by_position", "pictures"):
+            assert there["encoders"][label][name] == report["encoders"][label][name]
+    first = report["compared"][0]
+    assert (first["a"], first["b"], first["score"]) == ("long", "original", "score")
+    scores = [its["score_percent"] for its in report["encoders"].values()]
+    assert first["difference"] == pytest.approx(scores[1] - scores[0])
+    assert "long: hold" in str(tables(report)[0])
+    # Prompt by prompt the noise is the same: picture i starts from seed + i.
+    moved = draw_and_ask(tmp_path, vilt, base, encoders=["original"], seed=1, output=str(tmp_path / "moved"))
+    of_seed_1 = [tmp_path / "moved" / "pictures" / "original" / "0" / "0.png", folders["original"] / "0" / "1.png"]
+    assert of_seed_1[0].read_bytes() == of_seed_1[1].read_bytes() and list(moved["encoders"]) == ["original"]
+    # What is missing is drawn and asked again, and what is finished is not.
+    missing = folders["long"] / "0" / "1.png"
+    whole = missing.read_bytes()
+    missing.unlink()
+    monkeypatch.setattr(dpg_bench, "VqaModel", None)
+    again = draw_and_ask(tmp_path, vilt, base)
+    assert (
+        missing.read_bytes() == whole
+        and again["encoders"]["long"]["by_position"] == report["encoders"]["long"]["by_position"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"images": "pictures"}, "Give either --images"),
+        ({"base": None}, "Give either --images"),
+        ({"encoders": []}, "Give either --images"),
+        ({"encoders": ["a", "a"]}, "none twice"),
+        ({"encoders": ["nowhere"]}, "'nowhere' is not there"),
+        ({"steps": 0}, "steps=0"),
+        ({"images_per_prompt": 0}, "images_per_prompt=0"),
+        ({"vqa": "no/such/model"}, "no/such/model.*could not be loaded"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told_first(vilt, base, tmp_path, changes, message):
+    write_bench(tmp_path / "bench")
+    how = {"images": None, "base": base, "encoders": ["original"], "vqa": vilt} | changes
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, **how)
+    assert not (tmp_path / "out").exists()
+
+
+def test_encoders_are_compared_prompt_by_prompt():
+    bench = {item: chain((), (), item=item) for item in "pqrs"}
+    bands = {(item, number): ("1-19", "76-111")[number - 1] for item in bench for number in (1, 2)}
+    keys = [(item, 0, number) for item in bench for number in (1, 2)]
+    found = {}
+    for label, late in (("cut", False), ("whole", True)):
+        found[label], groups = outcomes(bench, {key: key[2] == 1 or late for key in keys}, 1, bands)
+    compared = {line["score"]: line for line in compare_outcomes(found, groups)}
+    assert list(compared) == ["score", "holds, 1-19", "holds, 76-111"]
+    assert all((line["a"], line["b"]) == ("whole", "cut") for line in compared.values())
+    assert [line["difference"] for line in compared.values()] == [50, 0, 100]
+    assert [compared["score"][end] for end in ("low", "high")] == [50, 50]  # every prompt says the same
