@@ -1,0 +1,1 @@
+"""The demo: what each text encoder makes of a long prompt. The page is in `page`; nothing else here knows of gradio."""

@@ -1,0 +1,227 @@
+"""Pictures of one prompt by several text encoders, step by step, so that a person can watch and break off."""
+
+import io
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.pipelines import PromptLayout, StableDiffusionXLLongPromptPipeline
+
+from ..pictures import PARAMETERS_KEY, SETTINGS_KEY, parameters
+from .models import Models
+from .requests import REQUEST_KEY, Request, as_json, check, cleaned, unweighted
+
+_EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+
+
+@dataclass(frozen=True)
+class Step:
+    """How far the drawing is.
+
+    Attributes:
+        label: of the encoder.
+        picture: its number among the encoder's, from 1.
+        step: steps that are done of this picture, 0 when it begins.
+        steps: how many it takes.
+        done_share: of the whole request, from 0 to 1.
+    """
+
+    label: str
+    picture: int
+    step: int
+    steps: int
+    done_share: float
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A finished picture.
+
+    Attributes:
+        label: of the encoder.
+        picture: its number among the encoder's, from 1.
+        seed: of its noise.
+        image: the picture.
+        png: the same as a file, with the settings that made it in its text.
+        read: in words, how much of the prompt the encoder read.
+    """
+
+    label: str
+    picture: int
+    seed: int
+    image: Image.Image
+    png: bytes
+    read: str
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A prompt as one encoder reads it: what draws from it, and what it is drawn from."""
+
+    pipe: StableDiffusionXLLongPromptPipeline
+    embeddings: dict[str, torch.Tensor]
+    layout: PromptLayout
+    read: str
+
+
+class _BrokenOffError(Exception):
+    pass
+
+
+def draw(models: Models, request: Request, cancelled: Callable[[], bool]) -> Iterator[Step | Drawn]:
+    """Draws what a request asks for: the first picture by each encoder, then the second by each, and so on.
+
+    A picture is the one that `debias-diffusion generate` draws with the same settings, bit for bit, whatever was drawn
+    before. Whoever calls sees to it that nothing else uses the models' device meanwhile.
+
+    Args:
+        models: what draws.
+        request: what; it is checked.
+        cancelled: asked before every step, in another thread. Once it says yes, or the iterator is closed, no further
+            step is taken and the iterator ends.
+
+    Raises:
+        UserError: the request cannot be drawn, or memory does not suffice.
+    """
+    request = check(request, models)
+    news: queue.SimpleQueue = queue.SimpleQueue()
+    closed = threading.Event()
+
+    def stop_if_asked() -> None:
+        if closed.is_set() or cancelled():
+            raise _BrokenOffError
+
+    # diffusers draws in one call and not step by step; so it runs beside, and says what it has.
+    drawing = threading.Thread(target=_work, args=(models, request, stop_if_asked, news.put), daemon=True)
+    drawing.start()
+    try:
+        while (item := news.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        closed.set()
+        drawing.join()
+
+
+def _work(models: Models, request: Request, stop_if_asked: Callable, report: Callable) -> None:
+    """Reports what is drawn; at the end None, or what went wrong."""
+    end = None
+    try:
+        _draw_all(models, request, stop_if_asked, report)
+    except _BrokenOffError:
+        pass
+    except torch.OutOfMemoryError as error:
+        # Of the error itself nothing is kept, or its frames would keep the memory.
+        end = UserError(f"The memory of {models.device} does not suffice ({reason(error)}). Draw a smaller picture.")
+    except BaseException as error:
+        end = error
+    finally:
+        models.restore()
+        if end is not None and models.device.type == "cuda":
+            torch.cuda.empty_cache()
+        report(end)
+
+
+@torch.no_grad()
+def _draw_all(models: Models, request: Request, stop_if_asked: Callable, report: Callable) -> None:
+    encoded: dict[str, _Encoded] = {}
+    places = [(image, label) for image in range(request.images) for label in request.encoders]
+    for place, (image, label) in enumerate(places):
+
+        def progress(step: int, steps: int, place: int = place, image: int = image, label: str = label) -> None:
+            stop_if_asked()
+            report(Step(label, image + 1, step, steps, (place + step / steps) / len(places)))
+
+        progress(0, request.steps)
+        if label not in encoded:
+            encoded[label] = _encode(models, request, label)
+        report(_draw_one(models, request, label, image, encoded[label], progress))
+
+
+def _encode(models: Models, request: Request, label: str) -> _Encoded:
+    pipe = models.pipeline(label, request)
+    guided = request.guidance_scale > 1
+    texts = {"prompt": cleaned(request.prompt, request.weighting)}
+    if request.negative_prompt:
+        texts["negative_prompt"] = cleaned(request.negative_prompt, request.weighting)
+    layout = pipe.prompt_layout(**texts, do_classifier_free_guidance=guided)
+    found = pipe.encode_prompt(
+        **texts, device=models.device, num_images_per_prompt=1, do_classifier_free_guidance=guided
+    )
+    embeddings = {name: its for name, its in zip(_EMBEDDINGS, found, strict=True) if its is not None}
+    return _Encoded(pipe, embeddings, layout, _read(models, request, label, layout))
+
+
+def _read(models: Models, request: Request, label: str, layout: PromptLayout) -> str:
+    """How much of the prompt the first encoder reads."""
+    encoder, text = models.encoders[label], unweighted(request.prompt, request.weighting)
+    total = len(encoder.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    room = min(encoder.window, models.short_window) - 2
+    if total > room and models.cuts(label, request.long_prompts):
+        return f"reads the first {room:,} of {total:,} tokens"
+    windows = layout.windows[0]
+    return f"reads all {total:,} tokens in {'one piece' if windows == 1 else f'{windows} windows'}"
+
+
+def _draw_one(
+    models: Models, request: Request, label: str, image: int, encoded: _Encoded, progress: Callable[[int, int], None]
+) -> Drawn:
+    pipe = encoded.pipe
+    # A new one, because schedulers count steps and keep past ones.
+    pipe.scheduler = models.make_scheduler(request.scheduler)
+    seed = request.seed + image
+
+    def after_step(pipe, index: int, timestep, tensors: dict) -> dict:
+        progress(index + 1, pipe.num_timesteps)
+        return tensors
+
+    picture = pipe(
+        **encoded.embeddings,
+        height=request.height,
+        width=request.width,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance_scale,
+        generator=torch.Generator("cpu").manual_seed(seed),
+        callback_on_step_end=after_step,
+        callback_on_step_end_tensor_inputs=[],
+    ).images[0]
+    settings = _settings(models, request, label, seed) | encoded.layout._asdict()
+    return Drawn(label, image + 1, seed, picture, png(picture, settings, type(pipe.scheduler).__name__), encoded.read)
+
+
+def _settings(models: Models, request: Request, label: str, seed: int) -> dict:
+    """What made a picture, as `debias-diffusion generate` writes it, and the whole request."""
+    same = ("prompt", "steps", "guidance_scale", "height", "width", "weighting", "scheduler", "long_prompts")
+    return {name: getattr(request, name) for name in same} | {
+        "negative_prompt": request.negative_prompt or None,
+        "prompt_2": None,
+        "seed": seed,
+        "base": models.base,
+        "encoder": label,
+        "encoder_2": None,
+        "device": models.device.type,
+        "dtype": str(models.dtype).removeprefix("torch."),
+        REQUEST_KEY: as_json(request),
+    }
+
+
+def png(image: Image.Image, settings: dict, scheduler: str) -> bytes:
+    """A picture as a file with its settings in its text, also for viewers that read those of A1111's interface.
+
+    Args:
+        settings: what `pictures.parameters` reads, and more.
+        scheduler: name of diffusers' class.
+    """
+    info, file = PngInfo(), io.BytesIO()
+    info.add_text(SETTINGS_KEY, json.dumps(settings))
+    info.add_text(PARAMETERS_KEY, parameters(settings, scheduler))
+    image.save(file, format="PNG", pnginfo=info)
+    return file.getvalue()
