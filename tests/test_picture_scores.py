@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.stats
 import torch
 import torch_fidelity
 from hypothesis import given, settings
@@ -150,8 +151,7 @@ def folders(tmp_path_factory) -> list[Path]:
     return both
 
 
-@pytest.mark.parametrize("size", [64, pytest.param(2048, marks=pytest.mark.slow)])  # eigenvalues of 2048 take long
-def test_torch_fidelity_gives_the_same(folders, tmp_path, size):
+def test_torch_fidelity_gives_the_same(folders, tmp_path):
     weights = save_inception(tmp_path)
     network = InceptionFeatures(weights, CPU)
     smaller = [tmp_path / folder.name for folder in folders]
@@ -163,11 +163,11 @@ def test_torch_fidelity_gives_the_same(folders, tmp_path, size):
     theirs = torch_fidelity.calculate_metrics(
         input1=str(smaller[0]), input2=str(smaller[1]), cuda=False, fid=True, kid=True, prc=True, kid_subset_size=5,
         feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(weights),
-        feature_layer_fid=str(size), feature_layer_prc="2048", cache=False, verbose=False,
+        feature_layer_prc="2048", cache=False, verbose=False,
     )  # fmt: skip
     expected = theirs["frechet_inception_distance"]
-    assert fast_fid(generated[size], originals[size]) == pytest.approx(expected, rel=1e-3) and expected > 0.01
-    assert fid(generated[size], originals[size]) == pytest.approx(expected, rel=1e-3)
+    assert fast_fid(generated[2048], originals[2048]) == pytest.approx(expected, rel=1e-3) and expected > 0.01
+    assert fid(generated[2048], originals[2048]) == pytest.approx(expected, rel=1e-3)
     expected = theirs["kernel_inception_distance_mean"]
     assert kid(generated[2048], originals[2048]) == pytest.approx(expected, rel=1e-3) and abs(expected) > 1e-4
     assert precision_and_recall(generated[2048], originals[2048]) == (theirs["precision"], theirs["recall"])
@@ -225,6 +225,8 @@ def test_a_comparison_with_itself_and_both_ways():
     assert (there["low"], there["high"]) == pytest.approx((-back["high"], -back["low"]))
     # the interval leaves 0 out just where p is below 0.05
     assert (there["low"] <= 0 <= there["high"]) == (there["p"] > 0.05)
+    error = (there["high"] - there["difference"]) / scipy.stats.norm.ppf(0.975)
+    assert there["p"] == pytest.approx(2 * scipy.stats.norm.sf(-there["difference"] / error), rel=1e-4)
     # over the same halves, so that what both have in common does not blur it
     alone = [standard_error(one.halves["fid_own"], 60) for one in (a, b)]
     assert (there["high"] - there["low"]) / 2 / 1.96 < 0.5 * min(alone)
@@ -314,6 +316,10 @@ def test_numbers_go_through_json_and_are_compared(whole, folders):
     best = scores(originals, scores.of_originals(originals), CAPTIONS)
     assert best.numbers["fid_own"]["value"] == pytest.approx(0, abs=1e-3 * found.numbers["fid_own"]["value"])
     assert best.numbers["dino_score"]["value"] == pytest.approx(1)
+    # no interval goes beyond what the score can be
+    assert best.numbers["fid_own"]["low"] == 0 and best.numbers["precision_own"]["high"] == 1
+    other = scores(originals, scores.of_originals(originals), CAPTIONS[1:] + CAPTIONS[:1])
+    assert other.pictures["clip_score"] != best.pictures["clip_score"]
     compared = compare(again, best)
     assert list(compared) == list(found.numbers)
     assert compared["fid_own"]["difference"] > 0 > compared["dino_score"]["high"]
