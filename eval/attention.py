@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import open_clip
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -22,6 +21,7 @@ from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.interchange import best_of_run, load_text_encoder, load_two_tower
 from debias_diffusion.interchange.encoders import TextEncoder
+from debias_diffusion.interchange.load import model_and_weights
 from debias_diffusion.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.shipped import shipped
 
@@ -121,7 +121,7 @@ def _digest_of(content: list) -> str:
 
 
 def load_reader(name: str, device: torch.device) -> Reader:
-    """Loads what `load_text_encoder` takes, and MODEL:PRETRAINED; two-towers of open_clip as they are.
+    """Loads what `load_text_encoder` takes; two-towers of open_clip as they are.
 
     Raises:
         UserError: it cannot be loaded, or its output token is not EOT.
@@ -140,10 +140,8 @@ def load_reader(name: str, device: torch.device) -> Reader:
 
 
 def _is_open_clip(place: str) -> bool:
-    if (Path(place.removeprefix("local-dir:")) / CONFIG_FILE).is_file():
-        return True
-    named = place.partition(":")[0] in ("hf-hub", *open_clip.list_models())
-    return named and not Path(place).exists()
+    has_config = (Path(place.removeprefix("local-dir:")) / CONFIG_FILE).is_file()
+    return has_config or place.startswith("hf-hub:") or model_and_weights(place) is not None
 
 
 def look_at_captions(
