@@ -16,7 +16,7 @@ from debias_diffusion.pipelines import PromptLayout, StableDiffusionXLLongPrompt
 
 from ..pictures import PARAMETERS_KEY, SETTINGS_KEY, parameters
 from .models import Models
-from .requests import REQUEST_KEY, Request, as_json, check, cleaned, unweighted
+from .requests import Request, check, cleaned, unweighted
 
 _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 
@@ -193,31 +193,39 @@ def _draw_one(
         callback_on_step_end=after_step,
         callback_on_step_end_tensor_inputs=[],
     ).images[0]
-    settings = _settings(models, request, label, seed) | encoded.layout._asdict()
-    return Drawn(label, image + 1, seed, picture, png(picture, settings, type(pipe.scheduler).__name__), encoded.read)
+    settings = settings_of(models, request, label, image + 1, encoded.layout)
+    file = as_png(picture, settings, type(pipe.scheduler).__name__)
+    return Drawn(label, image + 1, seed, picture, file, encoded.read)
 
 
-def _settings(models: Models, request: Request, label: str, seed: int) -> dict:
-    """What made a picture, as `debias-diffusion generate` writes it, and the whole request."""
-    same = ("prompt", "steps", "guidance_scale", "height", "width", "weighting", "scheduler", "long_prompts")
+def settings_of(models: Models, request: Request, label: str, picture: int, layout: PromptLayout) -> dict:
+    """What made a picture, as `debias-diffusion generate` writes it, and what else the request asked for.
+
+    Args:
+        picture: its number among the encoder's, from 1.
+        layout: how the prompt was read.
+    """
+    same = ("prompt", "steps", "guidance_scale", "height", "width", "weighting", "images", "scheduler", "long_prompts")
     return {name: getattr(request, name) for name in same} | {
         "negative_prompt": request.negative_prompt or None,
         "prompt_2": None,
-        "seed": seed,
+        "seed": request.seed + picture - 1,
+        "picture": picture,
         "base": models.base,
         "encoder": label,
+        "encoders": list(request.encoders),
         "encoder_2": None,
         "device": models.device.type,
         "dtype": str(models.dtype).removeprefix("torch."),
-        REQUEST_KEY: as_json(request),
+        **layout._asdict(),
     }
 
 
-def png(image: Image.Image, settings: dict, scheduler: str) -> bytes:
+def as_png(image: Image.Image, settings: dict, scheduler: str) -> bytes:
     """A picture as a file with its settings in its text, also for viewers that read those of A1111's interface.
 
     Args:
-        settings: what `pictures.parameters` reads, and more.
+        settings: of `settings_of`.
         scheduler: name of diffusers' class.
     """
     info, file = PngInfo(), io.BytesIO()

@@ -4,8 +4,8 @@ import io
 import json
 import math
 import re
-import unicodedata
-from dataclasses import asdict, dataclass, fields, replace
+import reprlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -27,8 +27,9 @@ MOST_GUIDANCE = 30.0
 MOST_IMAGES = 8
 MOST_BRACKETS = 20  # one in another: 1.1 to this power is a weight of 7
 MOST_PNG = 32 * 2**20  # bytes, more than the largest picture has uncompressed
-MOST_SETTINGS = 2**18  # characters: a prompt in which each is written as \uXXXX, twice
-REQUEST_KEY = "request"  # within the settings of a picture
+MOST_SETTINGS = 2**19  # characters: two prompts in which each is written as \uXXXX\uXXXX, and what else there is
+# All but tab and the ends of lines.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def check(request: Request, models: "Models") -> Request:
     if not isinstance(request.weighting, bool):
         raise UserError(f"weighting must be true or false, got {_shown(request.weighting)}.")
     numbers = {
-        name: _whole(name.replace("_", " "), getattr(request, name), *ends)
+        name: _whole(name, getattr(request, name), *ends)
         for name, ends in {"steps": (1, MOST_STEPS), "images": (1, MOST_IMAGES)}.items()
     }
     numbers["guidance_scale"] = _guidance(request.guidance_scale)
@@ -105,9 +106,10 @@ def _check_text(name: str, text: Any, weighting: bool) -> None:
     if not isinstance(text, str):
         raise UserError(f"The {name} must be text, got {_shown(text)}.")
     check_text(name, text)
-    control = next((c for c in text if unicodedata.category(c) == "Cc" and c not in "\t\n\r"), None)
+    control = _CONTROL.search(text)
     if control is not None:
-        raise UserError(f"The {name} holds the control character {control!r}. Remove it.")
+        where = f"at character {control.start() + 1:,}"
+        raise UserError(f"The {name} holds the control character {control[0]!r} {where}. Remove it.")
     if weighting:
         _check_weights(name, text)
 
@@ -139,16 +141,16 @@ def _check_one_of(name: str, value: Any, allowed: Any) -> None:
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or not least <= value <= most:
-        raise UserError(f"The number of {name} must be from {least} to {most:,}, got {_shown(value)}.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise UserError(f"{name} must be a whole number from {least} to {most:,}, got {_shown(value)}.")
     if value != int(value):
-        raise UserError(f"The number of {name} must be a whole number, got {value}.")
+        raise UserError(f"{name} must be a whole number from {least} to {most:,}, got {value}.")
     return int(value)
 
 
 def _guidance(value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not 0 <= value <= MOST_GUIDANCE:
+    if not number or not 0 <= value <= MOST_GUIDANCE:
         raise UserError(f"The guidance scale must be a number from 0 to {MOST_GUIDANCE:g}, got {_shown(value)}.")
     return float(value)
 
@@ -165,9 +167,9 @@ def _size(height: Any, width: Any, models: "Models") -> tuple[int, int]:
     for name, value, its in (("height", height, own[0]), ("width", width, own[1])):
         if models.is_toy and value != its:
             raise UserError(f"The {name} of {models.base} is {its} pixels and cannot be changed, got {_shown(value)}.")
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
         least = its // 4
-        if not number or value % 8 or not least <= value <= most:
+        if not number or not least <= value <= most or value % 8:
             raise UserError(
                 f"The {name} must be a multiple of 8 pixels, at least {least}, got {_shown(value)}. The model's own is "
                 f"{its}."
@@ -193,9 +195,12 @@ def check_labels(value: Any, models: "Models") -> tuple[str, ...]:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message, whatever it is."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:79] + "…"
+    """A value in a message, whatever it is and however deep."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 # Pictures that are given back
@@ -218,13 +223,10 @@ def request_of_png(file: str | bytes, models: "Models") -> tuple[Request, list[s
         UserError: it is no PNG, holds no settings, or these cannot be used.
     """
     settings = _settings(_text(file))
-    asked = settings.get(REQUEST_KEY)
     notes: list[str] = []
-    values = _of_generate(settings, notes) if asked is None else asked
-    if not isinstance(values, dict):
-        raise UserError(f"The picture's settings hold a request that is {_shown(values)}. {_OURS}")
-    request = _request(values, models)
-    return check(_fitted(request, str(settings.get("base")), models, notes), models), notes
+    request = _fitted(_request(settings, models), settings.get("base"), models, notes)
+    notes += [f"Its {name} is not used here." for name in ("prompt_2", "encoder_2") if settings.get(name) is not None]
+    return check(request, models), notes
 
 
 _OURS = "Give a PNG that this demo or `debias-diffusion generate` wrote, as it was saved."
@@ -260,36 +262,27 @@ def _settings(text: str) -> dict:
     return settings
 
 
-_SAME_IN_GENERATE = ("prompt", "negative_prompt", "seed", "steps", "guidance_scale", "height", "width", "weighting")
+_SAME = ("prompt", "steps", "guidance_scale", "height", "width", "weighting", "images", "scheduler", "long_prompts")
 
 
-def _of_generate(settings: dict, notes: list[str]) -> dict:
-    """What `generate` writes, as a request; says what of it the demo does not have."""
-    values = {name: settings[name] for name in _SAME_IN_GENERATE if name in settings}
-    values["negative_prompt"] = "" if settings.get("negative_prompt") is None else settings["negative_prompt"]
-    encoder = settings.get("encoder")
-    values["encoders"] = ["original" if encoder is None else encoder]
-    values["long_prompts"] = "windows"
-    for name in ("prompt_2", "encoder_2"):
-        if settings.get(name) is not None:
-            notes.append(f"Its {name} is not used here.")
-    return values
-
-
-def _request(values: dict, models: "Models") -> Request:
-    """The request with this demo's defaults for what is not named. Raises UserError for what it does not know."""
-    known = {field.name for field in fields(Request)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise UserError(f"The picture's settings name {_shown(unknown[0])}, and not only {', '.join(sorted(known))}.")
-    if "prompt" not in values:
-        raise UserError(f"The picture's settings name no prompt. {_OURS}")
+def _request(settings: dict, models: "Models") -> Request:
+    """What the settings say, of whatever type; what `generate` does not write is as it draws."""
+    if "prompt" not in settings:
+        raise UserError(f"The PNG's settings name no prompt. {_OURS}")
+    values = {"long_prompts": "windows"} | {name: settings[name] for name in _SAME if name in settings}
+    negative, encoder = settings.get("negative_prompt"), settings.get("encoder")
+    values["negative_prompt"] = "" if negative is None else negative
+    values["encoders"] = settings.get("encoders", ["original" if encoder is None else encoder])
+    if "seed" in settings:
+        values["seed"] = (
+            parse_seed(settings["seed"]) - _whole("picture", settings.get("picture", 1), 1, MOST_IMAGES) + 1
+        )
     return replace(models.defaults, **values)
 
 
-def _fitted(request: Request, base: str, models: "Models", notes: list[str]) -> Request:
+def _fitted(request: Request, base: Any, models: "Models", notes: list[str]) -> Request:
     changed: dict[str, Any] = {}
-    if base not in (models.base, "None"):
+    if isinstance(base, str) and models.base not in (base, Path(base).name):
         notes.append(f"It was drawn with the base {_shown(base)}; here it is {models.base}, which draws otherwise.")
     if isinstance(request.encoders, list | tuple):
         changed["encoders"] = _known_encoders(request.encoders, models, notes)
@@ -310,8 +303,3 @@ def _known_encoders(encoders: Any, models: "Models", notes: list[str]) -> tuple[
     if lost:
         notes.append(f"Without the encoder {_shown(', '.join(lost))}, which is not here.")
     return tuple(known or models.labels)
-
-
-def as_json(request: Request) -> dict:
-    """The request as JSON has it."""
-    return asdict(request) | {"encoders": list(request.encoders)}
