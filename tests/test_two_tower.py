@@ -215,6 +215,7 @@ def test_other_activations_and_other_models_are_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     for change, message in (
         ({"vision_config": config["vision_config"] | {"hidden_act": "gelu"}}, "activations quick_gelu and gelu"),
+        ({"vision_config": config["vision_config"] | {"hidden_size": "wide"}}, "no configuration of a CLIPModel"),
         ({"model_type": "siglip"}, "of type 'siglip'; .*ViT-B-16-SigLIP2:webli"),
         ({"architectures": ["CLIPTextModelWithProjection"]}, "holds a text encoder without an image tower"),
     ):

@@ -112,7 +112,7 @@ def read_clip_model(source: str | Path) -> Backbone:
     """
     config = _read_config(source)
     try:
-        model, info = CLIPModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        model, info = CLIPModel.from_pretrained(source, output_loading_info=True)
     except Exception as error:  # whatever a wrong or hostile file makes the library raise
         raise UserError(f"The CLIPModel {os.fspath(source)!r} could not be loaded: {reason(error)}.") from error
     missing = sorted(name for name in info["missing_keys"] if not name.endswith("position_ids"))
@@ -125,7 +125,7 @@ def read_clip_model(source: str | Path) -> Backbone:
         clip = open_clip.CLIP(**model_cfg)
         clip.load_state_dict(_state(model))
         captions = find_family(os.fspath(source), model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
-    except (RuntimeError, ValueError) as error:  # sizes that do not divide, names of weights, ids
+    except Exception as error:  # sizes that do not divide, ids that it has not
         raise UserError(f"{os.fspath(source)!r} cannot be an open_clip model: {reason(error)}.") from error
     open_clip.set_model_preprocess_cfg(clip, preprocess)
     return Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
@@ -155,7 +155,10 @@ def _read_config(source: str | Path) -> CLIPConfig:
             f"{named} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
             "example ViT-B-16-SigLIP2:webli."
         )
-    return CLIPConfig.from_dict(content)
+    try:
+        return CLIPConfig.from_dict(content)
+    except Exception as error:  # as above
+        raise UserError(f"{named} has no configuration of a CLIPModel: {reason(error)}.") from error
 
 
 def _model_cfg(config: CLIPConfig, source: str | Path) -> dict:
