@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,7 @@ import yaml
 import debias_diffusion
 from debias_diffusion.backbones import Backbone
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.report import escaped, weights_digest
 from debias_diffusion.files import read_json_object
 from debias_diffusion.training import TrainConfig
 
@@ -175,86 +176,52 @@ class _Run:
 
 def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:
     """What `evaluate` left in `folder`, as Markdown, each with its command."""
+    from debias_diffusion.eval.merged_report import EVALUATIONS
+
     found = []
-    for name, describe in _DESCRIBE.items():
+    for name, (module, title, options) in EVALUATIONS.items():
         file = Path(folder) / f"{name}.json"
         if not file.is_file():
             continue
-        report = read_json_object(file)
+        report, words = read_json_object(file), name.replace("_", "-")
         try:
-            settings, text = report["settings"], describe(report)
-            command = _command(f"debias-diffusion evaluate {name}", settings, _evaluation(name))
-            digest = None if name == "generation" else report["digests"]["model"]
+            if name in _OF_TWO_TOWERS:
+                report = _of_model(file, report, backbone)
+            tables = "\n\n".join(table.markdown() for table in module.tables(report))
+            notes = "".join(f"\n- {escaped(note)}" for note in report["notes"])
+            command = _command(f"debias-diffusion evaluate {words}", report["settings"], options)
+        except UserError:
+            raise
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"{str(file)!r} is no result of `debias-diffusion evaluate {name}`: {error!r}.") from error
-        if digest is not None:
-            _check_weights(file, digest, backbone)
-        found.append(f"{text}\n\n```bash\n{command}\n```")
+            raise UserError(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`: {error!r}.") from error
+        found.append(f"{title}:\n\n{tables}\n{notes}".rstrip() + f"\n\n```bash\n{command}\n```")
     if not found:
         raise UserError(
-            f"The folder {folder!r} holds none of {', '.join(f'{name}.json' for name in _DESCRIBE)}. Give what "
+            f"The folder {folder!r} holds none of {', '.join(f'{name}.json' for name in EVALUATIONS)}. Give what "
             "`debias-diffusion evaluate` was given as --output."
         )
     return found
 
 
-def _check_weights(file: Path, digest: str, backbone: Backbone | None) -> None:
-    """Scores of a two-tower name its weights by their digest; they must be those that are exported."""
-    from debias_diffusion.eval.report import weights_digest
+_OF_TWO_TOWERS = ("retrieval", "robustness", "classification")
 
+
+def _of_model(file: Path, report: dict, backbone: Backbone | None) -> dict:
+    """What a report says of the model that is exported, which it knows by the digest of its weights."""
     if backbone is None:
         raise UserError(f"{str(file)!r} was measured with a two-tower, and --model is a text encoder alone. Give that.")
-    if digest != weights_digest(backbone):
+    own = weights_digest(backbone)
+    encoders = {
+        label: numbers
+        for label, numbers in report["encoders"].items()
+        if report["digests"]["encoders"].get(label) == own
+    }
+    if not encoders:
         raise UserError(
             f"{str(file)!r} was measured with other weights than those of --model. Evaluate these, or leave out "
             "--scores."
         )
-
-
-def _retrieval(report: dict) -> str:
-    recalls = report["recall_percent"]
-    rows = [[direction.replace("_", " "), *values.values()] for direction, values in recalls.items()]
-    header = ["recall, percent", *next(iter(recalls.values()))]
-    return f"Retrieval with whole captions, {report['pairs']} pairs:\n\n{_table(header, rows)}"
-
-
-def _robustness(report: dict) -> str:
-    rows = [[edit, r1["text_to_image"], r1["image_to_text"]] for edit, r1 in report["recall_at_1_percent"].items()]
-    header = ["R@1, percent", "text to image", "image to text"]
-    return (
-        f"Retrieval with the captions' sentences as they are, the first swapped with the second or fourth, or removed, "
-        f"{report['pairs']} pairs:\n\n{_table(header, rows)}"
-    )
-
-
-def _generation(report: dict) -> str:
-    scores = {
-        name: report[name] for name in ("fid_64", "fid_2048", "fid_own", "dino_score") if report.get(name) is not None
-    }
-    encoder, base = report["settings"]["encoder"], report["settings"]["base"]
-    drawn = f"the encoder {code(_public(encoder))}" if encoder else "the base's own encoder"
-    notes = "".join(f"\n- {note}" for note in report["notes"])
-    return (
-        f"Pictures of {report['pairs']} captions, drawn by {code(_public(base))} with {drawn}, against the originals:"
-        f"\n\n{_table([*scores], [[*scores.values()]])}\n{notes}"
-    ).rstrip()
-
-
-_DESCRIBE: dict[str, Callable[[dict], str]] = {
-    "retrieval": _retrieval,
-    "robustness": _robustness,
-    "generation": _generation,
-}
-
-
-def _evaluation(name: str) -> type:
-    if name == "generation":
-        from debias_diffusion.eval.generation import GenerationConfig
-
-        return GenerationConfig
-    from debias_diffusion.eval.retrieval import RetrievalConfig
-
-    return RetrievalConfig
+    return report | {"encoders": encoders, "compared": []}
 
 
 def _command(program: str, settings: Mapping, options: type) -> str:
@@ -267,9 +234,15 @@ def _command(program: str, settings: Mapping, options: type) -> str:
         if field.default is not dataclasses.MISSING and value in (field.default, _plain(field.default)):
             continue
         flag = f"--{field.name.replace('_', '-')}"
-        text = _public(value) if isinstance(value, str) else json.dumps(value)
+        text = _as_given(value)
         words.append(flag if value is True else f"{flag} {shlex.quote(text)}")
     return " ".join(words).replace("```", "")
+
+
+def _as_given(value) -> str:
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return ",".join(map(_public, value))
+    return _public(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _plain(value):

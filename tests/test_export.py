@@ -40,8 +40,9 @@ def world(tmp_path_factory, one_thread):
     save_tiny_clip(folder / "base", quick_gelu=True)
     settings = {"validation": 4, "batch": 8, "components": 3, "max_steps": 2, "workers": 0, "learning_rate": 1e-3}
     train(TrainConfig(data, run, base, images, short_weight=0.25, **settings))
-    evaluate_retrieval(RetrievalConfig(f"{run}/best", data, scores, images, limit=10))
-    evaluate_robustness(RobustnessConfig(f"{run}/best", data, scores, images, limit=10))
+    pairs = {"data": data, "images": images, "limit": 10}
+    evaluate_retrieval(RetrievalConfig([f"{run}/best", base], scores, **pairs))
+    evaluate_robustness(RobustnessConfig([f"{run}/best"], scores, **pairs))
     return SimpleNamespace(folder=folder, base=base, run=run, scores=scores, data=data, images=images)
 
 
@@ -234,12 +235,15 @@ def test_the_card_says_what_the_run_left(tmp_path, world):
     retrieval, robustness = (
         json.loads(Path(world.scores, f"{name}.json").read_text()) for name in ("retrieval", "robustness")
     )
-    values = retrieval["recall_percent"]["text_to_image"].values()
-    assert f"| text to image | {' | '.join(f'{value:.2f}' for value in values)} |" in card
-    removed = robustness["recall_at_1_percent"]["remove"]
-    assert f"| remove | {removed['text_to_image']:.2f} | {removed['image_to_text']:.2f} |" in card
-    for name in ("retrieval", "robustness"):
-        assert f"debias-diffusion evaluate {name} --model run/best --data data.json --images images --limit 10" in card
+    # of the model that is exported, which is one of two that were evaluated
+    recalls = retrieval["encoders"]["best"]["recall_percent"]["text_to_image"]
+    (row,) = [line for line in card.split("recall in percent, text to image")[1].splitlines() if "| best |" in line][:1]
+    assert all(f"| {value:.2f} |" in row for value in recalls.values())
+    assert "| base |" not in card and len(retrieval["encoders"]) == 2
+    kept = robustness["encoders"]["best"]["recall_at_1_percent"]["remove"]["text_to_image"]
+    assert f"| {kept:.2f} |" in card.split("How shortsighted?")[1]
+    for name, encoders in (("retrieval", "run/best,base"), ("robustness", "run/best")):
+        assert f"evaluate {name} --encoders {encoders} --data data.json --images images --limit 10" in card
 
 
 def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_path, world):
@@ -248,8 +252,8 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
             export(ExportConfig(str(model), str(tmp_path / "x"), scores=str(scores)))
         assert not (tmp_path / "x").exists()
 
-    refused(world.base, world.scores, "retrieval.json' was measured with other weights")
-    refused(world.run, tmp_path, "holds none of retrieval.json, robustness.json, generation.json")
+    refused(world.base, world.scores, "robustness.json' was measured with other weights")
+    refused(world.run, tmp_path, "holds none of robustness.json, retrieval.json")
     write_file(to_transformers(tiny_clip())[0], tmp_path / "alone.safetensors")
     refused(
         tmp_path / "alone.safetensors", world.scores, "measured with a two-tower, and --model is a text encoder alone"
@@ -260,22 +264,37 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
 
 
 def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
+    number = {"value": 0.25, "low": 0.125, "high": 0.5}
     report = {
+        "evaluation": "generation",
         "settings": {
-            "data": "/private/data.json",
-            "base": "stabilityai/x",
-            "encoder": "/private/enc",
-            "seed": 3,
-            "dino": "d",
+            **{
+                "encoders": ["/private/enc", "toy/clip"],
+                "base": "stabilityai/x",
+                "data": "/private/data.json",
+                "seed": 3,
+            },
+            **{
+                "inception_weights": None,
+                "dino": "/private/d",
+                "dinov2": None,
+                "own_features": None,
+                "clip_score": None,
+            },
         },
-        **{"pairs": 7, "fid_64": 0.5, "fid_2048": None, "dino_score": 0.25, "notes": ["biased upwards"], "digests": {}},
+        "images": 7,
+        "encoders": {
+            label: {"scores": {"dino_score": number}, "cut_at": None, "prompts_cut": 0, "seconds": 2.0}
+            for label in ("enc", "toy/clip")
+        },
+        **{"compared": [], "notes": ["biased upwards"]},
     }
     (tmp_path / "generation.json").write_text(json.dumps(report))
     export(ExportConfig(world.run, str(tmp_path / "x"), scores=str(tmp_path)))
     card = (tmp_path / "x" / "README.md").read_text()
-    assert "Pictures of 7 captions, drawn by `stabilityai/x` with the encoder `enc`" in card and "/private" not in card
-    assert "| fid_64 | dino_score |\n|---|---|\n| 0.50 | 0.25 |\n\n- biased upwards" in card
-    assert "debias-diffusion evaluate generation --data data.json --base stabilityai/x --encoder enc --seed 3" in card
+    assert "| 7 images, with 95% intervals | enc | toy/clip |" in card and "/private" not in card
+    assert "0.25" in card and "- biased upwards" in card
+    assert "evaluate generation --encoders enc,toy/clip --base stabilityai/x --data data.json --seed 3" in card
 
 
 def test_the_card_tells_the_base_model_only_where_it_is_known(tmp_path):
