@@ -131,13 +131,19 @@ def read_clip_model(source: str | Path) -> Backbone:
     return Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
 
 
+def text_encoder_alone(source: str | Path) -> UserError:
+    """What to say of a text encoder where both towers are needed."""
+    return UserError(
+        f"{os.fspath(source)!r} holds a text encoder without an image tower, which retrieval and classification need. "
+        "Give the training run, or what `debias-diffusion export --to clip` or `--to open_clip` makes of it."
+    )
+
+
 def _read_config(source: str | Path) -> CLIPConfig:
     named = repr(os.fspath(source))
-    alone = f"{named} holds a text encoder without an image tower, which retrieval and classification need. Give the "
-    alone += "training run, or what `debias-diffusion export --to clip` or `--to open_clip` makes of it."
     if isinstance(source, Path) and not (source / "config.json").is_file():
         if any((source / name / "config.json").is_file() for name in ("text_encoder", "text_encoder_2")):
-            raise UserError(alone)
+            raise text_encoder_alone(source)
         raise UserError(
             f"{named} holds no model with two towers: neither {CONFIG_FILE}, in it or in the best/ or last/ of a "
             "training run, nor the config.json of a transformers CLIPModel."
@@ -149,7 +155,7 @@ def _read_config(source: str | Path) -> CLIPConfig:
         raise UserError(f"{named} is no folder or file here, and gives no CLIPModel.{hub} {reason(error)}.") from error
     kind, architectures = content.get("model_type"), content.get("architectures") or []
     if kind == "clip_text_model" or any("CLIPText" in name for name in architectures):
-        raise UserError(alone)
+        raise text_encoder_alone(source)
     if kind != "clip":
         raise UserError(
             f"{named} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "

@@ -11,7 +11,7 @@ from ..errors import UserError, near_matches
 from ..toyworld.fine_tuned import DIFFERENCE, load_fine_tuned
 from ..toyworld.shipped import shipped
 from ..weights import find_weights
-from .clip_model import read_clip_model
+from .clip_model import read_clip_model, text_encoder_alone
 from .load import best_of_run, model_and_weights
 from .names import State
 from .single_file import read_tensors, text_part, told_beside, usual_activation
@@ -89,7 +89,7 @@ def _load_file(file: Path) -> Backbone:
     if any(".vision_model." in f".{name}" for name in tensors):
         raise UserError(f"{named} holds a transformers CLIPModel. Give its folder, which tells what a file does not.")
     if not any(name.startswith("visual.") for name in tensors):
-        raise UserError(f"{named} holds a text encoder without an image tower, {_WHAT_NEEDS_ONE}.")
+        raise text_encoder_alone(file)
     sizes = _sizes_of(tensors)
     models = [name for name in open_clip.list_models() if sizes and _sizes(name) == sizes]
     if not models:
@@ -98,12 +98,6 @@ def _load_file(file: Path) -> Backbone:
             f"MODEL:{os.fspath(file)}, or give its open_clip folder."
         )
     return load_backbone(_of_activation(models, tensors, file, sure), str(file))
-
-
-_WHAT_NEEDS_ONE = (
-    "which retrieval and classification need. Give the training run, or what `debias-diffusion export --to clip` or "
-    "`--to open_clip` makes of it"
-)
 
 
 def _sizes(model: str) -> tuple | None:
@@ -153,5 +147,6 @@ def _of_activation(models: list[str], tensors: State, file: Path, sure: bool) ->
 
 
 _GUESSED = (
-    "{file!r} does not tell its activation and was taken for {model}'s. Name its model to be sure: {others}:{file}."
+    "{file!r} does not tell its activation and was taken for {model}'s. Models of its sizes: {others}; name the one it is, as "
+    "in {model}:{file}, to be sure."
 )
