@@ -274,9 +274,8 @@ def _request(settings: dict, models: "Models") -> Request:
     values["negative_prompt"] = "" if negative is None else negative
     values["encoders"] = settings.get("encoders", ["original" if encoder is None else encoder])
     if "seed" in settings:
-        values["seed"] = (
-            parse_seed(settings["seed"]) - _whole("picture", settings.get("picture", 1), 1, MOST_IMAGES) + 1
-        )
+        picture = _whole("picture", settings.get("picture", 1), 1, MOST_IMAGES)
+        values["seed"] = parse_seed(settings["seed"]) - picture + 1
     return replace(models.defaults, **values)
 
 
