@@ -423,17 +423,15 @@ def _notes(one_sentence: int, captions: int) -> list[str]:
 
 
 def tables(report: dict) -> list[Table]:
-    """A report's numbers: for each encoder R@1 and drops by edit, then the shares kept, and the encoders compared."""
-    header = ["captions cut", *(f"{what}, {_words(way)}" for way in DIRECTIONS for what in ("R@1", "drop"))]
-    found = [
-        Table([label, *header], [_row(numbers, name) for name in EDITS])
-        for label, numbers in report["encoders"].items()
-    ]
+    """A report's numbers: the shares kept, for each encoder R@1 and drops by edit, and the encoders compared."""
     rows = [
         [label, *(_with_interval(*numbers["kept_without_summary_percent"][way].values()) for way in DIRECTIONS)]
         for label, numbers in report["encoders"].items()
     ]
-    found.append(Table(["share of R@1 kept without the first sentence, percent", *map(_words, DIRECTIONS)], rows))
+    found = [Table(["share of R@1 kept without the first sentence, percent", *map(_words, DIRECTIONS)], rows)]
+    header = ["captions cut", *(f"{what}, {_words(way)}" for way in DIRECTIONS for what in ("R@1", "drop"))]
+    for label, numbers in report["encoders"].items():
+        found.append(Table([label, *header], [_row(numbers, name) for name in EDITS]))
     # as many again from image to text would hide what matters; the JSON has them
     shown = [line for line in report["compared"] if line["score"].endswith(_words(DIRECTIONS[0]))]
     return found + compared_tables(shown)
