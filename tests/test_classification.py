@@ -224,6 +224,9 @@ def test_what_is_finished_is_not_done_again(model, other_model, tmp_path, monkey
     anew = run([model, other_model], "cifar-10", root, tmp_path / "anew")
     for name in ("encoders", "compared", "digests"):
         assert anew[name] == together[name]
+    (root / "batches.meta.txt").write_text("".join(f"{name}\n" for name in CIFAR_10[::-1]))
+    run(model, "cifar-10", root, output)  # other names are other features of classes; the images are the same
+    assert sorted(name.split("-")[0] for name in kept().keys() - whole.keys()) == ["classes", "classes"]
 
 
 def test_the_share_of_unusable_images_has_a_limit(model, tmp_path, monkeypatch):
