@@ -99,7 +99,7 @@ def _report():
 EVALUATIONS = {
     "all": ("all of these that the given things allow, and one page of them", _all),
     "retrieval": ("recall of retrieval with whole captions", _retrieval),
-    "robustness": ("recall when sentences are moved or the first is removed", _robustness),
+    "robustness": ("how shortsighted? Recall when sentences are moved, removed or come late", _robustness),
     "attention": ("how much the end of a text attends to each of its positions", _attention),
     "classification": ("zero-shot top-1 on ImageNet, its variants and CIFAR", _classification),
     "dpg-bench": ("what pictures of DPG-Bench's dense prompts show of what was asked", _dpg_bench),
@@ -172,6 +172,11 @@ def _parse(program: str, summary: str, options: type, arguments: list[str]):
     flags = [name for name, field in fields.items() if field.type in (bool, "bool")]
     lists = [name for name, field in fields.items() if field.type in (list[str], "list[str]")]
     values = parser.parse_args(_normalise(arguments, flags, lists)).as_dict()
+    missing = next(
+        (name for name in positional if values.get(name) is None and fields[name].type in (str, "str")), None
+    )
+    if missing:
+        _fail(f"{missing} is missing: give `{program} {missing.upper()}`, the {POSITIONAL[missing]}.")
     return options(**{name: values.get(name) for name in fields})
 
 

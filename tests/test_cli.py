@@ -117,10 +117,16 @@ def test_train_then_export_then_evaluate(capsys, tmp_path, world):
         "README.md",
     }
     for kind in ("retrieval", "robustness"):
-        arguments = [*world[:4], "--model", tmp_path / "run" / "best", "--output", tmp_path / "scores", "--limit=10"]
+        encoders = ["--encoders", f"{tmp_path / 'run'},{world[5]}"]
+        arguments = [*world[:4], *encoders, "--output", tmp_path / "scores", "--limit=10"]
         code, out, err = run(capsys, "evaluate", kind, *arguments)
         assert code == 0, err
-        assert json.loads((tmp_path / "scores" / f"{kind}.json").read_text())
+        assert len(json.loads((tmp_path / "scores" / f"{kind}.json").read_text())["encoders"]) == 2
+    code, out, err = run(capsys, "evaluate", "report", tmp_path / "scores")
+    assert code == 0 and "2 results in 2 sections" in out, err
+    assert (tmp_path / "scores" / "report.html").is_file()
+    code, _, err = run(capsys, "evaluate", "report")
+    assert code == 2 and "folder is missing: give `debias-diffusion evaluate report FOLDER`" in err
 
 
 def test_check_data_is_a_flag(capsys, tmp_path, world):

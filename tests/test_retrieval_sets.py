@@ -356,7 +356,7 @@ def test_a_benchmark_s_robustness(tiny_clip, tmp_path):
     report = evaluate_robustness(
         RobustnessConfig([tiny_clip], output=str(tmp_path / "out"), dataset="urban1k", root=str(tmp_path))
     )
-    assert report["pairs"] == len(expected) and report["one_sentence_captions"] == 0
+    assert report["captions"] == len(expected) and report["one_sentence_captions"] == 0
 
 
 @pytest.mark.parametrize(
