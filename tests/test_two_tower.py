@@ -242,7 +242,7 @@ def test_a_file_with_both_towers_is_the_model_of_its_sizes_with_a_warning(tmp_pa
     save_file(backbone.model.state_dict(), tmp_path / "weights.safetensors")
     with pytest.warns(
         UserWarning,
-        match=r"does not tell its activation and was taken for tiny's. Models of its sizes: tiny or tiny-quick",
+        match=r"was taken for tiny's. Models of its sizes: tiny or tiny-quick",
     ):
         check(load_two_tower(tmp_path / "weights.safetensors"), backbone)
     # What stands beside it goes before the rule, by which three blocks are GELU's.

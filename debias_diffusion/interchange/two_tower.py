@@ -147,6 +147,6 @@ def _of_activation(models: list[str], tensors: State, file: Path, sure: bool) ->
 
 
 _GUESSED = (
-    "{file!r} does not tell its activation and was taken for {model}'s. Models of its sizes: {others}; name the one it is, as "
-    "in {model}:{file}, to be sure."
+    "{file!r} does not tell its activation and was taken for {model}'s. Models of its sizes: {others}; name the one it "
+    "is, as in {model}:{file}, to be sure."
 )
