@@ -283,7 +283,7 @@ def _fitted(request: Request, base: Any, models: "Models", notes: list[str]) -> 
     changed: dict[str, Any] = {}
     if isinstance(base, str) and models.base not in (base, Path(base).name):
         notes.append(f"It was drawn with the base {_shown(base)}; here it is {models.base}, which draws otherwise.")
-    if isinstance(request.encoders, list | tuple):
+    if isinstance(request.encoders, list | tuple) and all(isinstance(name, str) for name in request.encoders):
         changed["encoders"] = _known_encoders(request.encoders, models, notes)
     if isinstance(request.scheduler, str) and request.scheduler not in models.schedulers:
         changed["scheduler"] = models.schedulers[0]
@@ -295,10 +295,9 @@ def _fitted(request: Request, base: Any, models: "Models", notes: list[str]) -> 
 
 
 def _known_encoders(encoders: Any, models: "Models", notes: list[str]) -> tuple[str, ...]:
-    names = [label if isinstance(label, str) else _shown(label) for label in encoders]
     # `generate` writes an encoder as it was given, which may be a path whose last part is the label.
-    known = [label for label in models.labels if any(label in (name, Path(name).name) for name in names)]
-    lost = [name for name in names if name not in known and Path(name).name not in known]
+    found = {name: next((its for its in (name, Path(name).name) if its in models.labels), None) for name in encoders}
+    lost = [name for name, label in found.items() if label is None]
     if lost:
         notes.append(f"Without the encoder {_shown(', '.join(lost))}, which is not here.")
-    return tuple(known or models.labels)
+    return tuple(dict.fromkeys(label for label in found.values() if label is not None)) or tuple(models.labels)

@@ -1,0 +1,807 @@
+"""What the demo does, without its page: pictures equal those of `generate`, whatever came before and went wrong."""
+
+import gc
+import json
+import struct
+import threading
+import tracemalloc
+import zlib
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from io import BytesIO
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_sdxl import build_tiny_sdxl, stretched, text_encoder
+from transformers import CLIPTextModelWithProjection
+
+from debias_diffusion.app.demo.drawing import Drawn, Step, as_png, draw, settings_of
+from debias_diffusion.app.demo.models import Models
+from debias_diffusion.app.demo.reading import attention, attention_figure, movement, tokens
+from debias_diffusion.app.demo.requests import MOST_PNG, check, cleaned, request_of_png
+from debias_diffusion.app.demo.scenes import mark, random_scene
+from debias_diffusion.app.generate import GenerateConfig, generate
+from debias_diffusion.app.pictures import parameters, read_settings
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.attention import load_reader, look_at_prompt
+from debias_diffusion.pipelines import PromptLayout
+from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.sentences import split_sentences
+from debias_diffusion.tokens import clean, clip_tokenizer
+from debias_diffusion.toyworld.checker import objects_correct
+
+CPU = torch.device("cpu")
+TOYS = ["toy/clip", "toy/long-clip", "toy/debias-clip"]
+SCENE = random_scene(3)
+PROMPT = SCENE.caption  # of 93 tokens
+NEVER = bool
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def toy() -> Models:
+    return Models("toy/sdxl", TOYS, CPU)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """A base, and encoders for it of 77 positions, of 248, and of another width."""
+    root = tmp_path_factory.mktemp("tiny")
+    build_tiny_sdxl(root / "base")
+    models = {
+        "short": text_encoder(seed=5),
+        "long": stretched(text_encoder(seed=5), 248),
+        "wide": text_encoder(width=64),
+    }
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+        clip_tokenizer(model.config.max_position_embeddings).save_pretrained(root / name)
+    return {name: str(root / name) for name in ("base", *models)}
+
+
+@pytest.fixture(scope="module")
+def tiny(folders) -> Models:
+    return Models(folders["base"], ["original", folders["long"]], CPU)
+
+
+def ask(models: Models, **changes):
+    return replace(models.defaults, **{"prompt": PROMPT, "steps": 2, "images": 1} | changes)
+
+
+def pictures(models: Models, **changes) -> list[Drawn]:
+    return [item for item in draw(models, ask(models, **changes), NEVER) if isinstance(item, Drawn)]
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.convert("RGB"))
+
+
+def same(a: Image.Image, b: Image.Image) -> bool:
+    return np.array_equal(pixels(a), pixels(b))
+
+
+# Models
+
+
+def test_encoders_share_all_other_models_and_have_weights_of_their_own(toy):
+    pipes = {label: toy.pipeline(label, ask(toy)) for label in toy.labels}
+    for name in ("unet", "vae", "text_encoder_2", "text_encoder"):
+        places = [[weight.data_ptr() for weight in getattr(pipe, name).parameters()] for pipe in pipes.values()]
+        assert len(places[0]) > 10
+        shared = all(own == places[0] for own in places)
+        assert shared == (name != "text_encoder"), name
+
+
+def test_models_know_what_they_are(toy, tiny, folders):
+    assert toy.labels == TOYS and toy.is_toy and toy.size == (48, 48)
+    assert toy.schedulers[0] == "Euler" and len(set(toy.schedulers)) == len(toy.schedulers) == 5
+    assert toy.defaults.steps == 20 and toy.defaults.guidance_scale == 5.0
+    assert tiny.labels == ["original", "long"] and not tiny.is_toy and tiny.size == (64, 64) and tiny.base == "base"
+    assert tiny.encoders["original"].window == 77 and tiny.long_window == 248
+
+
+def test_original_is_the_base_as_it_is(folders, tiny):
+    pipe = load_sdxl(folders["base"], None, CPU)
+    pipe.set_progress_bar_config(disable=True)
+    drawn = pictures(tiny, encoders=("original",), long_prompts="windows")[0]
+    reference = pipe(
+        clean(PROMPT), generator=torch.Generator().manual_seed(0), num_inference_steps=2, guidance_scale=7.0
+    )
+    assert same(drawn.image, reference.images[0])
+
+
+@pytest.mark.parametrize(
+    "base, encoders, message",
+    [
+        ("base", [], "at least one"),
+        ("base", ["short"] * 2, "none twice"),
+        ("base", ["original", "short", "long", "wide", "base"], "at most 4"),
+        ("base", ["wide"], "width 64, and the one of .* has width 32"),
+        ("base", ["nowhere/at/all"], "not there"),
+        ("nowhere/at/all", ["short"], "base model .* is not there"),
+        ("toy/sdxl", ["toy/clipp"], "Did you mean toy/clip"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(folders, base, encoders, message):
+    with pytest.raises(UserError, match=message):
+        Models(folders.get(base, base), [folders.get(name, name) for name in encoders], CPU)
+
+
+# Drawing
+
+
+@pytest.mark.parametrize(
+    "encoder, changes, settings",
+    [
+        ("toy/debias-clip", {}, {}),
+        ("toy/clip", {"long_prompts": "windows"}, {}),
+        ("toy/debias-clip", {"guidance_scale": 1.0, "seed": 2**40}, {}),
+        (
+            "toy/long-clip",
+            {"negative_prompt": "A Red circle", "weighting": True, "prompt": "A (Red circle:1.4) BREAK a [ring]"},
+            {},
+        ),
+    ],
+)
+def test_pictures_are_those_that_generate_draws(toy, tmp_path, encoder, changes, settings):
+    drawn = pictures(toy, encoders=(encoder,), **changes)[0]
+    request = ask(toy, **changes)
+    names = ("prompt", "seed", "steps", "guidance_scale", "weighting")
+    config = GenerateConfig(
+        base="toy/sdxl",
+        encoder=encoder,
+        negative_prompt=request.negative_prompt or None,
+        output=str(tmp_path / "picture.png"),
+        device="cpu",
+        **{name: getattr(request, name) for name in names},
+    )
+    path = generate(config)
+    assert same(drawn.image, Image.open(path))
+    theirs = read_settings(path)
+    ours = settings_of_png(drawn.png)
+    # Digests of files are the command's own; a name of the base and not its path is the demo's.
+    assert {name: ours[name] for name in theirs if "sha256" not in name} == {
+        name: value for name, value in theirs.items() if "sha256" not in name
+    }
+    restored, notes = request_of_png(str(path), toy)
+    expected = replace(request, encoders=(encoder,), long_prompts="windows")
+    assert restored == expected and not notes
+
+
+def settings_of_png(png: bytes) -> dict:
+    return json.loads(Image.open(BytesIO(png)).info["settings"])
+
+
+def stock(models: Models, label: str) -> StableDiffusionXLPipeline:
+    """diffusers' own pipeline, which cuts what is longer than 77 tokens."""
+    pipe = models.pipeline(label, ask(models))
+    parts = dict(pipe.components)
+    parts["tokenizer"] = deepcopy(parts["tokenizer"])
+    parts["tokenizer"].model_max_length = 77
+    plain = StableDiffusionXLPipeline(**parts, force_zeros_for_empty_prompt=True, add_watermarker=False)
+    plain.set_progress_bar_config(disable=True)
+    return plain
+
+
+@pytest.mark.parametrize("label, long_prompts", [("toy/clip", "auto"), ("toy/clip", "cut"), ("toy/debias-clip", "cut")])
+@pytest.mark.parametrize("negative", ["", PROMPT + " No objects."])
+def test_cut_prompts_are_read_as_stock_sdxl_reads_them(toy, label, long_prompts, negative):
+    drawn = pictures(toy, encoders=(label,), long_prompts=long_prompts, negative_prompt=negative)[0]
+    reference = stock(toy, label)(
+        clean(PROMPT),
+        negative_prompt=clean(negative) or None,
+        generator=torch.Generator().manual_seed(0),
+        num_inference_steps=2,
+        guidance_scale=5.0,
+    )
+    assert same(drawn.image, reference.images[0])
+    assert drawn.read == "reads the first 75 of 93 tokens"
+
+
+def test_what_was_read_is_said(toy):
+    reads = {item.label: item.read for item in pictures(toy, steps=1)}
+    assert reads == {
+        "toy/clip": "reads the first 75 of 93 tokens",
+        "toy/long-clip": "reads all 93 tokens in one piece",
+        "toy/debias-clip": "reads all 93 tokens in one piece",
+    }
+    several = pictures(toy, steps=1, prompt=f"{PROMPT} {PROMPT} {PROMPT}", long_prompts="windows")
+    assert [item.read for item in several] == [
+        "reads all 279 tokens in 4 windows",
+        "reads all 279 tokens in 2 windows",
+        "reads all 279 tokens in 2 windows",
+    ]
+    brief = pictures(toy, steps=1, prompt="(a red circle:1.2)", weighting=True, encoders=("toy/clip",))
+    assert brief[0].read == "reads all 3 tokens in one piece"
+
+
+def test_steps_and_pictures_come_one_after_the_other(toy):
+    request = ask(toy, encoders=("toy/clip", "toy/debias-clip"), images=2, seed=7)
+    items = list(draw(toy, request, NEVER))
+    steps = [item for item in items if isinstance(item, Step)]
+    assert [(item.label, item.picture, item.step, item.steps) for item in steps] == [
+        (label, picture, step, 2)
+        for picture in (1, 2)
+        for label in ("toy/clip", "toy/debias-clip")
+        for step in (0, 1, 2)
+    ]
+    shares = [item.done_share for item in steps]
+    assert shares[0] == 0 and shares[-1] == 1 and all(a <= b for a, b in pairwise(shares))
+    drawn = [item for item in items if isinstance(item, Drawn)]
+    assert [(item.label, item.picture, item.seed) for item in drawn] == [
+        ("toy/clip", 1, 7),
+        ("toy/debias-clip", 1, 7),
+        ("toy/clip", 2, 8),
+        ("toy/debias-clip", 2, 8),
+    ]
+    assert all(isinstance(items[place], Drawn) for place in (3, 7, 11, 15))
+    again = pictures(toy, encoders=("toy/debias-clip",), seed=8)[0]
+    assert same(drawn[3].image, again.image) and not same(drawn[1].image, again.image)
+
+
+def test_nothing_that_was_drawn_before_shows(toy):
+    before = pictures(toy, encoders=("toy/debias-clip",))[0]
+    for name in toy.schedulers:
+        pictures(toy, encoders=("toy/clip",), scheduler=name, steps=3, prompt="(red:1.5) circle", weighting=True)
+        for item in draw(toy, ask(toy, scheduler=name, steps=9), NEVER):
+            if item.step == 2:
+                break  # the iterator is closed
+        after = pictures(toy, encoders=("toy/debias-clip",))[0]
+        assert after.png == before.png, name
+
+
+@pytest.mark.parametrize("name", ["Euler", "Euler a", "DPM++ 2M", "DDIM", "UniPC"])
+def test_every_scheduler_draws_the_toy_world(toy, name):
+    drawn = pictures(toy, encoders=("toy/debias-clip",), scheduler=name, steps=12, images=2, prompt=SCENE.caption)
+    right = [its for item in drawn for _, its in mark(SCENE, item.image)]
+    assert len(right) == 8 and sum(right) >= 3  # 1 in 48 by chance
+    made = settings_of_png(drawn[0].png)["scheduler"]
+    assert made == name and f"Sampler: {name}," in Image.open(BytesIO(drawn[0].png)).info["parameters"]
+
+
+def test_schedulers_leave_the_bases_own_as_it_was(toy):
+    own = toy.pipeline("toy/clip", ask(toy)).scheduler
+    before = dict(own.config)
+    drawn = {name: pixels(pictures(toy, encoders=("toy/clip",), scheduler=name)[0].image) for name in toy.schedulers}
+    assert all(not np.array_equal(drawn["Euler"], its) for name, its in drawn.items() if name != "Euler")
+    fresh = toy.pipeline("toy/clip", ask(toy)).scheduler
+    assert dict(fresh.config) == before and fresh.num_inference_steps is None
+
+
+# Breaking off
+
+
+class Counter:
+    """Counts what the UNet is asked."""
+
+    def __init__(self, models: Models):
+        self.calls = 0
+        self.handle = models.pipeline(models.labels[0], ask(models)).unet.register_forward_hook(self.count)
+
+    def count(self, *_) -> None:
+        self.calls += 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.handle.remove()
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 5])
+def test_no_step_is_taken_after_a_cancel(toy, after):
+    with Counter(toy) as unet:
+        items = list(draw(toy, ask(toy, steps=3), lambda: unet.calls >= after))
+    assert unet.calls == after
+    assert sum(isinstance(item, Drawn) for item in items) == (after - 1) // 3 * (after > 0)
+
+
+def test_a_closed_drawing_ends_within_a_step(toy):
+    before = threading.active_count()
+    with Counter(toy) as unet:
+        drawing = draw(toy, ask(toy, steps=50), NEVER)
+        next(item for item in drawing if item.step == 2)
+        drawing.close()
+        assert threading.active_count() == before
+        taken = unet.calls
+        assert taken < 50
+        assert not list(drawing) and unet.calls == taken
+
+
+def test_errors_reach_the_caller_and_end_the_thread(toy):
+    def broken() -> bool:
+        raise ZeroDivisionError("here")
+
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError, match="here"):
+        list(draw(toy, ask(toy), broken))
+    assert threading.active_count() == before
+
+
+def test_out_of_memory_is_told_and_harms_nothing(folders, monkeypatch):
+    """In half precision, where diffusers casts the autoencoder while it decodes."""
+    models = Models(folders["base"], ["original"], CPU, torch.float16)
+    vae = models.pipeline("original", ask(models)).vae
+    vae.register_to_config(force_upcast=True)
+    before = pictures(models, steps=1)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(vae, "decode", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("of 3 GiB")))
+        with pytest.raises(UserError, match="memory of cpu does not suffice .of 3 GiB.*smaller"):
+            pictures(models, steps=1)
+    assert vae.dtype == torch.float16
+    assert same(pictures(models, steps=1)[0].image, before.image)
+
+
+def test_nothing_grows_with_requests(tiny):
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(its, torch.Tensor) for its in gc.get_objects())
+
+    def work(count: int) -> None:
+        for seed in range(count):
+            drawn = pictures(tiny, steps=1, seed=seed, scheduler=tiny.schedulers[seed % 5], encoders=("long",))
+            assert request_of_png(drawn[0].png, tiny)[0].seed == seed
+            tokens(tiny, f"{PROMPT} {seed}")
+
+    work(5)
+    before = alive()
+    tracemalloc.start()
+    try:
+        work(5)
+        start = tracemalloc.get_traced_memory()[0]
+        work(20)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()
+    assert alive() == before
+    assert grown < 20 * 2000  # bytes; a picture of the smallest has 12,288
+
+
+# Requests
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"prompt": ""}, "empty"),
+        ({"prompt": " \n\t"}, "empty"),
+        ({"prompt": None}, "prompt must be text, got None"),
+        ({"prompt": "a" * 20_001}, "20,001 characters; at most 20,000"),
+        ({"prompt": "a\x00b"}, r"control character '\\x00' at character 2"),
+        ({"prompt": "a\x1b[31m"}, "control character"),
+        ({"prompt": "a\ud800"}, "no character"),
+        ({"negative_prompt": "a\x07"}, "negative prompt holds the control"),
+        ({"negative_prompt": 3}, "negative prompt must be text"),
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"seed": 2**63}, "seed must be a whole number"),
+        ({"seed": 2**63 - 1, "images": 2}, "leaves no seeds"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"seed": float("nan")}, "seed must be a whole number"),
+        ({"seed": True}, "seed must be a whole number"),
+        ({"steps": 0}, "steps must be a whole number from 1 to 100, got 0"),
+        ({"steps": 101}, "steps must be a whole number"),
+        ({"steps": 2.5}, "steps must be a whole number"),
+        ({"steps": float("nan")}, "steps must be a whole number"),
+        ({"steps": "20"}, "steps must be a whole number"),
+        ({"steps": True}, "steps must be a whole number"),
+        ({"images": 0}, "images must be a whole number"),
+        ({"images": 9}, "images must be a whole number"),
+        ({"images": 10**400}, "images must be a whole number"),
+        ({"guidance_scale": float("nan")}, "guidance scale must be a number from 0 to 30, got nan"),
+        ({"guidance_scale": float("inf")}, "guidance scale"),
+        ({"guidance_scale": -0.1}, "guidance scale"),
+        ({"guidance_scale": 31}, "guidance scale"),
+        ({"guidance_scale": 10**400}, "guidance scale"),
+        ({"guidance_scale": None}, "guidance scale"),
+        ({"height": 100}, "height must be a multiple of 8 pixels.*got 100"),
+        ({"width": 8}, "width must be a multiple of 8 pixels, at least 16"),
+        ({"width": float("nan")}, "width must be"),
+        ({"height": 10**400}, "height must be"),
+        ({"height": 96, "width": 96}, "96 x 96 are 9,216 pixels; at most 8,192"),
+        ({"encoders": ()}, "No encoder is chosen"),
+        ({"encoders": "original"}, "No encoder is chosen"),
+        ({"encoders": ("orignal",)}, "no encoder 'orignal'. Did you mean original"),
+        ({"encoders": (3,)}, "no encoder 3"),
+        ({"encoders": ("long", "long")}, "named twice"),
+        ({"scheduler": "euler"}, "no scheduler 'euler'. Did you mean Euler"),
+        ({"scheduler": None}, "no scheduler None"),
+        ({"long_prompts": "all"}, "Choose one of: auto, windows, cut"),
+        ({"weighting": "yes"}, "weighting must be true or false"),
+        ({"weighting": True, "prompt": "a (red"}, r"bracket '\(' of the prompt is never closed"),
+        ({"weighting": True, "prompt": "a red) cat"}, r"bracket '\)' of the prompt at character 6 closes none"),
+        ({"weighting": True, "prompt": "a (red] cat"}, "closes none of its kind"),
+        ({"weighting": True, "negative_prompt": "[a"}, "negative prompt is never closed"),
+        ({"weighting": True, "prompt": "(" * 9999 + "a" + ")" * 9999}, "more than 20 brackets"),
+        ({"weighting": True, "prompt": f"(a:{'9' * 400})"}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(tiny, changes, message):
+    with pytest.raises(UserError, match=message):
+        check(ask(tiny, **changes), tiny)
+    with pytest.raises(UserError, match=message):
+        next(draw(tiny, ask(tiny, **changes), NEVER))
+
+
+def test_the_toys_size_is_fixed(toy):
+    with pytest.raises(UserError, match="height of toy/sdxl is 48 pixels and cannot be changed, got 64"):
+        check(ask(toy, height=64), toy)
+
+
+def test_what_can_be_drawn_is_taken_with_whole_numbers(tiny):
+    given_ = ask(tiny, steps=4.0, seed=7.0, images=1.0, height=128.0, width=64, encoders=["long"], guidance_scale=3)
+    checked = check(given_, tiny)
+    assert checked == ask(tiny, steps=4, seed=7, height=128, width=64, encoders=("long",), guidance_scale=3.0)
+    assert all(type(its) is int for its in (checked.steps, checked.seed, checked.images, checked.height))
+    for text in ("a (b) [c] ((d:1.2)) \\( :\\) BREAK e++", "tab\there\nand there\r\n"):
+        check(ask(tiny, weighting=True, prompt=text), tiny)
+    assert json.loads(json.dumps(vars(checked)))["encoders"] == ["long"]
+
+
+def test_brackets_are_text_without_weighting(tiny):
+    check(ask(tiny, prompt=":) and (a"), tiny)
+
+
+# Pictures that are given back
+
+printable = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=40)
+layouts = PromptLayout(5, 77, (1, 1))
+
+
+@st.composite
+def requests(draw_, models: Models):
+    return replace(
+        models.defaults,
+        prompt=draw_(printable.filter(clean)) + draw_(st.sampled_from(["", "\n", "\t", '"\\'])) + "end",
+        negative_prompt=draw_(printable),
+        encoders=tuple(draw_(st.lists(st.sampled_from(models.labels), min_size=1, unique=True))),
+        seed=draw_(st.integers(0, 2**63 - 9)),
+        steps=draw_(st.integers(1, 100)),
+        guidance_scale=draw_(st.floats(0, 30)),
+        height=draw_(st.integers(2, 8)) * 8,
+        width=draw_(st.integers(2, 8)) * 8,
+        images=draw_(st.integers(1, 8)),
+        scheduler=draw_(st.sampled_from(models.schedulers)),
+        long_prompts=draw_(st.sampled_from(["auto", "windows", "cut"])),
+    )
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_a_png_gives_back_what_was_asked(tiny, data):
+    request = check(data.draw(requests(tiny)), tiny)
+    label = data.draw(st.sampled_from(request.encoders))
+    picture = data.draw(st.integers(1, request.images))
+    its = settings_of(tiny, request, label, picture, layouts)
+    file = as_png(Image.new("RGB", (8, 8)), its, "EulerDiscreteScheduler")
+    assert request_of_png(file, tiny) == (request, [])
+    assert Image.open(BytesIO(file)).info["parameters"] == parameters(its, "EulerDiscreteScheduler")
+
+
+def test_the_longest_prompts_fit_into_a_png(tiny):
+    request = ask(tiny, prompt="😀" * 20_000, negative_prompt="😀" * 20_000)
+    its = settings_of(tiny, request, "original", 1, layouts)
+    assert request_of_png(as_png(Image.new("RGB", (8, 8)), its, "DDIMScheduler"), tiny) == (request, [])
+
+
+def test_a_drawn_png_restores_its_request_from_a_file(toy, tmp_path):
+    request = ask(toy, images=2, steps=1, seed=5, encoders=("toy/clip", "toy/debias-clip"), scheduler="UniPC")
+    drawn = [item for item in draw(toy, request, NEVER) if isinstance(item, Drawn)]
+    for number, item in enumerate(drawn):
+        path = tmp_path / f"{number}.png"
+        path.write_bytes(item.png)
+        assert request_of_png(str(path), toy) == (request, [])
+        assert same(Image.open(path), item.image)
+        assert settings_of_png(item.png)["seed"] == item.seed
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_with(*chunks: bytes, size: tuple[int, int] = (1, 1)) -> bytes:
+    """A PNG made by hand."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0))
+    end = chunk(b"IDAT", zlib.compress(b"\0" * 4)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + end
+
+
+def saying(text: str) -> bytes:
+    return png_with(chunk(b"tEXt", b"settings\0" + text.encode()))
+
+
+def settings_with(**changes) -> bytes:
+    return saying(json.dumps({"prompt": "a cat", "encoder": "long", "base": "base"} | changes))
+
+
+def test_the_least_that_a_png_can_say(tiny):
+    request, notes = request_of_png(settings_with(), tiny)
+    assert request == replace(tiny.defaults, prompt="a cat", encoders=("long",), long_prompts="windows") and not notes
+
+
+@pytest.mark.parametrize(
+    "file, message",
+    [
+        (b"", "cannot be read as a PNG"),
+        (b"GIF89a" + bytes(50), "cannot be read as a PNG"),
+        (png_with()[:20], "cannot be read as a PNG"),
+        (b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 2**31 - 1) + b"tEXt", "cannot be read as a PNG"),
+        (png_with(), "holds no settings"),
+        (png_with(chunk(b"tEXt", b"other\0{}")), "holds no settings"),
+        (saying("no JSON"), "not JSON"),
+        (saying("[" * 10_000 + "]" * 10_000), "not JSON"),
+        (saying('{"prompt":' * 10_000), "not JSON"),
+        (saying('{"prompt": "a", "steps": NaN}'), "NaN is no number"),
+        (saying('{"prompt": "a", "steps": -Infinity}'), "Infinity is no number"),
+        (saying('{"prompt": "a", "guidance_scale": 1e999}'), "guidance scale must be a number"),
+        (saying('{"prompt": "a", "steps": 1' + "0" * 5000 + "}"), "not JSON"),
+        (saying("[]"), r"settings are \[\]"),
+        (saying("7"), "settings are 7"),
+        (saying("{}"), "name no prompt"),
+        (saying(" " * 2**20), "1,048,576 characters; 524,288 are read"),
+        (png_with(chunk(b"zTXt", b"settings\0\0" + zlib.compress(b" " * 2**26))), "cannot be read|holds no settings"),
+        (png_with(chunk(b"iTXt", b"settings\0\1\0\0\0" + zlib.compress(b" " * 2**26))), "cannot be read|holds no"),
+        (png_with(size=(60_000, 60_000)), "cannot be read as a PNG"),
+        (b"\0" * (MOST_PNG + 1), "bytes; pictures have at most"),
+        (settings_with(prompt=7), "prompt must be text"),
+        (settings_with(prompt="a\0"), "control character"),
+        (settings_with(prompt="a" * 30_000), "30,000 characters"),
+        (settings_with(prompt="\ud800"), "no character"),
+        (settings_with(negative_prompt=["a"]), "negative prompt must be text"),
+        (settings_with(steps="many"), "steps must be"),
+        (settings_with(steps=[[[[[[]]]]]]), "steps must be"),
+        (settings_with(steps=10**6), "steps must be"),
+        (settings_with(seed=-3), "seed must be"),
+        (settings_with(seed=0, picture=3), "seed must be"),
+        (settings_with(seed=7, picture="x"), "picture must be"),
+        (settings_with(images=10**9), "images must be"),
+        (settings_with(height=10**9), "height must be"),
+        (settings_with(encoders={}), "No encoder"),
+        (settings_with(encoders=[["long"]]), "no encoder"),
+        (settings_with(encoder=7), "no encoder 7"),
+        (settings_with(weighting=1), "weighting must be"),
+        (settings_with(long_prompts="x"), "long_prompts"),
+        (settings_with(scheduler=3), "no scheduler 3"),
+    ],
+)
+def test_hostile_files_are_refused_with_a_word(tiny, file, message, tmp_path):
+    path = tmp_path / "file.png"
+    path.write_bytes(file)
+    for given_ in (file, str(path)):
+        with pytest.raises(UserError, match=message) as caught:
+            request_of_png(given_, tiny)
+        assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("depth", [10, 500, 900, 990])
+def test_deep_values_are_shown_shortly(tiny, depth):
+    with pytest.raises(UserError) as caught:
+        request_of_png(saying('{"prompt": ' + "[" * depth + "]" * depth + "}"), tiny)
+    assert len(str(caught.value)) < 300
+
+
+@given(st.binary(max_size=200), st.integers(0, 400))
+@settings(max_examples=100)
+def test_broken_files_raise_nothing_else(tiny, noise, at):
+    file = settings_with()
+    broken = file[:at] + noise + file[at + len(noise) :]
+    with suppress(UserError):
+        request_of_png(broken, tiny)
+
+
+def test_the_picture_itself_is_never_decoded(tiny):
+    text = chunk(b"tEXt", b'settings\0{"prompt": "a cat"}')
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0))
+    file = b"\x89PNG\r\n\x1a\n" + header + text + chunk(b"IDAT", b"no pixels at all")
+    with pytest.raises(OSError):
+        Image.open(BytesIO(file)).load()
+    assert request_of_png(file, tiny)[0].prompt == "a cat"
+
+
+def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
+    request, notes = request_of_png(
+        settings_with(encoders=["/home/me/long", "gone"], base="other", scheduler="PLMS", prompt_2="a dog"), tiny
+    )
+    assert request.encoders == ("long",) and request.scheduler == "Euler"
+    assert len(notes) == 4
+    for note, words in zip(notes, ("base 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2"), strict=True):
+        assert words in note
+    request, notes = request_of_png(settings_with(height=1024, width=768), toy)
+    assert request.encoders == tuple(TOYS) and (request.height, request.width) == (48, 48) and len(notes) == 3
+
+
+# Tokens
+
+_ODD = "A red cat.|The dog sat!| |\n\n|e.g. this|No. 5|😀|&amp;|“So?” he said.|a red collar.The grass|猫。犬"
+pieces = st.lists(
+    st.sampled_from([*_ODD.split("|"), "e\u0301", "\u0338", "=", "ﬁ", "ÃƒÂ©", "&#46;", "İ", "ß", "...", "x" * 30])
+    | st.just("<|endoftext|>")
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("weighting", [False, True])
+@given(parts=pieces)
+@settings(max_examples=150)
+def test_tokens_are_the_cleaned_prompt_and_sentences_are_contiguous(tiny, parts, weighting):
+    prompt = " ".join(parts) if len(parts) % 2 else "".join(parts)
+    found = tokens(tiny, prompt, weighting)
+    text = "".join(token.text for token in found.tokens)
+    own = tiny.encoders["original"].tokenizer
+    if not weighting:
+        assert text == clean(prompt)
+    assert found.count == len(own(text, add_special_tokens=False, verbose=False)["input_ids"])
+    sentences = [token.sentence for token in found.tokens]
+    assert sentences == sorted(sentences)
+    assert not sentences or (sentences[0] == 1 and sentences[-1] <= found.sentences)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_every_token_is_in_its_sentence(toy, tiny, index):
+    prompt = random_scene(index).caption.replace("  ", "\n")
+    for models in (toy, tiny):
+        found = tokens(models, prompt)
+        joined = {}
+        for token in found.tokens:
+            joined[token.sentence] = joined.get(token.sentence, "") + token.text
+        expected = [clean(sentence) for sentence in split_sentences(prompt)]
+        assert [its.strip() for its in joined.values()] == expected and found.sentences == len(expected)
+
+
+def test_sentences_are_those_of_the_prompt_as_it_was_written(tiny):
+    """In lower case "st. the" and "wide. iPhone" would be other sentences."""
+    prompt = "He lives on 5th St. The house is red.  &quot;So?&quot; A CAT. A\ndog sat at 8 p.m. EST."
+    found = tokens(tiny, prompt)
+    assert found.sentences == len(split_sentences(prompt))
+    firsts = {}
+    for token in found.tokens:
+        firsts.setdefault(token.sentence, token.text.strip())
+    assert firsts[2] == "the"
+
+
+def test_windows_say_who_reads_a_token(toy, tiny):
+    prompt = " ".join(["cat"] * 300)
+    for models in (toy, tiny):
+        its = [token.window for token in tokens(models, " ".join(["red"] * 300)).tokens]
+        assert its == ["original"] * 75 + ["long"] * 171 + ["further"] * 54
+    only = Models("toy/sdxl", ["toy/clip"], CPU)
+    its = [token.window for token in tokens(only, prompt.replace("cat", "red")).tokens]
+    assert its == ["original"] * 75 + ["further"] * 225
+
+
+def test_counts_are_those_of_the_pipeline(toy):
+    for prompt, weighting in ((PROMPT, False), ("a (red:1.3) [circle] BREAK A ((ring))", True), ("a (red", False)):
+        pipe = toy.pipeline("toy/debias-clip", ask(toy, weighting=weighting))
+        assert tokens(toy, prompt, weighting).count == pipe.prompt_layout(cleaned(prompt, weighting)).tokens
+
+
+def test_tokens_of_what_is_being_typed(toy):
+    assert tokens(toy, "").tokens == () and tokens(toy, "  \n").count == 0
+    assert tokens(toy, "a (red", True).count == 2
+    with pytest.raises(UserError, match="at most 20,000"):
+        tokens(toy, "a" * 20_001)
+
+
+def test_tokens_are_counted_while_others_draw(toy):
+    drawing = draw(toy, ask(toy, steps=3), NEVER)
+    counts = [tokens(toy, PROMPT).count for item in drawing for _ in range(3)]
+    assert set(counts) == {93} and len(counts) > 20
+
+
+# Attention and movement
+
+
+def test_attention_is_that_of_the_evaluation(toy):
+    found = attention(toy, PROMPT, ["toy/debias-clip", "toy/clip"])
+    assert list(found) == ["toy/debias-clip", "toy/clip"]
+    for label, its in found.items():
+        assert its == look_at_prompt(load_reader(label, CPU), PROMPT)
+    figure = attention_figure(found)
+    shown = " ".join(text.get_text() for text in figure.axes[0].texts)
+    assert "toy/debias-clip" in shown and "triangle" in shown
+    with pytest.raises(UserError, match="empty"):
+        attention(toy, " ", TOYS)
+    with pytest.raises(UserError, match="no encoder"):
+        attention(toy, PROMPT, ["toy/sdxl"])
+
+
+def test_reading_uses_the_models_that_draw(toy):
+    for encoder in toy.encoders.values():
+        assert encoder.reader().encoder is encoder.model
+
+
+def embedding(models: Models, label: str, sentences: list[str]) -> torch.Tensor:
+    """One text, without pads, by the encoder itself."""
+    encoder = models.encoders[label]
+    ids = encoder.tokenizer(clean(" ".join(sentences)), truncation=True, max_length=encoder.window)["input_ids"]
+    with torch.no_grad():
+        return encoder.model(torch.tensor([ids])).pooler_output[0].double()
+
+
+def test_movement_is_how_far_the_encoder_itself_moves(toy):
+    rows = movement(toy, PROMPT, TOYS)
+    sentences = split_sentences(PROMPT)
+    swapped = [sentences[3], *sentences[1:3], sentences[0], *sentences[4:]]
+    edits = [swapped] + [sentences[:k] + sentences[k + 1 :] for k in range(len(sentences))]
+    assert [row.edit for row in rows] == ["sentences 1 and 4 swapped"] + [
+        f"sentence {k + 1} removed" for k in range(len(sentences))
+    ]
+    assert [row.text for row in rows[1:]] == sentences
+    for row, edited in zip(rows, edits, strict=True):
+        for label in TOYS:
+            a, b = embedding(toy, label, sentences), embedding(toy, label, edited)
+            expected = 1 - float(a @ b / a.norm() / b.norm())
+            assert row.distance[label] == pytest.approx(expected, abs=2e-6)
+    # what an encoder does not read does not move it
+    assert rows[-1].distance["toy/clip"] == 0.0 and rows[-1].distance["toy/long-clip"] > 1e-4
+
+
+def test_movement_of_few_and_many_sentences(toy):
+    rows = movement(toy, "A red cat. A blue ring.", ["toy/clip"])
+    assert [row.edit for row in rows] == ["sentences 1 and 2 swapped", "sentence 1 removed", "sentence 2 removed"]
+    assert len(movement(toy, "A red ring. " * 60, ["toy/clip"])) == 41
+    with pytest.raises(UserError, match="one sentence"):
+        movement(toy, "A red cat.", ["toy/clip"])
+    with pytest.raises(UserError, match="empty"):
+        movement(toy, "", ["toy/clip"])
+
+
+def test_movement_takes_the_projected_feature_where_there_is_one(folders, tmp_path):
+    config = deepcopy(text_encoder().config)
+    config.projection_dim = 16
+    torch.manual_seed(3)
+    projected = CLIPTextModelWithProjection(config).eval()
+    projected.save_pretrained(tmp_path / "projected")
+    clip_tokenizer(77).save_pretrained(tmp_path / "projected")
+    models = Models(folders["base"], [str(tmp_path / "projected")], CPU)
+    encoder = models.encoders["projected"]
+    assert isinstance(encoder.model, CLIPTextModelWithProjection)
+    rows = movement(models, "A red cat. A blue ring.", ["projected"])
+    features = [
+        encoder.model(torch.tensor([encoder.tokenizer(clean(text))["input_ids"]])).text_embeds[0]
+        for text in ("A red cat. A blue ring.", "A blue ring.")
+    ]
+    expected = 1 - torch.cosine_similarity(*features, dim=0).item()
+    assert rows[1].distance["projected"] == pytest.approx(expected, abs=1e-5)
+    assert pictures(models, steps=1)
+
+
+# Scenes
+
+
+def test_scenes_are_what_their_captions_say():
+    for seed in range(20):
+        its = random_scene(seed)
+        sentences = split_sentences(its.caption)
+        assert 9 <= len(sentences) <= 14 and its.original.size == (48, 48)
+        assert len(its.objects) == len(its.scene.things) >= 4
+        for (text, number), thing in zip(its.objects, its.scene.things, strict=True):
+            assert text == f"{thing.size} {thing.colour} {thing.kind}, {thing.place}"
+            told = [k for k, s in enumerate(sentences, 1) if thing.place in s and thing.kind in s]
+            assert number in told
+        assert all(right for _, right in mark(its, its.original))
+        assert [name for name, _ in mark(its, its.original)] == [name for name, _ in its.objects]
+    assert random_scene(4) == random_scene(4) and random_scene(4).caption != random_scene(5).caption
+
+
+def test_marks_are_the_checkers():
+    its, other = random_scene(0), random_scene(9)
+    assert [right for _, right in mark(its, other.original)] == list(
+        objects_correct(other.original, its.scene).values()
+    )
+    assert not all(right for _, right in mark(its, other.original))
+
+
+@pytest.mark.parametrize("seed", [-1, 1.0, None, True, "3"])
+def test_scenes_have_whole_numbers(seed):
+    with pytest.raises(UserError, match="whole number from 0"):
+        random_scene(seed)
