@@ -7,8 +7,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
@@ -38,7 +39,9 @@ class Processes:
     """
 
     def __init__(self, device: str | None = None):
-        state = PartialState(cpu=device == "cpu", timeout=_PATIENCE)
+        # Several processes without a GPU are each alone to accelerate, unless it is told that they use the CPU.
+        cpu = device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+        state = PartialState(cpu=cpu, timeout=_PATIENCE)
         self.count, self.index, self.is_main = state.num_processes, state.process_index, state.is_main_process
         if self.count == 1:
             self.device = pick_device(device)

@@ -242,7 +242,7 @@ from debias_diffusion.eval.drawing import Drawing, DrawingSettings, Subject
 from debias_diffusion.eval.processes import Processes
 
 base, encoder, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-own, told = Processes("cpu"), []
+own, told = Processes(), []
 
 
 def fails(work):
