@@ -225,11 +225,26 @@ def test_a_comparison_with_itself_and_both_ways():
     assert (there["low"], there["high"]) == pytest.approx((-back["high"], -back["low"]))
     # the interval leaves 0 out just where p is below 0.05
     assert (there["low"] <= 0 <= there["high"]) == (there["p"] > 0.05)
-    error = (there["high"] - there["difference"]) / scipy.stats.norm.ppf(0.975)
-    assert there["p"] == pytest.approx(2 * scipy.stats.norm.sf(-there["difference"] / error), rel=1e-4)
     # over the same halves, so that what both have in common does not blur it
     alone = [standard_error(one.halves["fid_own"], 60) for one in (a, b)]
     assert (there["high"] - there["low"]) / 2 / 1.96 < 0.5 * min(alone)
+
+
+def test_p_is_of_the_normal_distribution():
+    found = compare(*(numbers_of(*drawn_set(0, shift)) for shift in (0.5, -0.5)))["fid_own"]
+    error = (found["high"] - found["difference"]) / scipy.stats.norm.ppf(0.975)
+    assert 0.01 < found["p"] < 0.99
+    assert found["p"] == pytest.approx(2 * scipy.stats.norm.sf(abs(found["difference"]) / error), rel=1e-4)
+
+
+def test_no_interval_goes_beyond_what_the_score_can_be():
+    def ends(score: str) -> tuple[float, float]:
+        number = picture_scores._interval(0.5, 1.0, score)
+        return number["low"], number["high"]
+
+    assert ends("recall_own") == (0, 1)
+    assert ends("fid_own") == (0, pytest.approx(2.46, abs=0.01))
+    assert ends("kid_own") == (pytest.approx(-1.46, abs=0.01), pytest.approx(2.46, abs=0.01))
 
 
 def test_what_is_not_of_the_same_pictures_is_not_compared():
@@ -316,8 +331,6 @@ def test_numbers_go_through_json_and_are_compared(whole, folders):
     best = scores(originals, scores.of_originals(originals), CAPTIONS)
     assert best.numbers["fid_own"]["value"] == pytest.approx(0, abs=1e-3 * found.numbers["fid_own"]["value"])
     assert best.numbers["dino_score"]["value"] == pytest.approx(1)
-    # no interval goes beyond what the score can be
-    assert best.numbers["fid_own"]["low"] == 0 and best.numbers["precision_own"]["high"] == 1
     other = scores(originals, scores.of_originals(originals), CAPTIONS[1:] + CAPTIONS[:1])
     assert other.pictures["clip_score"] != best.pictures["clip_score"]
     compared = compare(again, best)
