@@ -16,6 +16,7 @@ from debias_diffusion.interchange import (
     best_of_run,
     export_clip_model,
     load_text_encoder,
+    load_two_tower,
     to_transformers,
     write_file,
     write_text_encoder,
@@ -118,6 +119,9 @@ def _check(config: ExportConfig, output: Path) -> None:
         )
 
 
+_BOTH_TOWERS = ("open_clip", "clip")  # formats
+
+
 @dataclass
 class _Source:
     """What is exported: a two-tower, or a text encoder alone with its tokenizer."""
@@ -136,15 +140,6 @@ class _Source:
             raise UserError("This text encoder has no projection to export. Leave out --projection.")
         return self.alone
 
-    def two_tower(self, config: ExportConfig) -> Backbone:
-        if self.backbone is None:
-            raise UserError(
-                f"--to {config.to} needs both towers, and {config.model!r} was read as a text encoder alone. Give the "
-                "training run or an open_clip folder; for a file with both, as longclip-L.pt is, name its model: "
-                "--model ViT-L-14-quickgelu --pretrained FILE."
-            )
-        return self.backbone
-
 
 def _load(config: ExportConfig) -> _Source:
     model = best_of_run(shipped(config.model))
@@ -156,7 +151,12 @@ def _load(config: ExportConfig) -> _Source:
     )
     if is_two_tower:
         return _Source(backbone=load_backbone(model, config.pretrained).eval())
-    return _Source(alone=load_text_encoder(model))
+    if config.to not in _BOTH_TOWERS:
+        return _Source(alone=load_text_encoder(model))
+    try:
+        return _Source(backbone=load_two_tower(model))
+    except UserError as error:
+        raise UserError(f"--to {config.to} needs both towers. {error}") from error
 
 
 def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:
@@ -214,7 +214,7 @@ _TRIMMED = (
 
 
 def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
-    backbone = source.two_tower(config)
+    backbone = source.backbone
     with whole_folder(output) as folder:
         backbone.save(folder)
         title = f"A {backbone.family.name} that reads {backbone.context_length} tokens"
@@ -225,7 +225,7 @@ def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
 
 
 def _clip(config: ExportConfig, source: _Source, output: Path) -> None:
-    backbone = source.two_tower(config)
+    backbone = source.backbone
     with whole_folder(output) as folder:
         export_clip_model(backbone, folder)
         title = f"A CLIP that reads {backbone.context_length} tokens"

@@ -250,15 +250,15 @@ class _Quickstart:
         return {"digest": digest(folder)}
 
     def _retrieve(self, encoder: str) -> dict:
-        from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
+        from debias_diffusion.eval.robustness import RobustnessConfig, recall_at_1
 
         data, images = map(str, self._pairs("evaluation"))
         output = str(self.output / "retrieval" / encoder)
-        found = evaluate_robustness(RobustnessConfig([self._trained(encoder)], output, data, images, limit=None))
-        (numbers,) = found["encoders"].values()
-        recall = numbers["recall_at_1_percent"]
+        config = RobustnessConfig([self._trained(encoder)], output, data, images, limit=None)
+        (recall,) = recall_at_1(config, EDITS).values()
         return {
-            edit: {"t2i_r1": recall[edit]["text_to_image"], "i2t_r1": recall[edit]["image_to_text"]} for edit in EDITS
+            edit: {"t2i_r1": values["text_to_image"], "i2t_r1": values["image_to_text"]}
+            for edit, values in recall.items()
         }
 
     def _draw_long_prompts(self, encoder: str) -> dict:

@@ -410,6 +410,8 @@ def evaluate_attention(config: AttentionConfig) -> dict:
         notes=[_NOTE],
     )
     show(report, tables(report), figures(report))
+    if config.prompt is not None:
+        print(f"Word by word, in {', '.join(found)}: {Path(config.output) / 'attention_prompt.png'}")
     return report
 
 

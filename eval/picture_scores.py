@@ -259,7 +259,7 @@ def score_titles(
 
 
 def _short(name: str | None) -> str | None:
-    return Path(name).name if name and os.path.exists(name) else name
+    return Path(name).name if name and (os.path.isabs(name) or os.path.exists(name)) else name
 
 
 def score_cell(number: dict[str, float | None]) -> str:

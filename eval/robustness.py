@@ -153,11 +153,11 @@ class Found:
         return self.of(EDITS[edit].base, direction) - self.of(edit, direction)
 
 
-def _find(own: Evaluation, encoder: TwoTower) -> Found:
+def _find(own: Evaluation, encoder: TwoTower, edits: Sequence[str] = tuple(EDITS)) -> Found:
     readable = own.read(encoder)
     captions = [split_sentences(caption) for caption in readable.captions]
-    variants = [(name, variant) for name, edit in EDITS.items() for variant in edit.variants]
-    parts = {name: [] for name in EDITS}
+    variants = [(name, variant) for name in edits for variant in EDITS[name].variants]
+    parts = {name: [] for name in edits}
     for name, variant in tqdm(variants, desc=f"edits, {encoder.label}"):
         parts[name].append(
             _part(own, encoder, readable, [join_sentences(variant(sentences)) for sentences in captions])
@@ -375,6 +375,24 @@ def _shares(axes: Axes, encoders: dict[str, dict], direction: str) -> None:
             bars = axes.bar([index], [kept["share"]], color=f"C{index}", yerr=error, capsize=3)
             axes.bar_label(bars, fmt="%.0f%%", fontsize=9, padding=1)
     axes.set(xticks=[], ylim=(0, max(110, axes.get_ylim()[1])), ylabel="%")
+
+
+def recall_at_1(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
+    """R@1 alone, in percent, by encoder, edit and direction; writes nothing but what is not to be done again.
+
+    Args:
+        config: the settings.
+        edits: of `EDITS`.
+
+    Raises:
+        UserError: a setting cannot be used.
+    """
+    own = Evaluation("robustness", config)
+    found = own.of_each(partial(_find, own, edits=edits))
+    return {
+        label: {edit: {direction: float(its.of(edit, direction).mean()) for direction in DIRECTIONS} for edit in edits}
+        for label, its in found.items()
+    }
 
 
 def evaluate_robustness(config: RobustnessConfig) -> dict:

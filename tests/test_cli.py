@@ -52,7 +52,7 @@ def test_a_list_is_given_with_commas(capsys, tmp_path, encoders):
     )
     assert code == 0, err
     assert "Word by word, in toy/clip, toy/debias-clip" in out
-    assert {file.name for file in tmp_path.iterdir()} == {"attention.json", "attention_prompt.png"}
+    assert {file.name for file in tmp_path.iterdir()} == {"attention.json", "attention_prompt.png", "parts"}
 
 
 def test_every_training_option_is_explained():

@@ -118,7 +118,7 @@ def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
     with safe_open(tmp_path / "again.safetensors", framework="pt") as file:
         assert "cuts the states of both text encoders" in file.metadata()["note"]
     for to in ("open_clip", "clip"):
-        with pytest.raises(UserError, match=f"--to {to} needs both towers, and .*longclip.pt.* text encoder alone"):
+        with pytest.raises(UserError, match=f"--to {to} needs both towers.*longclip.pt"):
             export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "x"), to))
     with pytest.raises(UserError, match="has no projection to export"):
         export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "x"), projection=True))

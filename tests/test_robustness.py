@@ -33,6 +33,7 @@ from debias_diffusion.eval.robustness import (
     evaluate_robustness,
     figures,
     plot,
+    recall_at_1,
     share,
     shuffled,
 )
@@ -379,3 +380,13 @@ def test_plot_draws_the_numbers(several):
         assert [bar.get_height() for bar in kept.patches] == [one for one in shares if one is not None]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == list(several.report["encoders"])
+
+
+def test_some_edits_alone_give_the_same_recall(tiny_clip, tmp_path):
+    settings = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "batch_size": 5}
+    report = evaluate_robustness(RobustnessConfig([tiny_clip], str(tmp_path / "all"), **settings))
+    (numbers,) = report["encoders"].values()
+    (found,) = recall_at_1(
+        RobustnessConfig([tiny_clip], str(tmp_path / "some"), **settings), ("remove", "keep")
+    ).values()
+    assert found == {edit: numbers["recall_at_1_percent"][edit] for edit in ("remove", "keep")}

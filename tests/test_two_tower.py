@@ -285,7 +285,7 @@ def test_a_file_without_an_image_tower_or_of_unknown_sizes_is_refused(tmp_path, 
     write_file(to_transformers(backbone)[0], tmp_path / "clip_l.safetensors")
     save_file({name: t for name, t in state.items() if not name.startswith("visual.")}, tmp_path / "text.safetensors")
     for file in ("clip_l.safetensors", "text.safetensors"):
-        with pytest.raises(UserError, match="a text encoder without an image tower, which retrieval"):
+        with pytest.raises(UserError, match="a text encoder without an image tower, which is needed"):
             load_two_tower(tmp_path / file)
     save_file({name: t for name, t in state.items() if ".resblocks.1." not in name}, tmp_path / "odd.safetensors")
     with pytest.raises(UserError, match="no plain CLIP that open_clip knows by its sizes. Name its model: MODEL:"):

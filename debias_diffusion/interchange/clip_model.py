@@ -134,8 +134,8 @@ def read_clip_model(source: str | Path) -> Backbone:
 def text_encoder_alone(source: str | Path) -> UserError:
     """What to say of a text encoder where both towers are needed."""
     return UserError(
-        f"{os.fspath(source)!r} holds a text encoder without an image tower, which retrieval and classification need. "
-        "Give the training run, or what `debias-diffusion export --to clip` or `--to open_clip` makes of it."
+        f"{os.fspath(source)!r} holds a text encoder without an image tower, which is needed here. Give "
+        "the training run, or what `debias-diffusion export --to clip` or `--to open_clip` makes of it."
     )
 
 
