@@ -304,7 +304,7 @@ class _Quickstart:
     def _score(self) -> dict:
         from debias_diffusion.devices import pick_device
         from debias_diffusion.eval.feature_networks import ClsFeatures
-        from debias_diffusion.eval.picture_scores import dino_score, fid_own
+        from debias_diffusion.eval.picture_scores import dino_score, fid
         from debias_diffusion.eval.quickstart import objects_correct_by_sentence, paired_bootstrap
 
         scenes, told = [its for its, _ in self._long_prompts], [its.first_told() for _, its in self._long_prompts]
@@ -316,7 +316,7 @@ class _Quickstart:
             features = network(self._pictures(encoder), 100)
             right[encoder] = _objects_right(self._pictures(encoder), scenes)
             generation[encoder] = {
-                "fid": fid_own(features, originals),
+                "fid": fid(features, originals),
                 "dino": dino_score(features, originals),
                 **objects_correct_by_sentence(right[encoder], told),
                 "n": len(scenes),

@@ -239,7 +239,7 @@ def read_cifar(data: str, dataset: str) -> LabelledImages:
         raise UserError(f"None of the {len(bad)} images of {str(root / file)!r} has a class of {dataset}.")
     labels = images.labels[good].tolist()
     records = [Record(str(index), str(index), classes[label]) for index, label in zip(good, labels, strict=True)]
-    return LabelledImages(records, labels, classes, images, bad, sha256(root / file))
+    return LabelledImages(records, labels, classes, images, bad, digest_of(sha256(root / file), *classes).hex())
 
 
 @dataclass(frozen=True)

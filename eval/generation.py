@@ -148,7 +148,7 @@ class _Generation:
         config = self.config
         self.is_toy = is_toy_scenes(config.data)
         self.scores = self._load_networks()
-        self.pairs = read_pairs(config.data, config.images, config.limit)
+        self.pairs = read_pairs(config.data, config.images, config.limit, config.max_bad)
         records, images = self.pairs.records, self.pairs.images
         good, self.unreadable = _with_readable_original(records, images)
         print_left_out(self.unreadable)

@@ -26,15 +26,16 @@ class Pairs:
     digest: str
 
 
-def read_pairs(data: str, images: str | None, limit: int | None) -> Pairs:
+def read_pairs(data: str, images: str | None, limit: int | None, max_bad: float) -> Pairs:
     """The first `limit` usable pairs of what `data.open_data` reads; bad records are also named on the console.
 
     Raises:
-        UserError: the data cannot be used, or `limit` is below 1.
+        UserError: the data cannot be used, or more of them than the share `max_bad`, or `limit` is below 1.
     """
     _check_limit(limit)
     captions, source = open_data(data, images)
     print_left_out(captions.bad)
+    check_share(captions.bad, len(captions.records) + len(captions.bad), max_bad)
     return Pairs(captions.records[:limit], source, captions.bad, data_digest(data, captions))
 
 

@@ -129,11 +129,6 @@ def dino_score(generated: Tensor, originals: Tensor) -> float:
     return float(np.mean(cosines(generated, originals)))
 
 
-def fid_own(generated: Tensor, originals: Tensor) -> float:
-    """FID on features of a network of one's own."""
-    return fid(generated, originals)
-
-
 def clip_scores(images: Tensor, texts: Tensor) -> list[float]:
     """CLIPScore of each image's features [N, D] with its text's [N, D]: 100 * max(cosine, 0), as torchmetrics has it.
 

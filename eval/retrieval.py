@@ -128,7 +128,7 @@ class Evaluation:
             print_left_out(encoded.bad)
             self._shown = True
             self.left_out += encoded.bad
-        # a data file is read beyond `limit`, so its own faults are not a share of what is evaluated
+        # a data file is read beyond `limit`; its own faults were weighed against all of it
         bad = encoded.bad if self.config.dataset is None else self.pairs.bad + encoded.bad
         check_share(bad, len(self.pairs.records), self.config.max_bad)
         place = {position: row for row, position in enumerate(encoded.good)}
@@ -168,7 +168,8 @@ def _given(config: RetrievalConfig) -> tuple[Pairs, list[str], list[int]]:
             f"{config.root!r}. Give either --data, with --images unless it is shards, or --dataset with --root."
         )
     if config.dataset is None:
-        pairs = read_pairs(config.data, config.images, 1000 if config.limit == "auto" else config.limit)
+        limit = 1000 if config.limit == "auto" else config.limit
+        pairs = read_pairs(config.data, config.images, limit, config.max_bad)
         return pairs, [record.caption for record in pairs.records], list(range(len(pairs.records)))
     if config.root is None:
         raise UserError(f"dataset is {config.dataset!r}, but root is not given. Give the folder that it lies in.")

@@ -347,6 +347,15 @@ def test_a_piece_without_any_readable_image_is_no_end(tiny_clip, tmp_path, monke
     assert report["images"] == 3 and len(report["left_out"]) == 2
 
 
+def test_a_data_file_with_too_many_faults_is_refused(tiny_clip, tmp_path):
+    entries = json.loads(PHOTOGRAPHS.read_text())[:3]
+    (tmp_path / "data.json").write_text(json.dumps([*entries, {"image": "a.png"}, {"image": "b.png"}]))
+    config = settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), limit=2)
+    with pytest.raises(UserError, match="2 of 5 records cannot be used.*--max-bad"):
+        evaluate_retrieval(config)
+    assert evaluate_retrieval(replace(config, max_bad=0.4))["images"] == 2
+
+
 def test_identical_entries_never_score_at_rank_one(tiny_clip, tmp_path):
     entry = json.loads(PHOTOGRAPHS.read_text())[0]
     data = tmp_path / "data.json"
