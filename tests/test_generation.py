@@ -22,9 +22,11 @@ from debias_diffusion.data import toy_scene
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import generation
+from debias_diffusion.eval.drawing import Drawing, DrawingSettings, Subject
 from debias_diffusion.eval.feature_networks import ClsFeatures
 from debias_diffusion.eval.generation import GenerationConfig, evaluate_generation, figures, tables
 from debias_diffusion.eval.picture_scores import PictureScores, dino_score
+from debias_diffusion.eval.processes import Processes
 from debias_diffusion.eval.quickstart import LATE, objects_correct_by_sentence, paired_bootstrap
 from debias_diffusion.eval.toy_objects import compare_objects, objects_numbers, objects_right
 from debias_diffusion.toyworld.render import render
@@ -217,7 +219,13 @@ def test_the_networks_titles_stand_in_the_table(tmp_path, base, dino):
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> dict:
     config = GenerationConfig(
-        ["toy/clip", "toy/debias-clip"], "toy/sdxl", str(tmp_path_factory.mktemp("toy")), "toy/test", limit=6, steps=2
+        ["toy/clip", "toy/debias-clip"],
+        "toy/sdxl",
+        str(tmp_path_factory.mktemp("toy")),
+        "toy/test",
+        limit=6,
+        steps=2,
+        device="cpu",
     )
     return evaluate_generation(config)
 
@@ -239,6 +247,15 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
     assert scores == {"objects_right", "objects_right_late"}
     assert "objects right, %" in str(tables(toy)[0])
     assert len(figures(toy)["generation.png"].axes) == 3  # both scores, and sentence by sentence
+
+
+def test_picture_i_starts_from_the_noise_of_seed_plus_i(toy, tmp_path):
+    records = read_toy_scenes("toy/test")[0].records[:6]
+    subjects = [Subject(f"{index:06}", record.caption, index) for index, record in enumerate(records)]
+    drawing = Drawing(DrawingSettings("toy/sdxl", 2, 5.0, 20), Processes("cpu"))
+    for file in drawing.draw("toy/debias-clip", tmp_path, subjects, ""):
+        theirs = Path(toy["settings"]["output"], "pictures", "toy-debias-clip", file.name)
+        assert file.read_bytes() == theirs.read_bytes()
 
 
 def test_examples_show_toy_pictures_with_their_pixels(toy, tmp_path):
