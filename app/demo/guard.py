@@ -1,14 +1,20 @@
-"""What stands before gradio: nothing is uploaded, and nobody sends more than any request here needs."""
+"""What stands before gradio: what the page does not need is closed, and nobody sends more than a request needs."""
 
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MOST_SENT = 4 * 2**20  # bytes of a request: the longest prompts, and the beginning of a PNG in base64
+# Beginnings of those of gradio's addresses that write to the disk, give files out, fetch from elsewhere or edit pages.
+_CLOSED = (
+    *("upload", "process_recording", "deep_link", "component_server", "stream"),
+    *("file=", "file", "proxy=", "run-history", "dev", "vibe-", "undo-vibe-"),
+)
+_TOO_MUCH = f"A request has at most {MOST_SENT:,} bytes here."
 
 
 class Guard:
-    """ASGI middleware that refuses uploads, and bodies of more than `MOST_SENT` bytes.
+    """ASGI middleware that refuses uploads and the like, and bodies of more than `MOST_SENT` bytes.
 
     gradio writes uploads to the disk before anything asks for them, and keeps them. The page sends the little it reads
     of a picture with the request that reads it, so that there is nothing to keep.
@@ -21,8 +27,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if "upload" in scope["path"].strip("/").split("/"):
-            await PlainTextResponse("Files cannot be uploaded here.", 403)(scope, receive, send)
+        if _is_closed(scope["path"]):
+            await PlainTextResponse("This is closed here.", 403)(scope, receive, send)
             return
         if _announced(scope) > MOST_SENT:
             await PlainTextResponse(_TOO_MUCH, 413)(scope, receive, send)
@@ -40,7 +46,9 @@ class Guard:
         await self.app(scope, limited, send)
 
 
-_TOO_MUCH = f"A request has at most {MOST_SENT:,} bytes here."
+def _is_closed(path: str) -> bool:
+    """Whether it is closed as gradio's own, or as one of its API."""
+    return any(its.lstrip("/").startswith(_CLOSED) for its in (path, path.partition("/gradio_api/")[2]))
 
 
 def _announced(scope: Scope) -> int:

@@ -1,0 +1,519 @@
+"""The demo as programs use it: its endpoints, its queue, and what it refuses. The page is in test_demo_browser."""
+
+import base64
+import os
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from gradio_client import Client, handle_file
+from gradio_client.exceptions import AppError
+from gradio_client.utils import QueueError
+
+from debias_diffusion.app.demo import device, launch, markup
+from debias_diffusion.app.demo.drawing import Drawn, Step, draw
+from debias_diffusion.app.demo.models import Models
+from debias_diffusion.app.demo.reading import Moved, Token, Tokens, attention, movement, tokens
+from debias_diffusion.app.demo.requests import request_of_png
+from debias_diffusion.app.demo.scenes import random_scene
+from debias_diffusion.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG = random_scene(3).caption
+QUICK = {"encoders": ["toy/clip"], "steps": 2}
+LENGTHY = {"steps": 100}  # by three encoders: 300 steps
+HOSTILE = "<img src=x onerror=\"alert('a')\">${alert(1)}{{x}}"
+
+
+@contextmanager
+def opened(**settings):
+    page, url = launch.open_app(launch.AppConfig(port=17860, **settings))
+    try:
+        yield url
+    finally:
+        page.close(verbose=False)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Where gradio puts what it writes."""
+    folder = tmp_path_factory.mktemp("gradio")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADIO_TEMP_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    """The same models as the demo's, to draw alone with."""
+    config = launch.AppConfig()
+    return Models(config.base, config.encoders, launch.pick_device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def url(files):
+    with opened(device="cpu") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url) -> Client:
+    return Client(url, verbose=False)
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[Step]:
+    """The steps that the demo takes."""
+    taken = []
+
+    def counted(*arguments):
+        for news in draw(*arguments):
+            taken.extend([news] if isinstance(news, Step) else [])
+            yield news
+
+    monkeypatch.setattr(device, "draw", counted)
+    return taken
+
+
+def generate(client: Client, prompt: str = LONG, **settings) -> list[dict]:
+    return client.predict(prompt, api_name="/generate", **(QUICK | settings))
+
+
+def alone(models: Models, prompt: str = LONG, **changes) -> list[bytes]:
+    """The files that the same settings give without any demo."""
+    settings = QUICK | changes
+    request = replace(models.defaults, prompt=prompt, **settings | {"encoders": tuple(settings["encoders"])})
+    return [news.png for news in draw(models, request, lambda: False) if isinstance(news, Drawn)]
+
+
+def pngs(pictures: list[dict]) -> list[bytes]:
+    return [base64.b64decode(picture["png"]) for picture in pictures]
+
+
+def written(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def wait_until(happened, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+# ---- endpoints
+
+
+def test_endpoints_are_documented(client):
+    endpoints = client.view_api(print_info=False, return_format="dict")["named_endpoints"]
+    assert set(endpoints) == {"/generate", "/tokens", "/attention", "/settings"}
+    assert all(endpoint["description"] for endpoint in endpoints.values())
+    needed = [p["parameter_name"] for p in endpoints["/generate"]["parameters"] if not p["parameter_has_default"]]
+    assert needed == ["prompt"]
+
+
+def test_pictures_are_those_drawn_alone(client, models):
+    settings = {"encoders": ["toy/debias-clip", "toy/clip"], "seed": 5, "images": 2, "negative_prompt": "a red ring"}
+    pictures = generate(client, **settings)
+    assert pngs(pictures) == alone(models, **settings)
+    assert [(picture["label"], picture["seed"]) for picture in pictures] == [
+        ("toy/debias-clip", 5),
+        ("toy/clip", 5),
+        ("toy/debias-clip", 6),
+        ("toy/clip", 6),
+    ]
+    assert "75 of 93" in pictures[1]["read"]
+
+
+def test_what_is_not_given_is_as_the_page_has_it(client, models):
+    (first, *others) = client.predict(LONG, steps=1, api_name="/generate")
+    assert [first["label"], *(picture["label"] for picture in others)] == models.labels
+    request, _ = request_of_png(base64.b64decode(first["png"]), models)
+    assert request == replace(models.defaults, prompt=LONG, steps=1)
+
+
+def test_a_picture_says_what_it_was_asked_for_with(client):
+    (picture,) = generate(client, seed=9)
+    found = client.predict(picture["png"], api_name="/settings")
+    assert found["notes"] == []
+    assert found["request"]["prompt"] == LONG and found["request"]["seed"] == 9
+    (again,) = client.predict(api_name="/generate", **found["request"])
+    assert again["png"] == picture["png"]
+
+
+def test_tokens_are_counted(client, models):
+    found = client.predict(LONG, api_name="/tokens")
+    assert found["count"] == len(found["tokens"]) == tokens(models, LONG).count
+    assert [Token(**token) for token in found["tokens"]] == list(tokens(models, LONG).tokens)
+    assert client.predict("", api_name="/tokens")["count"] == 0
+
+
+def test_what_is_read_is_told(client, models):
+    found = client.predict(LONG, ["toy/clip", "toy/debias-clip"], api_name="/attention")
+    expected = attention(models, LONG, ["toy/clip", "toy/debias-clip"])
+    assert found["attention"] == expected
+    assert [Moved(**row) for row in found["movement"]] == movement(models, LONG, ["toy/clip", "toy/debias-clip"])
+    single = client.predict("A red ring.", api_name="/attention")
+    assert single["movement"] == [] and list(single["attention"]) == models.labels
+
+
+def test_documentation_works_as_it_stands(url):
+    text = (Path(__file__).parents[1] / "docs" / "app.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert examples
+    found: dict = {}
+    for example in examples:
+        exec(example.replace("http://127.0.0.1:7860", url).replace('"picture.png"', "os.devnull"), {"os": os}, found)
+    assert {"pictures", "counted", "read"} <= set(found)
+    assert found["pictures"][0]["label"] == "toy/clip" and found["counted"]["count"] > 5
+
+
+# ---- the queue
+
+
+def test_one_at_a_time_and_each_is_told_its_place(client, steps):
+    first = client.submit(LONG, api_name="/generate", **LENGTHY)
+    wait_until(lambda: steps)
+    waiting = [client.submit(LONG, seed=seed, api_name="/generate", **QUICK) for seed in range(3)]
+    wait_until(lambda: sorted(job.status().rank or 0 for job in waiting) == [0, 1, 2])
+    # Tokens are counted meanwhile.
+    assert client.predict(LONG, api_name="/tokens")["count"] == 93
+    assert not first.done() and not any(job.done() for job in waiting)
+    first.cancel()
+    assert [job.result()[0]["seed"] for job in waiting] == [0, 1, 2]
+    # Of the one that was cancelled only a few were taken, and none while another drew.
+    own = [step for step in steps if step.steps == 100]
+    assert 0 < len(own) < 250
+    place = steps.index(own[-1])
+    assert all(step.steps == 2 for step in steps[place + 1 :])
+
+
+def test_who_goes_away_is_not_drawn_for(client, url, steps, models):
+    config = httpx.get(f"{url}config").json()
+    number = next(its["id"] for its in config["dependencies"] if its["api_name"] == "generate")
+    data = [LONG, None, "", 0, 100, None, None, None, 1, None, False, "auto"]
+    body = {"data": data, "fn_index": number, "session_hash": "gone"}
+    httpx.post(f"{url}gradio_api/queue/join", json=body).raise_for_status()
+    with httpx.stream("GET", f"{url}gradio_api/queue/data", params={"session_hash": "gone"}) as stream:
+        next(line for line in stream.iter_lines() if "process_generating" in line)
+    assert pngs(generate(client)) == alone(models)
+    assert len([step for step in steps if step.steps == 100]) < 250
+
+
+def test_closing_a_drawing_returns_at_once_and_the_next_waits_for_its_step(models):
+    mine = device.Device(models)
+    request = replace(models.defaults, prompt=LONG, steps=50)
+    drawing = mine.draw(request)
+    next(drawing)
+    drawing.close()
+    (picture,) = (n for n in mine.draw(replace(request, steps=2, encoders=("toy/clip",))) if isinstance(n, Drawn))
+    assert [picture.png] == alone(models)
+    with mine.alone() as same:
+        assert same is models
+    wait_until(
+        lambda: not any(thread.name.startswith("Thread") and "_work" in thread.name for thread in threading.enumerate())
+    )
+
+
+def together(url: str, seeds: range) -> list[list[bytes]]:
+    """Everybody asks at once, each with a seed and a connection of their own."""
+
+    def ask(seed: int) -> list[bytes]:
+        return pngs(generate(Client(url, verbose=False), seed=seed))
+
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        return list(pool.map(ask, seeds))
+
+
+def test_nobody_gets_anothers_picture(url, models):
+    assert together(url, range(4)) == [alone(models, seed=seed) for seed in range(4)]
+
+
+@pytest.mark.slow
+def test_fifty_at_once(url, models):
+    found = together(url, range(50))
+    expected = [alone(models, seed=seed) for seed in range(50)]
+    assert len({png for (png,) in expected}) == 50
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_memory_stays_flat(client):
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    def ask(count: int) -> None:
+        for seed in range(count):
+            generate(client, seed=seed)
+            client.predict(LONG, api_name="/tokens")
+
+    ask(40)  # what is loaded and cached once
+    before = resident()
+    ask(100)
+    assert resident() - before < 30 * 2**20
+
+
+# ---- what is refused
+
+TOO_LONG = "word " * 20_000
+BAD = {
+    "empty": ({"prompt": ""}, "prompt"),
+    "100,000 characters": ({"prompt": TOO_LONG}, "20,000"),
+    "control characters": ({"prompt": "a red\x00 ring"}, "control character"),
+    "no text": ({"prompt": {"a": 1}}, "must be text"),
+    "size of a toy": ({"height": 1024}, "48"),
+    "memory": ({"width": 10**9}, "width"),
+    "odd size": ({"height": "tall"}, "height"),
+    "steps": ({"steps": 10**9}, "steps"),
+    "images": ({"images": 0}, "images"),
+    "seed": ({"seed": -1}, "seed"),
+    "guidance": ({"guidance_scale": 1e30}, "guidance"),
+    "encoder": ({"encoders": ["toy/none"]}, "toy/none"),
+    "encoders": ({"encoders": "toy/clip"}, "toy/clip"),
+    "path": ({"encoders": ["/etc/passwd"]}, "Choose one of"),
+    "scheduler": ({"scheduler": "os.system"}, "Choose one of"),
+    "policy": ({"long_prompts": "../.."}, "Choose one of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_requests_get_a_message(client, name):
+    settings, message = BAD[name]
+    with pytest.raises(AppError, match=message):
+        generate(client, **settings)
+
+
+def test_bad_requests_harm_no_other(url, models):
+    def bad(name: str) -> str:
+        with pytest.raises(AppError) as raised:
+            generate(Client(url, verbose=False), **BAD[name][0])
+        return str(raised.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        good = pool.submit(together, url, range(2))
+        messages = list(pool.map(bad, list(BAD)[:4]))
+    assert good.result() == [alone(models, seed=seed) for seed in range(2)]
+    assert len(set(messages)) == 4
+
+
+@pytest.mark.parametrize("endpoint", ["/tokens", "/attention"])
+def test_other_endpoints_refuse_what_is_too_long(client, endpoint):
+    with pytest.raises(AppError, match="20,000"):
+        client.predict(TOO_LONG, api_name=endpoint)
+
+
+def test_messages_hold_no_html(client):
+    with pytest.raises(AppError) as raised:
+        generate(client, encoders=[HOSTILE])
+    assert "&lt;img" in str(raised.value) and "<img" not in str(raised.value)
+
+
+@pytest.mark.parametrize("png", ["", "!", "é", base64.b64encode(b"GIF89a").decode(), None, 7])
+def test_what_is_no_picture_is_refused(client, png):
+    with pytest.raises(AppError, match="PNG"):
+        client.predict(png, api_name="/settings")
+
+
+def test_hostile_settings_of_a_picture_are_refused(client, models):
+    from io import BytesIO
+
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    for text in ("[" * 100_000, HOSTILE, '{"request": {"prompt": 1}}', '{"request": {"__class__": "x"}}'):
+        file, info = BytesIO(), PngInfo()
+        info.add_text("settings", text)
+        Image.new("RGB", (8, 8)).save(file, format="PNG", pnginfo=info)
+        with pytest.raises(AppError, match="PNG|picture's settings|prompt") as raised:
+            client.predict(base64.b64encode(file.getvalue()).decode(), api_name="/settings")
+        assert "<img" not in str(raised.value)
+    assert pngs(generate(client)) == alone(models)
+
+
+WRITES = ["upload", "upload/", "/upload", "process_recording", "component_server", "vibe-edit", "stream/x"]
+
+
+@pytest.mark.parametrize("path", [*(f"gradio_api/{path}" for path in WRITES), *WRITES])
+def test_what_writes_or_fetches_is_closed(url, path, files):
+    response = httpx.post(url + path, files={"files": ("a.png", b"x"), "video": ("a.mp4", b"x")})
+    assert (response.status_code, response.text) == (403, "This is closed here.")
+    for path in ("gradio_api/proxy=http://127.0.0.1/", "gradio_api/file=/a/gradio_api/b", "file=x"):
+        assert httpx.get(url + path).status_code == 403
+    assert written(files) == []
+
+
+def test_nothing_is_uploaded(client, tmp_path, files):
+    (tmp_path / "a.png").write_bytes(b"x")
+    with pytest.raises(Exception, match="403"):
+        client.predict(handle_file(tmp_path / "a.png"), api_name="/tokens")
+    assert written(files) == []
+
+
+def test_a_gigabyte_is_refused_before_it_is_read(url, client):
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port)) as connection:
+        connection.sendall(
+            b"POST /gradio_api/queue/join HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 1073741824\r\n\r\n{"
+        )
+        assert b" 413 " in connection.recv(1000).splitlines()[0]
+    # Nor is it kept where it is not said beforehand how much it is.
+    before = psutil.Process().memory_info().rss
+    body = (b" " * 2**20 for _ in range(2**8))
+    response = httpx.post(f"{url}gradio_api/queue/join", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 413, response.text
+    assert psutil.Process().memory_info().rss - before < 2**26
+    assert generate(client)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "app/demo/page.py", "../../etc/passwd", "pyproject.toml"])
+def test_no_file_of_the_machine_is_given_out(url, path):
+    assert httpx.get(f"{url}gradio_api/file={path}").status_code in (403, 404)
+
+
+def test_nothing_is_written(files, client):
+    generate(client)
+    client.predict(LONG, api_name="/attention")
+    assert written(files) == []
+
+
+# ---- who gets in
+
+
+def test_the_demo_is_for_this_machine_unless_told_otherwise(url):
+    port = httpx.URL(url).port
+    with socket.create_connection(("127.0.0.1", port)):
+        pass
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port)):
+        pass
+
+
+def test_no_telemetry(url):
+    config = httpx.get(f"{url}config").json()
+    assert config["analytics_enabled"] is False
+    assert os.environ["GRADIO_ANALYTICS_ENABLED"] == "False"
+
+
+def test_a_password_and_a_full_queue(files, monkeypatch, models):
+    monkeypatch.setattr(launch, "MOST_WAITING", 2)
+    with opened(device="cpu", encoders=["toy/clip"], user="ann", password="secret") as url:
+        assert httpx.get(f"{url}config").status_code == 401
+        body = {"data": [LONG], "fn_index": 0, "session_hash": "x"}
+        assert httpx.post(f"{url}gradio_api/queue/join", json=body).status_code == 401
+        with pytest.raises(Exception, match="login"):
+            Client(url, auth=("ann", "wrong"), verbose=False)
+        client = Client(url, auth=("ann", "secret"), verbose=False)
+        jobs = [client.submit(LONG, steps=100, api_name="/generate")]
+        wait_until(lambda: jobs[0].status().code.name == "ITERATING")
+        jobs += [client.submit(LONG, api_name="/generate", **QUICK) for _ in range(2)]
+        wait_until(lambda: [job.status().rank for job in jobs[1:]] in ([0, 1], [1, 0]))
+        with pytest.raises(QueueError, match="full"):
+            generate(client)
+        jobs[0].cancel()
+        assert [pngs(job.result()) for job in jobs[1:]] == [alone(models)] * 2
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"user": "ann"}, "together"),
+        ({"password": "secret"}, "together"),
+        ({"port": 0}, "port"),
+        ({"port": 65536}, "65536"),
+        ({"host": "no such host"}, "no such host"),
+        ({"host": "192.0.2.1"}, "192.0.2.1"),
+        ({"encoders": ["toy/none"]}, "toy/none"),
+        ({"encoders": ["toy/clip"] * 5}, "at most 4|twice"),
+    ],
+)
+def test_settings_that_cannot_be_used(settings, message):
+    with pytest.raises(UserError, match=message):
+        launch.open_app(launch.AppConfig(**settings))
+
+
+def test_a_port_that_is_taken_is_passed_over():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert launch._free_port("127.0.0.1", port) > port
+
+
+# ---- what the page shows
+
+
+class Parsed(HTMLParser):
+    """Tags, attributes and text of HTML, as a browser has them."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags, self.attributes, self.text = set(), set(), ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attributes}
+
+    def handle_data(self, text):
+        self.text += text
+
+
+def shown() -> dict[str, str]:
+    """All that the page shows of what comes from outside, with hostile text wherever there is text."""
+    from PIL import Image
+
+    scene = replace(random_scene(0), objects=[(HOSTILE, 1)])
+    picture = Drawn(HOSTILE, 1, 0, Image.new("RGB", (8, 8)), b"png", HOSTILE)
+    word = {"word": HOSTILE, "position": 1, "tokens": 1, "before_softmax": 0.0, "after_softmax": 0.5}
+    end = {"before_softmax": 0.0, "after_softmax": 0.1}
+    looked = {"window": 77, "tokens": 3, "sot": end, "eot": end, "words": [word]}
+    request = replace(_request(), prompt=HOSTILE)
+    return {
+        "message": markup.message(HOSTILE),
+        "note": markup.note(HOSTILE),
+        "tokens": markup.count_tokens(Tokens((Token(HOSTILE, 1, "further"),), 75, 246, 1)),
+        "progress": markup.progress(Step(HOSTILE, 1, 1, 2, 0.5), request),
+        "original": markup.original(scene, b"png"),
+        "drawn": markup.drawn(picture, [(HOSTILE, True), (HOSTILE, False)]),
+        "waiting": markup.waiting(HOSTILE),
+        "attention": markup.attention({HOSTILE: looked}),
+        "movement": markup.movement([Moved(HOSTILE, HOSTILE, {HOSTILE: 0.5})]),
+    }
+
+
+def _request():
+    from debias_diffusion.app.demo.requests import Request
+
+    return Request(prompt="", encoders=(HOSTILE,))
+
+
+@pytest.mark.parametrize("name", shown())
+def test_text_from_outside_stays_text(name):
+    found = Parsed(shown()[name])
+    assert HOSTILE in found.text
+    assert "onerror" not in found.attributes and "script" not in found.tags
+    assert "img" not in found.tags or name in ("original", "drawn")
+
+
+def test_tokens_are_shown_by_sentence_and_window():
+    its = Tokens((Token("a ", 1, "original"), Token("b", 1, "long"), Token("c", 2, "further")), 75, 246, 2)
+    html = markup.count_tokens(its)
+    assert "<strong>3 tokens</strong> in 2 sentences" in html
+    assert '<li value="1"><span class="token original">a </span><span class="token long">b</span></li>' in html
+    assert '<li value="2"><span class="token further">c</span></li>' in html
+
+
+def test_progress_says_which_encoder_and_step():
+    request = replace(_request(), encoders=("a", "b", "c"), images=2)
+    html = markup.progress(Step("b", 2, 7, 20, 0.625), request)
+    assert "Encoder 2 of 3, picture 2 of 2, step 7 of 20" in html and 'value="0.625"' in html
+    assert "picture" not in markup.progress(Step("b", 1, 7, 20, 0.5), replace(request, images=1))
