@@ -1,4 +1,4 @@
-"""`debias-diffusion`: quickstart, train, export, generate, shards, evaluate.
+"""`debias-diffusion`: quickstart, train, export, generate, shards, evaluate, app.
 
 Each command's options are the fields of one dataclass, whose docstring is their help. Values come from YAML
 (`--config file.yaml`) and from the command line, the later the stronger.
@@ -46,6 +46,12 @@ def _shards():
     from .shards import ShardsConfig, write_shards
 
     return ShardsConfig, write_shards
+
+
+def _app():
+    from .demo.launch import AppConfig, run_app
+
+    return AppConfig, run_app
 
 
 def _retrieval():
@@ -112,6 +118,7 @@ COMMANDS = {
     "export": ("write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers", _export),
     "generate": ("draw pictures from prompts of any length", _generate),
     "shards": ("write pairs as WebDataset shards of small images, which are trained on faster", _shards),
+    "app": ("a page to try encoders on: what each makes of a prompt, and what it reads of it", _app),
     "evaluate": ("measure what an encoder reads: " + ", ".join(EVALUATIONS), EVALUATIONS),
 }
 
