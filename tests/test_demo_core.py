@@ -25,7 +25,7 @@ from transformers import CLIPTextModelWithProjection
 from debias_diffusion.app.demo.drawing import Drawn, Step, as_png, draw, settings_of
 from debias_diffusion.app.demo.models import Models
 from debias_diffusion.app.demo.reading import attention, attention_figure, movement, tokens
-from debias_diffusion.app.demo.requests import MOST_PNG, check, cleaned, request_of_png
+from debias_diffusion.app.demo.requests import MOST_PNG, check, cleaned, request_of_png, unweighted
 from debias_diffusion.app.demo.scenes import mark, random_scene
 from debias_diffusion.app.generate import GenerateConfig, generate
 from debias_diffusion.app.pictures import parameters, read_settings
@@ -138,20 +138,23 @@ def test_models_that_do_not_fit_are_refused(folders, base, encoders, message):
 # Drawing
 
 
+LONG_NEGATIVE = f"Not: {PROMPT}"
+
+
 @pytest.mark.parametrize(
-    "encoder, changes, settings",
+    "encoder, changes",
     [
-        ("toy/debias-clip", {}, {}),
-        ("toy/clip", {"long_prompts": "windows"}, {}),
-        ("toy/debias-clip", {"guidance_scale": 1.0, "seed": 2**40}, {}),
+        ("toy/debias-clip", {}),
+        ("toy/clip", {"long_prompts": "windows", "prompt": f"A &lt; B &amp; C. {PROMPT}"}),
+        ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": LONG_NEGATIVE}),
         (
             "toy/long-clip",
             {"negative_prompt": "A Red circle", "weighting": True, "prompt": "A (Red circle:1.4) BREAK a [ring]"},
-            {},
         ),
+        ("toy/long-clip", {"negative_prompt": "A &lt; B", "seed": 2**40}),
     ],
 )
-def test_pictures_are_those_that_generate_draws(toy, tmp_path, encoder, changes, settings):
+def test_pictures_are_those_that_generate_draws(toy, tmp_path, encoder, changes):
     drawn = pictures(toy, encoders=(encoder,), **changes)[0]
     request = ask(toy, **changes)
     names = ("prompt", "seed", "steps", "guidance_scale", "weighting")
@@ -441,7 +444,7 @@ def test_what_can_be_drawn_is_taken_with_whole_numbers(tiny):
     checked = check(given_, tiny)
     assert checked == ask(tiny, steps=4, seed=7, height=128, width=64, encoders=("long",), guidance_scale=3.0)
     assert all(type(its) is int for its in (checked.steps, checked.seed, checked.images, checked.height))
-    for text in ("a (b) [c] ((d:1.2)) \\( :\\) BREAK e++", "tab\there\nand there\r\n"):
+    for text in ("a (b) [c] ((d:1.2)) \\( :\\) BREAK e++", "one \\( and \\]", "tab\there\nand there\r\n"):
         check(ask(tiny, weighting=True, prompt=text), tiny)
     assert json.loads(json.dumps(vars(checked)))["encoders"] == ["long"]
 
@@ -518,6 +521,12 @@ def saying(text: str) -> bytes:
     return png_with(chunk(b"tEXt", b"settings\0" + text.encode()))
 
 
+def saved_as(kind: str) -> bytes:
+    file = BytesIO()
+    Image.new("RGB", (8, 8)).save(file, format=kind)
+    return file.getvalue()
+
+
 def settings_with(**changes) -> bytes:
     return saying(json.dumps({"prompt": "a cat", "encoder": "long", "base": "base"} | changes))
 
@@ -532,6 +541,8 @@ def test_the_least_that_a_png_can_say(tiny):
     [
         (b"", "cannot be read as a PNG"),
         (b"GIF89a" + bytes(50), "cannot be read as a PNG"),
+        (saved_as("JPEG"), "cannot be read as a PNG"),
+        (saved_as("TIFF"), "cannot be read as a PNG"),
         (png_with()[:20], "cannot be read as a PNG"),
         (b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 2**31 - 1) + b"tEXt", "cannot be read as a PNG"),
         (png_with(), "holds no settings"),
@@ -620,9 +631,9 @@ def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
 
 # Tokens
 
-_ODD = "A red cat.|The dog sat!| |\n\n|e.g. this|No. 5|😀|&amp;|“So?” he said.|a red collar.The grass|猫。犬"
+_ODD = "=|ﬁ|ÃƒÂ©|&#46;|İ|ß|...|A red cat.|The dog sat!| |\n\n|e.g. this|No. 5|😀|&amp;|“So?” he said.|a red collar.The grass|猫。犬"
 pieces = st.lists(
-    st.sampled_from([*_ODD.split("|"), "e\u0301", "\u0338", "=", "ﬁ", "ÃƒÂ©", "&#46;", "İ", "ß", "...", "x" * 30])
+    st.sampled_from([*_ODD.split("|"), "e\u0301", "\u0338", "\u00c2 ", "x" * 30])
     | st.just("<|endoftext|>")
     | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
     max_size=12,
@@ -637,8 +648,7 @@ def test_tokens_are_the_cleaned_prompt_and_sentences_are_contiguous(tiny, parts,
     found = tokens(tiny, prompt, weighting)
     text = "".join(token.text for token in found.tokens)
     own = tiny.encoders["original"].tokenizer
-    if not weighting:
-        assert text == clean(prompt)
+    assert text == unweighted(prompt, weighting) and (weighting or text == clean(prompt))
     assert found.count == len(own(text, add_special_tokens=False, verbose=False)["input_ids"])
     sentences = [token.sentence for token in found.tokens]
     assert sentences == sorted(sentences)
@@ -666,6 +676,17 @@ def test_sentences_are_those_of_the_prompt_as_it_was_written(tiny):
     for token in found.tokens:
         firsts.setdefault(token.sentence, token.text.strip())
     assert firsts[2] == "the"
+
+
+def test_what_is_mended_across_sentences_has_those_of_the_cleaned_text(tiny):
+    prompt = "A red cat. \u00c2 =e\u0301. The dog sat down. A"  # as a whole, the broken space stays
+    whole = clean(prompt)
+    assert "".join(map(clean, split_sentences(prompt))).replace(" ", "") != whole.replace(" ", "")
+    sentences = split_sentences(whole)
+    joined = dict.fromkeys(range(1, len(sentences) + 1), "")
+    for token in tokens(tiny, prompt).tokens:
+        joined[token.sentence] += token.text
+    assert [its.strip() for its in joined.values()] == sentences and len(sentences) > 1
 
 
 def test_windows_say_who_reads_a_token(toy, tiny):
@@ -748,7 +769,8 @@ def test_movement_is_how_far_the_encoder_itself_moves(toy):
 def test_movement_of_few_and_many_sentences(toy):
     rows = movement(toy, "A red cat. A blue ring.", ["toy/clip"])
     assert [row.edit for row in rows] == ["sentences 1 and 2 swapped", "sentence 1 removed", "sentence 2 removed"]
-    assert len(movement(toy, "A red ring. " * 60, ["toy/clip"])) == 41
+    many = movement(toy, "A red ring stands. " * 60, ["toy/clip"])
+    assert len(many) == 41 and all(row.distance["toy/clip"] == 0.0 for row in many)  # whichever is gone
     with pytest.raises(UserError, match="one sentence"):
         movement(toy, "A red cat.", ["toy/clip"])
     with pytest.raises(UserError, match="empty"):
