@@ -1,6 +1,7 @@
 """Evaluation of generated images as a whole: several encoders, finished work, kills, bad data, the toy world."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -141,7 +142,10 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
 def test_a_killed_evaluation_continues_and_ends_equal(tmp_path, base, encoder, dino):
     config = settings(tmp_path, base, encoders=[encoder, "original"], dino=dino, limit=4, steps=4, images_at_once=2)
     pictures = tmp_path / "out" / "pictures" / "long"
-    process = subprocess.Popen([sys.executable, "-c", RUN, json.dumps(config)], stderr=subprocess.DEVNULL)
+    # As many threads as here, which the last bits depend on.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, json.dumps(config)]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 100
         while not (pictures / "000000.png").exists():
