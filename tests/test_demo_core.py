@@ -329,6 +329,12 @@ def test_errors_reach_the_caller_and_end_the_thread(toy):
     assert threading.active_count() == before
 
 
+def test_an_error_after_the_drawing_reaches_the_caller_too(toy, monkeypatch):
+    monkeypatch.setattr(toy, "restore", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(draw(toy, ask(toy, steps=1, encoders=("toy/clip",)), NEVER))
+
+
 def test_out_of_memory_is_told_and_harms_nothing(folders, monkeypatch):
     """In half precision, where diffusers casts the autoencoder while it decodes."""
     models = Models(folders["base"], ["original"], CPU, torch.float16)
@@ -631,7 +637,8 @@ def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
 
 # Tokens
 
-_ODD = "=|ﬁ|ÃƒÂ©|&#46;|İ|ß|...|A red cat.|The dog sat!| |\n\n|e.g. this|No. 5|😀|&amp;|“So?” he said.|a red collar.The grass|猫。犬"
+_ODD = "( a )|=|ﬁ|ÃƒÂ©|&#46;|İ|ß|...|A red cat.|The dog sat!| |\n\n|e.g. this|No. 5|😀|&amp;|“So?” he said."
+_ODD += "|a red collar.The grass|猫。犬"
 pieces = st.lists(
     st.sampled_from([*_ODD.split("|"), "e\u0301", "\u0338", "\u00c2 ", "x" * 30])
     | st.just("<|endoftext|>")
@@ -707,7 +714,10 @@ def test_counts_are_those_of_the_pipeline(toy):
 
 def test_tokens_of_what_is_being_typed(toy):
     assert tokens(toy, "").tokens == () and tokens(toy, "  \n").count == 0
-    assert tokens(toy, "a (red", True).count == 2
+    assert tokens(toy, "a (red", True).count == 2 and tokens(toy, "a red])", True).count == 4
+    for prompt, message in (("(a" * 6000, "more than 20 brackets"), (f"(a:{'9' * 400})", "cannot be read")):
+        with pytest.raises(UserError, match=message):
+            tokens(toy, prompt, True)
     with pytest.raises(UserError, match="at most 20,000"):
         tokens(toy, "a" * 20_001)
 

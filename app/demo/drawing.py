@@ -112,10 +112,13 @@ def draw(models: Models, request: Request, cancelled: Callable[[], bool]) -> Ite
 
 
 def _work(models: Models, request: Request, stop_if_asked: Callable, report: Callable) -> None:
-    """Reports what is drawn; at the end None, or what went wrong."""
+    """Reports what is drawn; at the end, whatever happens, None or what went wrong."""
     end = None
     try:
-        _draw_all(models, request, stop_if_asked, report)
+        try:
+            _draw_all(models, request, stop_if_asked, report)
+        finally:
+            models.restore()
     except _BrokenOffError:
         pass
     except torch.OutOfMemoryError as error:
@@ -123,11 +126,7 @@ def _work(models: Models, request: Request, stop_if_asked: Callable, report: Cal
         end = UserError(f"The memory of {models.device} does not suffice ({reason(error)}). Draw a smaller picture.")
     except BaseException as error:
         end = error
-    finally:
-        models.restore()
-        if end is not None and models.device.type == "cuda":
-            torch.cuda.empty_cache()
-        report(end)
+    report(end)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from debias_diffusion.tokens import clean
 
 from ..prompts import check_prompt, check_text
 from .models import Encoder, Models
-from .requests import check_labels, unweighted
+from .requests import check_labels, check_weights, unweighted
 
 Window = Literal["original", "long", "further"]
 MOST_SENTENCES = 40  # that are removed in turn, because each takes a run of every encoder
@@ -72,9 +72,11 @@ def tokens(models: Models, prompt: str, weighting: bool = False) -> Tokens:
     Fast enough to run at every key, and safe while something else is drawn.
 
     Raises:
-        UserError: the prompt is too long, or its weights are no numbers.
+        UserError: the prompt is too long, or its weights cannot be used; brackets that do not match yet may.
     """
     check_text("prompt", prompt)
+    if weighting:
+        check_weights("prompt", prompt, finished=False)
     text = unweighted(prompt, weighting)
     found = models.counter.encode(text, add_special_tokens=False)
     starts = [0, *(start for start, _ in found.offsets[1:])] if found.offsets else []

@@ -111,11 +111,18 @@ def _check_text(name: str, text: Any, weighting: bool) -> None:
         where = f"at character {control.start() + 1:,}"
         raise UserError(f"The {name} holds the control character {control[0]!r} {where}. Remove it.")
     if weighting:
-        _check_weights(name, text)
+        check_weights(name, text)
 
 
-def _check_weights(name: str, text: str) -> None:
-    """Raises UserError where brackets do not match: which one was meant is a guess."""
+def check_weights(name: str, text: str, finished: bool = True) -> None:
+    """Raises UserError where the weights of a text cannot be used.
+
+    Args:
+        name: of the text.
+        text: with weights.
+        finished: False while a person types: brackets that do not match may yet do. Once it is finished, which one was
+            meant is a guess.
+    """
     opened: list[str] = []
     hint = "Match brackets, write \\( \\) \\[ \\] for those that are text, or turn weighting off."
     for match in re.finditer(r"\\[()\[\]\\+-]|[()\[\]]", text):
@@ -124,9 +131,12 @@ def _check_weights(name: str, text: str) -> None:
             opened.append(bracket)
             if len(opened) > MOST_BRACKETS:
                 raise UserError(f"The {name} has more than {MOST_BRACKETS} brackets in each other {where}. Use fewer.")
-        elif bracket in ")]" and (not opened or opened.pop() != {")": "(", "]": "["}[bracket]):
-            raise UserError(f"The bracket {bracket!r} of the {name} {where} closes none of its kind. {hint}")
-    if opened:
+        elif bracket in ")]":
+            if opened and opened[-1] == {")": "(", "]": "["}[bracket]:
+                opened.pop()
+            elif finished:
+                raise UserError(f"The bracket {bracket!r} of the {name} {where} closes none of its kind. {hint}")
+    if opened and finished:
         raise UserError(f"The bracket {opened[-1]!r} of the {name} is never closed. {hint}")
     try:
         parse_weights(cleaned(text, weighting=True))
