@@ -1,0 +1,68 @@
+"""All evaluations in one command: what the given things allow, once."""
+
+import json
+from pathlib import Path
+
+import pytest
+import skimage
+from tiny_clip import save_tiny_clip
+
+from debias_diffusion.backbones import Backbone
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.everything import AllConfig, evaluate_all
+
+PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
+
+
+def results(output: Path) -> dict[str, dict]:
+    return {file.stem: json.loads(file.read_text()) for file in output.glob("*.json")}
+
+
+def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):
+    assert AllConfig().encoders == ["toy/clip", "toy/long-clip", "toy/debias-clip"]
+    config = AllConfig(encoders=["toy/clip", "toy/debias-clip"], output=str(tmp_path), limit=8, drawn=2)
+    assert evaluate_all(config) == tmp_path / "report.html"
+    printed = capsys.readouterr().out
+    assert [f"[{n}/4]" in printed for n in (1, 4)] == [True, True] and "4 results in 4 sections" in printed
+    found = results(tmp_path)
+    assert set(found) == {"retrieval", "robustness", "attention", "generation"}
+    assert all(list(its["encoders"]) == config.encoders for its in found.values())
+    assert (found["retrieval"]["images"], found["generation"]["images"]) == (8, 2)
+    recall = found["retrieval"]["encoders"]["toy/clip"]["recall_percent"]["text_to_image"]["R@1"]
+    assert found["robustness"]["encoders"]["toy/clip"]["recall_at_1_percent"]["keep"]["text_to_image"] == recall
+    # toy networks stand in, and every table says so
+    assert all(found["generation"]["settings"][name] == "toy/features" for name in ("dino", "own_features"))
+    page = (tmp_path / "report.html").read_text()
+    assert "FID (toy/features)" in page and "DINO score (toy/features)" in page
+
+    def nothing(*_, **__):
+        raise AssertionError("done again")
+
+    for name in ("encode_image", "encode_text"):
+        monkeypatch.setattr(Backbone, name, nothing)
+    evaluate_all(config)
+    again = results(tmp_path)
+    for name, its in found.items():
+        assert (again[name]["encoders"], again[name]["compared"]) == (its["encoders"], its["compared"]), name
+
+
+def test_pairs_of_ones_own_are_not_drawn_without_a_base(tmp_path):
+    clip = save_tiny_clip(tmp_path / "clip")
+    settings = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "limit": 4}
+    evaluate_all(AllConfig(encoders=[clip], output=str(tmp_path / "out"), **settings))
+    assert set(results(tmp_path / "out")) == {"retrieval", "robustness", "attention"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"drawn": 0}, "drawn=0"),
+        ({"classification": "cifar-10"}, "classification_data None"),
+        ({"classification_data": "cifar"}, "Give both"),
+        ({"encoders": ["toy/clap"]}, "Did you mean"),
+        ({"data": "nowhere.json"}, "nowhere.json"),
+    ],
+)
+def test_unusable_settings_are_refused(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        evaluate_all(AllConfig(**({"output": str(tmp_path)} | change)))
