@@ -307,6 +307,17 @@ def test_no_step_is_taken_after_a_cancel(toy, after):
     assert sum(isinstance(item, Drawn) for item in items) == (after - 1) // 3 * (after > 0)
 
 
+def test_no_step_is_taken_after_a_cancel_while_a_prompt_is_encoded(toy):
+    encoded = threading.Event()
+    hook = toy.encoders["toy/clip"].model.register_forward_hook(lambda *_: encoded.set())
+    try:
+        with Counter(toy) as unet:
+            items = list(draw(toy, ask(toy), encoded.is_set))
+    finally:
+        hook.remove()
+    assert encoded.is_set() and unet.calls == 0 and [item.step for item in items] == [0]
+
+
 def test_a_closed_drawing_ends_within_a_step(toy):
     before = threading.active_count()
     with Counter(toy) as unet:

@@ -142,6 +142,7 @@ def _draw_all(models: Models, request: Request, stop_if_asked: Callable, report:
         progress(0, request.steps)
         if label not in encoded:
             encoded[label] = _encode(models, request, label)
+            stop_if_asked()  # a long prompt takes its time
         report(_draw_one(models, request, label, image, encoded[label], progress))
 
 
