@@ -1,5 +1,6 @@
 """Every evaluation that the given things allow, in one command, and the page of them."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,6 +107,11 @@ def _generation(config: AllConfig, base: str, common: dict) -> GenerationConfig:
 
 def _check(config: AllConfig) -> None:
     """What would otherwise come out after minutes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "evaluate all runs in one process. To draw on several GPUs, run `accelerate launch -m "
+            "debias_diffusion.app.cli evaluate generation` with the same output first; its pictures are then there."
+        )
     if (config.classification is None) != (config.classification_data is None):
         raise UserError(
             f"classification is {config.classification!r} and classification_data {config.classification_data!r}. Give "

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from debias_diffusion.data import BadRecord
@@ -16,6 +15,7 @@ from debias_diffusion.files import whole_file, write_text
 
 from . import attention, classification, dpg_bench, generation, retrieval, robustness
 from .inputs import print_left_out
+from .pages import write_page
 from .report import Table, escaped
 
 TEMPLATE = "merged_report.html.j2"
@@ -231,13 +231,5 @@ def _write_markdown(output: Path, sections: Iterable[Section]) -> None:
 
 
 def _write_html(output: Path, sections: Sequence[Section]) -> None:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     pictures = [{name: base64.b64encode(content).decode() for name, content in its.figures.items()} for its in sections]
-    page = environment.get_template(TEMPLATE).render(sections=list(zip(sections, pictures, strict=True)))
-    write_text(output / "report.html", page)
+    write_page(output / "report.html", TEMPLATE, sections=list(zip(sections, pictures, strict=True)))

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from PIL import Image
 
-from debias_diffusion.files import write_text
-
+from .pages import write_page
 from .quickstart import ENCODERS
 
 NAMES = {"clip": "Original CLIP (cut at 77 tokens)", "long-clip": "Long-CLIP", "debias-clip": "DeBias-CLIP"}
@@ -83,16 +81,8 @@ def write_report(folder: Path, report: dict, examples: Sequence[Example]) -> Pat
     Returns:
         The path of the page.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template(TEMPLATE).render(_view(report, examples))
     path = Path(folder) / "report.html"
-    write_text(path, page)
+    write_page(path, TEMPLATE, **_view(report, examples))
     return path
 
 

@@ -66,3 +66,9 @@ def test_pairs_of_ones_own_are_not_drawn_without_a_base(tmp_path):
 def test_unusable_settings_are_refused(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         evaluate_all(AllConfig(**({"output": str(tmp_path)} | change)))
+
+
+def test_several_processes_are_sent_to_draw_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="evaluate generation` with the same output first"):
+        evaluate_all(AllConfig(output=str(tmp_path)))
