@@ -3,27 +3,35 @@
 import base64
 import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import yaml
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 from gradio_client.utils import QueueError
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from debias_diffusion.app.demo import device, launch, markup
 from debias_diffusion.app.demo.drawing import Drawn, Step, draw
 from debias_diffusion.app.demo.models import Models
 from debias_diffusion.app.demo.reading import Moved, Token, Tokens, attention, movement, tokens
-from debias_diffusion.app.demo.requests import request_of_png
+from debias_diffusion.app.demo.requests import Request, request_of_png
 from debias_diffusion.app.demo.scenes import random_scene
 from debias_diffusion.errors import UserError
 
@@ -32,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LONG = random_scene(3).caption
 QUICK = {"encoders": ["toy/clip"], "steps": 2}
 LENGTHY = {"steps": 100}  # by three encoders: 300 steps
+SPACE = Path(__file__).parents[1] / "app" / "space"
 HOSTILE = "<img src=x onerror=\"alert('a')\">${alert(1)}{{x}}"
 
 
@@ -325,16 +334,11 @@ def test_what_is_no_picture_is_refused(client, png):
 
 
 def test_hostile_settings_of_a_picture_are_refused(client, models):
-    from io import BytesIO
-
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
-
-    for text in ("[" * 100_000, HOSTILE, '{"request": {"prompt": 1}}', '{"request": {"__class__": "x"}}'):
+    for text in ("[" * 100_000, HOSTILE, '{"prompt": 1}', '{"prompt": "a", "steps": "<img src=x>"}'):
         file, info = BytesIO(), PngInfo()
         info.add_text("settings", text)
         Image.new("RGB", (8, 8)).save(file, format="PNG", pnginfo=info)
-        with pytest.raises(AppError, match="PNG|picture's settings|prompt") as raised:
+        with pytest.raises(AppError, match="PNG|prompt|steps") as raised:
             client.predict(base64.b64encode(file.getvalue()).decode(), api_name="/settings")
         assert "<img" not in str(raised.value)
     assert pngs(generate(client)) == alone(models)
@@ -469,14 +473,12 @@ class Parsed(HTMLParser):
 
 def shown() -> dict[str, str]:
     """All that the page shows of what comes from outside, with hostile text wherever there is text."""
-    from PIL import Image
-
     scene = replace(random_scene(0), objects=[(HOSTILE, 1)])
     picture = Drawn(HOSTILE, 1, 0, Image.new("RGB", (8, 8)), b"png", HOSTILE)
     word = {"word": HOSTILE, "position": 1, "tokens": 1, "before_softmax": 0.0, "after_softmax": 0.5}
     end = {"before_softmax": 0.0, "after_softmax": 0.1}
     looked = {"window": 77, "tokens": 3, "sot": end, "eot": end, "words": [word]}
-    request = replace(_request(), prompt=HOSTILE)
+    request = Request(prompt=HOSTILE, encoders=(HOSTILE,))
     return {
         "message": markup.message(HOSTILE),
         "note": markup.note(HOSTILE),
@@ -488,12 +490,6 @@ def shown() -> dict[str, str]:
         "attention": markup.attention({HOSTILE: looked}),
         "movement": markup.movement([Moved(HOSTILE, HOSTILE, {HOSTILE: 0.5})]),
     }
-
-
-def _request():
-    from debias_diffusion.app.demo.requests import Request
-
-    return Request(prompt="", encoders=(HOSTILE,))
 
 
 @pytest.mark.parametrize("name", shown())
@@ -513,7 +509,35 @@ def test_tokens_are_shown_by_sentence_and_window():
 
 
 def test_progress_says_which_encoder_and_step():
-    request = replace(_request(), encoders=("a", "b", "c"), images=2)
+    request = Request(prompt="", encoders=("a", "b", "c"), images=2)
     html = markup.progress(Step("b", 2, 7, 20, 0.625), request)
     assert "Encoder 2 of 3, picture 2 of 2, step 7 of 20" in html and 'value="0.625"' in html
     assert "picture" not in markup.progress(Step("b", 1, 7, 20, 0.5), replace(request, images=1))
+
+
+# ---- as a Space
+
+
+def test_a_space_has_what_it_needs():
+    _, front, text = (SPACE / "README.md").read_text().split("---\n", 2)
+    front = yaml.safe_load(front)
+    assert front["sdk"] == "gradio" and (SPACE / front["app_file"]).is_file() and text.strip()
+    assert front["sdk_version"].split(".")[0] == version("gradio").split(".")[0]
+    assert len(front["short_description"]) <= 60
+    (needed,) = [line for line in (SPACE / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    assert re.match(r"[\w-]+", needed)[0] == "debias-diffusion"
+
+
+@pytest.mark.slow
+def test_a_space_opens_and_is_ended_by_an_interrupt(files):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(SPACE / "app.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, cwd=files) as process:
+        try:
+            line = next(line for line in process.stdout if "demo is at" in line)
+            port = int(re.search(r"http://\S+:(\d+)", line)[1])
+            assert "See what your encoder reads" in httpx.get(f"http://127.0.0.1:{port}/").text
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+        assert process.returncode in (0, 130)

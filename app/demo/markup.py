@@ -158,7 +158,7 @@ def _look(label: str, found: dict, most: float) -> str:
         for word in strongest
     )
     return (
-        f'<section class="look"><h4>{escape(label)}</h4><p>{read}; besides them the start has '
+        f'<section class="look"><h4>{escape(label)}</h4><p>{read}; besides, the start takes '
         f"{found['sot']['after_softmax']:.1%} of the attention, the end itself {found['eot']['after_softmax']:.1%}.</p>"
         f'<ol class="words">{words}</ol><details><summary>The five words with the most</summary><table><thead><tr>'
         '<th scope="col">word</th><th scope="col">position</th><th scope="col">share</th></tr></thead>'

@@ -29,8 +29,13 @@ SCRIPT = (_HERE / "page.js").read_text()
 MOST_SCENES = 2**31  # more than anybody looks at
 # Not in the line: answered while something is drawn.
 BESIDE = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-# Of what is typed, waits until it rests: meanwhile further keys do not start another count.
-_WHEN_IT_RESTS = "async (...values) => { await new Promise(done => setTimeout(done, 250)); return values; }"
+# Of what is typed, only where it rests is told. Each change waits; the last gives a new number then, others the old.
+_WHEN_IT_RESTS = """async () => {
+  const mine = (window.changes = (window.changes ?? 0) + 1);
+  await new Promise((done) => setTimeout(done, 250));
+  if (mine === window.changes) window.rested = String(mine);
+  return window.rested ?? "";
+}"""
 POLICIES = [
     ("As made: encoders of 77 are cut there, long ones read on", "auto"),
     ("Windows: all read everything, piece by piece", "windows"),
@@ -83,7 +88,7 @@ def build(models: Models, most_waiting: int) -> gr.Blocks:
     """
     with gr.Blocks(title=TITLE, analytics_enabled=False) as page:
         device = Device(models)
-        _Page(device, page)
+        _Page(device)
         add_endpoints(device)
     return page.queue(max_size=most_waiting)
 
@@ -91,7 +96,7 @@ def build(models: Models, most_waiting: int) -> gr.Blocks:
 class _Page:
     """The parts of the page, and what they do."""
 
-    def __init__(self, device: Device, page: gr.Blocks):
+    def __init__(self, device: Device):
         self.models, self.device = device.models, device
         self.scene = gr.State(None)  # number of the scene that the prompt describes, or None
         self._head()
@@ -101,7 +106,7 @@ class _Page:
             with gr.Column(scale=6, min_width=320):
                 self._pictures()
                 self._reading()
-        self._wire(page)
+        self._wire()
 
     # What stands where
 
@@ -132,7 +137,8 @@ class _Page:
             self.stop = gr.Button("Stop", variant="stop", interactive=False, scale=1, min_width=80, elem_id="stop")
         self.status = _html("status")
         gr.Markdown("### Tokens", elem_classes="heading")
-        self.tokens = _html("tokens")
+        self.tokens = _html("tokens", self._count("", False))
+        self.rested = gr.Textbox("", visible="hidden")  # another number whenever the prompt has come to rest
         with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
             self.settings = self._advanced(defaults)
         self.give_back = _html("given", html_template=_GIVE_BACK, js_on_load=_SEND_BEGINNING)
@@ -176,17 +182,11 @@ class _Page:
 
     # What happens
 
-    def _wire(self, page: gr.Blocks) -> None:
+    def _wire(self) -> None:
         weighting = self.settings["weighting"]
-        gr.on(
-            [self.prompt.change, weighting.change, page.load],
-            self._count,
-            [self.prompt, weighting],
-            self.tokens,
-            trigger_mode="always_last",
-            js=_WHEN_IT_RESTS,
-            **BESIDE,
-        )
+        changes = [self.prompt.change, weighting.change]
+        gr.on(changes, None, None, self.rested, js=_WHEN_IT_RESTS, trigger_mode="multiple", api_visibility="private")
+        self.rested.change(self._count, [self.prompt, weighting], self.tokens, trigger_mode="always_last", **BESIDE)
         start = [self.draw.click, self.prompt.submit]
         gr.on(start, lambda: gr.Button(interactive=True), None, self.stop, **BESIDE)
         drawing = gr.on(

@@ -1,0 +1,391 @@
+"""The demo's page in a real browser: Debian's chromium, driven by Playwright. It asks for nothing outside the machine.
+
+    python tests/test_demo_browser.py docs
+
+writes the pictures of the page that the documentation shows.
+"""
+
+import os
+import re
+import shutil
+import sys
+import warnings
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from debias_diffusion.app.demo import device, launch
+from debias_diffusion.app.demo.drawing import Step, draw
+from debias_diffusion.app.demo.scenes import random_scene
+from debias_diffusion.app.pictures import read_settings
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    missing = "THE DEMO'S PAGE IS NOT TESTED: there is no chromium here (apt-get install chromium)"
+    warnings.warn(missing, stacklevel=1)
+    pytest.skip(missing, allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG = random_scene(3).caption  # 93 tokens in 9 sentences, and what the first example is
+HOSTILE = "<img src=x onerror=window.hacked=1> ${window.hacked=1} {{window.hacked=1}}"
+LABELS = ["toy/clip", "toy/long-clip", "toy/debias-clip"]
+PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 900}
+
+
+@contextmanager
+def opened():
+    """The demo and a browser."""
+    page, url = launch.open_app(launch.AppConfig(port=17960, device="cpu"))
+    try:
+        with sync_playwright() as playwright:
+            # As root, as in containers, chromium has no sandbox.
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            yield browser, url
+            browser.close()
+    finally:
+        page.close(verbose=False)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with opened() as found:
+        yield found
+
+
+@contextmanager
+def visited(browser: Browser, url: str, **settings):
+    """The page, which may say nothing on the console and ask for nothing elsewhere."""
+    context = browser.new_context(**({"viewport": DESKTOP} | settings))
+    context.set_default_timeout(30_000)
+    page, said, asked = context.new_page(), [], []
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(url)
+    expect(page.locator("#tokens .hint")).to_be_visible()
+    yield page
+    assert said == []
+    assert asked and all(address.startswith((url, "data:", "blob:")) for address in asked)
+    context.close()
+
+
+@pytest.fixture
+def page(demo) -> Page:
+    with visited(*demo) as found:
+        yield found
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[Step]:
+    """The steps that the demo takes."""
+    taken = []
+
+    def counted(*arguments):
+        for news in draw(*arguments):
+            taken.extend([news] if isinstance(news, Step) else [])
+            yield news
+
+    monkeypatch.setattr(device, "draw", counted)
+    return taken
+
+
+def ask(page: Page, prompt: str, steps: int) -> None:
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    set_steps(page, steps)
+    page.get_by_role("button", name="Draw").click()
+
+
+def set_steps(page: Page, steps: int) -> None:
+    number = page.get_by_label("number input for Steps")
+    if not number.is_visible():
+        page.get_by_role("button", name="Advanced settings").click()
+    number.fill(str(steps))
+    number.press("Tab")
+
+
+def finished(page: Page) -> None:
+    expect(page.locator("#status")).to_contain_text("Done", timeout=60_000)
+
+
+def downloaded(page: Page, label: str, path: Path) -> bytes:
+    with page.expect_download() as download:
+        page.get_by_role("link", name=f"Download PNG: {label}", exact=True).click()
+    download.value.save_as(path)
+    return path.read_bytes()
+
+
+# ---- what it does
+
+
+def test_tokens_are_counted_while_typing(page):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
+    prompt = page.get_by_label("Prompt", exact=True)
+    prompt.press_sequentially("A large red ring. ", delay=10)
+    expect(page.locator("#tokens")).to_contain_text("5 tokens in 1 sentence")
+    assert len(asked) <= 3  # and not one for each of 18 keys
+    prompt.fill(LONG)
+    expect(page.locator("#tokens")).to_contain_text("93 tokens in 9 sentences")
+    expect(page.locator("ol.sentences .token.original")).to_have_count(75)
+    expect(page.locator("ol.sentences .token.long")).to_have_count(18)
+    expect(page.locator("ol.sentences > li")).to_have_count(9)
+    for words in ("read by every encoder", "read by long encoders only", "beyond: a further window"):
+        expect(page.locator("ul.legend")).to_contain_text(words)
+    prompt.fill("word " * 300)
+    expect(page.locator("ol.sentences .token.further").first).to_be_visible()
+    prompt.fill("")
+    expect(page.locator("#tokens .hint")).to_be_visible()
+
+
+def test_a_scene_is_drawn_by_all_encoders_and_marked(page, tmp_path):
+    page.get_by_role("button", name="Example 1").click()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value(LONG)
+    set_steps(page, 3)
+    page.get_by_role("button", name="Draw").click()
+    finished(page)
+    expect(page.locator(".card figcaption > strong")).to_have_text(["The original scene", *LABELS])
+    expect(page.locator(".card .score")).to_have_count(3)
+    expect(page.locator(".card").nth(1)).to_contain_text("reads the first 75 of 93 tokens")
+    expect(page.locator(".card").nth(2)).to_contain_text("reads all 93 tokens")
+    files = {label: downloaded(page, label, tmp_path / f"{number}.png") for number, label in enumerate(LABELS)}
+    assert len(set(files.values())) == 3
+    for number, label in enumerate(LABELS):
+        settings = read_settings(tmp_path / f"{number}.png")
+        assert settings["prompt"] == LONG and settings["steps"] == 3 and label in str(settings)
+    # Another prompt is none of the scene's.
+    ask(page, "A red ring.", 1)
+    expect(page.locator(".card")).to_have_count(3)
+    finished(page)
+    expect(page.locator(".card .score")).to_have_count(0)
+
+
+def test_random_scenes_differ(page):
+    captions = set()
+    for _ in range(2):
+        page.get_by_role("button", name="Random scene").click()
+        expect(page.get_by_label("Prompt", exact=True)).not_to_have_value(next(iter(captions), ""))
+        captions.add(page.get_by_label("Prompt", exact=True).input_value())
+    assert len(captions) == 2
+    expect(page.locator(".card.original li").first).to_contain_text("sentence")
+
+
+def test_stop_ends_it_within_a_step(page, steps):
+    ask(page, LONG, 100)
+    expect(page.locator("#status")).to_contain_text(re.compile(r"Encoder 1 of 3, step [1-9]\d* of 100"))
+    expect(page.locator("#status progress")).to_have_count(1)
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#status")).to_contain_text("Stopped.")
+    page.wait_for_timeout(300)
+    taken = len(steps)
+    page.wait_for_timeout(700)
+    assert len(steps) == taken < 150
+    expect(page.get_by_role("button", name="Stop")).to_be_disabled()
+    ask(page, LONG, 2)
+    finished(page)
+
+
+def test_who_waits_is_told_the_place_and_can_stop(demo, page, steps):
+    ask(page, LONG, 100)
+    expect(page.locator("#status progress")).to_have_count(1)
+    with visited(*demo) as other:
+        ask(other, LONG, 2)
+        expect(other.locator("#status")).to_contain_text(re.compile(r"queue: 1/1"))
+        other.get_by_label("Prompt", exact=True).fill("Tokens are counted meanwhile.")
+        expect(other.locator("#tokens")).to_contain_text("tokens in 1 sentence")
+        other.get_by_role("button", name="Stop").click()
+        expect(other.locator("#status")).to_contain_text("Stopped.")
+        expect(page.locator("#status progress")).to_have_count(1)
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator("#status")).to_contain_text("Stopped.")
+    assert all(step.steps == 100 for step in steps)
+
+
+def test_a_picture_sets_everything_again(demo, page, tmp_path):
+    page.get_by_label("toy/long-clip").uncheck()
+    set_steps(page, 2)
+    page.get_by_label("Seed", exact=True).fill("9223372036854775000")  # more than a browser's numbers hold
+    page.get_by_label("Negative prompt").fill("a blue star")
+    page.get_by_label("Cut: all stop at 77").check()
+    ask(page, LONG, 2)
+    finished(page)
+    png = downloaded(page, "toy/debias-clip", tmp_path / "picture.png")
+    with visited(*demo) as fresh:
+        fresh.get_by_label("Give back a PNG").set_input_files(tmp_path / "picture.png")
+        expect(fresh.locator("#status")).to_contain_text("Everything is set")
+        expect(fresh.locator("#tokens")).to_contain_text("93 tokens")
+        expect(fresh.get_by_label("toy/long-clip")).not_to_be_checked()
+        fresh.get_by_role("button", name="Draw").click()
+        finished(fresh)
+        expect(fresh.locator(".card")).to_have_count(2)
+        assert downloaded(fresh, "toy/debias-clip", tmp_path / "again.png") == png
+
+
+def test_what_is_read_is_shown(page):
+    page.get_by_label("Prompt", exact=True).fill(LONG)
+    page.get_by_role("button", name="Look at this prompt").click()
+    expect(page.locator("table.movement tbody tr")).to_have_count(10)
+    expect(page.locator(".look h4")).to_have_text(LABELS)
+    expect(page.locator(".look").nth(0)).to_contain_text("reads the first 75 of 93 tokens")
+    expect(page.locator(".look").nth(1)).to_contain_text("reads all 93 tokens")
+    assert page.locator(".look").nth(1).locator("ol.words li").count() > 80
+    page.get_by_label("Prompt", exact=True).fill("A red ring.")
+    page.get_by_role("button", name="Look at this prompt").click()
+    expect(page.locator("#movement [role=alert]")).to_contain_text("one sentence")
+
+
+# ---- what it refuses
+
+
+def test_bad_input_gets_a_message(page):
+    page.get_by_role("button", name="Draw").click()
+    alert = page.locator("#status [role=alert]")
+    expect(alert).to_contain_text("prompt")
+    ask(page, LONG, 2)
+    finished(page)
+    page.get_by_label("Seed", exact=True).fill("minus one")
+    page.get_by_role("button", name="Draw").click()
+    expect(alert).to_contain_text("minus one")
+    page.get_by_label("Seed", exact=True).fill("0")
+    for label in LABELS:
+        page.get_by_label(label, exact=True).uncheck()
+    page.get_by_role("button", name="Draw").click()
+    expect(alert).to_contain_text("No encoder is chosen")
+    page.get_by_label("Prompt", exact=True).fill("x" * 20_001)
+    expect(page.locator("#tokens [role=alert]")).to_contain_text("20,000")
+
+
+def picture_saying(text: str, path: Path) -> Path:
+    info = PngInfo()
+    info.add_text("settings", text)
+    Image.new("RGB", (8, 8)).save(path, format="PNG", pnginfo=info)
+    return path
+
+
+def test_hostile_input_stays_text(page, tmp_path):
+    ask(page, HOSTILE, 1)
+    finished(page)
+    expect(page.locator("ol.sentences")).to_contain_text("onerror")
+    page.get_by_role("button", name="Look at this prompt").click()
+    expect(page.locator("#attention")).to_contain_text("onerror")
+    give_back, alert = page.get_by_label("Give back a PNG"), page.locator("#status [role=alert]")
+    give_back.set_input_files(picture_saying(f'{{"prompt": "a", "steps": "{HOSTILE}"}}', tmp_path / "a.png"))
+    expect(alert).to_contain_text("onerror")
+    (tmp_path / "b.png").write_text("no picture")
+    give_back.set_input_files(tmp_path / "b.png")
+    expect(alert).to_contain_text("PNG")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img[src=x]").count() == 0
+
+
+def test_of_a_large_file_only_the_beginning_is_sent(page, tmp_path):
+    sizes = []
+    page.on("request", lambda request: sizes.append(len(request.post_data_buffer or b"")))
+    with (tmp_path / "large.png").open("wb") as file:
+        file.truncate(2**30)
+    page.get_by_label("Give back a PNG").set_input_files(tmp_path / "large.png")
+    expect(page.locator("#status [role=alert]")).to_contain_text("PNG", timeout=60_000)
+    assert 2**20 < max(sizes) < 2**21
+
+
+# ---- for everybody
+
+
+def test_from_the_keyboard_alone(page):
+    page.get_by_label("Prompt", exact=True).focus()
+    page.keyboard.type("A red ring.")
+    for name, key in (("Advanced settings", "Enter"), ("number input for Steps", None), ("Draw", "Enter")):
+        tab_to(page, name, back=name == "Draw")
+        if key:
+            page.keyboard.press(key)
+        else:
+            page.keyboard.type("2")
+    finished(page)
+    tab_to(page, "Enlarge: toy/clip")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog", name="Picture: toy/clip")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    assert focused(page) == "Enlarge: toy/clip"
+
+
+def focused(page: Page) -> str:
+    return page.evaluate(
+        "(({ariaLabel, innerText}) => (ariaLabel || innerText || '').split('\\n')[0].trim())(document.activeElement)"
+    )
+
+
+def tab_to(page: Page, name: str, back: bool = False) -> None:
+    for _ in range(60):
+        page.keyboard.press("Shift+Tab" if back else "Tab")
+        if focused(page).startswith(name):
+            return
+    raise AssertionError(f"the tabulator does not come to {name!r}")
+
+
+def test_everything_has_a_name_that_can_be_read_out(page):
+    page.get_by_role("button", name="Example 1").click()
+    set_steps(page, 1)
+    page.get_by_role("button", name="Draw").click()
+    finished(page)
+    nameless = page.evaluate(
+        """[...document.querySelectorAll("button, a[href], input, textarea, select, progress, img, [role=region]")]
+        .filter(its => its.checkVisibility())
+        .filter(its => !(its.ariaLabel || its.alt || its.innerText?.trim() || its.title ||
+                         [...(its.labels || [])].some(label => label.innerText.trim())))
+        .map(its => its.outerHTML.slice(0, 200))"""
+    )
+    assert nameless == []
+    assert page.evaluate("document.documentElement.lang") == "en"
+    assert page.locator("h1").count() == 1
+
+
+def test_on_a_phone_in_the_light_and_in_the_dark(demo):
+    with visited(*demo, viewport=PHONE, color_scheme="dark") as page:
+        show(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        assert brightness(page) < 60
+        page.emulate_media(color_scheme="light")
+        page.reload()
+        expect(page.locator("#tokens .hint")).to_be_visible()
+        assert brightness(page) > 200
+
+
+def brightness(page: Page) -> int:
+    """Of red, which grey has as much of as of the others, from 0 to 255."""
+    return int(re.search(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0])
+
+
+def show(page: Page, steps: int = 1) -> None:
+    """Everything that the page has to show."""
+    page.get_by_role("button", name="Example 1").click()
+    set_steps(page, steps)
+    page.get_by_role("button", name="Advanced settings").click()
+    page.get_by_role("button", name="Draw").click()
+    finished(page)
+    page.get_by_role("button", name="Look at this prompt").click()
+    expect(page.locator("table.movement")).to_be_visible()
+
+
+def write_screenshots(folder: Path) -> None:
+    with opened() as demo:
+        for name, settings in {
+            "desktop": {"viewport": {"width": 1280, "height": 1180}},
+            "phone": {"viewport": {"width": 390, "height": 1500}, "color_scheme": "dark"},
+        }.items():
+            with visited(*demo, **settings) as page:
+                show(page, steps=20)
+                page.evaluate("scrollTo(0, 0)")
+                picture = Image.open(BytesIO(page.screenshot()))
+                picture.quantize(128, dither=Image.Dither.NONE).save(folder / f"app-{name}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    write_screenshots(Path(sys.argv[1]))
