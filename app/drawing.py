@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,11 +28,10 @@ from debias_diffusion.pipelines.loading import (
     default_size,
     load_pipeline,
 )
-from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.shipped import shipped
 
 from .pictures import PARAMETERS_KEY, SETTINGS_KEY, parameters, write_png
-from .prompts import LeftOut, Prompt, print_left_out
+from .prompts import LeftOut, Prompt, cleaned, print_left_out
 
 if TYPE_CHECKING:
     from .generate import GenerateConfig
@@ -103,12 +101,7 @@ class Studio:
         texts = {"prompt": prompt.text, "negative_prompt": negative}
         if prompt.second is not None:
             texts["prompt_2"] = prompt.second
-        return {name: None if text is None else self._clean(text) for name, text in texts.items()}
-
-    def _clean(self, text: str) -> str:
-        if not self.config.weighting:
-            return clean(text)
-        return " BREAK ".join(clean(part) for part in re.split(r"\bBREAK\b", text))  # a word that lower case would hide
+        return {name: None if text is None else cleaned(text, self.config.weighting) for name, text in texts.items()}
 
     def layout(self, pipe: DiffusionPipeline, prompt: Prompt) -> PromptLayout:
         """How a prompt is read.

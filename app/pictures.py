@@ -56,7 +56,7 @@ def read_settings(path: Path) -> dict | None:
     try:
         with Image.open(path) as image:
             settings = json.loads(image.info[SETTINGS_KEY])
-    except (OSError, SyntaxError, KeyError, ValueError, Image.DecompressionBombError):
+    except (OSError, SyntaxError, KeyError, ValueError, RecursionError, Image.DecompressionBombError):
         return None
     return settings if isinstance(settings, dict) else None
 

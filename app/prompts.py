@@ -23,6 +23,14 @@ _SHAPES = (
 )
 
 
+def cleaned(text: str, weighting: bool) -> str:
+    """A prompt as the pipelines are given it: cleaned as captions were for training, with BREAK still a word of its own
+    where prompts are weighted."""
+    if not weighting:
+        return clean(text)
+    return " BREAK ".join(clean(part) for part in re.split(r"\bBREAK\b", text))  # a word that lower case would hide
+
+
 @dataclass(frozen=True)
 class Prompt:
     """What to draw.

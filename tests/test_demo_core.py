@@ -25,10 +25,11 @@ from transformers import CLIPTextModelWithProjection
 from debias_diffusion.app.demo.drawing import Drawn, Step, as_png, draw, settings_of
 from debias_diffusion.app.demo.models import Models
 from debias_diffusion.app.demo.reading import attention, attention_figure, movement, tokens
-from debias_diffusion.app.demo.requests import MOST_PNG, check, cleaned, request_of_png, unweighted
+from debias_diffusion.app.demo.requests import MOST_PNG, check, request_of_png, unweighted
 from debias_diffusion.app.demo.scenes import mark, random_scene
 from debias_diffusion.app.generate import GenerateConfig, generate
 from debias_diffusion.app.pictures import parameters, read_settings
+from debias_diffusion.app.prompts import cleaned
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_reader, look_at_prompt
 from debias_diffusion.pipelines import PromptLayout

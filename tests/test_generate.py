@@ -436,8 +436,9 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
     for content in (b"", before[:40]):
         path.write_bytes(content)
         assert read_settings(path) is None
-    write_png(image, path, {"settings": "3"})
-    assert read_settings(path) is None
+    for text in ("3", "[" * 100_000):
+        write_png(image, path, {"settings": text})
+        assert read_settings(path) is None
 
 
 def test_the_first_difference():

@@ -15,8 +15,9 @@ from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines import PromptLayout, StableDiffusionXLLongPromptPipeline
 
 from ..pictures import PARAMETERS_KEY, SETTINGS_KEY, parameters
+from ..prompts import cleaned
 from .models import Models
-from .requests import Request, check, cleaned, unweighted
+from .requests import Request, check, unweighted
 
 _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 

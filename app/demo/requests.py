@@ -16,7 +16,7 @@ from debias_diffusion.pipelines import parse_weights
 from debias_diffusion.tokens import clean
 
 from ..pictures import SETTINGS_KEY
-from ..prompts import MAX_SEED, check_prompt, check_text, parse_seed
+from ..prompts import MAX_SEED, check_prompt, check_text, cleaned, parse_seed
 
 if TYPE_CHECKING:
     from .models import Models
@@ -63,13 +63,6 @@ class Request:
     scheduler: str = "Euler"
     weighting: bool = False
     long_prompts: LongPrompts = "auto"
-
-
-def cleaned(text: str, weighting: bool) -> str:
-    """A prompt as `debias-diffusion generate` gives it to the pipeline: cleaned as captions were for training."""
-    if not weighting:
-        return clean(text)
-    return " BREAK ".join(clean(part) for part in re.split(r"\bBREAK\b", text))  # a word that lower case would hide
 
 
 def unweighted(text: str, weighting: bool) -> str:
