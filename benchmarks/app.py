@@ -1,0 +1,124 @@
+"""The demo under 1, 8 and 50 clients: latency, throughput, and the server's memory.
+
+    python benchmarks/app.py [--requests 100] [--steps 2] [--clients 1 8 50]
+
+Each client sends its next /generate (one toy encoder) when it has the answer to its last. The server runs in a process
+of its own, as `debias-diffusion app` starts it. The baseline is the same drawing in one process without a server, one
+request after the other: what is left of its throughput is what the server costs. Prints a table and writes it to
+benchmarks/results/.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+from gradio_client import Client
+from machine import machine
+from tqdm import tqdm
+
+from debias_diffusion.app.demo.drawing import draw
+from debias_diffusion.app.demo.models import Models
+from debias_diffusion.app.demo.scenes import random_scene
+from debias_diffusion.devices import pick_device
+
+RESULTS = Path(__file__).parent / "results"
+ENCODER = "toy/debias-clip"
+PROMPT = random_scene(3).caption
+
+
+@contextmanager
+def served():
+    """(address, process) of a demo on the embedded models."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "debias_diffusion.app.cli", "app", "--encoders", ENCODER, "--port", "17870"]
+        environment = os.environ | {"GRADIO_TEMP_DIR": folder, "PYTHONUNBUFFERED": "1"}
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        try:
+            lines = iter(server.stdout.readline, "")
+            yield (
+                next(found[0] for line in lines if (found := re.search(r"http://\S+", line))),
+                psutil.Process(server.pid),
+            )
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def without_server(requests: int, steps: int) -> float:
+    """Requests a second."""
+    models = Models("toy/sdxl", [ENCODER], pick_device(None))
+    request = replace(models.defaults, prompt=PROMPT, steps=steps)
+    for _ in draw(models, request, lambda: False):  # the first one is slower
+        pass
+    started = time.perf_counter()
+    for seed in tqdm(range(requests), desc="without a server"):
+        for _ in draw(models, replace(request, seed=seed), lambda: False):
+            pass
+    return requests / (time.perf_counter() - started)
+
+
+def with_clients(url: str, server: psutil.Process, clients: int, requests: int, steps: int) -> dict:
+    """One row of the table."""
+    connected = [Client(url, verbose=False) for _ in range(clients)]
+    share = [range(first, requests, clients) for first in range(clients)]
+
+    def work(client: Client, seeds: range) -> list[float]:
+        taken = []
+        for seed in seeds:
+            started = time.perf_counter()
+            (picture,) = client.predict(PROMPT, encoders=[ENCODER], seed=seed, steps=steps, api_name="/generate")
+            assert picture["seed"] == seed
+            taken.append(time.perf_counter() - started)
+        return taken
+
+    before, started = server.memory_info().rss, time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        latencies = sorted(taken for own in pool.map(work, connected, share) for taken in own)
+    wall = time.perf_counter() - started
+    return {
+        "clients": clients,
+        "requests": requests,
+        "per_second": round(requests / wall, 2),
+        "latency_median_s": round(statistics.median(latencies), 2),
+        "latency_p95_s": round(latencies[int(0.95 * (len(latencies) - 1))], 2),
+        "server_mb_before": round(before / 1e6),
+        "server_mb_after": round(server.memory_info().rss / 1e6),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 50])
+    arguments = parser.parse_args()
+    baseline = without_server(arguments.requests, arguments.steps)
+    print(f"without a server: {baseline:.2f} requests a second")
+    rows = []
+    with served() as (url, server):
+        with_clients(url, server, 1, 5, arguments.steps)  # the first ones are slower
+        for clients in arguments.clients:
+            row = with_clients(url, server, clients, max(arguments.requests, clients), arguments.steps)
+            rows.append(row | {"of_baseline": round(row["per_second"] / baseline, 2)})
+            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    device = pick_device(None)
+    result = {"machine": machine(device), "torch": torch.__version__, "steps": arguments.steps}
+    result |= {"without_server_per_second": round(baseline, 2), "rows": rows}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"app-toy-{device.type}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
