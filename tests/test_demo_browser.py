@@ -60,7 +60,7 @@ def demo():
 
 
 @contextmanager
-def visited(browser: Browser, url: str, **settings):
+def visited(browser: Browser, url: str, ready=lambda page: page.locator("#tokens .hint"), **settings):
     """The page, which may say nothing on the console and ask for nothing elsewhere."""
     context = browser.new_context(**({"viewport": DESKTOP} | settings))
     context.set_default_timeout(30_000)
@@ -69,7 +69,7 @@ def visited(browser: Browser, url: str, **settings):
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(url)
-    expect(page.locator("#tokens .hint")).to_be_visible()
+    expect(ready(page)).to_be_visible()
     yield page
     assert said == []
     assert asked and all(address.startswith((url, "data:", "blob:")) for address in asked)
@@ -297,6 +297,20 @@ def test_of_a_large_file_only_the_beginning_is_sent(page, tmp_path):
 # ---- for everybody
 
 
+def test_a_password_is_asked_for(demo):
+    settings = launch.AppConfig(port=17960, device="cpu", encoders=["toy/clip"], user="ann", password="secret")
+    page, url = launch.open_app(settings)
+    try:
+        with visited(demo[0], url, ready=lambda page: page.get_by_role("button", name="Login")) as visitor:
+            visitor.get_by_label("username").fill("ann")
+            visitor.get_by_label("password").fill("secret")
+            visitor.get_by_role("button", name="Login").click()
+            ask(visitor, "A red ring.", 1)
+            finished(visitor)
+    finally:
+        page.close(verbose=False)
+
+
 def test_from_the_keyboard_alone(page):
     page.get_by_label("Prompt", exact=True).focus()
     page.keyboard.type("A red ring.")
@@ -342,6 +356,7 @@ def test_everything_has_a_name_that_can_be_read_out(page):
         .map(its => its.outerHTML.slice(0, 200))"""
     )
     assert nameless == []
+    assert page.get_by_label("Steps").count() and not page.get_by_label("Height in pixels").count()  # a toy's is fixed
     assert page.evaluate("document.documentElement.lang") == "en"
     assert page.locator("h1").count() == 1
 

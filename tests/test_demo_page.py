@@ -20,12 +20,14 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import torch
 import yaml
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 from gradio_client.utils import QueueError
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from tiny_sdxl import build_tiny_sdxl
 
 from debias_diffusion.app.demo import device, launch, markup
 from debias_diffusion.app.demo.drawing import Drawn, Step, draw
@@ -234,6 +236,14 @@ def test_closing_a_drawing_returns_at_once_and_the_next_waits_for_its_step(model
     )
 
 
+def test_memory_that_does_not_suffice_is_told_and_frees_the_device(models):
+    mine = device.Device(models)
+    with pytest.raises(UserError, match="memory of cpu does not suffice"), mine.alone():
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+    with mine.alone() as same:
+        assert same is models
+
+
 def together(url: str, seeds: range) -> list[list[bytes]]:
     """Everybody asks at once, each with a seed and a connection of their own."""
 
@@ -270,6 +280,34 @@ def test_memory_stays_flat(client):
     before = resident()
     ask(100)
     assert resident() - before < 30 * 2**20
+
+
+# ---- other models
+
+
+def test_models_of_ones_own(files, tmp_path):
+    base = build_tiny_sdxl(tmp_path / "base")
+    with opened(device="cpu", base=str(base), encoders=["original"]) as url:
+        client = Client(url, verbose=False)
+        (picture,) = client.predict("A red cat.", steps=1, height=32, width=48, api_name="/generate")
+        with Image.open(BytesIO(base64.b64decode(picture["png"]))) as image:
+            assert image.size == (48, 32)
+        with pytest.raises(AppError, match="twice the model's own"):
+            client.predict("A red cat.", steps=1, height=8000, width=8000, api_name="/generate")
+        with pytest.raises(AppError, match="multiple of 8"):
+            client.predict("A red cat.", steps=1, height=33, width=48, api_name="/generate")
+        assert {"Height in pixels", "Width in pixels", "Harbour", "Workshop"} <= named(url)
+        assert "Random scene" not in named(url)
+
+
+def test_a_toy_has_scenes(url):
+    assert {"Random scene", "Example 1"} <= named(url) and "Harbour" not in named(url)
+
+
+def named(url: str) -> set[str]:
+    """Labels of the page's parts, and what stands on its buttons."""
+    own = [part["props"] for part in httpx.get(f"{url}config").json()["components"]]
+    return {str(its.get("label") or its.get("value")) for its in own if its.get("visible", True) is True}
 
 
 # ---- what is refused
