@@ -26,7 +26,7 @@ from debias_diffusion.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.shipped import shipped
 
 from .encoders import check_encoders, labels
-from .inputs import Texts, check_batch_size, check_max_bad, read_texts
+from .inputs import Texts, check_batch_size, check_max_bad, check_output, read_texts
 from .intervals import mean_interval
 from .parts import Parts
 from .report import Table, show, weights_digest, write_report
@@ -333,6 +333,7 @@ def _write(axes, column: int, line: int, text: str, **style) -> None:
 
 
 def _check(config: AttentionConfig) -> None:
+    check_output(config.output)
     check_encoders(config.encoders)
     check_batch_size(config.batch_size)
     check_max_bad(config.max_bad)

@@ -29,7 +29,7 @@ from debias_diffusion.retrieval import TIE, encode_texts
 
 from .encoders import TwoTower, check_encoders, compare, of_each
 from .image_features import ImageFeatures
-from .inputs import check_batch_size, check_max_bad, check_share, print_left_out
+from .inputs import check_batch_size, check_max_bad, check_output, check_share, print_left_out
 from .intervals import paired_difference
 from .parts import Parts
 from .report import Table, compared_tables, interval, show, write_report
@@ -385,7 +385,9 @@ def plot(encoders: dict[str, dict], dataset: str) -> Figure:
     return figure
 
 
-def _check(config: ClassificationConfig) -> None:
+def check_classification(config: ClassificationConfig) -> None:
+    """Raises UserError for settings that cannot be used, as far as that can be told without the data."""
+    check_output(config.output)
     check_encoders(config.encoders)
     check_batch_size(config.batch_size)
     check_max_bad(config.max_bad)
@@ -453,7 +455,7 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     Raises:
         UserError: a setting cannot be used, or more of the images than the share `max_bad`.
     """
-    _check(config)
+    check_classification(config)
     benchmark = BENCHMARKS[config.dataset]
     data = benchmark.read(config.data)
     print_left_out(data.bad)

@@ -34,7 +34,7 @@ from debias_diffusion.tokens import clean, clip_tokenizer
 
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .encoders import check_encoders, compare, labels
-from .inputs import check_batch_size, print_left_out
+from .inputs import check_batch_size, check_output, print_left_out
 from .intervals import mean_interval, paired_difference
 from .processes import Processes
 from .report import Table, compared_tables, digest, interval, show, write_report
@@ -680,6 +680,7 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
         UserError: a setting cannot be used, a picture is missing or broken, or the answers or pictures in the output
             folder were made with other settings.
     """
+    check_output(config.output)
     check_batch_size(config.batch_size)
     if config.images_per_prompt < 1:
         raise UserError(f"images_per_prompt={config.images_per_prompt} is not allowed. Give a whole number from 1.")
@@ -735,7 +736,7 @@ class _DpgBench:
         elif not all(file.exists() for file in self.answers.values()):
             self._ask  # noqa: B018 - loaded before hours of drawing, not after
         subjects = [
-            Subject(f"{item}/{number}", prompt, config.seed + number)
+            Subject(f"{item}/{number}", prompt, number)
             for item, prompt in self.bench.prompts.items()
             for number in range(config.images_per_prompt)
         ]

@@ -22,6 +22,7 @@ from transformers import CLIPTextConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import changed_settings, read_json_object, whole_file, write_json
 from debias_diffusion.interchange import best_of_run, load_text_encoder
+from debias_diffusion.interchange.load import model_and_weights
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import check_base, default_dtype, load_sdxl
 from debias_diffusion.tokens import clean
@@ -49,6 +50,7 @@ class DrawingSettings:
         prefix: put before each prompt.
         windows: encoders with the window of the base's second one read long prompts in several windows, as this
             package's pipelines do. Without it they are cut there, at 77 tokens, as stock SDXL does.
+        seed: added to each picture's own number, for the noise that it starts from.
     """
 
     base: str
@@ -57,6 +59,7 @@ class DrawingSettings:
     images_at_once: int = 1
     prefix: str = ""
     windows: bool = False
+    seed: int = 0
 
     @classmethod
     def of(cls, config: Any) -> "DrawingSettings":
@@ -82,12 +85,12 @@ class Subject:
     Attributes:
         name: of its file, without .png; may begin with a folder's.
         prompt: what is on it.
-        seed: of the noise that it starts from, the same on every device.
+        number: the settings' seed + this is the seed of the noise that it starts from, the same on every device.
     """
 
     name: str
     prompt: str
-    seed: int
+    number: int
 
 
 def folder_names(labels: Sequence[str]) -> dict[str, str]:
@@ -101,8 +104,13 @@ def folder_names(labels: Sequence[str]) -> dict[str, str]:
 
 
 def model_digest(model: str) -> str:
-    """The digest of a model's files; a hub id as it is, because its files lie wherever the hub's cache put them."""
+    """The digest of a model's files, of `MODEL:FILE` behind the model's name.
+
+    A hub id, or a tag of open_clip's, is its own, because its files lie wherever the hub's cache put them.
+    """
     model = best_of_run(shipped(model)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
+    if (named := model_and_weights(model)) and os.path.exists(named[1]):
+        return f"{named[0]}:{digest(named[1])}"
     return digest(model) if os.path.exists(model) else model
 
 
@@ -179,7 +187,7 @@ class Drawing:
         known = self.digests["encoders"]
         if encoder not in known:
             known[encoder] = None if encoder == ORIGINAL else model_digest(encoder)
-        names = ("steps", "guidance_scale", "prefix", "windows")
+        names = ("steps", "guidance_scale", "prefix", "windows", "seed")
         return {
             "data": self.data,
             "base": self.digests["base"],
@@ -229,7 +237,7 @@ class Drawing:
             guidance_scale=self.settings.guidance_scale,
             # One generator an image, so that it does not matter what is drawn with it; on the CPU, because every
             # device's own draws other numbers.
-            generator=[torch.Generator("cpu").manual_seed(subject.seed) for subject in batch],
+            generator=[torch.Generator("cpu").manual_seed(self.settings.seed + subject.number) for subject in batch],
         ).images
         for subject, image in zip(batch, images, strict=True):
             if subject.name in missing:

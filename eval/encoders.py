@@ -1,8 +1,11 @@
 """The encoders that an evaluation compares."""
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import TypeVar
@@ -35,10 +38,22 @@ class TwoTower:
     backbone: Backbone
     digest: str
 
-    @property
+    @cached_property
     def depends(self) -> dict:
         """What decides what it makes of images and texts."""
-        return {"encoder": self.digest, "configuration": self.backbone.config}
+        return {"encoder": self.digest, **how_used(self.backbone)}
+
+
+def how_used(backbone: Backbone) -> dict:
+    """What decides, besides its weights, what a two-tower makes of images and texts."""
+    tokenizer = json.loads(backbone.tokenizer.tokenizer.backend_tokenizer.to_str())
+    # these two are of the last call, and no row here is made by them
+    rules = {name: rule for name, rule in tokenizer.items() if name not in ("truncation", "padding")}
+    return {
+        "configuration": backbone.config,
+        "tokenizer": hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest(),
+        "markers": asdict(backbone.tokenizer.markers),
+    }
 
 
 def check_encoders(names: Sequence[str]) -> None:

@@ -4,12 +4,15 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from debias_diffusion.data import is_toy_scenes
 from debias_diffusion.errors import UserError
 
 from .attention import AttentionConfig, evaluate_attention
-from .classification import ClassificationConfig, evaluate_classification
-from .generation import GenerationConfig, evaluate_generation
+from .classification import ClassificationConfig, check_classification, evaluate_classification
+from .generation import GenerationConfig, check_generation, evaluate_generation, load_networks
+from .inputs import check_output
 from .merged_report import ReportConfig, evaluate_report
 from .retrieval import RetrievalConfig, evaluate_retrieval
 from .robustness import RobustnessConfig, evaluate_robustness
@@ -72,6 +75,7 @@ def evaluate_all(config: AllConfig) -> Path:
     Raises:
         UserError: a setting cannot be used.
     """
+    check_output(config.output)
     _check(config)
     common = {name: getattr(config, name) for name in ("encoders", "output", "data", "batch_size", "device")}
     pairs = common | {"images": config.images, "limit": config.limit}
@@ -81,11 +85,17 @@ def evaluate_all(config: AllConfig) -> Path:
         "attention": lambda: evaluate_attention(AttentionConfig(**common, limit=config.limit)),
     }
     base = _base(config)
+    # what is wrong with the later ones is told now, not after the others
     if base is not None:
-        work["generation"] = lambda: evaluate_generation(_generation(config, base, common))
+        pictures = _generation(config, base, common)
+        check_generation(pictures)
+        load_networks(pictures, torch.device("cpu"))
+        work["generation"] = lambda: evaluate_generation(pictures)
     if config.classification is not None:
         options = {"dataset": config.classification, "data": config.classification_data}
-        work["classification"] = lambda: evaluate_classification(ClassificationConfig(**(common | options)))
+        classes = ClassificationConfig(**(common | options))
+        check_classification(classes)
+        work["classification"] = lambda: evaluate_classification(classes)
     for number, (name, evaluate) in enumerate(work.items(), 1):
         print(f"\n[{number}/{len(work)}] {name}", flush=True)
         evaluate()
@@ -102,7 +112,8 @@ def _generation(config: AllConfig, base: str, common: dict) -> GenerationConfig:
     scores = {name: getattr(config, name) for name in ("inception_weights", "dino", "own_features", "clip_score")}
     if is_toy_scenes(config.data):
         scores = {"dino": TOY_FEATURES, "own_features": TOY_FEATURES} | {k: v for k, v in scores.items() if v}
-    return GenerationConfig(**common, images=config.images, limit=config.drawn, base=base, **scores)
+    limit = config.drawn if config.limit is None else min(config.drawn, config.limit)
+    return GenerationConfig(**common, images=config.images, limit=limit, base=base, **scores)
 
 
 def _check(config: AllConfig) -> None:

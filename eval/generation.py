@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
+import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -20,7 +21,7 @@ from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .encoders import check_encoders, labels
 from .generation_figures import plot, plot_examples
-from .inputs import check_batch_size, check_max_bad, check_share, print_left_out, read_pairs
+from .inputs import check_batch_size, check_max_bad, check_output, check_share, print_left_out, read_pairs
 from .parts import Parts
 from .picture_scores import Originals, PictureNumbers, PictureScores, compare, score_cell, score_titles
 from .processes import Processes
@@ -110,11 +111,28 @@ def evaluate_generation(config: GenerationConfig) -> dict:
     Raises:
         UserError: a setting cannot be used; all are checked before the first image is drawn.
     """
+    return _Generation(config, check_generation(config), Processes(config.device)).run()
+
+
+def check_generation(config: GenerationConfig) -> DrawingSettings:
+    """How pictures are drawn. Raises UserError for settings that cannot be used, whatever the data and the networks."""
+    check_output(config.output)
     check_encoders(config.encoders)
     check_batch_size(config.batch_size)
     check_max_bad(config.max_bad)
-    settings = DrawingSettings.of(config)
-    return _Generation(config, settings, Processes(config.device)).run()
+    return DrawingSettings.of(config)
+
+
+def load_networks(config: GenerationConfig, device: torch.device) -> PictureScores | None:
+    """The networks that score pictures; None where the toy world's own score is all that is asked for.
+
+    Raises:
+        UserError: one cannot be loaded, or none is named.
+    """
+    networks = {name: getattr(config, name) for name in NETWORKS}
+    if is_toy_scenes(config.data) and not any(networks.values()):
+        return None
+    return PictureScores(**networks, batch_size=config.batch_size, device=device)
 
 
 class _Generation:
@@ -147,7 +165,7 @@ class _Generation:
         """What to draw, and the digest of the data; the networks are loaded before hours of drawing, not after."""
         config = self.config
         self.is_toy = is_toy_scenes(config.data)
-        self.scores = self._load_networks()
+        self.scores = load_networks(config, self.processes.device)
         self.pairs = read_pairs(config.data, config.images, config.limit, config.max_bad)
         records, images = self.pairs.records, self.pairs.images
         good, self.unreadable = _with_readable_original(records, images)
@@ -161,15 +179,8 @@ class _Generation:
             )
         check_share(self.unreadable, len(records), config.max_bad)
         self.records = [records[index] for index in good]
-        subjects = [Subject(f"{index:06}", records[index].caption, config.seed + index) for index in good]
+        subjects = [Subject(f"{index:06}", records[index].caption, index) for index in good]
         return subjects, self.pairs.digest
-
-    def _load_networks(self) -> PictureScores | None:
-        """None where the toy world's own score is all that is asked for."""
-        networks = {name: getattr(self.config, name) for name in NETWORKS}
-        if self.is_toy and not any(networks.values()):
-            return None
-        return PictureScores(**networks, batch_size=self.config.batch_size, device=self.processes.device)
 
     @cached_property
     def _originals(self) -> Originals:
@@ -189,7 +200,7 @@ class _Generation:
         if self.scores is None:
             return PictureNumbers({}, {}, {}, len(pictures))
         captions = [record.caption for record in self.records]
-        depends = {"pictures": digest, "originals": self._shown, "networks": self.scores.digests}
+        depends = {"pictures": digest, "originals": self._shown, **self.scores.depends}
         kept = self.parts.result("scores", depends, lambda: asdict(self.scores(pictures, self._originals, captions)))
         return PictureNumbers(**kept)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from debias_diffusion.data import BadRecord, ImageSource, Record
 from debias_diffusion.data.dataset import UNREADABLE, unreadable
+from debias_diffusion.errors import UserError
 from debias_diffusion.retrieval import encode_readable, none_readable
 
 from .encoders import TwoTower
@@ -52,12 +53,13 @@ class ImageFeatures:
         self.records, self.images, self.parts = records, images, parts
         self.batch_size, self.device = batch_size, device
         self.digest = self._stamps()
+        self._first: list[int] | None = None
 
     def encode(self, encoder: TwoTower) -> Encoded:
         """The features of all images that can be read. What is finished comes from the disk.
 
         Raises:
-            UserError: none of the images can be read.
+            UserError: none of the images can be read, or other ones than for an earlier encoder.
         """
         features, good = [], []
         for start in range(0, len(self.records), PIECE):
@@ -67,6 +69,14 @@ class ImageFeatures:
         bad = [self._fault(self.records[index]) for index in sorted(set(range(len(self.records))) - set(good))]
         if not good:
             raise none_readable(self.records, self.images, bad)
+        if self._first is None:
+            self._first = good
+        if good != self._first:
+            name = self.records[min(set(good) ^ set(self._first))].image
+            raise UserError(
+                f"{name!r} and perhaps other images could be read for one encoder and not for another, so that their "
+                f"numbers would be of other images. Delete {str(self.parts.folder)!r} and start again."
+            )
         return Encoded(torch.cat([part for part in features if len(part)]), good, bad)
 
     def _piece(self, encoder: TwoTower, start: int) -> dict[str, Tensor]:

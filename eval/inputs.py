@@ -126,6 +126,12 @@ def print_left_out(bad: Sequence[BadRecord]) -> None:
         print(f"left out {len(bad) - 5} more; the report names all")
 
 
+def check_output(output: str) -> None:
+    """Raises UserError for an empty name, which would mean the current folder."""
+    if not output:
+        raise UserError("There is no output. Give --output, a folder for the results.")
+
+
 def check_batch_size(batch_size: int) -> None:
     """Raises UserError for a batch size below 1."""
     if batch_size < 1:

@@ -43,7 +43,7 @@ class Parts:
         """
         depends, file = self._place(name, depends)
         kept = read_json_object(file)
-        if kept.get("depends") != depends or "result" not in kept:
+        if kept.get("depends") != depends or not {"result", "seconds"} <= kept.keys():
             started = time.monotonic()
             result = work()
             kept = {"depends": depends, "seconds": time.monotonic() - started, "result": result}
@@ -62,7 +62,8 @@ class Parts:
                 save_tensors(work(), unfinished)
             return {"sha256": sha256(file)}
 
-        if not file.is_file():
+        told = read_json_object(file.with_suffix(".json")).get("result")
+        if not file.is_file() or told != {"sha256": sha256(file)}:  # deleted, or cut short by what wrote no whole files
             file.with_suffix(".json").unlink(missing_ok=True)
         self.result(name, depends, keep)
         return load_file(file)

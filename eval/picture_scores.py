@@ -37,6 +37,7 @@ from tqdm import tqdm
 from debias_diffusion.errors import UserError
 from debias_diffusion.sentences import split_sentences
 
+from .encoders import how_used
 from .feature_networks import FID_FEATURES, RESIZE, ClsFeatures, InceptionFeatures, Picture, TwoTowerFeatures
 from .intervals import mean_interval, paired_difference
 from .report import digest, weights_digest
@@ -285,7 +286,8 @@ class PictureScores:
         device: where the networks run.
 
     Attributes:
-        digests: of the networks, None where there is none.
+        digests: of the networks' weights, None where there is none.
+        depends: everything of the networks that decides a score.
         titles: of the scores, for tables (see `score_titles`).
         resize: how pictures were resized for each network, generated and original ones alike.
         notes: for whoever reads the scores; those of one encoder's pictures stand in its `PictureNumbers`.
@@ -315,6 +317,12 @@ class PictureScores:
             "inception_weights": self.inception and digest(self.inception.file),
             **{option: weights_digest(self.networks[option].model) if name else None for option, name in named.items()},
             "clip_score": self.clip and weights_digest(self.clip.backbone),
+        }
+        configurations = {option: network.model.config.to_dict() for option, network in self.networks.items()}
+        self.depends = {
+            "networks": self.digests,
+            "configurations": {option: its | {"_name_or_path": None} for option, its in configurations.items()},
+            "clip": self.clip and how_used(self.clip.backbone),
         }
         self.resize = {option: RESIZE.format(size=network.size) for option, network in self.networks.items()}
         if self.inception:

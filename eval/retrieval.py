@@ -19,7 +19,16 @@ from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from .encoders import TwoTower, check_encoders, compare, of_each
 from .image_features import ImageFeatures
-from .inputs import Pairs, check_batch_size, check_max_bad, check_share, print_left_out, read_benchmark, read_pairs
+from .inputs import (
+    Pairs,
+    check_batch_size,
+    check_max_bad,
+    check_output,
+    check_share,
+    print_left_out,
+    read_benchmark,
+    read_pairs,
+)
 from .intervals import mean_interval, paired_difference
 from .parts import Parts
 from .report import Table, compared_tables, interval, show, write_report
@@ -69,11 +78,13 @@ class Readable:
 
     Attributes:
         features: of the readable images, [N, D].
+        good: their positions among all images, [N].
         captions: of these images, [M].
         image_of: the row in `features` of each caption's image, [M].
     """
 
     features: Tensor
+    good: list[int]
     captions: list[str]
     image_of: list[int]
 
@@ -94,8 +105,7 @@ class Evaluation:
     """
 
     def __init__(self, name: str, config: RetrievalConfig):
-        if not config.output:
-            raise UserError("There is no output. Give --output, a folder for the results.")
+        check_output(config.output)
         check_encoders(config.encoders)
         check_batch_size(config.batch_size)
         check_max_bad(config.max_bad)
@@ -137,11 +147,12 @@ class Evaluation:
             for caption, image in zip(self.captions, self.image_of, strict=True)
             if image in place
         ]
-        return Readable(encoded.features, [caption for caption, _ in kept], [row for _, row in kept])
+        return Readable(encoded.features, encoded.good, [caption for caption, _ in kept], [row for _, row in kept])
 
-    def depends(self, encoder: TwoTower) -> dict:
+    def depends(self, encoder: TwoTower, readable: Readable) -> dict:
         """Everything that decides a number of this encoder on this data."""
-        texts = hashlib.sha256(json.dumps([self.captions, self.image_of]).encode()).hexdigest()
+        seen = [readable.good, readable.captions, readable.image_of]
+        texts = hashlib.sha256(json.dumps(seen).encode()).hexdigest()
         return encoder.depends | {"pixels": self._images.digest, "texts": texts}
 
     def write(self, encoders: dict[str, dict], compared: list[dict], notes: Sequence[str] = (), **more) -> dict:
@@ -225,7 +236,7 @@ def _retrieve(own: Evaluation, encoder: TwoTower) -> dict:
             "ranks": {direction: its.tolist() for direction, its in ranks.items()},
         }
 
-    return own.parts.result("retrieval", own.depends(encoder), work)
+    return own.parts.result("retrieval", own.depends(encoder, readable), work)
 
 
 def _groups(found: dict, direction: str) -> Sequence[int] | None:

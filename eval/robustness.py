@@ -188,7 +188,7 @@ def _part(own: Evaluation, encoder: TwoTower, readable: Readable, texts: list[st
 
     # By the texts and not by the edit's name: where two edits come to the same, the second need not be encoded.
     digest = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
-    return own.parts.result("robustness", own.depends(encoder) | {"texts": digest}, work)
+    return own.parts.result("robustness", own.depends(encoder, readable) | {"edited": digest}, work)
 
 
 @dataclass(frozen=True)

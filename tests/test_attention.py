@@ -462,6 +462,7 @@ def test_words_of_several_tokens():
         ({"dataset": "doci", "root": "somewhere"}, "Did you mean docci"),
         ({"data": "toy/test", "limit": 0}, "limit=0"),
         ({"max_bad": -0.1}, "max_bad is -0.1"),
+        ({"output": ""}, "There is no output"),
         ({"encoders": ["ViT-B-32"]}, "'ViT-B-32' is an open_clip model"),
     ],
 )

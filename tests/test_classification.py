@@ -252,6 +252,8 @@ def test_unusable_settings_are_told(options, message, model, tmp_path):
     models = options.pop("models", model)
     with pytest.raises(UserError, match=message):
         run(models, "cifar-10", tmp_path, tmp_path / "out", **options)
+    with pytest.raises(UserError, match="There is no output"):
+        evaluate_classification(ClassificationConfig([model], "cifar-10", str(tmp_path), ""))
 
 
 def test_cifar_100_reads_the_fine_label_and_the_colours(tmp_path):

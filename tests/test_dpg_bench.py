@@ -500,6 +500,7 @@ def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_pa
         ({"encoders": ["nowhere"]}, "'nowhere' is not there"),
         ({"steps": 0}, "steps=0"),
         ({"images_per_prompt": 0}, "images_per_prompt=0"),
+        ({"output": ""}, "There is no output"),
         ({"vqa": "no/such/model"}, "no/such/model.*could not be loaded"),
     ],
 )

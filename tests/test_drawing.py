@@ -174,7 +174,15 @@ def test_what_is_finished_loads_nothing(whole, base, long_encoder, monkeypatch):
 
 @pytest.mark.parametrize(
     "change",
-    [{"steps": 3}, {"guidance_scale": 5.0}, {"prefix": "A. "}, {"windows": True}, {"encoder": ORIGINAL}, {"data": "x"}],
+    [
+        {"steps": 3},
+        {"guidance_scale": 5.0},
+        {"prefix": "A. "},
+        {"windows": True},
+        {"seed": 1},
+        {"encoder": ORIGINAL},
+        {"data": "x"},
+    ],
 )
 def test_pictures_made_with_other_settings_are_refused(change, whole, base, long_encoder):
     encoder, data = change.pop("encoder", long_encoder), change.pop("data", None)
@@ -287,6 +295,23 @@ def test_two_processes_draw_the_same_pictures_and_fail_together(together, base, 
     assert main[0].startswith("UserError: Process 1 of 2 failed: ") and "blocked" in main[0]
     assert other[0].startswith(("FileExistsError", "NotADirectoryError"))
     assert main[1] == other[1] and main[1].startswith("UserError: 'nowhere' is not there")
+
+
+def test_the_seed_decides_the_noise(whole, base, long_encoder, tmp_path):
+    subjects = [Subject("a", PROMPTS[0], 3), Subject("b", PROMPTS[0], 0)]
+    first, second = drawn(tmp_path / "0", base, long_encoder, subjects)
+    _, later = drawn(tmp_path / "3", base, long_encoder, subjects, seed=3)
+    assert later.read_bytes() == first.read_bytes() != second.read_bytes()
+
+
+def test_a_file_behind_a_models_name_has_a_digest_of_its_own(tmp_path):
+    (tmp_path / "own.pt").write_bytes(b"some weights")
+    named = f"ViT-L-14-quickgelu:{tmp_path / 'own.pt'}"
+    before = drawing.model_digest(named)
+    (tmp_path / "own.pt").write_bytes(b"others")
+    assert drawing.model_digest(named) != before
+    assert drawing.model_digest(f"ViT-L-14:{tmp_path / 'own.pt'}") != drawing.model_digest(named)
+    assert drawing.model_digest("ViT-L-14-quickgelu:openai") == "ViT-L-14-quickgelu:openai"
 
 
 def test_settings_are_told_in_the_folder(whole, base):

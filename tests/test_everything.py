@@ -9,6 +9,7 @@ from tiny_clip import save_tiny_clip
 
 from debias_diffusion.backbones import Backbone
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval import everything
 from debias_diffusion.eval.everything import AllConfig, evaluate_all
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
@@ -60,10 +61,17 @@ def test_pairs_of_ones_own_are_not_drawn_without_a_base(tmp_path):
         ({"classification": "cifar-10"}, "classification_data None"),
         ({"classification_data": "cifar"}, "Give both"),
         ({"encoders": ["toy/clap"]}, "Did you mean"),
+        ({"output": ""}, "There is no output"),
+        ({"base": "nowhere"}, "The base model 'nowhere' is not there"),
+        ({"dino": "no/such/folder"}, "no/such/folder"),
+        ({"inception_weights": "x.pth"}, "x.pth"),
+        ({"classification": "cifar-11", "classification_data": "cifar"}, "Did you mean cifar-10"),
         ({"data": "nowhere.json"}, "nowhere.json"),
     ],
 )
-def test_unusable_settings_are_refused(tmp_path, change, message):
+def test_unusable_settings_are_refused_before_anything_is_encoded(tmp_path, change, message, monkeypatch):
+    if "data" not in change and "encoders" not in change:
+        monkeypatch.setattr(everything, "evaluate_retrieval", lambda config: pytest.fail("it evaluates"))
     with pytest.raises(UserError, match=message):
         evaluate_all(AllConfig(**({"output": str(tmp_path)} | change)))
 

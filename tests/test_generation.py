@@ -174,6 +174,7 @@ def test_a_killed_evaluation_continues_and_ends_equal(tmp_path, base, encoder, d
     ("change", "message"),
     [
         ({"dino": None}, "None of inception_weights, .*is given"),
+        ({"output": ""}, "There is no output"),
         ({"encoders": []}, r"encoders=\[\]"),
         ({"encoders": ["original", "original"]}, "none twice"),
         ({"encoders": ["original", "nowhere"]}, "'nowhere' is not there"),

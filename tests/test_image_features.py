@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_clip import tiny_clip
+from tiny_clip import tiny_clip, tiny_siglip
 
 from debias_diffusion.data import ImageFolder, Record
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features
-from debias_diffusion.eval.encoders import TwoTower
+from debias_diffusion.eval.encoders import TwoTower, how_used
 from debias_diffusion.eval.image_features import Encoded, ImageFeatures
 from debias_diffusion.eval.parts import Parts
 from debias_diffusion.eval.report import weights_digest
 from debias_diffusion.retrieval import encode_images
+from debias_diffusion.tokens import clip_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,6 +81,44 @@ def test_a_finished_piece_is_read_from_the_disk(folder, encoder):
         (folder.parent / "parts" / name).unlink()
     mended = encode(folder, encoder)
     assert torch.equal(mended.features, first.features) and kept(folder).keys() == before.keys()
+
+
+@pytest.mark.parametrize("spoiled", ["*.safetensors", "*.json"])
+@pytest.mark.parametrize("share", [0, 0.5, 0.9])
+def test_what_is_kept_and_cut_short_is_made_anew(folder, encoder, spoiled, share):
+    first = encode(folder, encoder)
+    for file in (folder.parent / "parts").glob(spoiled):
+        file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+    again = encode(folder, encoder)
+    assert torch.equal(again.features, first.features) and again.good == first.good
+
+
+def test_a_kept_piece_of_other_tensors_is_made_anew(folder, encoder):
+    first = encode(folder, encoder)
+    file, *_, other = sorted((folder.parent / "parts").glob("*.safetensors"))
+    file.write_bytes(other.read_bytes())
+    assert torch.equal(encode(folder, encoder).features, first.features)
+
+
+def test_encoders_see_the_same_images(folder, encoder):
+    parts, records = Parts(folder.parent / "parts"), [Record(str(i), f"{i}.png", "") for i in range(10)]
+    draw(folder, 2)
+    images = ImageFeatures(records, ImageFolder(folder), parts, 3, torch.device("cpu"))
+    images.encode(encoder)
+    (folder / "2.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"'2.png' and perhaps other images could be read for one encoder and not"):
+        images.encode(two_tower(1))
+
+
+def test_another_tokenizer_is_told_from_the_first(encoder):
+    assert replace(encoder, backbone=tiny_clip(0).eval()).depends == encoder.depends
+    encoder.backbone.encode_text(encoder.backbone.tokenize(["A cat.", "A dog and a cat."]))
+    assert replace(encoder).depends == encoder.depends  # a call changes nothing
+    tokenizer = clip_tokenizer(77)
+    tokenizer.backend_tokenizer.normalizer = None  # the same vocabulary, and an A is no a
+    other = replace(encoder, backbone=tiny_clip(0, tokenizer=tokenizer).eval())
+    assert other.depends != encoder.depends
+    assert how_used(tiny_siglip())["tokenizer"] != encoder.depends["tokenizer"]
 
 
 def test_other_weights_configuration_or_images_are_other_pieces(folder, encoder):

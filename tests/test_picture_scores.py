@@ -310,6 +310,23 @@ def test_all_scores_of_pictures(networks, folders, whole):
     assert found.notes == ["1 of 9 captions exceed CLIPScore's window of 77 tokens and were cut."]
 
 
+def test_the_same_weights_used_otherwise_give_other_numbers(networks, whole, tmp_path):
+    scores, _ = whole
+    for option, file in (("clip_score", "open_clip_config.json"), ("dino", "config.json")):
+        folder = tmp_path / option
+        shutil.copytree(networks[option], folder)
+        config = json.loads((folder / file).read_text())
+        if option == "dino":
+            config["hidden_act"] = "relu"
+        else:
+            config["model_cfg"]["quick_gelu"] = True
+        (folder / file).write_text(json.dumps(config))
+        other = PictureScores(**(networks | {option: str(folder)}), batch_size=4, device=CPU)
+        assert other.digests == scores.digests and other.depends != scores.depends
+    again = PictureScores(**networks, batch_size=4, device=CPU)
+    assert json.dumps(again.depends) == json.dumps(scores.depends)
+
+
 def test_it_says_what_it_is_of(networks, whole):
     scores, _ = whole
     assert scores.digests["dino"] == scores.digests["own_features"] != scores.digests["clip_score"]
