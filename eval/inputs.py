@@ -1,7 +1,9 @@
 """What evaluations are given: image-caption pairs, a benchmark, a batch size."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data, read_captions
@@ -127,9 +129,14 @@ def print_left_out(bad: Sequence[BadRecord]) -> None:
 
 
 def check_output(output: str) -> None:
-    """Raises UserError for an empty name, which would mean the current folder."""
+    """Raises UserError for an empty name, which would mean the current folder, and where no folder can be made."""
     if not output:
         raise UserError("There is no output. Give --output, a folder for the results.")
+    path = Path(output).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "may not be written to" if there.is_dir() else "is a file"
+        raise UserError(f"The output {output!r} cannot be made: {str(there)!r} {what}. Give another folder.")
 
 
 def check_batch_size(batch_size: int) -> None:

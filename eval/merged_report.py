@@ -14,7 +14,7 @@ from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import whole_file, write_text
 
 from . import attention, classification, dpg_bench, generation, retrieval, robustness
-from .inputs import print_left_out
+from .inputs import check_output, print_left_out
 from .pages import write_page
 from .report import Table, escaped
 
@@ -100,6 +100,7 @@ def evaluate_report(config: ReportConfig) -> Path:
     Raises:
         UserError: the folder is not there, or holds no results.
     """
+    check_output(config.output or config.folder)
     folder, output = Path(config.folder), Path(config.output or config.folder)
     results, bad = read_results(folder)
     print_left_out(bad)
@@ -168,9 +169,9 @@ def merged(group: Sequence[Result]) -> dict:
     for result in group:
         names = {}
         for label, numbers in result.report["encoders"].items():
-            digest = result.report["digests"]["encoders"].get(label)
-            same = digests.setdefault(label, digest) == digest
-            names[label] = label if same else f"{label} ({result.file.parent.name})"
+            digest, folder = result.report["digests"]["encoders"].get(label), result.file.parent
+            free = (label, f"{label} ({folder.name})", f"{label} ({folder})")
+            names[label] = next(name for name in free if digests.setdefault(name, digest) == digest)
             report["encoders"][names[label]] = numbers
         for line in result.report["compared"]:
             line = {**line, "a": names[line["a"]], "b": names[line["b"]]}

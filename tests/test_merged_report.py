@@ -110,6 +110,18 @@ def test_merging_keeps_comparisons_and_the_latest_run(results):
     assert len(section(groups[0]).about) == 4  # three runs and the data
 
 
+def test_as_many_weights_of_one_name_as_there_are_stand_apart(results, tmp_path):
+    file = results / "first" / "retrieval.json"
+    for index, folder in enumerate(("a/scores", "b/scores", "c/scores")):
+        report = json.loads(file.read_text())
+        report["digests"]["encoders"]["one"] = f"{index}"
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "retrieval.json").write_text(json.dumps(report))
+    (group,) = grouped(read_results(tmp_path)[0])
+    labels = [label for label in merged(group)["encoders"] if label.startswith("one")]
+    assert labels[:2] == ["one", "one (scores)"] and labels[2] == f"one ({tmp_path / 'c' / 'scores'})"
+
+
 def test_what_is_no_result_is_named_and_left_out(results, tmp_path, capsys):
     shutil.copytree(results / "third", tmp_path / "good")
     (tmp_path / "bad").mkdir()

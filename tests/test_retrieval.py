@@ -18,6 +18,7 @@ from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features, retrieval
 from debias_diffusion.eval.encoders import labels
+from debias_diffusion.eval.inputs import check_output
 from debias_diffusion.eval.report import Table, digest, table, weights_digest
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
 from debias_diffusion.retrieval import encode_images, encode_pairs, recall_at_k
@@ -397,6 +398,15 @@ def test_unusable_settings_are_refused(tiny_clip, tmp_path, monkeypatch, change,
     with pytest.raises(UserError, match=message):
         evaluate_retrieval(RetrievalConfig(**({"output": "out"} | config | change)))
     assert not (tmp_path / "out" / "retrieval.json").exists()
+
+
+def test_an_output_that_cannot_be_a_folder_is_told_first(tiny_clip, tmp_path):
+    (tmp_path / "file").write_text("x")
+    for output in ("file", "file/deeper"):
+        with pytest.raises(UserError, match="cannot be made: .*file' is a file"):
+            evaluate_retrieval(settings_of(tmp_path, tiny_clip, output=str(tmp_path / output)))
+    check_output(str(tmp_path / "not" / "there" / "yet"))
+    assert not (tmp_path / "not").exists()
 
 
 def test_labels_are_short_and_unique(tmp_path):
