@@ -1,1 +1,1 @@
-"""Measures of a trained encoder: retrieval, robustness to sentence edits, and generated images."""
+"""Measures of encoders: robustness, retrieval, attention, classification, pictures drawn with them; pages of all."""

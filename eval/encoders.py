@@ -85,10 +85,15 @@ def labels(encoders: Sequence[str]) -> list[str]:
     paths = [Path(name) if os.path.exists(name) else None for name in encoders]
     pairs = list(zip(encoders, paths, strict=True))
     for parts in range(1, max((len(path.parts) for path in paths if path), default=1) + 1):
-        short = [name if path is None else str(Path(*path.parts[-parts:])) for name, path in pairs]
+        short = [name if path is None else _plotted(str(Path(*path.parts[-parts:]))) for name, path in pairs]
         if len(set(short)) == len(short):
             return short
     return list(encoders)
+
+
+def _plotted(label: str) -> str:
+    """As it stands in a legend, where matplotlib leaves out what begins with an underscore."""
+    return f"./{label}" if label.startswith("_") else label
 
 
 def compare(values: Mapping[str, Mapping], difference: Callable[..., dict]) -> list[dict]:

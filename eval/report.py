@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from debias_diffusion.data import BadRecord
 from debias_diffusion.files import sha256, whole_file, write_json
 
-PACKAGES = ("debias-diffusion", "torch", "transformers", "diffusers", "open_clip_torch")
+PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
+PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of pictures
 
 
 def versions() -> dict[str, str]:

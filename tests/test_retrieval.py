@@ -414,6 +414,8 @@ def test_labels_are_short_and_unique(tmp_path):
         (tmp_path / name).mkdir(parents=True)
     assert labels(["toy/clip", str(tmp_path / "a" / "best")]) == ["toy/clip", "best"]
     assert labels([str(tmp_path / "a" / "best"), str(tmp_path / "b" / "best")]) == ["a/best", "b/best"]
+    (tmp_path / "_mine").mkdir()
+    assert labels([str(tmp_path / "_mine"), str(tmp_path / "a" / "best")]) == ["./_mine", "best"]  # legends show both
 
 
 def test_digests_tell_contents_apart(tmp_path):
