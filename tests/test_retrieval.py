@@ -253,7 +253,7 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, anothe
     assert [bad["kind"] for bad in report["left_out"]] == ["no caption", "missing image"]
     assert "no-such.png" in report["left_out"][1]["detail"]
     assert report["digests"]["data"] == digest(data) and report["settings"]["limit"] == 6
-    assert {"torch", "transformers", "diffusers", "open_clip_torch", "debias-diffusion"} == set(report["versions"])
+    assert {"torch", "transformers", "diffusers", "open_clip_torch", "debias-diffusion"} <= set(report["versions"])
     printed = capsys.readouterr().out
     assert sum("no-such.png" in line for line in printed.splitlines()) == 1 and "text to image" in printed
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"retrieval.json", "retrieval.png", "parts"}
