@@ -16,7 +16,7 @@ from debias_diffusion.files import whole_file, write_text
 from . import attention, classification, dpg_bench, generation, retrieval, robustness
 from .inputs import check_output, print_left_out
 from .pages import write_page
-from .report import Table, escaped
+from .report import Table, escaped, save_picture
 
 TEMPLATE = "merged_report.html.j2"
 # By the name in a result's "evaluation": what draws and tabulates it, the title of its section, and its settings. In
@@ -201,7 +201,7 @@ def _about(group: Sequence[Result]) -> list[str]:
 
 def _png(figure: Figure) -> bytes:
     content = io.BytesIO()
-    figure.savefig(content, format="png")
+    save_picture(figure, content)
     return content.getvalue()
 
 

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from debias_diffusion.data import BadRecord
 from debias_diffusion.files import sha256, whole_file, write_json
@@ -125,7 +127,14 @@ def show(report: dict, tables: Iterable[Table], figures: Mapping[str, Figure]) -
         print(f"Note: {note}")
     for name, figure in figures.items():
         with whole_file(Path(report["settings"]["output"]) / name) as unfinished:
-            figure.savefig(unfinished, format="png")
+            save_picture(figure, unfinished)
+
+
+def save_picture(figure: Figure, file: str | os.PathLike | BinaryIO) -> None:
+    """Saves a figure as PNG. A dollar sign is itself, not the beginning of a formula: names hold any."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    figure.savefig(file, format="png")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> str:

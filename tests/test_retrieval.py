@@ -366,6 +366,13 @@ def test_identical_entries_never_score_at_rank_one(tiny_clip, tmp_path):
     assert recalls["text_to_image"] == recalls["image_to_text"] == {"R@1": 0.0, "R@5": 0.0, "R@10": 100.0}
 
 
+def test_names_are_no_formulas(tiny_clip, tmp_path):
+    name = tmp_path / r"$\x$"
+    shutil.copytree(tiny_clip, name)
+    report = evaluate_retrieval(settings_of(tmp_path, str(name), data=str(PHOTOGRAPHS), images=skimage.data_dir))
+    assert list(report["encoders"]) == [r"$\x$"] and (tmp_path / "out" / "retrieval.png").is_file()
+
+
 def test_the_picture_shows_the_numbers(tiny_clip, another_clip, tmp_path):
     report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, another_clip))
     (figure,) = figures(report).values()
