@@ -32,6 +32,8 @@ EVALUATIONS = {
 # Settings that may differ between results that stand in one table: places, speed, and whose numbers they are.
 _OF_NO_MATTER = ("encoders", "output", "device", "batch_size", "images_at_once", "max_bad", "data", "images", "root")
 
+_COUNTS = ("images", "captions", "classes", "prompts", "propositions")
+
 
 @dataclass
 class ReportConfig:
@@ -63,10 +65,11 @@ class Result:
         return self.report["evaluation"]
 
     def comparable(self) -> str:
-        """The same for results whose numbers may stand in one table: of the same data and settings."""
+        """The same for results whose numbers may stand in one table: of the same data, as much of it, and settings."""
         digests = {name: value for name, value in self.report["digests"].items() if name != "encoders"}
         settings = {name: value for name, value in self.report["settings"].items() if name not in _OF_NO_MATTER}
-        return json.dumps([self.evaluation, digests, settings], sort_keys=True)
+        counts = {name: self.report.get(name) for name in _COUNTS}  # fewer where images of one run cannot be read
+        return json.dumps([self.evaluation, digests, settings, counts], sort_keys=True)
 
 
 @dataclass(frozen=True)

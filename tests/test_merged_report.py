@@ -122,6 +122,14 @@ def test_as_many_weights_of_one_name_as_there_are_stand_apart(results, tmp_path)
     assert labels[:2] == ["one", "one (scores)"] and labels[2] == f"one ({tmp_path / 'c' / 'scores'})"
 
 
+def test_numbers_of_fewer_images_stand_apart(results, tmp_path):
+    for name, images in (("all", 6), ("fewer", 5)):
+        report = json.loads((results / "first" / "retrieval.json").read_text()) | {"images": images}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "retrieval.json").write_text(json.dumps(report))
+    assert [len(group) for group in grouped(read_results(tmp_path)[0])] == [1, 1]
+
+
 def test_what_is_no_result_is_named_and_left_out(results, tmp_path, capsys):
     shutil.copytree(results / "third", tmp_path / "good")
     (tmp_path / "bad").mkdir()
