@@ -1,6 +1,7 @@
 """Recall at k against brute force and closed forms, and a retrieval evaluation on real photographs."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -336,6 +337,24 @@ def test_an_image_that_has_changed_is_read_again(tiny_clip, tmp_path):
     assert changed["images"] == 2 and [bad["kind"] for bad in changed["left_out"]] == ["unreadable image"]
     again = evaluate_retrieval(config)  # now from what is kept
     assert again == changed
+
+
+def test_ranks_are_of_the_images_that_were_read(tiny_clip, tmp_path):
+    entries = json.loads(PHOTOGRAPHS.read_text())[:3]
+    for entry in entries:
+        shutil.copy(Path(skimage.data_dir, entry["image"]), tmp_path)
+    (tmp_path / "data.json").write_text(json.dumps(entries))
+    config = settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), images=str(tmp_path), max_bad=1)
+    image = tmp_path / entries[1]["image"]
+    whole, before = image.read_bytes(), image.stat()
+    image.write_bytes(bytes(len(whole)))
+    os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))  # as where a network drive failed
+    assert evaluate_retrieval(config)["images"] == 2
+    image.write_bytes(whole)
+    os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for piece in (tmp_path / "out" / "parts").glob("images-*"):
+        piece.unlink()
+    assert evaluate_retrieval(config)["images"] == 3
 
 
 def test_a_piece_without_any_readable_image_is_no_end(tiny_clip, tmp_path, monkeypatch):
