@@ -106,8 +106,10 @@ def set_steps(page: Page, steps: int) -> None:
     number = page.get_by_label("number input for Steps")
     if not number.is_visible():
         page.get_by_role("button", name="Advanced settings").click()
+        page.wait_for_timeout(300)  # what has just come into sight may yet be set to what it was
     number.fill(str(steps))
     number.press("Tab")
+    expect(number).to_have_value(str(steps))
 
 
 def finished(page: Page) -> None:
@@ -128,9 +130,9 @@ def test_tokens_are_counted_while_typing(page):
     asked = []
     page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
     prompt = page.get_by_label("Prompt", exact=True)
-    prompt.press_sequentially("A large red ring. ", delay=10)
+    prompt.press_sequentially("A large red ring. ", delay=60)
     expect(page.locator("#tokens")).to_contain_text("5 tokens in 1 sentence")
-    assert len(asked) <= 3  # and not one for each of 18 keys
+    assert len(asked) < 9  # and not one for each of 18 keys
     prompt.fill(LONG)
     expect(page.locator("#tokens")).to_contain_text("93 tokens in 9 sentences")
     expect(page.locator("ol.sentences .token.original")).to_have_count(75)
@@ -259,6 +261,19 @@ def test_bad_input_gets_a_message(page):
     expect(alert).to_contain_text("No encoder is chosen")
     page.get_by_label("Prompt", exact=True).fill("x" * 20_001)
     expect(page.locator("#tokens [role=alert]")).to_contain_text("20,000")
+
+
+def test_a_fault_of_the_demo_is_told_and_does_not_last(page, monkeypatch):
+    def faulty(*arguments):
+        raise RuntimeError("secret of the machine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "draw", faulty)
+        ask(page, "A red ring.", 1)
+        expect(page.locator("#status [role=alert]")).to_contain_text("Something went wrong")
+    assert "secret" not in page.locator("body").inner_text()
+    ask(page, "A red ring.", 1)
+    finished(page)
 
 
 def picture_saying(text: str, path: Path) -> Path:

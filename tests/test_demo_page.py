@@ -221,19 +221,32 @@ def test_who_goes_away_is_not_drawn_for(client, url, steps, models):
     assert len([step for step in steps if step.steps == 100]) < 250
 
 
-def test_closing_a_drawing_returns_at_once_and_the_next_waits_for_its_step(models):
-    mine = device.Device(models)
-    request = replace(models.defaults, prompt=LONG, steps=50)
-    drawing = mine.draw(request)
-    next(drawing)
-    drawing.close()
-    (picture,) = (n for n in mine.draw(replace(request, steps=2, encoders=("toy/clip",))) if isinstance(n, Drawn))
-    assert [picture.png] == alone(models)
+def test_closing_a_drawing_returns_at_once_and_the_next_waits_for_its_end(models, monkeypatch):
+    happened, pictures = [], []
+
+    def slowly_ended(*arguments):
+        happened.append("begins")
+        try:
+            yield from draw(*arguments)
+        finally:
+            time.sleep(0.2)
+            happened.append("ends")
+
+    monkeypatch.setattr(device, "draw", slowly_ended)
+    mine, request = device.Device(models), replace(models.defaults, prompt=LONG, steps=50)
+    quick = replace(request, steps=2, encoders=("toy/clip",))
+    first = mine.draw(request)
+    next(first)
+    following = threading.Thread(target=lambda: pictures.extend(mine.draw(quick)))
+    following.start()
+    time.sleep(0.1)
+    first.close()
+    assert happened == ["begins"]
+    following.join()
     with mine.alone() as same:
         assert same is models
-    wait_until(
-        lambda: not any(thread.name.startswith("Thread") and "_work" in thread.name for thread in threading.enumerate())
-    )
+    assert happened == ["begins", "ends"] * 2
+    assert [news.png for news in pictures if isinstance(news, Drawn)] == alone(models)
 
 
 def test_memory_that_does_not_suffice_is_told_and_frees_the_device(models):
@@ -403,7 +416,7 @@ def test_nothing_is_uploaded(client, tmp_path, files):
 
 def test_a_gigabyte_is_refused_before_it_is_read(url, client):
     address = httpx.URL(url)
-    with socket.create_connection((address.host, address.port)) as connection:
+    with socket.create_connection((address.host, address.port), timeout=20) as connection:
         connection.sendall(
             b"POST /gradio_api/queue/join HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 1073741824\r\n\r\n{"

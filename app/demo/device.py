@@ -46,8 +46,8 @@ class Device:
             UserError: the request cannot be drawn.
         """
         broken_off = threading.Event()
+        drawing = draw(self.models, request, broken_off.is_set)  # begins with the first news
         self._free.acquire()
-        drawing = draw(self.models, request, broken_off.is_set)
         try:
             # Not `yield from`, which would close the drawing, and wait for its step, where this is closed.
             for news in drawing:  # noqa: UP028

@@ -2,6 +2,7 @@
 
 import io
 import random
+import traceback
 from collections.abc import Iterator
 from dataclasses import fields
 from html import escape
@@ -41,6 +42,7 @@ POLICIES = [
     ("Windows: all read everything, piece by piece", "windows"),
     ("Cut: all stop at 77", "cut"),
 ]
+_STOPPED = "Stopped."
 _GIVE_BACK = """
 <label for="give-back">Give back a PNG that was downloaded here, and everything is set again</label>
 <input type="file" id="give-back" accept="image/png,.png">
@@ -199,14 +201,9 @@ class _Page:
             api_visibility="private",
             **TURN,
         )
-        drawing.then(lambda: gr.Button(interactive=False), None, self.stop, **BESIDE)
-        self.stop.click(
-            lambda: (markup.note("Stopped."), gr.Button(interactive=False)),
-            None,
-            [self.status, self.stop],
-            cancels=[drawing],
-            **BESIDE,
-        )
+        drawing.then(self._ended, self.status, [self.status, self.stop], **BESIDE)
+        stopped = self.stop.click(None, cancels=[drawing], api_visibility="private")
+        stopped.then(lambda: markup.note(_STOPPED), None, self.status, **BESIDE)
         scene = [self.prompt, self.scene, self.status, *self.rows]
         self.new_scene.click(lambda: self._set_scene(random.randrange(MOST_SCENES)), None, scene, **BESIDE)
         for button, example in self.examples:
@@ -240,6 +237,16 @@ class _Page:
             yield from self._drawn(request, scene if scene and scene.caption == prompt else None)
         except UserError as error:
             yield {self.status: markup.message(str(error))}
+        except Exception:
+            # What gradio would show here it also shows, at times, of a drawing that was stopped; so it is hidden.
+            traceback.print_exc()
+            yield {
+                self.status: markup.message("Something went wrong that should not; the console of the demo says more.")
+            }
+
+    def _ended(self, status: str) -> tuple:
+        """What stands there when a drawing is over: of one that was stopped the last step may come late."""
+        return markup.note(_STOPPED) if "<progress" in (status or "") else gr.skip(), gr.Button(interactive=False)
 
     def _drawn(self, request: Request, scene: ToyScene | None) -> Iterator[dict]:
         figures: list[list[str]] = []
@@ -297,7 +304,6 @@ class _Page:
             self.prompt: values["prompt"],
             self.encoders: list(values["encoders"]),
             **{its: values[name] for name, its in self.settings.items()},
-            self.settings["seed"]: str(values["seed"]),
         }
 
     def _look(self, prompt: str, encoders: list[str]) -> dict:
