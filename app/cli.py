@@ -203,6 +203,11 @@ def _explain(message: str, program: str, known: list[str]) -> str:
     types = re.findall(r"Expected an? <class '(\w+)'>", message)
     types += literals[1].replace("'", "").split(", ") if literals else []
     wrong = re.search(r'Parser key "(\w+)".*(?:Given|Got) value: (.*)', message)
+    if wrong and "list" in types:
+        return (
+            f"{wrong[1]} must be names with commas between them, got {wrong[2]!r}. One with a comma or a bracket in it is "
+            f"given in quotes: --{wrong[1]} '[\"a,b\"]'."
+        )
     if wrong and types:
         expected = " or ".join("null" if name == "NoneType" else name for name in types)
         return f"{wrong[1]} must be {expected}, got {wrong[2]!r}. `{program} --help` says more."

@@ -64,6 +64,7 @@ def test_every_training_option_is_explained():
     ("arguments", "message"),
     [
         (["trian"], "Unknown command 'trian'. Did you mean train? Choose one of: quickstart, train, export, generate"),
+        (["evaluate", "retrieval", "--encoders", "x [1]"], "must be names with commas between them, got"),
         (["evaluate", "robust"], "Unknown command 'robust'. Did you mean robustness"),
         (["train", "--epocs=3"], "Unknown option 'epocs'. Did you mean epochs"),
         (["train", "--batch=many"], "batch must be int, got 'many'"),

@@ -312,3 +312,9 @@ def test_a_text_encoder_alone_and_nothing_at_all_are_explained(tmp_path):
     for missing in (f"{tmp_path}/nothing", "./nothing/here", "local-dir:nothing"):
         with pytest.raises(UserError, match="is not there|holds no open_clip_config"):
             load_two_tower(missing)
+
+
+@pytest.mark.parametrize("load", [load_two_tower, load_text_encoder])
+def test_a_file_that_is_not_there_is_no_hub_id(load):
+    with pytest.raises(UserError, match="'weights/clip.safetensors' is not there"):
+        load("weights/clip.safetensors")

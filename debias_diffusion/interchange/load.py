@@ -51,7 +51,7 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
         return read_file(place)
     if place.exists():
         return read_folder(place)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not may_be_hub_id(name):
         known = f" {name!r} is an open_clip model: `debias-diffusion export --model {name}` makes a folder of it."
         raise UserError(
             f"{name!r} is not there. Give a folder with a text encoder, a file of weights, or a hub id (owner/name)."
@@ -70,6 +70,14 @@ def model_and_weights(name: str) -> tuple[str, str] | None:
     model, colon, weights = name.partition(":")
     is_one = colon and "/" not in model and model not in ("hf-hub", "local-dir") and not Path(name).exists()
     return (model, weights) if is_one else None
+
+
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether what is not there could be a repository (owner/name), for which the hub is asked several times."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(_FILES)
 
 
 def best_of_run(model: str) -> str:

@@ -12,7 +12,7 @@ from ..toyworld.fine_tuned import DIFFERENCE, load_fine_tuned
 from ..toyworld.shipped import shipped
 from ..weights import find_weights
 from .clip_model import read_clip_model, text_encoder_alone
-from .load import best_of_run, model_and_weights
+from .load import best_of_run, may_be_hub_id, model_and_weights
 from .names import State
 from .single_file import read_tensors, text_part, told_beside, usual_activation
 
@@ -57,7 +57,7 @@ def _load(name: str) -> Backbone:
         return read_clip_model(place)
     if named := model_and_weights(name):
         return load_backbone(*named)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not may_be_hub_id(name):
         raise UserError(_unknown(name))
     return read_clip_model(name)
 
