@@ -205,7 +205,7 @@ def _explain(message: str, program: str, known: list[str]) -> str:
     wrong = re.search(r'Parser key "(\w+)".*(?:Given|Got) value: (.*)', message)
     if wrong and "list" in types:
         return (
-            f"{wrong[1]} must be names with commas between them, got {wrong[2]!r}. One with a comma or a bracket in it is "
+            f"{wrong[1]} must be names with commas between them, got {wrong[2]!r}. One with a comma or bracket is "
             f"given in quotes: --{wrong[1]} '[\"a,b\"]'."
         )
     if wrong and types:
