@@ -483,10 +483,10 @@ def watched(monkeypatch, cls):
     """Whether text encoders and UNets were there, each time a `cls` ran."""
     encoders, seen, forward = (CLIPTextModel, CLIPTextModelWithProjection), set(), cls.forward
     gc.collect()
-    before = alive(*encoders)
+    before, unets = alive(*encoders), alive(UNet2DConditionModel)  # of other tests
 
     def spy(self, *args, **kwargs):
-        seen.add((alive(*encoders) > before, alive(UNet2DConditionModel) > 0))
+        seen.add((alive(*encoders) > before, alive(UNet2DConditionModel) > unets))
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(cls, "forward", spy)
