@@ -583,12 +583,16 @@ def test_a_space_has_what_it_needs():
 def test_a_space_opens_and_is_ended_by_an_interrupt(files):
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(SPACE / "app.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, cwd=files) as process:
+    settings = {"stdout": subprocess.PIPE, "env": environment, "text": True, "cwd": files}
+    # What a shell starts in the background ignores interrupts, and so would what is started here.
+    with subprocess.Popen(
+        command, **settings, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ) as process:
         try:
             line = next(line for line in process.stdout if "demo is at" in line)
             port = int(re.search(r"http://\S+:(\d+)", line)[1])
             assert "See what your encoder reads" in httpx.get(f"http://127.0.0.1:{port}/").text
-        finally:
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=60)
-        assert process.returncode in (0, 130)
+            assert process.wait(timeout=60) in (0, 130)
+        finally:
+            process.kill()  # or leaving this block would wait for it for ever
