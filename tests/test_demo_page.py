@@ -221,6 +221,18 @@ def test_who_goes_away_is_not_drawn_for(client, url, steps, models):
     assert len([step for step in steps if step.steps == 100]) < 250
 
 
+def test_nobody_passes_those_who_wait(url):
+    dependencies = httpx.get(f"{url}config").json()["dependencies"]
+    number = next(its["id"] for its in dependencies if its["api_name"] == "generate")
+    data = [LONG, ["toy/clip"], "", 0, 1, None, None, None, 1, None, False, "auto"]
+    for path, named in (("run/generate", {}), ("api/generate", {}), ("run/tokens", {"fn_index": number})):
+        response = httpx.post(f"{url}gradio_api/{path}", json={"data": data} | named)
+        assert response.status_code == 404 and "queue" in response.text
+    # What needs no turn is answered there.
+    counted = httpx.post(f"{url}gradio_api/run/tokens", json={"data": [LONG, False]})
+    assert counted.json()["data"][0]["count"] == 93
+
+
 def test_closing_a_drawing_returns_at_once_and_the_next_waits_for_its_end(models, monkeypatch):
     happened, pictures = [], []
 
@@ -431,9 +443,28 @@ def test_a_gigabyte_is_refused_before_it_is_read(url, client):
     assert generate(client)
 
 
+def test_no_file_is_fetched(url, files):
+    file = {"path": "http://127.0.0.1/a.png", "meta": {"_type": "gradio.FileData"}}
+    for value in (file, [file], {"a": [1, {"b": file}]}):
+        response = httpx.post(f"{url}gradio_api/run/tokens", json={"data": [value, False]})
+        assert response.json()["error"] == "No files are taken here."
+    assert written(files) == []
+
+
 @pytest.mark.parametrize("path", ["/etc/passwd", "app/demo/page.py", "../../etc/passwd", "pyproject.toml"])
 def test_no_file_of_the_machine_is_given_out(url, path):
     assert httpx.get(f"{url}gradio_api/file={path}").status_code in (403, 404)
+
+
+def test_what_a_visitor_was_shown_is_not_kept(files):
+    page, url = launch.open_app(launch.AppConfig(port=17860, device="cpu", encoders=["toy/clip"]))
+    try:
+        (picture,) = generate(Client(url, verbose=False))
+        (visitor,) = page.state_holder.session_data.values()
+        kept = str(list(visitor.components))
+        assert picture["png"] not in kept and LONG not in kept
+    finally:
+        page.close(verbose=False)
 
 
 def test_nothing_is_written(files, client):
@@ -451,6 +482,14 @@ def test_the_demo_is_for_this_machine_unless_told_otherwise(url):
         pass
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port)):
         pass
+
+
+def test_no_other_name_leads_to_it(url, files):
+    for name, status in (("localhost", 200), ("127.0.0.1:1", 200), ("elsewhere.example", 403), ("0.0.0.0:17860", 403)):
+        assert httpx.get(url, headers={"host": name}).status_code == status
+    with opened(device="cpu", encoders=["toy/clip"], host="0.0.0.0") as others:
+        address = f"http://127.0.0.1:{httpx.URL(others).port}/"
+        assert httpx.get(address, headers={"host": "elsewhere.example"}).status_code == 200
 
 
 def test_no_telemetry(url):

@@ -17,7 +17,7 @@ from debias_diffusion.pipelines import PromptLayout, StableDiffusionXLLongPrompt
 from ..pictures import PARAMETERS_KEY, SETTINGS_KEY, parameters
 from ..prompts import cleaned
 from .models import Models
-from .requests import Request, check, unweighted
+from .requests import SAME, Request, check, unweighted
 
 _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 
@@ -206,8 +206,7 @@ def settings_of(models: Models, request: Request, label: str, picture: int, layo
         picture: its number among the encoder's, from 1.
         layout: how the prompt was read.
     """
-    same = ("prompt", "steps", "guidance_scale", "height", "width", "weighting", "images", "scheduler", "long_prompts")
-    return {name: getattr(request, name) for name in same} | {
+    return {name: getattr(request, name) for name in SAME} | {
         "negative_prompt": request.negative_prompt or None,
         "prompt_2": None,
         "seed": request.seed + picture - 1,

@@ -71,7 +71,7 @@ def open_app(config: AppConfig):
     from starlette.middleware import Middleware
 
     from . import page
-    from .guard import Guard
+    from .guard import LOCAL, Guard
 
     blocks = page.build(models, MOST_WAITING)
     _, url, _ = blocks.launch(
@@ -90,7 +90,7 @@ def open_app(config: AppConfig):
         theme=page.theme(),
         css=page.STYLE,
         head=f"<script>{page.SCRIPT}</script>",
-        app_kwargs={"middleware": [Middleware(Guard)]},
+        app_kwargs={"middleware": [Middleware(Guard, local=config.host.encode() in LOCAL)]},
     )
     return blocks, url
 

@@ -18,6 +18,7 @@ from .device import Device
 from .drawing import Step
 from .endpoints import TURN, add_endpoints, decoded
 from .examples import examples
+from .guard import Blocks
 from .models import Models
 from .reading import attention, movement, tokens
 from .requests import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request, request_of_png
@@ -88,11 +89,12 @@ def build(models: Models, most_waiting: int) -> gr.Blocks:
         models: what draws and reads.
         most_waiting: requests in the queue; further ones are told to come again.
     """
-    with gr.Blocks(title=TITLE, analytics_enabled=False) as page:
+    with Blocks(title=TITLE, analytics_enabled=False) as page:
         device = Device(models)
         _Page(device)
         add_endpoints(device)
-    return page.queue(max_size=most_waiting)
+    # Or whoever does not join the queue would pass all who wait in it.
+    return page.queue(max_size=most_waiting, api_open=False)
 
 
 class _Page:

@@ -8,12 +8,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from transformers import CLIPTextModelWithProjection
 
 from debias_diffusion.captions import join_sentences
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.attention import look_at_prompt, plot_prompt
+from debias_diffusion.eval.attention import look_at_prompt
 from debias_diffusion.eval.robustness import move4
 from debias_diffusion.pipelines import parse_weights
 from debias_diffusion.sentences import split_sentences
@@ -124,11 +123,6 @@ def attention(models: Models, prompt: str, labels: Sequence[str]) -> dict[str, d
     """
     check_prompt(prompt)
     return {its.label: look_at_prompt(its.reader(), prompt) for its in _chosen(models, labels)}
-
-
-def attention_figure(looked: dict[str, dict]) -> Figure:
-    """The words of `attention`, encoder by encoder, shaded by their share of it."""
-    return plot_prompt(looked)
 
 
 @dataclass(frozen=True)

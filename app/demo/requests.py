@@ -265,14 +265,15 @@ def _settings(text: str) -> dict:
     return settings
 
 
-_SAME = ("prompt", "steps", "guidance_scale", "height", "width", "weighting", "images", "scheduler", "long_prompts")
+# What a PNG's settings call as a request does.
+SAME = ("prompt", "steps", "guidance_scale", "height", "width", "weighting", "images", "scheduler", "long_prompts")
 
 
 def _request(settings: dict, models: "Models") -> Request:
     """What the settings say, of whatever type; what `generate` does not write is as it draws."""
     if "prompt" not in settings:
         raise UserError(f"The PNG's settings name no prompt. {_OURS}")
-    values = {"long_prompts": "windows"} | {name: settings[name] for name in _SAME if name in settings}
+    values = {"long_prompts": "windows"} | {name: settings[name] for name in SAME if name in settings}
     negative, encoder = settings.get("negative_prompt"), settings.get("encoder")
     values["negative_prompt"] = "" if negative is None else negative
     values["encoders"] = settings.get("encoders", ["original" if encoder is None else encoder])
