@@ -2,10 +2,10 @@
 
     python benchmarks/app.py [--requests 100] [--steps 2] [--clients 1 8 50]
 
-Each client sends its next /generate (one toy encoder) when it has the answer to its last. The server runs in a process
-of its own, as `debias-diffusion app` starts it. The baseline is the same drawing in one process without a server, one
-request after the other: what is left of its throughput is what the server costs. Prints a table and writes it to
-benchmarks/results/.
+Each client sends its next /generate (one toy encoder) when it has the answer to its last, as a new visitor. The server
+runs in a process of its own, as `debias-diffusion app` starts it. The baseline is the same drawing in one process
+without a server, one request after the other: what is left of its throughput is what the server costs. Prints a table
+and writes it to benchmarks/results/.
 """
 
 import argparse
@@ -77,6 +77,7 @@ def with_clients(url: str, server: psutil.Process, clients: int, requests: int, 
     def work(client: Client, seeds: range) -> list[float]:
         taken = []
         for seed in seeds:
+            client.reset_session()  # as another visitor, so that what is kept of each would show in the memory
             started = time.perf_counter()
             (picture,) = client.predict(PROMPT, encoders=[ENCODER], seed=seed, steps=steps, api_name="/generate")
             assert picture["seed"] == seed
