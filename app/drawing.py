@@ -1,7 +1,6 @@
 """The models of a run, and how its pictures are drawn with them: in batches of one length, in low memory or not."""
 
 import gc
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from debias_diffusion.pipelines.loading import (
 )
 from debias_diffusion.toyworld.shipped import shipped
 
-from .pictures import PARAMETERS_KEY, SETTINGS_KEY, parameters, write_png
+from .pictures import settings_text, write_png
 from .prompts import LeftOut, Prompt, cleaned, print_left_out
 
 if TYPE_CHECKING:
@@ -158,8 +157,7 @@ def draw(studio: Studio, pictures: Sequence[Picture], missing: set[Path], left_o
             for picture, image in zip(batch, images, strict=True):
                 if picture.path in missing:
                     settings = picture.settings | layouts[picture.prompt.number]._asdict()
-                    text = {SETTINGS_KEY: json.dumps(settings), PARAMETERS_KEY: parameters(settings, sampler)}
-                    write_png(image, picture.path, text)
+                    write_png(image, picture.path, settings_text(settings, sampler))
                     bar.update()
 
 

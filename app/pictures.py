@@ -15,7 +15,7 @@ SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
 PARAMETERS_KEY = "parameters"  # for viewers that read the chunk of A1111's interface
 
 # diffusers' schedulers by the names that A1111's interface gives to samplers
-_SAMPLERS = {
+SAMPLERS = {
     "DDIMScheduler": "DDIM",
     "DPMSolverMultistepScheduler": "DPM++ 2M",
     "DPMSolverSDEScheduler": "DPM++ SDE",
@@ -32,14 +32,30 @@ _SAMPLERS = {
 }
 
 
+def png_info(text: dict[str, str]) -> PngInfo:
+    """Text chunks of a PNG."""
+    info = PngInfo()
+    for key, value in text.items():
+        info.add_text(key, value)
+    return info
+
+
+def settings_text(settings: dict, scheduler: str) -> dict[str, str]:
+    """The text chunks that say how a picture was made, for this program and for viewers of A1111's.
+
+    Args:
+        settings: JSON values, with what `parameters` names.
+        scheduler: the name of diffusers' class.
+    """
+    return {SETTINGS_KEY: json.dumps(settings), PARAMETERS_KEY: parameters(settings, scheduler)}
+
+
 def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
     """Writes a picture and its text chunks so that a killed run leaves all of it or nothing.
 
     The unfinished file has the same name for every run, so that the run that goes on replaces what a killed one left.
     """
-    info = PngInfo()
-    for key, value in text.items():
-        info.add_text(key, value)
+    info = png_info(text)
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
         with open(unfinished, "wb") as file:
@@ -86,7 +102,7 @@ def parameters(settings: dict, scheduler: str) -> str:
     """
     fields = {
         "Steps": settings["steps"],
-        "Sampler": _SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler")),
+        "Sampler": SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler")),
         "CFG scale": settings["guidance_scale"],
         "Seed": settings["seed"],
         "Size": f"{settings['width']}x{settings['height']}",

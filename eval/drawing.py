@@ -24,7 +24,7 @@ from debias_diffusion.files import changed_settings, read_json_object, whole_fil
 from debias_diffusion.interchange import best_of_run, load_text_encoder
 from debias_diffusion.interchange.load import model_and_weights
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import check_base, default_dtype, load_sdxl
+from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, load_sdxl
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.scores import GUIDANCE_SCALE, STEPS
 from debias_diffusion.toyworld.shipped import shipped
@@ -274,12 +274,7 @@ class Drawing:
                 f"The base model {self.settings.base!r} has no readable text_encoder/config.json. Give a whole SDXL "
                 "folder."
             ) from error
-        if text_encoder.config.hidden_size != own.hidden_size:
-            raise UserError(
-                f"The encoder {encoder!r} has width {text_encoder.config.hidden_size}, and the one of "
-                f"{self.settings.base!r} whose place it takes has width {own.hidden_size}. Give an encoder of width "
-                f"{own.hidden_size}{': ViT-L-14' if own.hidden_size == 768 else ''}."
-            )
+        check_same_width(encoder, text_encoder.config.hidden_size, self.settings.base, own.hidden_size)
         return text_encoder, tokenizer
 
 

@@ -36,7 +36,8 @@ def mean_interval(values: Sequence[float], groups: Sequence[int] | None = None, 
         ValueError: there are no values.
     """
     sums, counts = by_group(values, groups)
-    return _ends(_drawn_means(sums, counts, seed))
+    _check(counts)
+    return ends(drawn_ratios(sums, counts, seed))
 
 
 def paired_difference(
@@ -62,7 +63,8 @@ def paired_difference(
     if len(a) != len(b):
         raise ValueError(f"a has {len(a)} values and b {len(b)}; both must be of the same things")
     ahead, counts = by_group(np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64), groups)
-    low, high = _ends(_drawn_means(ahead, counts, seed))
+    _check(counts)
+    low, high = ends(drawn_ratios(ahead, counts, seed))
     return {
         "difference": float(ahead.sum() / counts.sum()),
         "low": low,
@@ -71,18 +73,28 @@ def paired_difference(
     }
 
 
-def _drawn_means(sums: np.ndarray, counts: np.ndarray, seed: int) -> np.ndarray:
-    """The mean in each of `SAMPLES` data sets of as many groups, drawn with replacement: [SAMPLES]"""
+def drawn_ratios(above: np.ndarray, below: np.ndarray, seed: int = 0) -> np.ndarray:
+    """sum(above) / sum(below) in each of `SAMPLES` data sets of as many groups, drawn with replacement; nan over 0.
+
+    Args:
+        above, below: sums of the groups, [G]: of values and their counts for a mean.
+        seed: of the draws; the same seed draws the same groups, whatever the sums.
+
+    Returns:
+        [SAMPLES]
+    """
+    random = np.random.default_rng(seed)
+    ratios = []
+    for size in _pieces(len(above)):
+        drawn = random.integers(len(above), size=(size, len(above)))
+        drawn_below = below[drawn].sum(axis=1)
+        ratios.append(above[drawn].sum(axis=1) / np.where(drawn_below, drawn_below, np.nan))
+    return np.concatenate(ratios)
+
+
+def _check(counts: np.ndarray) -> None:
     if not counts.sum():
         raise ValueError("there is nothing to draw from")
-    random = np.random.default_rng(seed)
-    means = []
-    for size in _pieces(len(sums)):
-        drawn = random.integers(len(sums), size=(size, len(sums)))
-        drawn_counts = counts[drawn].sum(axis=1)
-        # groups may be empty; a data set of nothing but such has no mean
-        means.append(sums[drawn].sum(axis=1) / np.where(drawn_counts, drawn_counts, np.nan))
-    return np.concatenate(means)
 
 
 def _randomization_p(ahead: np.ndarray, seed: int) -> float:
@@ -101,5 +113,6 @@ def _pieces(length: int) -> list[int]:
     return [min(most, SAMPLES - start) for start in range(0, SAMPLES, most)]
 
 
-def _ends(means: np.ndarray) -> list[float]:
-    return [float(end) for end in np.nanpercentile(means, LEVEL)]
+def ends(drawn: np.ndarray) -> list[float]:
+    """[low, high] of the 95% interval of what was found in drawn data sets; those with nan are passed over."""
+    return [float(end) for end in np.nanpercentile(drawn, LEVEL)]

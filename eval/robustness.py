@@ -18,7 +18,7 @@ from debias_diffusion.retrieval import encode_texts, recall_ranks
 from debias_diffusion.sentences import split_sentences
 
 from .encoders import TwoTower, compare
-from .intervals import LEVEL, SAMPLES, by_group, mean_interval, paired_difference
+from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from .report import Table, compared_tables, interval, show
 from .retrieval import DIRECTIONS, Evaluation, Readable, RetrievalConfig, hits
 
@@ -208,11 +208,11 @@ class Share:
         """ "share", "low" and "high", a 95% interval; all None where there is no ratio."""
         if np.isnan(self.percent):
             return {"share": None, "low": None, "high": None}
-        return {"share": self.percent, **_ends(self.drawn)}
+        return {"share": self.percent, **_low_and_high(self.drawn)}
 
     def minus(self, other: "Share") -> dict[str, float | None]:
         """ "difference" in points, its "low" and "high"; "p" is None: nothing is tested."""
-        return {"difference": self.percent - other.percent, **_ends(self.drawn - other.drawn), "p": None}
+        return {"difference": self.percent - other.percent, **_low_and_high(self.drawn - other.drawn), "p": None}
 
 
 def share(after: Sequence[float], before: Sequence[float], groups: Sequence[int] | None = None) -> Share:
@@ -222,24 +222,13 @@ def share(after: Sequence[float], before: Sequence[float], groups: Sequence[int]
         after, before: hits of the same queries, in the same order, [N].
         groups: the image of each query, from 0, [N]; None: each is another. Images are drawn with all their queries.
     """
-    sums = np.stack([by_group(after, groups)[0], by_group(before, groups)[0]], axis=1)  # [G, 2]
-    random = np.random.default_rng(0)
-    size = max(1, 2_000_000 // len(sums))  # data sets drawn at once, so that their sums stay near 30 MB
-    drawn = [
-        sums[random.integers(len(sums), size=(min(size, SAMPLES - start), len(sums)))].sum(axis=1)
-        for start in range(0, SAMPLES, size)
-    ]
-    return Share(float(_percent(sums.sum(axis=0))), _percent(np.concatenate(drawn)))
+    above, below = (by_group(its, groups)[0] for its in (after, before))
+    percent = 100 * above.sum() / below.sum() if below.any() else np.nan
+    return Share(float(percent), drawn_ratios(100 * above, below))
 
 
-def _percent(sums: np.ndarray) -> np.ndarray:
-    """after / before of [..., 2], nan where nothing is hit before."""
-    return 100 * sums[..., 0] / np.where(sums[..., 1] > 0, sums[..., 1], np.nan)
-
-
-def _ends(drawn: np.ndarray) -> dict[str, float]:
-    low, high = np.nanpercentile(drawn, LEVEL)
-    return {"low": float(low), "high": float(high)}
+def _low_and_high(drawn: np.ndarray) -> dict[str, float]:
+    return dict(zip(("low", "high"), ends(drawn), strict=True))
 
 
 def _shares_kept(found: Found) -> dict[str, Share]:

@@ -178,6 +178,15 @@ def _check_first(text_encoder: PreTrainedModel, encoder: str, base: str) -> None
     )
 
 
+def check_same_width(encoder: str, width: int, base: str, own: int) -> None:
+    """Raises UserError for an encoder that has not the width of the one whose place it takes, `own`."""
+    if width != own:
+        raise UserError(
+            f"The encoder {encoder!r} has width {width}, and the one of {base!r} whose place it takes has width {own}. "
+            f"Give an encoder of width {own}{': ViT-L-14' if own == 768 else ''}."
+        )
+
+
 def _check_only(text_encoder: PreTrainedModel, encoder: str, base: str) -> None:
     """The encoder of a base that has one, and reads its last layer instead of the one before."""
     width, unet = text_encoder.config.hidden_size, _config(base, UNet2DConditionModel, "unet")["cross_attention_dim"]

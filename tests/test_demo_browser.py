@@ -15,12 +15,13 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+from demo_steps import counted_steps
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from debias_diffusion.app.demo import device, launch
-from debias_diffusion.app.demo.drawing import Step, draw
+from debias_diffusion.app.demo.drawing import Step
 from debias_diffusion.app.demo.scenes import random_scene
 from debias_diffusion.app.pictures import read_settings
 
@@ -84,16 +85,7 @@ def page(demo) -> Page:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[Step]:
-    """The steps that the demo takes."""
-    taken = []
-
-    def counted(*arguments):
-        for news in draw(*arguments):
-            taken.extend([news] if isinstance(news, Step) else [])
-            yield news
-
-    monkeypatch.setattr(device, "draw", counted)
-    return taken
+    return counted_steps(monkeypatch)
 
 
 def ask(page: Page, prompt: str, steps: int) -> None:

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from demo_steps import counted_steps
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 from gradio_client.utils import QueueError
@@ -84,16 +85,7 @@ def client(url) -> Client:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[Step]:
-    """The steps that the demo takes."""
-    taken = []
-
-    def counted(*arguments):
-        for news in draw(*arguments):
-            taken.extend([news] if isinstance(news, Step) else [])
-            yield news
-
-    monkeypatch.setattr(device, "draw", counted)
-    return taken
+    return counted_steps(monkeypatch)
 
 
 def generate(client: Client, prompt: str = LONG, **settings) -> list[dict]:

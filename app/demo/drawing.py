@@ -1,7 +1,6 @@
 """Pictures of one prompt by several text encoders, step by step, so that a person can watch and break off."""
 
 import io
-import json
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -9,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines import PromptLayout, StableDiffusionXLLongPromptPipeline
 
-from ..pictures import PARAMETERS_KEY, SETTINGS_KEY, parameters
+from ..pictures import png_info, settings_text
 from ..prompts import cleaned
 from .models import Models
 from .requests import SAME, Request, check, unweighted
@@ -228,8 +226,6 @@ def as_png(image: Image.Image, settings: dict, scheduler: str) -> bytes:
         settings: of `settings_of`.
         scheduler: name of diffusers' class.
     """
-    info, file = PngInfo(), io.BytesIO()
-    info.add_text(SETTINGS_KEY, json.dumps(settings))
-    info.add_text(PARAMETERS_KEY, parameters(settings, scheduler))
-    image.save(file, format="PNG", pnginfo=info)
+    file = io.BytesIO()
+    image.save(file, format="PNG", pnginfo=png_info(settings_text(settings, scheduler)))
     return file.getvalue()

@@ -11,28 +11,30 @@ from transformers import CLIPTokenizer
 
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.attention import Reader
+from debias_diffusion.eval.drawing import ORIGINAL
 from debias_diffusion.eval.encoders import check_encoders, labels
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.encoders import TextEncoder
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import check_base, default_dtype, default_size, load_sdxl
+from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, default_size, load_sdxl
 from debias_diffusion.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.scores import GUIDANCE_SCALE, STEPS
 
+from ..pictures import SAMPLERS
 from .requests import Request
 
 TOY = "toy/sdxl"
-ORIGINAL = "original"  # in place of an encoder: the base's own
 MOST_ENCODERS = 4
-# diffusers' schedulers by the names that A1111's interface gives to samplers, one UNet evaluation a step each. What is
-# set besides the base's own configuration: DDIM would clip latents as if they were pixels.
-_SCHEDULERS = {
-    "Euler": ("EulerDiscreteScheduler", {}),
-    "Euler a": ("EulerAncestralDiscreteScheduler", {}),
-    "DPM++ 2M": ("DPMSolverMultistepScheduler", {}),
-    "DDIM": ("DDIMScheduler", {"clip_sample": False}),
-    "UniPC": ("UniPCMultistepScheduler", {}),
+# diffusers' schedulers of one UNet evaluation a step, and what is set besides the base's own configuration: DDIM would
+# clip latents as if they were pixels.
+_SETTINGS = {
+    "EulerDiscreteScheduler": {},
+    "EulerAncestralDiscreteScheduler": {},
+    "DPMSolverMultistepScheduler": {},
+    "DDIMScheduler": {"clip_sample": False},
+    "UniPCMultistepScheduler": {},
 }
+_SCHEDULERS = {SAMPLERS[cls]: cls for cls in _SETTINGS}  # by the names that a request has for them
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Models:
         pipe = load_sdxl(base, None, device, self.dtype)
         width = pipe.text_encoder.config.hidden_size
         for name, (model, _) in found.items():
-            _check_width(name, model.config.hidden_size, base, width)
+            check_same_width(name, model.config.hidden_size, base, width)
         found[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
         self.encoders: dict[str, Encoder] = {}
         for name, label in zip(encoders, labels(encoders), strict=True):
@@ -173,8 +175,8 @@ class Models:
         config = self._scheduler.config
         if name == self.schedulers[0]:
             return type(self._scheduler).from_config(config)
-        cls, settings = _SCHEDULERS[name]
-        return getattr(diffusers, cls).from_config(config, **settings)
+        cls = _SCHEDULERS[name]
+        return getattr(diffusers, cls).from_config(config, **_SETTINGS[cls])
 
 
 class _CutPipeline(StableDiffusionXLLongPromptPipeline):
@@ -194,15 +196,7 @@ def _check_names(names: Sequence[str]) -> None:
         raise UserError(f"encoders={list(names)} are {len(names)}. Name at most {MOST_ENCODERS}.")
 
 
-def _check_width(name: str, width: int, base: str, own: int) -> None:
-    if width != own:
-        raise UserError(
-            f"The encoder {name!r} has width {width}, and the one of {base!r} whose place it takes has width {own}. "
-            f"Give an encoder of width {own}{': ViT-L-14' if own == 768 else ''}."
-        )
-
-
 def _name_of(scheduler: SchedulerMixin) -> str:
     """Its name among `_SCHEDULERS`, or that of its class."""
     cls = type(scheduler).__name__
-    return next((name for name, (its, _) in _SCHEDULERS.items() if its == cls), cls.removesuffix("Scheduler"))
+    return SAMPLERS[cls] if cls in _SETTINGS else cls.removesuffix("Scheduler")
