@@ -15,6 +15,7 @@ from tqdm import tqdm
 from debias_diffusion.data import BadRecord, ImageSource, PackedRecords, data_digest, open_data
 from debias_diffusion.data.dataset import UNREADABLE, unreadable
 from debias_diffusion.data.shards import MANIFEST, read_manifest
+from debias_diffusion.data.workers import load_batches
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import changed_settings, held, sha256, write_json
 from debias_diffusion.training.check import BAD_RECORDS, report_bad
@@ -148,8 +149,9 @@ class _Writer:
         # In the order asked for, whichever worker is ready first.
         loader = DataLoader(self.dataset, batch_size=None, sampler=indices, num_workers=self.config.workers)
         done = len(self.records) - len(indices)
-        with tqdm(desc="writing shards", total=len(self.records), initial=done, unit=" pairs") as bar:
-            images = _counted(loader, bar)
+        bar = tqdm(desc="writing shards", total=len(self.records), initial=done, unit=" pairs")
+        with bar, load_batches(loader) as batches:
+            images = _counted(batches, bar)
             for name, part in missing.items():
                 self.shards[name] = self._write_shard(name, part, images)
                 self._save(complete=False)

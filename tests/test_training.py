@@ -148,12 +148,16 @@ def test_sigterm_writes_a_checkpoint_and_exits_cleanly(world, finished, tmp_path
     assert same_weights(tmp_path, finished)
 
 
-def run_in_two_processes(settings: TrainConfig) -> str:
+def command_of_two_processes(settings: TrainConfig) -> list[str]:
     names = [name for name in settings.__dataclass_fields__ if getattr(settings, name) is not None and name != "betas"]
     options = [f"--{name}={getattr(settings, name)}" for name in names]
     # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command = [*launch, "-m", "debias_diffusion.app.cli", "train", *options]
+    return [*launch, "-m", "debias_diffusion.app.cli", "train", *options]
+
+
+def run_in_two_processes(settings: TrainConfig) -> str:
+    command = command_of_two_processes(settings)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from ..data import BadRecord, ImageSource, PackedRecords, Record, is_shards, open_data, verify_shards
 from ..data.dataset import UNREADABLE, unreadable
+from ..data.workers import load_batches
 from ..errors import UserError
 from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer
@@ -54,7 +55,8 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     captions, images = open_data(config.data, config.images)
     everything = _Everything(PackedRecords(captions.records), images, tokenizer)
     loader = DataLoader(everything, batch_size=None, num_workers=config.workers)
-    found = list(tqdm(loader, desc="reading", unit=" pairs", total=len(everything)))
+    with load_batches(loader) as rows:
+        found = list(tqdm(rows, desc="reading", unit=" pairs", total=len(everything)))
     sentences, tokens = np.array([row[0] for row in found]), np.array([row[1] for row in found])
     bad = [*captions.bad, *(row[2] for row in found if row[2] is not None)]
     changed = verify_shards(config.data) if is_shards(Path(config.data)) else []

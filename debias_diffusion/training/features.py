@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ..backbones import Backbone
 from ..data import BadRecord, ImageSource, Record
 from ..data.dataset import UNREADABLE, unreadable
+from ..data.workers import load_batches
 from ..errors import UserError
 from ..files import held, write_json
 from .step import autocast
@@ -215,20 +216,20 @@ def _fill(backbone, loader, cache, accelerator, precision, stop) -> list[BadReco
     total = len(loader.dataset)
     bar = tqdm(total=total, desc="image features", unit=" images", disable=not accelerator.is_main_process)
     writer = cache.writer(accelerator.process_index)
-    for rows in loader:
-        bad += [row for row in rows if isinstance(row, BadRecord)]
-        good = [row for row in rows if not isinstance(row, BadRecord)]
-        if good:
-            pixels = torch.stack([pixels for _, pixels in good]).to(accelerator.device)
-            with autocast(precision, accelerator.device):
-                features = backbone.encode_image(pixels)
-            if not features.isfinite().all():
-                raise UserError(
-                    f"The image tower gives features that are not finite in {precision}. Take another --precision."
-                )
-            writer.add([stamp for stamp, _ in good], features)
-        bar.update(len(rows))
-        if stop():
-            break
-    bar.close()
+    with bar, load_batches(loader) as batches:
+        for rows in batches:
+            bad += [row for row in rows if isinstance(row, BadRecord)]
+            good = [row for row in rows if not isinstance(row, BadRecord)]
+            if good:
+                pixels = torch.stack([pixels for _, pixels in good]).to(accelerator.device)
+                with autocast(precision, accelerator.device):
+                    features = backbone.encode_image(pixels)
+                if not features.isfinite().all():
+                    raise UserError(
+                        f"The image tower gives features that are not finite in {precision}. Take another --precision."
+                    )
+                writer.add([stamp for stamp, _ in good], features)
+            bar.update(len(rows))
+            if stop():
+                break
     return bad

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from ..data import BadRecord, PackedRecords, data_digest, open_data
 from ..data.dataset import Batch, CaptionDataset, Collate
 from ..data.sharegpt4v import printable
+from ..data.workers import load_batches
 from ..errors import UserError
 from ..files import explain_full_disk
 from ..objectives import check_components
@@ -145,19 +146,20 @@ class _Run:
         with tracked(self.accelerator, config, self.settings), bar:
             if state.step == 0:
                 self._measure_recall(state)
-            started = time.perf_counter()
-            for batch in self._loader(state.step):
-                self._step(batch, state, bar, started)
-                last = state.step == total
-                if state.step % config.eval_every == 0 or last:
-                    self._measure_recall(state)
-                stop = request.asked() and not last
-                if state.step % config.checkpoint_every == 0 or last or stop:
-                    self._checkpoint(state)
-                if stop:
-                    self._say(f"Stopped after step {state.step} of {total}. The same command continues from there.")
-                    return None
+            with load_batches(self._loader(state.step)) as batches:
                 started = time.perf_counter()
+                for batch in batches:
+                    self._step(batch, state, bar, started)
+                    last = state.step == total
+                    if state.step % config.eval_every == 0 or last:
+                        self._measure_recall(state)
+                    stop = request.asked() and not last
+                    if state.step % config.checkpoint_every == 0 or last or stop:
+                        self._checkpoint(state)
+                    if stop:
+                        self._say(f"Stopped after step {state.step} of {total}. The same command continues from there.")
+                        return None
+                    started = time.perf_counter()
         return self._finish(state)
 
     def _print_plan(self, start: int) -> None:

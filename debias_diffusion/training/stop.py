@@ -1,22 +1,26 @@
 """Stopping between two steps, when someone asks for it."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
 
+_SAME_REQUEST = 2.0  # seconds within which a launcher passes on the ctrl-C that its processes have had already
+
 
 class StopRequest:
     """Whether SIGTERM (Slurm, spot machines) or ctrl-C has asked a run to stop.
 
-    The step under way is finished first, so that a checkpoint is of a whole step. Asked twice, it stops at once.
+    The step under way is finished first, so that a checkpoint is of a whole step. A second ctrl-C stops at once; a second
+    SIGTERM does not, because schedulers repeat it, and launchers pass on what their processes have had already.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self._asked = False
+        self._asked_at: float | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -28,18 +32,20 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _ask(self, signum, frame) -> None:
-        if self._asked:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif signum == signal.SIGINT and now - self._asked_at > _SAME_REQUEST:
             raise KeyboardInterrupt
-        self._asked = True
 
     @property
     def here(self) -> bool:
         """Whether this process was asked."""
-        return self._asked
+        return self._asked_at is not None
 
     def asked(self) -> bool:
         """The same answer on every process, whichever of them was asked."""
         if self.accelerator.num_processes == 1:
-            return self._asked
-        asked = torch.tensor(int(self._asked), device=self.accelerator.device)
+            return self.here
+        asked = torch.tensor(int(self.here), device=self.accelerator.device)
         return bool(self.accelerator.reduce(asked, reduction="sum").item())

@@ -1,0 +1,141 @@
+"""Runs that are asked to stop, in whichever of their processes, and those that are killed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_training import command_of_two_processes, config, log, same_weights, wait_for_step, without_clock
+from tiny_clip import save_tiny_clip
+from tiny_data import make_tiny_data
+
+from debias_diffusion.training import train
+
+SETTINGS = dict(checkpoint_every=1000, max_steps=40, eval_every=1000)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """(base model, data file, image folder)"""
+    folder = tmp_path_factory.mktemp("world")
+    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(world, tmp_path_factory):
+    """An uninterrupted run."""
+    output = tmp_path_factory.mktemp("alone")
+    train(config(world, output, **SETTINGS))
+    return output
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen:
+    """The first process of a process group of its own, as a scheduler starts it."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | environment
+    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **told)
+
+
+def command_of_one_process(settings) -> list[str]:
+    """`train` from the command line."""
+    launch = command_of_two_processes(settings)
+    return [sys.executable, *launch[launch.index("--standalone") + 1 :]]
+
+
+def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def has_stopped_and_can_continue(world, output, alone):
+    assert len(list((output / "checkpoints").glob("step-*"))) == 1
+    train(config(world, output, **SETTINGS))
+    assert same_weights(output, alone)
+    assert without_clock(log(output)) == without_clock(log(alone))
+
+
+@pytest.mark.parametrize(
+    ("workers", "asked_with"),
+    [
+        (2, signal.SIGTERM),
+        pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_all_processes_of_a_run_writes_a_checkpoint(world, alone, tmp_path, workers, asked_with):
+    process = start(command_of_one_process(config(world, tmp_path, workers=workers, **SETTINGS)))
+    wait_for_step(tmp_path, 2, process)
+    assert len(workers_of(process)) == workers
+    for _ in range(3 if asked_with == signal.SIGTERM else 1):  # schedulers repeat it
+        os.killpg(process.pid, asked_with)
+    told = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, told[-3000:]
+    assert "The same command continues from there" in told
+    has_stopped_and_can_continue(world, tmp_path, alone)
+
+
+def test_a_signal_to_both_processes_of_a_run_writes_one_checkpoint(world, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    settings = config(world, tmp_path, workers=1, **SETTINGS)
+    command = command_of_one_process(settings)
+    # as Slurm starts them, without a launcher of torch's
+    processes = [start(command, RANK=rank, LOCAL_RANK=rank, **place) for rank in "01"]
+    wait_for_step(tmp_path, 2, processes[0])
+    for process in processes:
+        os.killpg(process.pid, signal.SIGTERM)
+    told = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    assert told[0].count("The same command continues from there") == 1
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_launcher_and_all_its_processes_writes_one_checkpoint(world, tmp_path):
+    settings = config(world, tmp_path, workers=1, **SETTINGS)
+    process = start(command_of_two_processes(settings))
+    wait_for_step(tmp_path, 2, process)
+    os.killpg(process.pid, signal.SIGTERM)  # which the launcher passes on to processes that have had it
+    told = process.communicate(timeout=120)[0]
+    assert told.count("The same command continues from there") == 1, told[-3000:]
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once(world, tmp_path):
+    settings = config(world, tmp_path, workers=1, **SETTINGS | {"max_steps": 100_000})
+    slow = "from debias_diffusion.training import *; import debias_diffusion.training.loop as loop, time\n"
+    slow += "encode = loop.backward\nloop.backward = lambda *a: (time.sleep(3), encode(*a))[1]\n"
+    values = {key: value for key, value in vars(settings).items() if value is not None}
+    process = start([sys.executable, "-c", f"{slow}train(TrainConfig(**{values!r}))"])
+    wait_for_step(tmp_path, 1, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(2.2)
+    process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=120)[0]
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_main_process(world, tmp_path):
+    process = start(command_of_one_process(config(world, tmp_path, workers=2, **SETTINGS | {"max_steps": 100_000})))
+    wait_for_step(tmp_path, 2, process)
+    workers = workers_of(process)
+    assert len(workers) == 2
+    process.kill()
+    process.wait()
+    assert psutil.wait_procs(workers, timeout=60)[1] == []
+
+
+def test_workers_end_with_a_run_that_fails(world, tmp_path):
+    data, images = make_tiny_data(tmp_path / "world", count=200)
+    for index in range(6, 200):
+        Path(images, f"{index}.png").write_text("not an image")
+    settings = config((world[0], data, images), tmp_path / "run", workers=2, max_bad=0.1)
+    done = subprocess.run(command_of_one_process(settings), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "cannot be read" in done.stderr, done.stderr[-3000:]
