@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(error))
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
-        raise SystemExit(130) from None
+        _leave(130)
 
 
 def _run(program: str, commands: dict, arguments: list[str]) -> None:
@@ -242,7 +242,15 @@ def _bracketed(value: str) -> str:
 def _fail(message: str):
     """One message, no traceback."""
     print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    _leave(2)
+
+
+def _leave(code: int):
+    if "torch" in sys.modules:  # else there are no other processes either, and its import would take seconds
+        from debias_diffusion.process_group import leave
+
+        leave(code)
+    raise SystemExit(code)
 
 
 def _quiet_libraries() -> None:

@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object, parse_flag_fr
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import held
+from debias_diffusion.process_group import end_group_at_exit
 
 Result = TypeVar("Result")
 
@@ -42,6 +43,7 @@ class Processes:
         # Several processes without a GPU are each alone to accelerate, unless it is told that they use the CPU.
         cpu = device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
         state = PartialState(cpu=cpu, timeout=_PATIENCE)
+        end_group_at_exit()
         self.count, self.index, self.is_main = state.num_processes, state.process_index, state.is_main_process
         if self.count == 1:
             self.device = pick_device(device)

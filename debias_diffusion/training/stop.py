@@ -14,8 +14,8 @@ _SAME_REQUEST = 2.0  # seconds within which a launcher passes on the ctrl-C that
 class StopRequest:
     """Whether SIGTERM (Slurm, spot machines) or ctrl-C has asked a run to stop.
 
-    The step under way is finished first, so that a checkpoint is of a whole step. A second ctrl-C stops at once; a second
-    SIGTERM does not, because schedulers repeat it, and launchers pass on what their processes have had already.
+    The step under way is finished first, so that a checkpoint is of a whole step. A second ctrl-C stops at once; a
+    second SIGTERM does not, because schedulers repeat it, and launchers pass on what their processes have had already.
     """
 
     def __init__(self, accelerator: Accelerator):

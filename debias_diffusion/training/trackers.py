@@ -9,6 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from ..errors import UserError, reason
+from ..process_group import end_group_at_exit
 from .config import TrainConfig
 
 PROJECT = "debias-diffusion"
@@ -24,7 +25,9 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"The tracker {name!r} is not installed. `pip install {name}`, or leave it out.")
-    return Accelerator(log_with=names or None, project_dir=config.output)
+    accelerator = Accelerator(log_with=names or None, project_dir=config.output)
+    end_group_at_exit()
+    return accelerator
 
 
 @contextmanager
@@ -53,4 +56,6 @@ def tracked(accelerator: Accelerator, config: TrainConfig, settings: dict) -> It
     try:
         yield
     finally:
-        accelerator.end_training()
+        # Not `accelerator.end_training()`, which also ends the process group, before the last model is written.
+        for tracker in accelerator.trackers:
+            tracker.finish()

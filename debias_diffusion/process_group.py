@@ -1,0 +1,38 @@
+"""How a process that shares its work with others ends."""
+
+import atexit
+import os
+import sys
+from typing import NoReturn
+
+import torch.distributed
+
+
+def _grouped() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def end_group_at_exit() -> None:
+    """Sees to the end of the process group, if accelerate has opened one; call it wherever that may have happened.
+
+    A group that is left to the interpreter's last moments has threads that can abort the process after its work is
+    done, with exit code -6.
+    """
+    if _grouped():
+        atexit.unregister(_end_group)
+        atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    # NCCL's end waits for all processes; after an uncaught exception here they will not come.
+    if _grouped() and (torch.distributed.get_backend() == "gloo" or not hasattr(sys, "last_value")):
+        torch.distributed.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """Exits with `code`; one process of several does so without a wait for the others, which may not come."""
+    if _grouped():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
