@@ -1,5 +1,6 @@
 """Files of weights for open_clip's two-towers: found, looked at before anything is loaded, and loaded."""
 
+import hashlib
 import os
 import zipfile
 from pathlib import Path
@@ -89,6 +90,16 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"{str(file)!r} holds no state dict of weights.")
     return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def weights_digest(module: nn.Module) -> str:
+    """sha256 over the names, types, shapes and values of a module's state, wherever it was loaded from."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
+        # As bytes, because NumPy has no bfloat16.
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:

@@ -9,12 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from debias_diffusion.data import BadRecord
 from debias_diffusion.files import sha256, whole_file, write_json
+from debias_diffusion.weights import weights_digest  # noqa: F401
 
 PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
 PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of pictures
@@ -34,16 +34,6 @@ def digest(path: str | os.PathLike) -> str:
     for name, file in sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*")):
         if file.is_file() and not any(part.startswith(".") for part in name.split("/")):
             total.update(f"{name}\0{digest(file)}\n".encode())
-    return total.hexdigest()
-
-
-def weights_digest(module: torch.nn.Module) -> str:
-    """sha256 over the names, types, shapes and values of a module's state, wherever it was loaded from."""
-    total = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
-        # As bytes, because NumPy has no bfloat16.
-        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return total.hexdigest()
 
 

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from torch.utils.data import DataLoader
 
+from ..errors import UserError
+
 
 @contextmanager
 def load_batches(loader: DataLoader) -> Iterator[Iterator]:
@@ -19,6 +21,11 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
         batches = iter(loader)
     try:
         yield batches
+    except UserError as error:
+        traceback, _, message = str(error).rpartition(f"{UserError.__name__}: ")
+        if "DataLoader worker" not in traceback:
+            raise
+        raise UserError(message.strip()) from error  # torch puts a worker's traceback before its message
     finally:
         if loader.num_workers:
             # Not left to the garbage collector: an error's traceback may keep the workers until the interpreter's exit,

@@ -20,20 +20,20 @@ from ..data.dataset import UNREADABLE, unreadable
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..files import held, write_json
+from ..weights import weights_digest
 from .step import autocast
 
 STAMP = 16  # bytes that tell a version of an image file from all others
+_CHECKSUM = 8  # bytes of a checksum over stamp and features
+_ROW = STAMP + _CHECKSUM
+_FORMAT = 2  # the first one had no checksums
 
 
 def cache_key(backbone: Backbone, precision: str) -> dict:
     """Everything but the image itself that its features depend on."""
-    weights = hashlib.sha256()
-    for name, tensor in sorted(backbone.model.visual.state_dict().items()):
-        weights.update(name.encode())
-        # As bytes, whatever the dtype: numpy has no bfloat16.
-        weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return {
-        "weights": weights.hexdigest(),
+        "format": _FORMAT,
+        "weights": weights_digest(backbone.model.visual),
         "vision_cfg": backbone.config["model_cfg"]["vision_cfg"],
         "preprocess": str(backbone.preprocess),
         "precision": precision,
@@ -44,7 +44,8 @@ class FeatureCache:
     """Image features by the stamp of the image they were computed from.
 
     A subfolder for each key holds one pair of files for each process that wrote there: rows of float32 features, and
-    rows of stamps. Both only ever grow, and what a kill left of an incomplete row is cut off before more is written.
+    rows of stamps and checksums. Both only ever grow, and what a kill left of an incomplete row is cut off before more
+    is written. Damaged features are never given; an image whose stamp is damaged has none.
 
     Args:
         folder: where caches of any key lie.
@@ -60,16 +61,17 @@ class FeatureCache:
     def read(self) -> None:
         """Maps what is on the disk now."""
         self._parts: list[np.ndarray] = []
-        stamps = [np.empty((0, STAMP), dtype=np.uint8)]
+        stamps = [np.empty((0, _ROW), dtype=np.uint8)]
         for features in sorted(self.folder.glob("features-*")):
             written = np.fromfile(_stamps_of(features), dtype=np.uint8) if _stamps_of(features).exists() else stamps[0]
-            rows = min(len(written) // STAMP, features.stat().st_size // (4 * self.dim))
+            rows = min(len(written) // _ROW, features.stat().st_size // (4 * self.dim))
             if rows:
                 self._parts.append(np.memmap(features, dtype=np.float32, mode="r", shape=(rows, self.dim)))
-                stamps.append(written[: rows * STAMP].reshape(rows, STAMP))
+                stamps.append(written[: rows * _ROW].reshape(rows, _ROW))
         self._ends = np.cumsum([len(part) for part in self._parts])
+        self._rows = np.concatenate(stamps)
         # Sorted, so that a stamp is found by halving; equal stamps mean equal features.
-        known = np.concatenate(stamps).reshape(-1).view(f"S{STAMP}")
+        known = np.ascontiguousarray(self._rows[:, :STAMP]).reshape(-1).view(f"S{STAMP}")
         self._order = np.argsort(known, kind="stable")
         self._known = known[self._order]
 
@@ -85,10 +87,18 @@ class FeatureCache:
         return np.where(self._known[at] == wanted, self._order[at], -1)
 
     def __getitem__(self, row: int) -> torch.Tensor:
-        """[dim]"""
+        """[dim]. Raises UserError where they are damaged."""
         part = int(np.searchsorted(self._ends, row, side="right"))
         start = self._ends[part - 1] if part else 0
-        return torch.from_numpy(self._parts[part][row - start].copy())
+        features, noted = self._parts[part][row - start].copy(), self._rows[row].tobytes()
+        if _checksum(noted[:STAMP], features) != noted[STAMP:]:
+            file = Path(self._parts[part].filename)
+            raise UserError(
+                f"The image features in {str(file)!r} are damaged: row {row - start} and its checksum do not agree. "
+                f"Remove that file and {_stamps_of(file).name!r} beside it, and start the same command again, which "
+                "computes what they held."
+            )
+        return torch.from_numpy(features)
 
     def writer(self, process: int) -> "FeatureWriter":
         """For `process` alone; the first one also says in words what the folder's name stands for."""
@@ -96,6 +106,10 @@ class FeatureCache:
         if process == 0:
             write_json(self.folder / "key.json", self.key)
         return FeatureWriter(self.folder / f"features-{process:04d}", self.dim)
+
+
+def _checksum(stamp: bytes, features: np.ndarray) -> bytes:
+    return hashlib.blake2b(stamp + features.tobytes(), digest_size=_CHECKSUM).digest()
 
 
 def _stamps_of(features: Path) -> Path:
@@ -109,15 +123,17 @@ class FeatureWriter:
         self._features, self._stamps = path, _stamps_of(path)
         for file in (self._features, self._stamps):
             file.touch()
-        rows = min(self._features.stat().st_size // (4 * dim), self._stamps.stat().st_size // STAMP)
+        rows = min(self._features.stat().st_size // (4 * dim), self._stamps.stat().st_size // _ROW)
         os.truncate(self._features, rows * 4 * dim)
-        os.truncate(self._stamps, rows * STAMP)
+        os.truncate(self._stamps, rows * _ROW)
 
     def add(self, stamps: Sequence[bytes], features: torch.Tensor) -> None:
         """Rows [n, dim], on the disk when this returns."""
-        _append(self._features, features.float().cpu().contiguous().numpy().tobytes())
+        rows = features.float().cpu().contiguous().numpy()
+        _append(self._features, rows.tobytes())
         # After the features: a stamp without features would be a lie, features without a stamp are cut off.
-        _append(self._stamps, b"".join(stamps))
+        noted = [stamp + _checksum(stamp, row) for stamp, row in zip(stamps, rows, strict=True)]
+        _append(self._stamps, b"".join(noted))
 
 
 def _append(path: Path, content: bytes) -> None:
