@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,9 +101,7 @@ def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
     path = Path(path)
     restore_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = path.with_name(f".{path.name}.tmp"), _old(path)
-    for leftover in (temporary, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    temporary, old = _unfinished(path), _old(path)
     temporary.mkdir()
     try:
         yield temporary
@@ -121,11 +120,20 @@ def _old(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
 def restore_folder(path: str | os.PathLike) -> None:
-    """Puts the old folder back if a kill came after it was moved away and before the new one took its place."""
+    """Mends what a kill in `whole_folder` left, while nobody else writes there.
+
+    The old folder is put back if it was moved away and the new one had not taken its place; what was unfinished goes.
+    """
     path = Path(path)
     if _old(path).exists() and not path.exists():
         os.replace(_old(path), path)
+    for leftover in (_unfinished(path), _old(path)):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -138,14 +146,22 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def explain_full_disk() -> Iterator[None]:
-    """Turns a full disk into a UserError that says what is safe and what to do."""
+    """Turns a full disk, or a limit on files' sizes, into a UserError that says what is safe and what to do."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         # safetensors tells an operating system's error only in words
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
+        told = re.search(r"os error (\d+)", str(error))
+        number = getattr(error, "errno", None) or (told and int(told[1]))
+        if number in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
                 f"No space left on the disk ({error}). What was complete before is unharmed: make room and start the "
                 "same command again."
+            ) from error
+        if number == errno.EFBIG:
+            raise UserError(
+                f"A file would have become larger than allowed ({error}). What was complete before is unharmed: raise "
+                "the limit on the size of files (`ulimit -f unlimited`), or take a file system without one, and start "
+                "the same command again."
             ) from error
         raise

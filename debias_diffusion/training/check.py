@@ -109,14 +109,30 @@ def report_bad(bad: list[BadRecord], output: Path) -> None:
     print(f"{len(bad)} records cannot be used ({kinds}):")
     for record in bad[:_NAMED]:
         print(f"  {record}")
-    append_bad(bad, output)
+    BadRecordsFile(output).add(bad)
     print(f"  all of them: {output / BAD_RECORDS}")
 
 
-def append_bad(bad: list[BadRecord], output: Path) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / BAD_RECORDS, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in bad)
+class BadRecordsFile:
+    """The list of bad records in an output folder, in which each stands once, however often it is met."""
+
+    def __init__(self, output: Path):
+        self.path = output / BAD_RECORDS
+        self._lines: set[bytes] = set()
+        self._end = 0  # of what has been read of the file, to which other processes may add
+
+    def add(self, bad: Sequence[BadRecord]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a+b") as file:
+            file.seek(self._end)
+            written = file.read()
+            self._end += len(written)
+            self._lines.update(written.splitlines())
+            lines = dict.fromkeys(json.dumps(vars(record), ensure_ascii=False).encode() for record in bad)
+            new = [line for line in lines if line not in self._lines]
+            if new and written and not written.endswith(b"\n"):  # which a kill cut short
+                file.write(b"\n")
+            file.write(b"".join(line + b"\n" for line in new))
 
 
 def check_share(bad: int, records: int, config: TrainConfig) -> None:
@@ -124,5 +140,6 @@ def check_share(bad: int, records: int, config: TrainConfig) -> None:
     if bad > config.max_bad * records:
         raise UserError(
             f"{bad} of {records} records cannot be used, more than the share of {config.max_bad:g} that --max-bad "
-            f"allows. They are named in {str(Path(config.output) / BAD_RECORDS)!r}: mend them, or raise --max-bad."
+            f"allows. They are named in {str(Path(config.output) / BAD_RECORDS)!r}. Mend the images where they "
+            "are, or start the same command with a larger --max-bad: the run continues."
         )

@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and plain JSON, whole or not there, holding all that continues the run."""
+"""Checkpoints: safetensors and plain JSON with checksums, whole or not there, holding all that continues the run."""
 
 import json
 import os
@@ -11,11 +11,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..backbones import Backbone
-from ..errors import UserError
-from ..files import whole_folder, write_json
+from ..errors import UserError, reason
+from ..files import restore_folder, sha256, whole_folder, write_json, write_text
 from ..weights import save_tensors
 from .step import Optimizer
 
+CHECKSUMS = "SHA256SUMS"  # as sha256sum writes and checks them
+_FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -44,25 +46,61 @@ def save_checkpoint(folder: Path, backbone: Backbone, optimizer: Optimizer, stat
         save_tensors(backbone.model.state_dict(), temporary / "model.safetensors")
         save_tensors(optimizer.state(), temporary / "optimizer.safetensors")
         write_json(temporary / "state.json", asdict(state))
+        write_text(temporary / CHECKSUMS, "".join(f"{sha256(temporary / name)}  {name}\n" for name in _FILES))
     for old in _checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
 
 
 def load_checkpoint(folder: Path, backbone: Backbone, optimizer: Optimizer) -> TrainState:
-    """Continues from the newest checkpoint below `folder`; a fresh state where there is none."""
+    """Continues from the newest checkpoint below `folder`; a fresh state where there is none.
+
+    Raises:
+        UserError: it is damaged. An older one is not taken by itself: all processes must take the same one, and whoever
+            owns a disk that damages files should know.
+    """
     checkpoints = _checkpoints(folder)
     if not checkpoints:
         return TrainState()
     newest = checkpoints[-1]
     try:
+        _verify(newest)
         backbone.model.load_state_dict(load_file(newest / "model.safetensors"))
         optimizer.load_state(load_file(newest / "optimizer.safetensors"))
-        return TrainState(**json.loads((newest / "state.json").read_text()))
+        return _read_state(newest)
     except (OSError, SafetensorError, RuntimeError, ValueError, TypeError) as error:
+        older = f"continue from {checkpoints[-2].name}" if len(checkpoints) > 1 else "begin anew; there is no older one"
         raise UserError(
-            f"The checkpoint {os.fspath(newest)!r} cannot be read ({error}). Remove that folder to continue from the "
-            "one before it."
+            f"The checkpoint {os.fspath(newest)!r} cannot be used: {reason(error)}. Remove that folder, and the same "
+            f"command will {older}."
         ) from error
+
+
+def _verify(checkpoint: Path) -> None:
+    """Raises ValueError for a file that has changed since it was written. Earlier versions wrote no checksums."""
+    sums = checkpoint / CHECKSUMS
+    if not sums.exists():
+        return
+    lines = sums.read_text(encoding="ascii").splitlines()
+    for name in _FILES:
+        if f"{sha256(checkpoint / name)}  {name}" not in lines:
+            raise ValueError(f"{name} and its checksum in {CHECKSUMS} do not agree; one of them is damaged")
+
+
+def _read_state(checkpoint: Path) -> TrainState:
+    """Raises ValueError or TypeError for another state than that of the checkpoint's step."""
+    values = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state = TrainState(**values)
+    if not all(type(value) in (int, float) for value in values.values()):
+        raise ValueError("state.json holds something else than numbers")
+    if state.step != int(_NAME.fullmatch(checkpoint.name)[1]):
+        raise ValueError(f"state.json is that of step {state.step}")
+    return state
+
+
+def restore_checkpoints(folder: Path) -> None:
+    """Removes what killed runs left unfinished."""
+    for leftover in folder.glob(".step-*"):
+        restore_folder(folder / leftover.stem.removeprefix("."))
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -74,7 +74,8 @@ class TrainConfig:
         log_every: Steps between lines in log.jsonl.
         trackers: tensorboard, wandb, or both with a comma between; null for log.jsonl alone, which is always written.
         max_bad: Largest share of records that may be unusable before the run stops, from 0 to 1. As large a share of
-            each epoch is its reserve, which stands in for them.
+            each epoch is its reserve, which stands in for them. A run that was stopped may continue with another
+            value; its reserve stays as it was.
         check_data: Read all images and captions, report what is wrong with them, and train nothing.
     """
 

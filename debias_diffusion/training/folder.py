@@ -1,13 +1,15 @@
 """The folder of a run: whose it is, and everything that is left in it."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..backbones import Backbone
-from ..errors import UserError
-from ..files import held, restore_folder, whole_folder, write_json
+from ..errors import UserError, reason
+from ..files import held, restore_folder, whole_file, whole_folder, write_json
+from .checkpoint import restore_checkpoints
 
 NOT_FINITE = "not-finite.jsonl"
 
@@ -48,6 +50,7 @@ class RunFolder:
         with held(self.path, taken):
             for folder in (self.best, self.last):
                 restore_folder(folder)
+            restore_checkpoints(self.checkpoints)
             yield
 
     @property
@@ -59,17 +62,40 @@ class RunFolder:
         """Writes what this run's result depends on."""
         write_json(self._settings, settings)
 
+    def settings(self) -> dict:
+        """What `claim` has written; empty for a folder without a run.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        if not self.begun:
+            return {}
+        try:
+            settings = json.loads(self._settings.read_text(encoding="utf-8"))
+            problem = None if 0 <= settings.get("max_bad", 0) < 1 else f"max_bad is {settings['max_bad']!r}"
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            problem = reason(error)
+        if problem:
+            raise UserError(
+                f"{str(self._settings)!r}, the settings of the run, cannot be read: {problem}. Put a copy in its "
+                "place, or give another output folder. If you are sure that the run had the settings you give now, "
+                "remove the file: the run continues, and nothing compares them."
+            )
+        return settings
+
     def check_settings(self, settings: dict) -> None:
         """Raises UserError if the folder belongs to a run with other settings, and names them."""
-        if not self.begun:
-            return
-        theirs = json.loads(self._settings.read_text())
+        theirs = self.settings()
         differing = [key for key in settings if settings[key] != theirs.get(key)]
-        if differing:
+        if theirs and "base_model_sha256" not in theirs:  # a run of an earlier version, which did not note it
+            differing = [key for key in differing if key != "base_model_sha256"]
+        if theirs and differing:
             changes = "; ".join(f"{key}: {theirs.get(key)!r} there, {settings[key]!r} here" for key in differing)
+            contents = (key.removesuffix("_sha256") for key in differing if key.endswith("_sha256"))
+            replaced = "".join(f" The {name.replace('_', ' ')} is another one, by its contents." for name in contents)
             raise UserError(
-                f"The output folder {str(self.path)!r} belongs to a run with other settings ({changes}). Give another "
-                "output folder, or the same settings to continue that run."
+                f"The output folder {str(self.path)!r} belongs to a run with other settings ({changes}).{replaced} "
+                "Give another output folder, or the same settings to continue that run."
             )
 
     def log(self, line: dict) -> None:
@@ -82,19 +108,30 @@ class RunFolder:
         self.log(line | {"samples": len(line["samples"])})
 
     def cut_log(self, step: int) -> None:
-        """Removes what will be written again, the lines after `step` (all of a run that starts anew), and a line that a
-        kill cut short."""
+        """Removes what will be written again, the lines after `step` (all of a run that starts anew), and lines that a
+        kill or a damaged disk left unreadable."""
         for log in (self._log, self._not_finite):
             if log.exists():
-                lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-                kept = [line for line in lines if json.loads(line)["step"] <= step and step > 0]
-                log.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+                lines = log.read_bytes().splitlines(keepends=True)
+                kept = [line for line in lines if step > 0 and _step_of(line) <= step]
+                if kept != lines:
+                    with whole_file(log) as temporary:
+                        temporary.write_bytes(b"".join(kept))
 
     def save_model(self, folder: Path, backbone: Backbone, scores: dict) -> None:
         """Writes an open_clip folder with its scores, whole or not at all."""
         with whole_folder(folder) as temporary:
             backbone.save(temporary)
             write_json(temporary / "scores.json", scores)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line of a log; infinity where it cannot be read."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"}\n") else None
+    except (ValueError, TypeError, LookupError, RecursionError):
+        step = None
+    return step if type(step) is int else math.inf
 
 
 def _append(path: Path, line: dict) -> None:

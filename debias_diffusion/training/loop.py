@@ -19,14 +19,14 @@ from ..files import explain_full_disk
 from ..objectives import check_components
 from ..retrieval import encode_images, encode_texts, recall_at_k
 from .batches import GlobalBatches
-from .check import BAD_RECORDS, append_bad, check_data, check_share, look_for_images, report_bad
+from .check import BadRecordsFile, check_data, check_share, look_for_images, report_bad
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .features import cached_images
 from .folder import NOT_FINITE, RunFolder
 from .plan import PROBE, print_plan
 from .schedule import learning_rate
-from .setup import prepare_backbone, split
+from .setup import base_model_digest, load_base_model, prepare_backbone, split
 from .step import Optimizer, autocast, backward
 from .stop import StopRequest
 from .trackers import make_accelerator, tracked
@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> Path | None:
         UserError: something in `config` or the data cannot be used; says what to do.
     """
     if config.check_data:
-        check_data(config, prepare_backbone(config).tokenizer)
+        check_data(config, prepare_backbone(load_base_model(config), config).tokenizer)
         return None
     accelerator = make_accelerator(config)
     folder = RunFolder(config.output)
@@ -71,16 +71,22 @@ class _Run:
                 f"batch is {config.batch}, but must be a multiple of the {accelerator.num_processes} processes."
             )
         captions, self.images = open_data(config.data, config.images)
-        self.held_out, records, spare = split(captions, config)
+        # A run keeps the reserve that it began with, or a larger --max-bad would change what is drawn.
+        reserve = folder.settings().get("max_bad", config.max_bad)
+        self.held_out, records, spare = split(captions, config, reserve)
         self.records = PackedRecords(records)
         self.missing = look_for_images(self.records, self.images, config.max_bad)
-        self.backbone = prepare_backbone(config)
+        base_model = load_base_model(config)
+        base_model_sha256 = base_model_digest(base_model)
+        self.backbone = prepare_backbone(base_model, config)
         if self.recipe.has_short and self.recipe.components:
             embed_dim = self.backbone.config["model_cfg"]["embed_dim"]
             check_components(self.recipe.components, config.batch, embed_dim)
         self.settings = config.settings() | {
             "precision": self.precision,
             "data_sha256": data_digest(config.data, captions),
+            "base_model_sha256": base_model_sha256,
+            "max_bad": reserve,
         }
         folder.check_settings(self.settings)
         if self.main and not folder.begun:
@@ -93,6 +99,7 @@ class _Run:
         self.batches = GlobalBatches(
             len(self.records), config.batch, config.epochs, config.seed, config.max_steps, spare
         )
+        self.bad_records = BadRecordsFile(folder.path)
         self.collate = Collate(self.backbone.tokenizer, self.recipe)
 
     def run(self) -> Path | None:
@@ -237,9 +244,9 @@ class _Run:
         """Names the records that were unreadable; stops the run when they become too many."""
         count = len(batch.bad)
         if count:
-            append_bad(batch.bad, self.folder.path)
+            self.bad_records.add(batch.bad)
             first = batch.bad[0]
-            tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.folder.path / BAD_RECORDS})")
+            tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.bad_records.path})")
         if self.accelerator.num_processes > 1:
             device = self.accelerator.device
             count = int(self.accelerator.reduce(torch.tensor(count, device=device), reduction="sum").item())

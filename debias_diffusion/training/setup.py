@@ -1,5 +1,7 @@
 """What a run needs before its first step: the base model, and which pairs it learns from."""
 
+import hashlib
+import json
 import math
 import os
 import shutil
@@ -10,18 +12,36 @@ from torch import nn
 from ..backbones import Backbone, load_backbone
 from ..data import Captions, Record
 from ..errors import UserError
+from ..weights import weights_digest
 from .config import TrainConfig
 from .step import MAX_LOGIT_SCALE
 
 
-def prepare_backbone(config: TrainConfig) -> Backbone:
-    """The base model with its window stretched, its scale set, and random weights, if any, from the seed."""
+def load_base_model(config: TrainConfig) -> Backbone:
+    """The base model as it is, with random weights, if any, from the seed."""
     torch.manual_seed(config.seed)
     backbone = load_backbone(config.model, config.pretrained)
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
         raise UserError(
             f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
         )
+    return backbone
+
+
+def base_model_digest(backbone: Backbone) -> str | None:
+    """sha256 of a base model's weights, architecture and preprocessing; None for random weights, which a seed decides.
+
+    A run that continues takes more of them than its checkpoint holds: the kept positions, a frozen image tower's
+    features, what becomes of an image.
+    """
+    if backbone.random_weights:
+        return None
+    parts = [weights_digest(backbone.model), backbone.config["model_cfg"], str(backbone.preprocess)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
+    """The base model with its window stretched and its scale set, in place."""
     if "keep" not in backbone.config.get("debias_diffusion", {}):
         most = backbone.context_length - 2
         if config.keep_positions > most:
@@ -58,8 +78,11 @@ def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
             backbone.logit_scale.fill_(min(math.log(scale), MAX_LOGIT_SCALE))
 
 
-def split(captions: Captions, config: TrainConfig) -> tuple[list[Record], list[Record], int]:
+def split(captions: Captions, config: TrainConfig, reserve: float) -> tuple[list[Record], list[Record], int]:
     """(held out, trained on, how many of these are each epoch's reserve).
+
+    Args:
+        reserve: the share of the records that are each epoch's reserve, if enough for a batch remain.
 
     Raises:
         UserError: too few remain for a batch.
@@ -71,5 +94,5 @@ def split(captions: Captions, config: TrainConfig) -> tuple[list[Record], list[R
             f"{len(records)} usable pairs less {validation} held out leave {left} to train on, fewer than "
             f"a batch of {config.batch}. Lower --validation or --batch, or give more pairs."
         )
-    spare = min(math.ceil(config.max_bad * left), left - config.batch)
+    spare = min(math.ceil(reserve * left), left - config.batch)
     return records[:validation], records[validation:], spare

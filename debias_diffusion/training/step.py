@@ -13,6 +13,7 @@ from ..recipes import Recipe
 
 MAX_LOGIT_SCALE = math.log(100)  # CLIP: similarities are multiplied with at most 100
 _SCALER = "scaler/"  # the prefix of the scaler's entries among those of the parameters
+_AVERAGES = ("step", "exp_avg", "exp_avg_sq")  # AdamW's of a parameter
 _BUCKET = 25_000_000  # numbers in a message between processes
 
 
@@ -178,9 +179,28 @@ class Optimizer:
         return state | {f"{_SCALER}{key}": torch.tensor(value) for key, value in scaler.items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes what `state` gave, of the same parameters and precision.
+
+        Raises:
+            ValueError: an entry is missing, has another shape, or belongs to nothing here.
+        """
+        rest = dict(state)
         for name, parameter in self.named.items():
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in state]
-            if keys:
-                self.adamw.state[parameter] = {key: state[f"{name}/{key}"].to(parameter.device) for key in keys}
+            if any(f"{name}/{key}" in state for key in _AVERAGES):  # not all have been trained: steps may be left out
+                shapes = (parameter.new_empty(()).shape, parameter.shape, parameter.shape)
+                self.adamw.state[parameter] = {
+                    key: _take(rest, f"{name}/{key}", shape).to(parameter.device)
+                    for key, shape in zip(_AVERAGES, shapes, strict=True)
+                }
         if self.scaler:
-            self.scaler.load_state_dict({key: state[_SCALER + key].item() for key in self.scaler.state_dict()})
+            scaler = {key: _take(rest, _SCALER + key, torch.Size()).item() for key in self.scaler.state_dict()}
+            self.scaler.load_state_dict(scaler)
+        if rest:
+            raise ValueError(f"the optimizer has no {min(rest)!r}")
+
+
+def _take(state: dict[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
+    if name not in state or state[name].shape != shape:
+        there = f"has the shape {list(state[name].shape)}" if name in state else "is missing"
+        raise ValueError(f"the optimizer's {name!r} {there}, and must be of shape {list(shape)}")
+    return state.pop(name)

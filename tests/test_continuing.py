@@ -1,0 +1,325 @@
+"""Runs that continue from what was changed, damaged or left unfinished since they stopped."""
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_training import config, log, same_weights, without_clock
+from tiny_clip import save_tiny_clip, tiny_clip
+from tiny_data import make_tiny_data
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.training import train
+
+STEPS = 6
+NEWEST, OLDER = f"step-{STEPS:08}", f"step-{STEPS - 2:08}"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """(base model, data file, image folder)"""
+    folder = tmp_path_factory.mktemp("world")
+    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)
+
+
+@pytest.fixture(scope="module")
+def finished(world, tmp_path_factory):
+    """The output folder of an uninterrupted run."""
+    output = tmp_path_factory.mktemp("finished")
+    train(config(world, output, max_steps=STEPS))
+    return output
+
+
+@pytest.fixture
+def stopped(finished, tmp_path):
+    """A run killed after the checkpoint of its last step."""
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "last")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def stopped_earlier(stopped):
+    """A run killed two steps before its last."""
+    shutil.rmtree(stopped / "checkpoints" / NEWEST)
+    return stopped
+
+
+def flip(file: Path, place: float) -> None:
+    """Flips a bit at a share of the file's length."""
+    content = bytearray(file.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    file.write_bytes(content)
+
+
+def continue_run(world, output, **settings):
+    return train(config(world, output, **{"max_steps": STEPS} | settings))
+
+
+def is_the_same_run(output, finished):
+    assert same_weights(output, finished)
+    assert without_clock(log(output)) == without_clock(log(finished))
+
+
+# ---- another base model
+
+
+def test_another_base_model_at_the_same_place_is_refused(world, finished, stopped_earlier, tmp_path):
+    model = str(tmp_path / "base")
+    shutil.copytree(world[0], model)
+    settings = json.loads((stopped_earlier / "settings.json").read_text()) | {"model": model}
+    (stopped_earlier / "settings.json").write_text(json.dumps(settings))
+    other = tiny_clip(seed=1)
+    other.save(model)
+    with pytest.raises(UserError, match="The base model is another one, by its contents"):
+        continue_run((model, *world[1:]), stopped_earlier)
+    # Other preprocessing is another base model too.
+    shutil.rmtree(model)
+    shutil.copytree(world[0], model)
+    file = Path(model, "open_clip_config.json")
+    before = file.read_text()
+    changed = json.loads(before)
+    changed["preprocess_cfg"] = changed.get("preprocess_cfg", {}) | {"mean": [0.1, 0.2, 0.3]}
+    file.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="The base model is another one, by its contents"):
+        continue_run((model, *world[1:]), stopped_earlier)
+    file.write_text(before)
+    continue_run((model, *world[1:]), stopped_earlier)
+    is_the_same_run(stopped_earlier, finished)
+
+
+def test_a_run_begun_before_the_base_model_was_noted_continues_and_notes_it(world, finished, stopped_earlier):
+    settings = json.loads((stopped_earlier / "settings.json").read_text())
+    (stopped_earlier / "settings.json").write_text(
+        json.dumps({name: value for name, value in settings.items() if name != "base_model_sha256"})
+    )
+    shutil.rmtree(stopped_earlier / "best")
+    for checkpoint in (stopped_earlier / "checkpoints").iterdir():
+        (checkpoint / "SHA256SUMS").unlink()  # which came with it
+    continue_run(world, stopped_earlier)
+    is_the_same_run(stopped_earlier, finished)
+    assert json.loads((stopped_earlier / "settings.json").read_text()) == settings
+
+
+# ---- bad records
+
+
+@pytest.fixture
+def bad_world(world, tmp_path):
+    """(base model, data file, image folder) with six of 40 images unreadable, none of them held out"""
+    data, images = make_tiny_data(tmp_path / "world", count=40)
+    for bad in (10, 15, 20, 25, 30, 35):
+        Path(images, f"{bad}.png").write_text("not an image")
+    return world[0], data, images
+
+
+def test_a_run_stopped_by_max_bad_continues_with_a_larger_one(bad_world, tmp_path):
+    settings = dict(max_steps=30, max_bad=0.1, batch=8)
+    with pytest.raises(UserError, match=r"share of 0.1 that --max-bad .* with a larger --max-bad: the run continues"):
+        train(config(bad_world, tmp_path / "run", **settings))
+    stopped_at = max((tmp_path / "run" / "checkpoints").iterdir()).name
+    before = (tmp_path / "run" / "settings.json").read_text()
+    assert train(config(bad_world, tmp_path / "run", **settings | {"max_bad": 0.3})) is not None
+    assert (tmp_path / "run" / "settings.json").read_text() == before
+    steps = [line["step"] for line in log(tmp_path / "run") if "loss" in line]
+    assert steps == list(range(1, 31)) and int(stopped_at[-8:]) < 30
+    # With that limit it may stop and continue again, and is bound by no other setting less.
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserError, match="seed: 0 there, 1 here"):
+        train(config(bad_world, tmp_path / "run", **settings | {"seed": 1}))
+
+
+def test_a_bad_record_is_named_once_however_often_a_run_continues(bad_world, tmp_path):
+    settings = dict(max_steps=20, max_bad=0.3, checkpoint_every=4, keep=9)
+    train(config(bad_world, tmp_path / "alone", **settings))
+    train(config(bad_world, tmp_path / "run", **settings))
+    shutil.rmtree(tmp_path / "run" / "last")
+    for checkpoint in sorted((tmp_path / "run" / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(checkpoint)
+    with open(tmp_path / "run" / "bad-records.jsonl", "a") as file:
+        file.write('{"where": "1')  # a kill
+    train(config(bad_world, tmp_path / "run", **settings))
+    alone, run = ((tmp_path / name / "bad-records.jsonl").read_text().splitlines() for name in ("alone", "run"))
+    assert len(alone) == len(set(alone)) == 6
+    assert run == [*alone, '{"where": "1'] or sorted(run) == sorted([*alone, '{"where": "1'])
+    assert same_weights(tmp_path / "run", tmp_path / "alone")
+
+
+def test_a_workers_error_is_told_without_its_traceback(bad_world, tmp_path):
+    for index in range(6, 40):
+        Path(bad_world[2], f"{index}.png").write_text("not an image")
+    for index in (6, 16, 26, 36):  # `look_for_images` finds all
+        assert Path(bad_world[2], f"{index}.png").exists()
+    with pytest.raises(UserError) as raised:
+        train(config(bad_world, tmp_path / "run", workers=1, max_bad=0.2))
+    assert "Traceback" not in str(raised.value) and "cannot be read from" in str(raised.value)
+
+
+# ---- damaged checkpoints
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("model.safetensors", 0.5), ("optimizer.safetensors", 0.9), ("state.json", 0.4), ("SHA256SUMS", 0.1)],
+)
+def test_a_checkpoint_with_a_flipped_bit_is_named_and_the_older_one_offered(world, finished, stopped, name, place):
+    flip(stopped / "checkpoints" / NEWEST / name, place)
+    named = "model.safetensors" if name == "SHA256SUMS" else name
+    with pytest.raises(UserError, match=rf"{NEWEST}' cannot be used: {named} and its checksum .*continue from {OLDER}"):
+        continue_run(world, stopped)
+    shutil.rmtree(stopped / "checkpoints" / NEWEST)
+    continue_run(world, stopped)
+    is_the_same_run(stopped, finished)
+
+
+def test_the_only_checkpoint_damaged_means_to_begin_anew(world, finished, stopped_earlier):
+    (stopped_earlier / "checkpoints" / OLDER / "SHA256SUMS").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="Remove that folder, and the same command will begin anew"):
+        continue_run(world, stopped_earlier)
+    shutil.rmtree(stopped_earlier / "checkpoints" / OLDER)
+    continue_run(world, stopped_earlier)
+    is_the_same_run(stopped_earlier, finished)
+
+
+def with_a_renamed_entry(optimizer):
+    name = next(name for name in optimizer if name.endswith("/exp_avg"))
+    optimizer["x/exp_avg"] = optimizer.pop(name)
+
+
+def with_a_lost_entry(optimizer):
+    del optimizer[next(name for name in optimizer if name.endswith("/exp_avg_sq"))]
+
+
+def with_another_shape(optimizer):
+    name = next(name for name in optimizer if name.endswith("/exp_avg"))
+    optimizer[name] = torch.zeros(3)
+
+
+def with_an_entry_too_many(optimizer):
+    optimizer["x/step"] = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (with_a_renamed_entry, "/exp_avg' is missing"),
+        (with_a_lost_entry, "/exp_avg_sq' is missing"),
+        (with_another_shape, "has the shape"),
+        (with_an_entry_too_many, "the optimizer has no 'x/step'"),
+        ("{}", "state.json is that of step 0"),
+        ('{"step": 4}', "state.json is that of step 4"),
+        ('{"step": 6, "best_r1": null}', "something else than numbers"),
+        ("[1]", "must be a mapping"),
+        ('{"step": 6, "x": 1}', "unexpected keyword argument"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_damaged_checkpoints_without_checksums_are_named(world, stopped, damage, told):
+    """As an earlier version wrote them, or with checksums made after the damage."""
+    newest = stopped / "checkpoints" / NEWEST
+    (newest / "SHA256SUMS").unlink()
+    if isinstance(damage, str):
+        (newest / "state.json").write_text(damage)
+    else:
+        optimizer = load_file(newest / "optimizer.safetensors")
+        damage(optimizer)
+        save_file(optimizer, newest / "optimizer.safetensors")
+    with pytest.raises(UserError, match=f"{NEWEST}' cannot be used: .*{told}.*continue from {OLDER}"):
+        continue_run(world, stopped)
+
+
+def test_a_lost_scaler_of_fp16_is_named(world, tmp_path):
+    settings = dict(max_steps=2, precision="fp16", validation=0)
+    train(config(world, tmp_path, **settings))
+    newest = tmp_path / "checkpoints" / "step-00000002"
+    (newest / "SHA256SUMS").unlink()
+    optimizer = {name: value for name, value in load_file(newest / "optimizer.safetensors").items() if "/" in name}
+    save_file(
+        {name: value for name, value in optimizer.items() if "scale" not in name}, newest / "optimizer.safetensors"
+    )
+    with pytest.raises(UserError, match="the optimizer's 'scaler/.*' is missing"):
+        train(config(world, tmp_path, **settings))
+
+
+def test_damaged_image_features_are_named_and_computed_anew(world, tmp_path):
+    settings = dict(max_steps=2, freeze_image_tower=True, feature_cache=str(tmp_path / "cache"))
+    train(config(world, tmp_path / "first", **settings))
+    (features,) = (tmp_path / "cache").rglob("features-0000")
+    for row in range(24):  # whichever comes first
+        flip(features, (row + 0.5) / 24)
+    with pytest.raises(UserError, match="features-0000' are damaged: row .* Remove that file and 'stamps-0000'"):
+        train(config(world, tmp_path / "second", **settings))
+    with pytest.raises(UserError, match="are damaged") as raised:
+        train(config(world, tmp_path / "second", workers=1, **settings))
+    assert "Traceback" not in str(raised.value)
+    features.unlink()
+    features.with_name("stamps-0000").unlink()
+    train(config(world, tmp_path / "second", **settings))
+    assert same_weights(tmp_path / "first", tmp_path / "second")
+    # Without the stamp of an image its features are not found, and are computed again, in a batch of its own.
+    flip(features.with_name("stamps-0000"), 0.5)
+    train(config(world, tmp_path / "third", **settings))
+    assert features.stat().st_size == 25 * 24 * 4
+    losses = ([line["loss"] for line in log(tmp_path / name) if "loss" in line] for name in ("first", "third"))
+    assert next(losses) == pytest.approx(next(losses), rel=1e-4)
+
+
+# ---- other files of a run
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b'{"max_bad": "x"}', b"null", b"[" * 100_000])
+def test_damaged_settings_are_named(world, finished, stopped_earlier, content):
+    settings = (stopped_earlier / "settings.json").read_bytes()
+    (stopped_earlier / "settings.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"settings\.json', the settings of the run, cannot be read: .*Put a copy"):
+        continue_run(world, stopped_earlier)
+    assert (stopped_earlier / "settings.json").read_bytes() == content
+    (stopped_earlier / "settings.json").write_bytes(settings)
+
+
+def test_damaged_lines_of_the_logs_are_left_out_and_the_others_kept(world, finished, stopped_earlier):
+    file = stopped_earlier / "log.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    damaged = [
+        b"\xff\xfe\x00\n",
+        b'{"loss": 1}\n',
+        b"[]}\n",
+        b'{"step": "1"}\n',
+        b"{" * 100_000 + b"}\n",
+        b'{"step": 1',
+    ]
+    file.write_bytes(b"".join([lines[0], *damaged[:-1], *lines[1:], damaged[-1]]))
+    (stopped_earlier / "not-finite.jsonl").write_bytes(b"\x80}\n")
+    continue_run(world, stopped_earlier)
+    is_the_same_run(stopped_earlier, finished)
+    assert (stopped_earlier / "not-finite.jsonl").read_bytes() == b""
+
+
+def test_what_a_killed_checkpoint_left_is_removed(world, finished, stopped_earlier):
+    unfinished = stopped_earlier / "checkpoints" / ".step-00000005.tmp"
+    shutil.copytree(stopped_earlier / "checkpoints" / OLDER, unfinished)
+    shutil.copytree(unfinished, stopped_earlier / ".best.tmp")
+    (stopped_earlier / "checkpoints" / OLDER).rename(stopped_earlier / "checkpoints" / f".{OLDER}.old")
+    continue_run(world, stopped_earlier)
+    hidden = [path.name for path in stopped_earlier.rglob(".*") if path.name != ".lock"]
+    assert hidden == []
+    is_the_same_run(stopped_earlier, finished)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.5])  # of the model's file, which the optimizer's is larger than
+def test_a_limit_on_the_size_of_files_loses_nothing(world, finished, stopped_earlier, share):
+    largest = (stopped_earlier / "checkpoints" / OLDER / "model.safetensors").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest * share), before[1]))
+    try:
+        with pytest.raises(UserError, match=r"larger than allowed .*\(`ulimit -f unlimited`\)"):
+            continue_run(world, stopped_earlier)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in (stopped_earlier / "checkpoints").iterdir()] == [OLDER]
+    continue_run(world, stopped_earlier)
+    assert same_weights(stopped_earlier, finished)
