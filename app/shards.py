@@ -1,5 +1,6 @@
 """From image-caption pairs to WebDataset shards of small JPEGs, which training reads without decoding large images."""
 
+import dataclasses
 import io
 import json
 import os
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, ImageSource, PackedRecords, data_digest, open_data
-from debias_diffusion.data.dataset import UNREADABLE, unreadable
+from debias_diffusion.data.dataset import read_or_bad
 from debias_diffusion.data.shards import MANIFEST, read_manifest
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.errors import UserError
@@ -101,11 +102,10 @@ class _Shrunk(Dataset):
         return len(self.records)
 
     def __getitem__(self, index: int) -> bytes | BadRecord:
-        record = self.records[index]
-        try:
-            return shrink(self.images.open(record.image), self.config.size, self.config.quality)
-        except UNREADABLE as error:
-            return unreadable(record, error)
+        return read_or_bad(self.records[index], self._shrink)
+
+    def _shrink(self, image: str) -> bytes:
+        return shrink(self.images.open(image), self.config.size, self.config.quality)
 
 
 class _Writer:
@@ -228,7 +228,14 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def _is_whole(output: Path, shard: dict) -> bool:
     path = output / Path(shard["name"]).name
-    return path.is_file() and path.stat().st_size == shard["bytes"] and "left_out" in shard
+    if not os.path.isfile(path) or path.stat().st_size != shard["bytes"]:
+        return False
+    fields = {field.name for field in dataclasses.fields(BadRecord)}
+    left_out = shard.get("left_out")
+    return isinstance(left_out, list) and all(
+        isinstance(record, dict) and record.keys() == fields and all(isinstance(text, str) for text in record.values())
+        for record in left_out
+    )
 
 
 def _check_output(output: Path) -> None:

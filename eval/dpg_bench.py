@@ -26,8 +26,7 @@ from tqdm import tqdm
 from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor, PreTrainedTokenizerBase
 
 from debias_diffusion.data import BadRecord
-from debias_diffusion.data.dataset import UNREADABLE
-from debias_diffusion.data.images import decoded
+from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import changed_settings, sha256
 from debias_diffusion.tokens import clean, clip_tokenizer
@@ -481,13 +480,12 @@ def open_picture(files: Sequence[Path], index: int, images_per_prompt: int) -> I
     single = len(files) == 1 and images_per_prompt > 1
     path = files[0] if single else files[index]
     try:
-        with Image.open(path) as file:
-            image = decoded(file)
+        image = open_image(path)
         if not single:
             return image
         if image.width % GRID or image.height % GRID:
-            raise ValueError(f"{image.width} x {image.height} pixels are no grid of {GRID} x {GRID} pictures")
-    except UNREADABLE as error:
+            raise UnreadableImage(f"{image.width} x {image.height} pixels are no grid of {GRID} x {GRID} pictures")
+    except UnreadableImage as error:
         raise UserError(
             f"The picture {str(path)!r} cannot be used: {reason(error)}. Draw it again; the answers so far are kept."
         ) from error

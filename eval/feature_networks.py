@@ -14,6 +14,7 @@ from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, Featu
 from tqdm import tqdm
 from transformers import AutoModel
 
+from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.retrieval import encode_texts
@@ -32,11 +33,23 @@ Picture = str | os.PathLike | Callable[[], Image.Image]
 
 
 def open_picture(picture: Picture) -> Image.Image:
-    """The image, as RGB."""
-    if callable(picture):
-        return picture()
-    with Image.open(picture) as image:
-        return image.convert("RGB")
+    """The image, as RGB.
+
+    Raises:
+        UserError: it cannot be read (any more).
+    """
+    try:
+        return picture() if callable(picture) else open_image(picture)
+    except UnreadableImage as error:
+        if callable(picture):
+            raise UserError(
+                f"An image that could be read before cannot be read any more: {error}. Do not change the images while "
+                "they are evaluated; start the same command again, which leaves out what it cannot read."
+            ) from error
+        raise UserError(
+            f"The picture {os.fspath(picture)!r} cannot be read: {error}. Delete it and start the same command again, "
+            "which draws it anew."
+        ) from error
 
 
 def load_square(picture: Picture, size: int) -> Image.Image:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..errors import UserError
+from ..files import open_regular
 from .images import ImageFolder
 from .sharegpt4v import Captions, Record, fold, is_text, sort_out, utf8
 
@@ -59,7 +60,7 @@ def _files(root: Path) -> Iterator[str]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
+            if not name.startswith(".") and os.path.isfile(path):
                 yield path.relative_to(root).as_posix()
 
 
@@ -105,7 +106,7 @@ def _read(folder: ImageFolder, image: str, caption: str) -> Record:
     if not is_text(image):
         raise ValueError(f"bad file name: {_shown(image)} is not UTF-8")
     try:
-        with open(folder.path(caption), "rb") as file:
+        with open_regular(folder.path(caption)) as file:
             content = file.read(_LARGEST + 1)
     except (OSError, ValueError) as error:
         raise ValueError(f"unreadable caption file: {caption}: {getattr(error, 'strerror', error)}") from None

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ..data import BadRecord, ImageSource, PackedRecords, Record, is_shards, open_data, verify_shards
-from ..data.dataset import UNREADABLE, unreadable
+from ..data.dataset import read_or_bad
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..sentences import split_sentences
@@ -33,11 +33,8 @@ class _Everything(Dataset):
 
     def __getitem__(self, index: int) -> tuple[int, int, BadRecord | None]:
         record = self.records[index]
-        fault = None
-        try:
-            self.images.open(record.image)
-        except UNREADABLE as error:
-            fault = unreadable(record, error)
+        image = read_or_bad(record, self.images.open)
+        fault = image if isinstance(image, BadRecord) else None
         return len(split_sentences(record.caption)), self.tokenizer.count(record.caption), fault
 
 
