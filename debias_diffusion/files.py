@@ -60,8 +60,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 def read_json_object(path: str | os.PathLike) -> dict:
     """A JSON object; empty where there is none that can be read."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(Path(path).read_text(encoding="utf-8")) if Path(path).is_file() else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
