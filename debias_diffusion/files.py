@@ -103,7 +103,8 @@ def new_file(path: Path) -> BinaryIO:
 def read_json_object(path: str | os.PathLike) -> dict:
     """A JSON object; empty where there is none that can be read."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            content = json.loads(file.read().decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
