@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data import BadRecord, ImageSource, PackedRecords, Record, is_shards, open_data, verify_shards
+from ..data import BadRecord, ImageSource, Record, is_shards, open_data, verify_shards
 from ..data.dataset import UNREADABLE, unreadable
 from ..errors import UserError
 from ..sentences import split_sentences
@@ -52,7 +52,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
         UserError: more than `config.max_bad` of the records are unusable.
     """
     captions, images = open_data(config.data, config.images)
-    everything = _Everything(PackedRecords(captions.records), images, tokenizer)
+    everything = _Everything(captions.records, images, tokenizer)
     loader = DataLoader(everything, batch_size=None, num_workers=config.workers)
     found = list(tqdm(loader, desc="reading", unit=" pairs", total=len(everything)))
     sentences, tokens = np.array([row[0] for row in found]), np.array([row[1] for row in found])
