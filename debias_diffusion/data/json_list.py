@@ -88,6 +88,8 @@ class _Window:
 
     def skip(self, text: str) -> None:
         """Goes behind `text`, if that comes next."""
+        while len(self._text) - self._at < len(text) and self._more():
+            pass
         if self._text.startswith(text, self._at):
             self._at += len(text)
 
@@ -112,7 +114,7 @@ class _Window:
             self._more()  # or it would often be parsed twice
         try:
             value, end = self._decoded()
-            while end == len(self._text) and self._more():  # a number may go on
+            while len(self._text) - end < len("e+1") and self._more():  # a number may go on
                 value, end = self._decoded()
         except RecursionError:
             raise BrokenList("nested too deeply", self._dropped + self._at) from None
