@@ -5,7 +5,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from debias_diffusion.data import BadRecord, ImageSource, PackedRecords, data_digest, open_data
+from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data
 from debias_diffusion.data.dataset import read_or_bad
 from debias_diffusion.data.shards import MANIFEST, read_manifest
 from debias_diffusion.data.workers import load_batches
@@ -95,7 +95,7 @@ def shrink(image: Image.Image, size: int, quality: int) -> bytes:
 class _Shrunk(Dataset):
     """Each record's image as a small JPEG, or the BadRecord that says why there is none."""
 
-    def __init__(self, records: PackedRecords, images: ImageSource, config: ShardsConfig):
+    def __init__(self, records: Sequence[Record], images: ImageSource, config: ShardsConfig):
         self.records, self.images, self.config = records, images, config
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class _Writer:
     def __init__(self, config: ShardsConfig, output: Path):
         self.config, self.output = config, output
         captions, images = open_data(config.data, config.images)
-        self.bad, self.records = captions.bad, PackedRecords(captions.records)
+        self.bad, self.records = captions.bad, captions.records
         self.dataset = _Shrunk(self.records, images, config)
         self.settings = {name: getattr(config, name) for name in ("size", "per_shard", "quality")}
         self.settings["data_sha256"] = data_digest(config.data, captions)

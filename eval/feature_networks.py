@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModel
 
 from debias_diffusion.data.images import UnreadableImage, open_image
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.model_files import (
     build_empty,

@@ -540,7 +540,7 @@ def test_few_shards_are_open_at_once_and_none_after_pickling(tmp_path):
     captions, images = read_shards(tmp_path)
     assert len(captions.records) == 150
     before = len(os.listdir("/dev/fd"))
-    for record in captions.records * 2:
+    for record in [*captions.records, *captions.records]:
         images.open(record.image)
     assert 0 < len(os.listdir("/dev/fd")) - before <= 128
     copy = pickle.loads(pickle.dumps(images))
@@ -555,7 +555,7 @@ def test_threads_share_the_open_files(folder, tmp_path, monkeypatch):
     expected = {record.image: images.open(record.image).tobytes() for record in captions.records}
     with ThreadPoolExecutor(8) as threads:
         for image, opened in [
-            (record.image, threads.submit(images.open, record.image)) for record in captions.records * 60
+            (record.image, threads.submit(images.open, record.image)) for record in list(captions.records) * 60
         ]:
             assert opened.result().tobytes() == expected[image]
 

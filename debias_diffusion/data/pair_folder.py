@@ -9,7 +9,8 @@ from tqdm import tqdm
 from ..errors import UserError
 from ..files import open_regular
 from .images import ImageFolder
-from .sharegpt4v import Captions, Record, fold, is_text, sort_out, utf8
+from .records import PackedRecords
+from .sharegpt4v import Captions, Record, folded, is_text, sort_out, utf8
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTION = "txt"
@@ -35,7 +36,7 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     _require_partners(os.fspath(root), pairs)
     names = [(image, caption) for _, ((image,), (caption,)) in sorted(pairs.items())]
     bar = tqdm(names, desc="reading captions", unit=" captions", disable=len(names) < 10_000)
-    captions = sort_out(((_shown(pair[0]), pair) for pair in bar), lambda pair: _read(images, *pair))
+    captions = sort_out(((_shown(pair[0]), pair) for pair in bar), lambda pair: _read(images, *pair), PackedRecords)
     if not captions.records:
         raise UserError(
             f"The folder {os.fspath(root)!r} has {len(names)} pairs and none is usable. The first fault: "
@@ -112,7 +113,7 @@ def _read(folder: ImageFolder, image: str, caption: str) -> Record:
         raise ValueError(f"unreadable caption file: {caption}: {getattr(error, 'strerror', error)}") from None
     if len(content) > _LARGEST:
         raise ValueError(f"absurdly large caption: {caption} has more than {_LARGEST} bytes")
-    return Record(image, image, fold(utf8(content, caption), f"image {image}"))
+    return Record(image, image, folded(utf8(content, caption), f"image {image}"))
 
 
 def _shown(name: str) -> str:

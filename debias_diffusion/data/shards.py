@@ -20,7 +20,8 @@ from tqdm import tqdm
 from ..errors import UserError
 from ..files import open_regular, sha256
 from .images import LARGEST, decode_image, digest_of, image_errors, path_inside
-from .sharegpt4v import BadRecord, Captions, Record, caption_of, fold, is_text, utf8
+from .records import PackedRecords
+from .sharegpt4v import BadRecord, Captions, Record, caption_of, folded, is_text, utf8
 
 MANIFEST = "shards.json"  # what `debias-diffusion shards` leaves beside its shards
 
@@ -112,11 +113,15 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
     names = _shard_names(Path(data))
     images = ShardImages(_root(Path(data)))
     expected = {shard["name"]: shard["samples"] for shard in _finished_manifest(images.root)}
-    records, bad = [], []
-    for name in tqdm(names, desc="reading shards", unit=" shards", disable=len(names) < 20):
-        found, faults = _read_shard(images, name, expected.get(name))
-        records += found
-        bad += faults
+    bad: list[BadRecord] = []
+
+    def read() -> Iterator[Record]:
+        for name in tqdm(names, desc="reading shards", unit=" shards", disable=len(names) < 20):
+            found, faults = _read_shard(images, name, expected.get(name))
+            bad.extend(faults)
+            yield from found
+
+    records = PackedRecords(read())
     missing = sorted(expected.keys() - set(names)) if Path(data).is_dir() else []
     bad += [BadRecord(name, "missing shard", f"{expected[name]} samples") for name in missing]
     if not records:
@@ -243,7 +248,7 @@ def _record(sample: str, parts: list[_Part]) -> Record:
         raise ValueError(f"no caption: image {image.name}")
     fields = {} if described is None else _fields(described, txt is None)
     where = f"image {image.name}"
-    caption = caption_of(fields, where) if txt is None else fold(utf8(txt.text, txt.name), where)
+    caption = folded(caption_of(fields, where) if txt is None else utf8(txt.text, txt.name), where)
     names = (fields.get("image"), fields.get("id"), sample)
     sample_id = next(str(name) for name in names if is_text(name) or type(name) is int)
     return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption)
