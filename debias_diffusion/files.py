@@ -39,25 +39,6 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
-def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Opens a regular file for reading; links are followed. Never waits, as `open` does for a FIFO.
-
-    Raises:
-        OSError: it cannot be opened, or is a folder, FIFO, device or socket.
-    """
-    file = open(path, "rb", opener=_open_at_once)
-    # Asked of what is open, because another file may have taken its place at `path` in the meantime.
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file, but a FIFO or device", os.fspath(path))
-    return file
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    # `open` has set O_CLOEXEC already. Not every system has the others.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
-
-
 def sha256(path: str | os.PathLike) -> str:
     """A file's sha256, in hexadecimal."""
     total = hashlib.sha256()

@@ -299,9 +299,7 @@ def test_workers_map_the_file_and_are_sent_none_of_it(tmp_path, on_disk, start):
     path = write(tmp_path / "d.json", [entry(number, f"Number {number}. " + "x " * 500) for number in range(300)])
     records = read_sharegpt4v(path).records
     assert len(pickle.dumps(records)) < 50 * len(records) < path.stat().st_size / 20
-    loader = DataLoader(
-        records, None, num_workers=2, multiprocessing_context=multiprocessing.get_context(start)
-    )
+    loader = DataLoader(records, None, num_workers=2, multiprocessing_context=multiprocessing.get_context(start))
     assert list(loader) == list(records)
 
 
