@@ -20,11 +20,11 @@ from PIL import EpsImagePlugin, Image, features
 from tiny_clip import tiny_clip
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data import ImageFolder, PackedRecords, Record, ShardImages, open_data, read_shards
+from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_shards
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import dpg_bench, feature_networks
-from debias_diffusion.eval.generation import _with_readable_original
+from debias_diffusion.eval.generation import _original, _with_readable_original
 from debias_diffusion.eval.generation_figures import plot_examples
 from debias_diffusion.recipes import RECIPES
 from debias_diffusion.retrieval import encode_images
@@ -83,6 +83,7 @@ def test_no_picture_starts_ghostscript(tmp_path, ghostscript):
     colours().save(path, "EPS")
     with pytest.raises(OSError):
         opened(tmp_path, "a.jpg")
+    assert not ghostscript.exists()
     for read in (
         lambda: feature_networks.open_picture(path),
         lambda: dpg_bench.open_picture([path], 0, 1),
@@ -275,12 +276,14 @@ def test_whatever_an_image_raises_its_record_is_named_and_the_others_go_on(three
     dataset = CaptionDataset(records, images, backbone.read_pixels, TOKENIZER, RECIPE, 0, lambda epoch: [2])
     bad.append(dataset[(0, 1, 0)].bad)
     assert dataset[(0, 1, 0)].sample_id == "2"
-    everything = _Everything(PackedRecords(records), images, TOKENIZER)
+    everything = _Everything(records, images, TOKENIZER)
     bad.append([fault for *_, fault in (everything[index] for index in range(3)) if fault])
     cache = folder / "cache"
     bad.append(cached_images(backbone, records, images, cache, Accelerator(cpu=True), "fp32", 2, 0)[1])
     bad.append(encode_images(backbone, records, images, 2, "cpu", progress=False)[2])
     bad.append(_with_readable_original(records, images)[1])
+    with pytest.raises(UserError, match=r"cannot be read now: 1.png: .*Start the same command again"):
+        _original(records[1], images)
     for faults in bad:
         assert [(fault.where, fault.kind) for fault in faults] == [("1.png", kind)]
         assert faults[0].detail.startswith("1.png: ") and len(faults[0].detail) > len("1.png: ")
@@ -347,6 +350,7 @@ READ_ALL = """
 import os, sys
 from pathlib import Path
 from debias_diffusion.data import ImageFolder, open_data, verify_shards
+from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
 
 root = Path(sys.argv[1])
@@ -358,6 +362,9 @@ for read in (
     lambda: open_data(root / "manifest"),
     lambda: verify_shards(root / "manifest"),
     lambda: open_data(root / "pairs"),
+    lambda: read_retrieval_set("urban1k", root / "urban1k"),
+    lambda: read_retrieval_set("flickr30k", root / "flickr30k"),
+    lambda: read_retrieval_set("flickr30k-test", root / "flickr30k"),
 ):
     try:
         print(read())
@@ -369,20 +376,27 @@ for read in (
 def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     for folder in ("pairs", "shards", "manifest"):
         (tmp_path / folder).mkdir()
-    for name in ("pairs/1.png", "shards/1.tar", "pipe.tar", "manifest/shards.json"):
+    for folder in ("urban1k/image", "urban1k/caption", "flickr30k/flickr30k-images"):
+        (tmp_path / folder).mkdir(parents=True)
+    colours().save(tmp_path / "urban1k" / "image" / "1.jpg")
+    pipes = ["pairs/1.png", "shards/1.tar", "pipe.tar", "manifest/shards.json", "urban1k/caption/1.txt"]
+    pipes += ["flickr30k/results_20130124.token", "flickr30k/dataset_flickr30k.json"]
+    for name in pipes:
         os.mkfifo(tmp_path / name)
     (tmp_path / "pairs" / "1.txt").write_text("A cat.")
     (tmp_path / "manifest" / "1.tar").write_bytes(bytes(1024))
     (tmp_path / "zero.tar").symlink_to("/dev/zero")
     command = [sys.executable, "-c", READ_ALL, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    image, shards, zero, pipe, manifest, verified, pairs = run.stdout.splitlines()
+    image, shards, zero, pipe, manifest, verified, pairs, urban, *flickr = run.stdout.splitlines()
     assert not run.stderr
     assert "not a regular file" in image
     for line, name in ((shards, "1.tar"), (zero, "zero"), (pipe, "pipe.tar")):
         assert f"no usable sample. The first fault: {name}, broken shard ([Errno 22] not a regular file" in line
     assert manifest == verified and "shards.json' is not what `debias-diffusion shards` writes" in manifest
     assert "0 images and 1 captions" in pairs
+    assert "no entry that can be read. The first fault: caption/1.txt: unreadable file" in urban
+    assert len(flickr) == 2 and all("cannot be read" in line and "not a regular file" in line for line in flickr)
 
 
 LOAD = """

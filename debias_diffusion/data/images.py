@@ -169,7 +169,7 @@ class ImageSource(Protocol):
         """
 
 
-def digest_of(*parts: str | int) -> bytes:
+def digest_of(*parts: str | int | Path) -> bytes:
     """16 bytes that stand for these parts."""
     return hashlib.blake2b("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
@@ -224,6 +224,12 @@ class ImageFolder:
             return False
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the path, the file's size and its time of change. Raises OSError or ValueError without a file."""
+        """16 bytes of the root, the path, the file's size and its time of change.
+
+        Raises:
+            OSError, ValueError: there is no such file.
+        """
         stat = self.path(image).stat()
-        return digest_of(image, stat.st_size, stat.st_mtime_ns)
+        # The root, because two may hold other images of the same names, sizes and times. Inode or time of creation
+        # would serve images that were moved, but differ between machines that each have a copy.
+        return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns)
