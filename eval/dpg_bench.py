@@ -712,7 +712,7 @@ class _DpgBench:
         self.folders = {label: self.output / "pictures" / name for label, name in names.items()}
         self.answers = {label: self.output / "answers" / f"{name}.jsonl" for label, name in names.items()}
         if config.images is not None:
-            label = Path(config.images).resolve().name
+            label = Path(os.path.realpath(config.images)).name
             self.folders, self.answers = {label: Path(config.images)}, {label: self.output / "answers.jsonl"}
 
     def run(self) -> dict:

@@ -217,7 +217,7 @@ def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _open_text(path: Path, newline: str | None = None) -> TextIO:
-    """A file of the benchmark itself; bytes that are no UTF-8 become U+FFFD. Raises UserError where it is unreadable."""
+    """A file of the benchmark itself; what is no UTF-8 becomes U+FFFD. Raises UserError where it cannot be read."""
     try:
         return io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", errors="replace", newline=newline)
     except OSError as error:
