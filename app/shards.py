@@ -160,8 +160,9 @@ class _Writer:
     def _write_shard(self, name: str, part: range, images: Iterator[bytes | BadRecord]) -> dict:
         """One shard; returns its entry of `shards.json`. The samples' keys are their positions in the data."""
         temporary, bad = self.output / f".{name}.tmp", []
+        temporary.unlink(missing_ok=True)  # of a killed run; or a link, which is never written through
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "xb") as file:
                 with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
                     for index in part:
                         image, record = next(images), self.records[index]

@@ -6,6 +6,7 @@ only when those it depends on hold too: a truck that is not there is not red.
 
 import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor, Pre
 from debias_diffusion.data import BadRecord
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import changed_settings, sha256, write_text
+from debias_diffusion.files import changed_settings, open_regular, sha256, write_text
 from debias_diffusion.tokens import clean, clip_tokenizer
 
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
@@ -176,8 +177,14 @@ def read_dpg_bench(data: str) -> DpgBench:
         raise UserError(f"{str(missing)!r} is not there. Give the folder dpg_bench of ELLA's repository.")
     texts = {path.stem: path for path in sorted(folder.glob("*.txt"))}
     prompts, bad = {}, []
-    for item, path in texts.items():
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    for item, path in list(texts.items()):
+        try:
+            with io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace") as lines:
+                text = lines.read().strip()
+        except OSError as error:
+            bad.append(BadRecord(f"prompts/{path.name}", "unreadable prompt", reason(error)))
+            del texts[item]
+            continue
         if text:
             prompts[item] = text
         else:
@@ -198,7 +205,7 @@ def read_dpg_bench(data: str) -> DpgBench:
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
     try:
-        with open(file, encoding="utf-8-sig", newline="") as lines:
+        with io.TextIOWrapper(open_regular(file), encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, restval="")
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
@@ -206,7 +213,7 @@ def _read_rows(file: Path) -> list[dict[str, str]]:
                     f"{str(file)!r} lacks the column {missing[0]}. Its columns must be {', '.join(COLUMNS)}."
                 )
             return list(reader)
-    except (csv.Error, UnicodeDecodeError) as error:
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{str(file)!r} is no CSV file in UTF-8 ({reason(error)}). Download it again.") from error
 
 
@@ -706,7 +713,7 @@ class _DpgBench:
         self.folders = {label: self.output / "pictures" / name for label, name in names.items()}
         self.answers = {label: self.output / "answers" / f"{name}.jsonl" for label, name in names.items()}
         if config.images is not None:
-            label = Path(config.images).resolve().name
+            label = Path(os.path.realpath(config.images)).name
             self.folders, self.answers = {label: Path(config.images)}, {label: self.output / "answers.jsonl"}
 
     def run(self) -> dict:

@@ -45,16 +45,13 @@ def open_picture(picture: Picture) -> Image.Image:
     """The image, as RGB.
 
     Raises:
-        UserError: it cannot be read (any more).
+        UserError: a file cannot be read.
     """
+    if callable(picture):
+        return picture()
     try:
-        return picture() if callable(picture) else open_image(picture)
+        return open_image(picture)
     except UnreadableImage as error:
-        if callable(picture):
-            raise UserError(
-                f"An image that could be read before cannot be read any more: {error}. Do not change the images while "
-                "they are evaluated; start the same command again, which leaves out what it cannot read."
-            ) from error
         raise UserError(
             f"The picture {os.fspath(picture)!r} cannot be read: {error}. Delete it and start the same command again, "
             "which draws it anew."

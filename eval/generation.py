@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes, toy_scene
@@ -20,7 +21,6 @@ from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .encoders import check_encoders, labels
-from .feature_networks import open_picture
 from .generation_figures import plot, plot_examples
 from .inputs import check_batch_size, check_max_bad, check_output, check_share, print_left_out, read_pairs
 from .parts import Parts
@@ -185,7 +185,7 @@ class _Generation:
 
     @cached_property
     def _originals(self) -> Originals:
-        return self.scores.of_originals([partial(self.pairs.images.open, record.image) for record in self.records])
+        return self.scores.of_originals([partial(_original, record, self.pairs.images) for record in self.records])
 
     @cached_property
     def _shown(self) -> str:
@@ -253,7 +253,7 @@ class _Generation:
         shown = range(0, len(self.records), step)[:EXAMPLES]
         return plot_examples(
             [self.records[place].caption for place in shown],
-            [open_picture(partial(self.pairs.images.open, self.records[place].image)) for place in shown],
+            [_original(self.records[place], self.pairs.images) for place in shown],
             {label: [files[place] for place in shown] for label, files in pictures.items()},
         )
 
@@ -268,6 +268,17 @@ def _with_readable_original(records: Sequence[Record], images: ImageSource) -> t
         else:
             good.append(index)
     return good, bad
+
+
+def _original(record: Record, images: ImageSource) -> Image.Image:
+    """A record's image, which could be read when the evaluation began. Raises UserError when it no longer can."""
+    image = read_or_bad(record, images.open)
+    if isinstance(image, BadRecord):
+        raise UserError(
+            f"An image that could be read at the start cannot be read now: {image}. Start the same command again, "
+            "which leaves out what it cannot read, and leave the images as they are meanwhile."
+        )
+    return image
 
 
 def _pictures_digest(files: Sequence[Path]) -> str:

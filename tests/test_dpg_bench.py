@@ -169,12 +169,13 @@ def test_bad_rows_are_named_with_what_depends_on_them(tmp_path):
         ("nowhere", 1, "0", "entity", "whole", "", "Is there a prompt?"),
     ]
     prompts = PROMPTS | {"unasked": "A sea.", "empty": " \n"}
-    bench = read_dpg_bench(str(write_bench(tmp_path, rows, prompts)))
+    (write_bench(tmp_path, rows, prompts) / "prompts" / "folder.txt").mkdir()
+    bench = read_dpg_bench(str(tmp_path))
     assert {item: len(own) for item, own in bench.propositions.items()} == {"0": 4, "drawtext1": 2}
     assert list(bench.prompts) == list(PROMPTS)
     wheres = [record.where for record in bench.bad]
     rows_named = [f"row {number}" for number in range(7, 15)]
-    assert sorted(wheres) == sorted([*rows_named, "prompts/unasked.txt", "prompts/empty.txt"])
+    assert sorted(wheres) == sorted([*rows_named, "prompts/unasked.txt", "prompts/empty.txt", "prompts/folder.txt"])
 
 
 def test_a_folder_of_another_kind_is_told(tmp_path):

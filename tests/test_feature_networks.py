@@ -1,5 +1,6 @@
 """Feature networks: what they are shown, what they say, and the weights they refuse."""
 
+import os
 import pickle
 from pathlib import Path
 
@@ -37,6 +38,13 @@ def test_square_is_centred(tmp_path):
     square = load_square(tmp_path / "wide.png", 16)
     assert square.size == (16, 16) and square.getcolors() == [(256, (0, 0, 255))]
     assert load_square(Path(skimage.data_dir) / "camera.png", 8).mode == "RGB"
+
+
+def test_a_picture_that_cannot_be_read_is_named(tmp_path):
+    Image.new("RGB", (30, 30)).save(tmp_path / "cut.png")
+    os.truncate(tmp_path / "cut.png", 60)
+    with pytest.raises(UserError, match=r"The picture '.*cut.png' cannot be read: .*Delete it and start the same"):
+        load_square(tmp_path / "cut.png", 16)
 
 
 class Payload:

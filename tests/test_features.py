@@ -1,5 +1,8 @@
 import hashlib
+import io
 import json
+import os
+import tarfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -152,6 +155,33 @@ def test_a_changed_image_has_no_old_features(world):
     images, _ = fill(world)
     assert not torch.equal(images.open(record.image), old)
     torch.testing.assert_close(images.open(record.image), plain_features(world, record), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_other_images_of_equal_names_sizes_and_times_are_not_served_the_old_features(world, tmp_path, shards):
+    backbone, _, _, cache = world
+    features = []
+    for root, colour in ((tmp_path / "a", "red"), (tmp_path / "b", "green")):
+        root.mkdir()
+        path, content = root / "1.bmp", io.BytesIO()
+        Image.new("RGB", (32, 32), colour).save(content, "PNG" if shards else "BMP", compress_level=0)
+        path.write_bytes(content.getvalue())
+        (root / "1.txt").write_text("A colour.")
+        if shards:
+            path = root / "1.tar"
+            with tarfile.open(path, "w") as file:
+                file.add(root / "1.bmp", "1.png")
+                file.add(root / "1.txt", "1.txt")
+            captions, images = open_data(root)
+        else:
+            (root / "data.jsonl").write_text('{"image": "1.bmp", "caption": "A colour."}')
+            captions, images = open_data(root / "data.jsonl", root)
+        os.utime(path, ns=(1, 1))
+        cached, bad = cached_images(backbone, captions.records, images, cache, CPU, "fp32", 4, 0)
+        assert bad == []
+        features.append(cached.open(captions.records[0].image))
+        assert torch.equal(cached.open(captions.records[0].image), features[-1])
+    assert not torch.allclose(*features, atol=1e-3)
 
 
 def test_everything_that_changes_features_changes_the_key(world):

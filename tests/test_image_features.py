@@ -147,6 +147,30 @@ def test_an_image_that_was_unreadable_is_read_once_it_is_mended(folder, encoder)
     assert 2 in encode(folder, encoder).good
 
 
+class OnceUnreadable(ImageFolder):
+    """A folder of which one image fails the first time, as on a network disk."""
+
+    failed = False
+
+    def open(self, image):
+        if image == "1.png" and not self.failed:
+            self.failed = True
+            raise OSError("connection lost")
+        return super().open(image)
+
+
+def test_an_image_that_fails_once_and_then_opens_is_named(folder, encoder):
+    records = [Record(f"id-{index}", f"{index}.png", "") for index in range(4)]
+    parts, device = Parts(folder.parent / "parts"), torch.device("cpu")
+    encoded = ImageFeatures(records, OnceUnreadable(folder), parts, 3, device).encode(encoder)
+    assert encoded.good == [0, 3]
+    assert [(bad.where, bad.kind) for bad in encoded.bad] == [
+        ("1.png", "unreadable image"),
+        ("2.png", "unreadable image"),
+    ]
+    assert "could not be read when it was encoded" in encoded.bad[0].detail
+
+
 def test_no_readable_image_is_told(folder, encoder):
     for index in range(10):
         (folder / f"{index}.png").unlink(missing_ok=True)

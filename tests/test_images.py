@@ -20,11 +20,11 @@ from PIL import EpsImagePlugin, Image, features
 from tiny_clip import tiny_clip
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data import ImageFolder, PackedRecords, Record, ShardImages, open_data, read_shards
+from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_shards
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import dpg_bench, feature_networks
-from debias_diffusion.eval.generation import _with_readable_original
+from debias_diffusion.eval.generation import _original, _with_readable_original
 from debias_diffusion.eval.generation_figures import plot_examples
 from debias_diffusion.recipes import RECIPES
 from debias_diffusion.retrieval import encode_images
@@ -83,6 +83,7 @@ def test_no_picture_starts_ghostscript(tmp_path, ghostscript):
     colours().save(path, "EPS")
     with pytest.raises(OSError):
         opened(tmp_path, "a.jpg")
+    assert not ghostscript.exists()
     for read in (
         lambda: feature_networks.open_picture(path),
         lambda: dpg_bench.open_picture([path], 0, 1),
@@ -96,11 +97,11 @@ def test_no_picture_starts_ghostscript(tmp_path, ghostscript):
     assert ghostscript.exists()  # Pillow left to itself does start it
 
 
-def test_every_image_of_unknown_origin_is_opened_in_one_place():
+def test_no_other_place_lets_pillow_try_all_its_formats():
     files = [file for folder in ("debias_diffusion", "eval") for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 50
-    opening = [file.name for file in files if "Image.open(" in file.read_text(encoding="utf-8")]
-    assert opening == ["images.py"]
+    opened = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if "Image.open(" in line]
+    assert opened and all("formats=" in line for line in opened)
 
 
 def tiff(pixels: np.ndarray, bits: int, photometric: int = 1, sample_format: int = 1) -> bytes:
@@ -275,12 +276,14 @@ def test_whatever_an_image_raises_its_record_is_named_and_the_others_go_on(three
     dataset = CaptionDataset(records, images, backbone.read_pixels, TOKENIZER, RECIPE, 0, lambda epoch: [2])
     bad.append(dataset[(0, 1, 0)].bad)
     assert dataset[(0, 1, 0)].sample_id == "2"
-    everything = _Everything(PackedRecords(records), images, TOKENIZER)
+    everything = _Everything(records, images, TOKENIZER)
     bad.append([fault for *_, fault in (everything[index] for index in range(3)) if fault])
     cache = folder / "cache"
     bad.append(cached_images(backbone, records, images, cache, Accelerator(cpu=True), "fp32", 2, 0)[1])
     bad.append(encode_images(backbone, records, images, 2, "cpu", progress=False)[2])
     bad.append(_with_readable_original(records, images)[1])
+    with pytest.raises(UserError, match=r"cannot be read now: 1.png: .*Start the same command again"):
+        _original(records[1], images)
     for faults in bad:
         assert [(fault.where, fault.kind) for fault in faults] == [("1.png", kind)]
         assert faults[0].detail.startswith("1.png: ") and len(faults[0].detail) > len("1.png: ")
@@ -310,6 +313,21 @@ def test_an_image_that_the_preprocessing_fails_on_is_a_bad_record(three):
         dataset[(0, 0, 0)]
     with pytest.raises(UserError, match=r"None of the 3 images .* 0.png: RuntimeError: no memory"):
         encode_images(tiny_clip().eval(), records, ImageFolder(folder), 2, "cpu", progress=False, read=preprocess)
+
+
+@pytest.mark.parametrize(("scans", "fits"), [(100, True), (101, False)])
+def test_a_jpeg_of_a_hundred_scans_is_enough(tmp_path, scans, fits):
+    content = io.BytesIO()
+    colours().save(content, "JPEG", progressive=True, quality=50)
+    *parts, last = content.getvalue().removesuffix(b"\xff\xd9").split(b"\xff\xda")
+    parts += [last] * (scans - len(parts) + 1)
+    # What is appended to a photograph, as a film is, is no scan, whatever its bytes.
+    (tmp_path / "a.jpg").write_bytes(b"\xff\xda".join(parts) + b"\xff\xd9" + b"\xff\xda\x12\x34" * 200)
+    if fits:
+        assert opened(tmp_path, "a.jpg").size == (40, 30)
+    else:
+        with pytest.raises(OSError, match="it is a JPEG of 101 scans, more than 100"):
+            opened(tmp_path, "a.jpg")
 
 
 def test_a_file_of_absurd_size_is_not_read(tmp_path):
@@ -347,6 +365,7 @@ READ_ALL = """
 import os, sys
 from pathlib import Path
 from debias_diffusion.data import ImageFolder, open_data, verify_shards
+from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
 
 root = Path(sys.argv[1])
@@ -358,6 +377,9 @@ for read in (
     lambda: open_data(root / "manifest"),
     lambda: verify_shards(root / "manifest"),
     lambda: open_data(root / "pairs"),
+    lambda: read_retrieval_set("urban1k", root / "urban1k"),
+    lambda: read_retrieval_set("flickr30k", root / "flickr30k"),
+    lambda: read_retrieval_set("flickr30k-test", root / "flickr30k"),
 ):
     try:
         print(read())
@@ -369,20 +391,27 @@ for read in (
 def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     for folder in ("pairs", "shards", "manifest"):
         (tmp_path / folder).mkdir()
-    for name in ("pairs/1.png", "shards/1.tar", "pipe.tar", "manifest/shards.json"):
+    for folder in ("urban1k/image", "urban1k/caption", "flickr30k/flickr30k-images"):
+        (tmp_path / folder).mkdir(parents=True)
+    colours().save(tmp_path / "urban1k" / "image" / "1.jpg")
+    pipes = ["pairs/1.png", "shards/1.tar", "pipe.tar", "manifest/shards.json", "urban1k/caption/1.txt"]
+    pipes += ["flickr30k/results_20130124.token", "flickr30k/dataset_flickr30k.json"]
+    for name in pipes:
         os.mkfifo(tmp_path / name)
     (tmp_path / "pairs" / "1.txt").write_text("A cat.")
     (tmp_path / "manifest" / "1.tar").write_bytes(bytes(1024))
     (tmp_path / "zero.tar").symlink_to("/dev/zero")
     command = [sys.executable, "-c", READ_ALL, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    image, shards, zero, pipe, manifest, verified, pairs = run.stdout.splitlines()
+    image, shards, zero, pipe, manifest, verified, pairs, urban, *flickr = run.stdout.splitlines()
     assert not run.stderr
     assert "not a regular file" in image
     for line, name in ((shards, "1.tar"), (zero, "zero"), (pipe, "pipe.tar")):
         assert f"no usable sample. The first fault: {name}, broken shard ([Errno 22] not a regular file" in line
     assert manifest == verified and "shards.json' is not what `debias-diffusion shards` writes" in manifest
     assert "0 images and 1 captions" in pairs
+    assert "no entry that can be read. The first fault: caption/1.txt: unreadable file" in urban
+    assert len(flickr) == 2 and all("cannot be read" in line and "not a regular file" in line for line in flickr)
 
 
 LOAD = """
@@ -454,6 +483,20 @@ def test_shards_are_written_of_what_can_be_read(three, capsys):
     captions, images = open_data(folder / "out")
     assert [record.sample_id for record in captions.records] == ["0.png", "2.png"]
     assert torch.tensor([images.open(record.image).size for record in captions.records]).tolist() == [[40, 30]] * 2
+
+
+def test_shards_are_not_written_through_a_link(three):
+    records, folder = three
+    (folder / "data.jsonl").write_text(f'{{"image": "{records[0].image}", "caption": "A."}}\n')
+    settings = ShardsConfig(str(folder / "data.jsonl"), str(folder / "out"), str(folder), workers=0)
+    (folder / "out").mkdir()
+    write_shards(settings)
+    (folder / "out" / "shard-000000.tar").unlink()
+    (folder / "victim").write_text("whole")
+    (folder / "out" / ".shard-000000.tar.tmp").symlink_to(folder / "victim")
+    write_shards(settings)
+    assert (folder / "victim").read_text() == "whole"
+    assert len(open_data(folder / "out")[0].records) == 1
 
 
 @pytest.mark.parametrize("left_out", ["no list", [3], [{"where": "a"}], [{"where": "a", "kind": 1, "detail": "b"}]])

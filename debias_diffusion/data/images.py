@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -23,6 +24,8 @@ LARGEST = 1 << 28  # bytes of an image's file
 _MOST_LOPSIDED = 200  # times longer than wide, or the reverse
 _EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # modes that Pillow converts to RGB
 _PHOTOMETRIC, _BITS = 262, 258  # tags of TIFF
+_MOST_SCANS = 100  # of a JPEG, as libtiff has it; usual are up to 10
+_SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")  # how one begins: of 1 to 4 colours
 
 
 class UnreadableImage(OSError, ValueError):
@@ -88,8 +91,8 @@ def decode_image(file: BinaryIO, formats: Sequence[str] = FORMATS) -> Image.Imag
 
     Raises:
         UnreadableImage: it cannot be decoded, is of another format, has pixels that cannot become RGB faithfully
-            (floating point numbers, integers of 32 bits, LAB), is absurdly large, or is so lopsided that resizing its
-            shorter side to what a model reads would make the other enormous. No other Exception is raised.
+            (floating point numbers, integers of 32 bits, LAB), is absurdly large or slow, or is so lopsided that
+            resizing its shorter side to what a model reads would make the other enormous. No other Exception is raised.
     """
     with image_errors():
         try:
@@ -99,6 +102,8 @@ def decode_image(file: BinaryIO, formats: Sequence[str] = FORMATS) -> Image.Imag
         with image:
             if max(*image.size, 1) > _MOST_LOPSIDED * min(image.size):
                 raise UnreadableImage(f"{image.width} x {image.height} pixels are no picture")
+            if image.format in ("JPEG", "MPO"):
+                _check_scans(file)
             return _rgb(image)
 
 
@@ -117,6 +122,16 @@ def _looks_like(file: BinaryIO, formats: Sequence[str]) -> str:
             if name not in formats and accept and accept(prefix) is True:
                 return f"; it looks like {name}, which is not read here. Save it as one of these"
     return ""
+
+
+def _check_scans(file: BinaryIO) -> None:
+    """Raises UnreadableImage for a JPEG of so many scans that a megabyte of them would take a quarter of an hour."""
+    place = file.tell()
+    file.seek(0)
+    scans = sum(1 for _ in _SCAN.finditer(file.read()))
+    file.seek(place)
+    if scans > _MOST_SCANS:
+        raise UnreadableImage(f"it is a JPEG of {scans} scans, more than {_MOST_SCANS}", "absurdly large image")
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -169,7 +184,7 @@ class ImageSource(Protocol):
         """
 
 
-def digest_of(*parts: str | int) -> bytes:
+def digest_of(*parts: str | int | Path) -> bytes:
     """16 bytes that stand for these parts."""
     return hashlib.blake2b("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
@@ -224,6 +239,12 @@ class ImageFolder:
             return False
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the path, the file's size and its time of change. Raises OSError or ValueError without a file."""
+        """16 bytes of the root, the path, the file's size and its time of change.
+
+        Raises:
+            OSError, ValueError: there is no such file.
+        """
         stat = self.path(image).stat()
-        return digest_of(image, stat.st_size, stat.st_mtime_ns)
+        # The root, because two may hold other images of the same names, sizes and times. Inode or time of creation
+        # would serve images that were moved, but differ between machines that each have a copy.
+        return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns)

@@ -2,15 +2,18 @@
 
 import csv
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from PIL import Image
 
 from ..errors import UserError, near_matches
+from ..files import open_regular
 from .images import ImageFolder, ImageSource
 from .sharegpt4v import BadRecord, answer_of, fold, is_text, sort_out
 
@@ -180,7 +183,8 @@ def _grouped(name: str, root: Path, entries: list[Entry], bad: list[BadRecord], 
 def _load(path: Path, shape: type):
     """A JSON file that holds a `shape`. Raises UserError when it does not."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        with open_regular(path) as file:
+            content = json.loads(file.read().decode("utf-8-sig"))
     except (ValueError, RecursionError, OSError) as error:
         raise UserError(f"{str(path)!r} cannot be read as JSON ({error}). Download it again.") from None
     if not isinstance(content, shape):
@@ -206,18 +210,29 @@ def _parsed(text: str) -> dict:
 
 def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
     """(where, line) of each line that is not blank; bytes that are no UTF-8 become U+FFFD."""
-    with open(root / name, encoding="utf-8-sig", errors="replace") as file:
+    with _open_text(root / name) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield f"{name}, line {number}", line
 
 
-def _text(path: Path) -> str | None:
-    """A text file; None where there is none. Raises ValueError("kind: detail") for one that is not UTF-8."""
+def _open_text(path: Path, newline: str | None = None) -> TextIO:
+    """A file of the benchmark itself; what is no UTF-8 becomes U+FFFD. Raises UserError where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", errors="replace", newline=newline)
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be read ({error.strerror}). Download it again.") from None
+
+
+def _text(path: Path) -> str | None:
+    """A text file; None where there is none. Raises ValueError("kind: detail") for one that cannot be read."""
+    try:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
+            return file.read()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ValueError(f"unreadable file: {path.name} ({error.strerror})") from None
     except UnicodeDecodeError:
         raise ValueError(f"not UTF-8: {path.name}") from None
 
@@ -267,7 +282,7 @@ def _read_dci(where: str, path: Path) -> Entry:
 def _long_dci(root: Path) -> Iterator[tuple[str, dict]]:
     path = root / "dci_long.csv"
     try:
-        with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+        with _open_text(path, newline="") as file:
             for row in csv.DictReader(file, delimiter="\t"):
                 yield f"dci_long.csv, image {row.get('filepath')}", row
     except csv.Error as error:

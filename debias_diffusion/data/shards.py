@@ -73,7 +73,7 @@ class ShardImages:
             return False
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the shard's name, size and time of change, and of the image's name and place in it.
+        """16 bytes of the shard's path, size and time of change, and of the image's name and place in it.
 
         Raises:
             OSError, ValueError: there is no such image.
@@ -82,7 +82,7 @@ class ShardImages:
         stat = self._path(shard).stat()
         if stat.st_size < offset + size:
             raise OSError(f"{shard!r} ends before the image")
-        return digest_of(image, stat.st_size, stat.st_mtime_ns)
+        return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns)
 
     def _path(self, shard: str) -> Path:
         """Where a shard lies. Raises ValueError when that is outside the root (symbolic links resolved)."""
