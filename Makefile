@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test slow lint format clean
+.PHONY: quickstart test slow fuzz lint format clean
 
 quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
 	$(BIN)/debias-diffusion quickstart
@@ -12,6 +12,11 @@ test: .venv/installed  ## the tests, except those marked slow
 
 slow: .venv/installed  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow
+
+# Searches for faults with new examples each time; SECONDS for each of its searches, an hour in all.
+SECONDS ?= 240
+fuzz: .venv/installed  ## damaged data, models and folders, kills, and rude clients, for an hour or as long as you like
+	FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -s -m slow tests/adversarial
 
 lint: .venv/installed  ## what ruff has to say of style and form
 	$(BIN)/ruff check .

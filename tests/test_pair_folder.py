@@ -235,7 +235,7 @@ def test_train_reads_checks_and_caches_them_and_starts_anew_for_others(tmp_path,
     assert "22 of 24 pairs can be used" in capsys.readouterr().out
     settings |= dict(freeze_image_tower=True, feature_cache=str(tmp_path / "features"))
     assert train(TrainConfig(**settings)) is not None
-    assert sum(path.stat().st_size for path in tmp_path.glob("features/*/stamps-*")) == 16 * 22
+    assert sum(path.stat().st_size for path in tmp_path.glob("features/*/stamps-*")) == 24 * 22
     (tmp_path / "pairs" / "012.txt").write_text("Another caption. Another sentence.")
     with pytest.raises(UserError, match="data_sha256"):
         train(TrainConfig(**settings))

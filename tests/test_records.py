@@ -443,6 +443,20 @@ def test_a_damaged_index_is_made_anew(tmp_path, parsed):
     assert open_data(path, tmp_path, cache)[0] == expected
 
 
+def test_processes_that_start_together_all_read_and_leave_one_index(tmp_path, on_disk):
+    path, cache = write(tmp_path / "d.json", [entry(number) for number in range(3000)]), tmp_path / "cache"
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=open_data, args=(path, tmp_path, cache)) for _ in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * 6
+    assert [file.name for file in cache.iterdir()] == [INDEX]
+    with patch.object(sharegpt4v, "_make_index", None):  # the index is whole
+        assert len(open_data(path, tmp_path, cache)[0].records) == 3000
+
+
 def test_a_place_that_cannot_hold_the_index_is_no_fault(tmp_path, parsed):
     path = write(tmp_path / "d.json", [entry(0)])
     (tmp_path / "file").write_text("")

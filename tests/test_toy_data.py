@@ -147,7 +147,7 @@ def test_train_reads_them_checks_them_and_caches_their_features(tmp_path):
     assert train(TrainConfig(**settings, check_data=True)) is None
     settings |= dict(freeze_image_tower=True, feature_cache=str(tmp_path / "features"))
     assert train(TrainConfig(**settings)) is not None
-    assert sum(path.stat().st_size for path in tmp_path.glob("features/*/stamps-*")) == 16 * 1000
+    assert sum(path.stat().st_size for path in tmp_path.glob("features/*/stamps-*")) == 24 * 1000
     again = settings | {"data": "toy/train-3"}
     with pytest.raises(UserError, match="data"):
         train(TrainConfig(**again))

@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -106,17 +106,18 @@ def _read(
 ) -> Captions:
     """Reads a data file; `parts` parses it, and `label` is what its parts are called."""
     try:
-        file = open_regular(path)
-        before, size = stamp(file), os.fstat(file.fileno()).st_size
-        if size > _IN_MEMORY:
-            index = _kept_index(file, size, label, parts, cache)
-            if stamp(file) != before:
-                raise changed(path)
-            content = InFile(path, index.sha256, (file, before))
-        else:
-            with file:
+        with ExitStack() as opened:
+            file = opened.enter_context(open_regular(path))
+            before, size = stamp(file), os.fstat(file.fileno()).st_size
+            if size > _IN_MEMORY:
+                index = _kept_index(file, size, label, parts, cache)
+                if stamp(file) != before:
+                    raise changed(path)
+                content = InFile(path, index.sha256, (file, before))
+                opened.pop_all()  # it stays open as long as its records are in use
+            else:
                 raw = file.read()
-            content, index = InMemory(raw), _make_index(io.BytesIO(raw), size, label, parts)
+                content, index = InMemory(raw), _make_index(io.BytesIO(raw), size, label, parts)
     except FileNotFoundError:
         raise UserError(f"Data file {str(path)!r} is not there. It must have the shape {shape}") from None
     except OSError as error:

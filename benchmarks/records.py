@@ -1,0 +1,178 @@
+"""What 1.2 million captions cost before the first step: seconds and memory, against `json.load` and a list.
+
+    python benchmarks/records.py [--pairs 1246000] [--folder FOLDER]
+
+A JSON file as large as ShareGPT4V's, of sentences from captions of scikit-image's photographs, is written to FOLDER (a
+temporary one, removed afterwards: 1.3 GB). Then, each in processes of its own, and the file in the system's cache:
+
+list      json.load, and a list of Record objects with folded white space
+cold      `read_sharegpt4v`, which has never seen the file
+warm      the same, with the index of the run before
+plan      `train` from its start to the plan: with 1,000 pairs, then with all, cold and warm
+
+Each in seconds on the clock and of the processors, since other work on the machine makes the former longer. Memory is
+what belongs to a process alone (USS), in MB: of the reader once it has read, of each of two forked workers
+once it has looked at every seventh record, and of `train` at its plan; and the reader's peak. Prints a table and writes
+it to benchmarks/results/.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+
+import psutil
+import torch
+from machine import PeakMemory, machine
+from PIL import Image
+from tqdm import tqdm
+
+from debias_diffusion.data import Record, read_sharegpt4v
+from debias_diffusion.sentences import split_sentences
+
+RESULTS = Path(__file__).parent / "results"
+CAPTIONS = Path(__file__).parent.parent / "tests" / "photographs" / "captions.json"
+QUESTION = "<image>\nWhat do you see happening in this image?"
+READERS = ("list", "cold", "warm")
+SMALL = 1000
+WORKERS = 2
+
+
+def make_data(folder: Path, name: str, pairs: int) -> Path:
+    """A data file of so many pairs, and the few images that `train` looks for before its plan."""
+    rng = random.Random(0)
+    sentences = [part for record in read_sharegpt4v(CAPTIONS).records for part in split_sentences(record.caption)]
+    with open(folder / name, "w") as file:
+        for index in tqdm(range(pairs), desc=f"writing {name}"):
+            caption = "\n".join([" ".join(rng.sample(sentences, rng.randint(5, 13))), f"It is number {index}."])
+            turns = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": caption}]
+            line = json.dumps({"id": str(index), "image": f"sam/sa_{index}.jpg", "conversations": turns})
+            file.write(f"{', ' if index else '['}{line}")
+        file.write("]")
+    (folder / "sam").mkdir(exist_ok=True)
+    for index in {0, 1, *range(0, pairs, pairs // 200)}:
+        Image.new("RGB", (64, 64)).save(folder / "sam" / f"sa_{index}.jpg")
+    return folder / name
+
+
+def read_list(path: Path) -> list[Record]:
+    """What one would write first."""
+    with open(path, encoding="utf-8") as file:
+        entries = json.load(file)
+    names = [entry["image"] for entry in entries]
+    captions = [" ".join(entry["conversations"][1]["value"].split()) for entry in entries]
+    return [Record(name, name, caption) for name, caption in zip(names, captions, strict=True)]
+
+
+def own_megabytes(process: psutil.Process | None = None) -> float:
+    return round((process or psutil.Process()).memory_full_info().uss / 1e6, 1)
+
+
+def process_seconds(process: psutil.Process) -> float:
+    """Of all its threads."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def look(records: Sequence[Record], results) -> None:
+    sum(len(records[index].caption) for index in range(0, len(records), 7))
+    results.put(own_megabytes())
+
+
+def read(kind: str, path: Path) -> dict:
+    """What one reader costs. For a process of its own."""
+    process, peak, before = psutil.Process(), PeakMemory(torch.device("cpu")), own_megabytes()
+    peak.start()
+    started, used = time.perf_counter(), process_seconds(process)
+    records = read_list(path) if kind == "list" else read_sharegpt4v(path, path.parent / "index").records
+    result = {
+        "seconds": round(time.perf_counter() - started, 2),
+        "processor_seconds": round(process_seconds(process) - used, 2),
+        "reader_mb": round(own_megabytes() - before, 1),
+        "peak_mb": round((peak.read() or 0) / 1e6, 1),
+    }
+    context = get_context("fork")
+    results = context.Queue()
+    workers = [context.Process(target=look, args=(records, results)) for _ in range(WORKERS)]
+    for worker in workers:
+        worker.start()
+    result["workers_mb"] = [results.get() for _ in workers]
+    for worker in workers:
+        worker.join()
+    return result
+
+
+def plan(data: Path, output: Path) -> dict:
+    """Seconds from the start of `train` to the last line of its plan, and its memory then."""
+    options = dict(data=data, images=data.parent, output=output, model="toy/clip", validation=0, batch=64, workers=0)
+    command = [f"--{name}={value}" for name, value in options.items()]
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "debias_diffusion.app.cli", "train", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    if not any(line.startswith("  time") for line in process.stdout):
+        raise SystemExit("train has printed no plan")
+    result = {
+        "seconds": round(time.perf_counter() - started, 2),
+        "processor_seconds": round(process_seconds(psutil.Process(process.pid)), 2),
+        "mb": own_megabytes(psutil.Process(process.pid)),
+    }
+    process.kill()
+    process.wait()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=1_246_000)
+    parser.add_argument("--folder")
+    parser.add_argument("--read", choices=READERS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.read:
+        print(json.dumps(read(arguments.read, Path(arguments.folder))))
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as there:
+        folder = Path(there)
+        data, small = make_data(folder, "data.json", arguments.pairs), make_data(folder, "small.json", SMALL)
+        load = os.getloadavg()[0]
+        readers = {}
+        for kind in READERS:
+            command = [sys.executable, __file__, "--read", kind, "--folder", data]
+            readers[kind] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        plans = {"small": plan(small, folder / "small"), "cold": plan(data, folder / "run")}
+        plans["warm"] = plan(data, folder / "run")
+        size = data.stat().st_size
+    result = {
+        "machine": machine(torch.device("cpu")),
+        "cores": os.cpu_count(),
+        "load_before": round(load, 1),
+        "pairs": arguments.pairs,
+        "megabytes": round(size / 1e6),
+        "readers": readers,
+        "list_over_cold": {
+            name: round(readers["list"][name] / readers["cold"][name], 1)
+            for name in ("seconds", "processor_seconds", "reader_mb", "peak_mb")
+        },
+        "plan": plans,
+        "plan_mb_beside_small": round(plans["cold"]["mb"] - plans["small"]["mb"], 1),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "records-cpu.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(f"\n{result['machine']}; {arguments.pairs} pairs, {size / 1e6:.0f} MB, load {load:.1f} before")
+    for kind, row in (readers | {f"plan, {kind}": row for kind, row in plans.items()}).items():
+        print(f"  {kind:<12}" + "  ".join(f"{name} {value}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()
