@@ -166,7 +166,7 @@ def run_in_two_processes(settings: TrainConfig) -> str:
 
 
 def test_two_processes_make_the_same_run_as_one(world, finished, tmp_path):
-    told = run_in_two_processes(config(world, tmp_path, workers=1))
+    told = run_in_two_processes(config(world, tmp_path, workers=1, trackers="tensorboard"))
     assert told.count("Done: 7 steps") == 1
     alone, shared = log(finished), log(tmp_path)
     assert [line["step"] for line in shared] == [line["step"] for line in alone]
