@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys
 from dataclasses import dataclass
@@ -21,11 +23,15 @@ class Nothing:
 
 def work(_):
     processes = Processes("cpu")
-    assert processes.count == 4
     for number in range(20):
         assert processes.from_main(lambda: number) == number
         processes.together(lambda: None)
     print("done", flush=True)
+    if sys.argv[1] == "alone":
+        if processes.index:
+            raise UserError("A fault of one process.")
+        processes.from_main(lambda: 0)
+        processes.together(lambda: None)
     if processes.index:
         raise [UserError("A fault of one process."), KeyboardInterrupt(), RuntimeError("A bug.")][processes.index - 1]
 
@@ -35,28 +41,42 @@ cli.main(["work"])
 """
 
 
-def test_every_process_leaves_with_its_own_exit_code(tmp_path):
+def run_processes(count: int, case: str) -> tuple[list[int], list[tuple[str, str]]]:
+    """The exit codes of `SCRIPT`'s processes, and what they print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "4"}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
     environment = os.environ | place | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            env=environment | {"RANK": rank, "LOCAL_RANK": rank},
+            [sys.executable, "-c", SCRIPT, case],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in "0123"
+        for rank in range(count)
     ]
     told = [process.communicate(timeout=180) for process in processes]
-    assert [process.returncode for process in processes] == [0, 2, 130, 1], told
+    return [process.returncode for process in processes], told
+
+
+@pytest.mark.slow
+def test_every_process_leaves_with_its_own_exit_code():
+    codes, told = run_processes(4, "together")
+    assert codes == [0, 2, 130, 1], told
     assert all(out == "done\n" for out, _ in told)
     for (_, error), expected in zip(
         told[1:], ("error: A fault of one process.", "Interrupted.", "A bug."), strict=True
     ):
         assert expected in error
+
+
+def test_a_process_whose_partner_fails_says_so_without_a_traceback():
+    codes, told = run_processes(2, "alone")
+    assert codes == [1, 2], told
+    assert "error: Another process of this run has failed" in told[0][1] and "Traceback" not in told[0][1]
+    assert "error: A fault of one process." in told[1][1]
 
 
 FINISHES = """

@@ -56,6 +56,9 @@ def _end_with_main_process(main_process: int, worker: int) -> None:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
         yield
