@@ -665,7 +665,7 @@ def test_a_broken_checkpoint_is_named(world, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step-00000007"
     (newest / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(UserError, match=r"step-00000007' cannot be read.*Remove that folder"):
+    with pytest.raises(UserError, match=r"step-00000007' cannot be used.*Remove that folder"):
         train(config(world, tmp_path / "run"))
     shutil.rmtree(newest)
     train(config(world, tmp_path / "run"))
