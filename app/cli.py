@@ -6,6 +6,9 @@ Each command's options are the fields of one dataclass, whose docstring is their
 
 import argparse
 import dataclasses
+import errno
+import io
+import os
 import re
 import sys
 import warnings
@@ -126,13 +129,39 @@ COMMANDS = {
 POSITIONAL = {"prompt": "what to draw, in up to 20,000 characters", "folder": "folder with what `evaluate` wrote"}
 
 
+# What the path that was given is to blame for, and no fault of the program's.
+_PATHS_FAULT = {
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.EPERM,
+    errno.EROFS,
+}
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Runs one command. Exits with 2 and one message on stderr for whatever the user got wrong."""
+    """Runs one command. Exits with one message on stderr and 2 for whatever the user got wrong, 1 for what failed.
+
+    When nobody reads its output any more (`| head`), a command does its work to the end, and its exit code is that of
+    the work: what is written to files is not lost with what is printed.
+    """
+    _survive_closed_pipes()
     try:
         with explain_full_disk():
             _run("debias-diffusion", COMMANDS, sys.argv[1:] if arguments is None else arguments)
     except UserError as error:
-        _fail(str(error))
+        _fail(str(error), error.exit_code)
+    except OSError as error:
+        if error.errno not in _PATHS_FAULT:
+            raise
+        place = f": {str(error.filename)!r}" if error.filename else ""
+        _fail(f"A file or folder cannot be used ({error.strerror}{place}). Give another path, or mend this one.")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         _leave(130)
@@ -246,10 +275,10 @@ def _bracketed(value: str) -> str:
     return value if value.startswith("[") else f"[{value}]"
 
 
-def _fail(message: str):
+def _fail(message: str, exit_code: int = 2):
     """One message, no traceback."""
     print(f"error: {message}", file=sys.stderr)
-    _leave(2)
+    _leave(exit_code)
 
 
 def _leave(code: int):
@@ -258,6 +287,38 @@ def _leave(code: int):
 
         leave(code)
     raise SystemExit(code)
+
+
+class _Console(io.FileIO):
+    """Standard output, or errors. Once nobody reads it any more, what is written to it is dropped."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def _survive_closed_pipes() -> None:
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before the program began
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to the end
+        elif stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            setattr(
+                sys,
+                name,
+                io.TextIOWrapper(
+                    io.BufferedWriter(_Console(stream.fileno(), "w", closefd=False)),
+                    encoding=stream.encoding,
+                    errors=stream.errors,
+                    line_buffering=stream.line_buffering,
+                ),
+            )
 
 
 def _quiet_libraries() -> None:

@@ -10,6 +10,8 @@ from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
 from debias_diffusion.data.sharegpt4v import printable
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.png import UNREADABLE
 
 from .pictures import write_png
 
@@ -32,6 +34,9 @@ def write_contact_sheets(folder: Path, pictures: Sequence[tuple[Path, str, str]]
 
     Returns:
         the pages
+
+    Raises:
+        UserError: a picture cannot be read.
     """
     starts = range(0, len(pictures), PER_PAGE)
     pages = [folder / f"{_NAME}{f'-{page}' if page > 1 else ''}.png" for page in range(1, len(starts) + 1)]
@@ -39,7 +44,8 @@ def write_contact_sheets(folder: Path, pictures: Sequence[tuple[Path, str, str]]
     for path, start in bar:
         write_png(_page(pictures[start : start + PER_PAGE]), path, {})
     for old in set(folder.glob(f"{_NAME}-*.png")) - set(pages):
-        old.unlink()
+        if not old.is_dir():
+            old.unlink()
     return pages
 
 
@@ -66,8 +72,13 @@ def _page(pictures: Sequence[tuple[Path, str, str]]) -> Image.Image:
 
 
 def _thumbnail(path: Path) -> Image.Image:
-    with Image.open(path) as image:
-        image = image.convert("RGB")
+    try:
+        with Image.open(path, formats=("PNG",)) as image:
+            image = image.convert("RGB")
+    except UNREADABLE as error:
+        raise UserError(
+            f"The picture {str(path)!r} cannot be read ({reason(error)}). Remove it, and start the same command again."
+        ) from error
     longest = max(image.size)
     if longest < CELL:  # tiny pictures are shown with their pixels
         return image.resize(

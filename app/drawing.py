@@ -1,7 +1,7 @@
 """The models of a run, and how its pictures are drawn with them: in batches of one length, in low memory or not."""
 
 import gc
-import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.eval.report import digest
-from debias_diffusion.interchange import best_of_run
+from debias_diffusion.eval.drawing import model_digest
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.loading import (
     PIPELINES,
@@ -27,7 +26,6 @@ from debias_diffusion.pipelines.loading import (
     default_size,
     load_pipeline,
 )
-from debias_diffusion.toyworld.shipped import shipped
 
 from .pictures import settings_text, write_png
 from .prompts import LeftOut, Prompt, cleaned, print_left_out
@@ -126,11 +124,17 @@ class Studio:
 
 
 def _digest(encoder: str | None) -> str | None:
-    """sha256 of an encoder's files; None for none, and for a hub id, whose files lie wherever the cache put them."""
+    """sha256 of an encoder's files, of `MODEL:FILE` the file's.
+
+    None for none, and for a hub id or a tag of open_clip's, whose files lie wherever a cache put them.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
     if encoder is None or encoder == STRETCH:
         return None
-    path = best_of_run(shipped(encoder)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
-    return digest(path) if os.path.exists(path) else None
+    sha256 = model_digest(encoder).rpartition(":")[2]
+    return sha256 if re.fullmatch("[0-9a-f]{64}", sha256) else None
 
 
 def _windows(windows: Sequence[int]) -> str:

@@ -19,11 +19,22 @@ from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import held, write_text
 from debias_diffusion.pipelines.loading import SDXL
+from debias_diffusion.png import png_damage
 
 from .contact_sheet import write_contact_sheets
 from .drawing import Picture, Studio, draw
 from .pictures import first_difference, read_settings
-from .prompts import LeftOut, Prompt, check_prompt, check_text, parse_seed, print_left_out, read_prompts
+from .prompts import (
+    MAX_PROMPTS,
+    LeftOut,
+    Prompt,
+    check_last_seed,
+    check_prompt,
+    check_text,
+    parse_seed,
+    print_left_out,
+    read_prompts,
+)
 
 _NAME = re.compile(r"(\d{5,})-(\d+)(-.*)?\.png")
 
@@ -107,6 +118,7 @@ def generate(config: GenerateConfig) -> Path:
     """
     _check_settings(config)
     prompts, where, left_out = _read(config)
+    _check_count(config, prompts)
     output = (
         _check_folder(config.output or "pictures") if config.several else _check_file(config.output or "picture.png")
     )
@@ -163,8 +175,30 @@ def _read(config: GenerateConfig) -> tuple[list[Prompt], dict[int, str], list[Le
     print(f"Prompts: {len(file.prompts):,} in {config.prompts}")
     if file.unused:
         print(f"Not used of it: {', '.join(file.unused)[:200]}")
+    if file.over_lines:
+        first, last = max(file.over_lines, key=lambda lines: lines[1] - lines[0])
+        print(
+            f"Rows of several lines: {len(file.over_lines):,}, the longest from line {first} to line {last}. If that "
+            "is not meant, a quotation mark is missing there."
+        )
     print_left_out(file.left_out)
     return file.prompts, {number: f"line {line}" for number, line in file.lines.items()}, file.left_out
+
+
+def _check_count(config: GenerateConfig, prompts: Sequence[Prompt]) -> None:
+    """Raises UserError for more images than one run keeps in mind, and where the seeds of some would be too large."""
+    count = len(prompts) * config.images_per_prompt
+    if count > MAX_PROMPTS:
+        raise UserError(
+            f"{len(prompts):,} prompts with {config.images_per_prompt:,} images each make {count:,}; one run draws at "
+            f"most {MAX_PROMPTS:,}. Lower --images-per-prompt, or split the prompts."
+        )
+    for prompt in prompts:
+        check_last_seed(_first_seed(config, prompt), config.images_per_prompt)
+
+
+def _first_seed(config: GenerateConfig, prompt: Prompt) -> int:
+    return config.seed + prompt.number if prompt.seed is None else prompt.seed
 
 
 def _check_file(output: str) -> Path:
@@ -216,6 +250,7 @@ def _fill(
     folder: Path, studio: Studio, prompts: Sequence[Prompt], where: dict[int, str], left_out: list[LeftOut]
 ) -> None:
     """Draws what a folder lacks, and writes its index, its contact sheets and the list of what was left out."""
+    _check_free(folder)
     pictures = _pictures(folder, studio, prompts, where)
     missing = _missing(folder, pictures)
     print(f"Pictures: {len(pictures) - len(missing):,} are in {folder}, {len(missing):,} to draw")
@@ -237,7 +272,7 @@ def _pictures(folder: Path, studio: Studio, prompts: Sequence[Prompt], where: di
     }
     common, pictures = studio.settings(), []
     for prompt in prompts:
-        first = studio.config.seed + prompt.number if prompt.seed is None else prompt.seed
+        first = _first_seed(studio.config, prompt)
         for seed in range(first, first + studio.config.images_per_prompt):
             name = "-".join(filter(None, (f"{prompt.number:05}", str(seed), _slug(prompt.text))))
             path = there.get((prompt.number, seed), folder / f"{name}.png")
@@ -257,13 +292,20 @@ def _settings(studio: Studio, common: dict, prompt: Prompt, seed: int) -> dict:
     return {"prompt": prompt.text, "negative_prompt": negative, "prompt_2": prompt.second, "seed": seed} | common
 
 
+def _check_free(folder: Path) -> None:
+    """Raises UserError where a folder has the name of a file that is written when hours of drawing are done."""
+    for path in (folder / "index.jsonl", folder / "left-out.jsonl", *folder.glob("contact-sheet*.png")):
+        if path.is_dir() and not path.is_symlink():
+            raise UserError(f"{str(path)!r} is a folder, and a file is written there. Move it, or give another output.")
+
+
 def _missing(folder: Path, pictures: Sequence[Picture]) -> set[Path]:
-    """The files that are not there.
+    """The files that are not there, or are damaged.
 
     Raises:
         UserError: one is there and is another picture.
     """
-    missing, others = set(), []
+    missing, others, damaged = set(), [], []
     for picture in pictures:
         if not picture.path.exists():
             missing.add(picture.path)
@@ -272,17 +314,22 @@ def _missing(folder: Path, pictures: Sequence[Picture]) -> set[Path]:
         difference = "it holds no settings" if before is None else first_difference(before, picture.settings)
         if difference:
             others.append(f"{picture.path.name} ({picture.where}): {difference}")
+        elif problem := png_damage(picture.path):
+            missing.add(picture.path)
+            damaged.append(f"{picture.path.name} ({problem})")
     if others:
         raise UserError(
             f"{len(others):,} of the pictures in {str(folder)!r} were made with other settings, the first {others[0]}. "
             "Give another output, go back to those settings, or remove what is to be drawn anew."
         )
+    if damaged:
+        print(f"Damaged: {len(damaged):,} of the pictures, drawn again, the first {damaged[0]}")
     return missing
 
 
 def _index_entry(picture: Picture, settings: dict) -> dict:
     names = ("prompt", "negative_prompt", "prompt_2", "seed", "tokens", "positions", "windows")
-    return {"file": picture.path.name, "where": picture.where} | {name: settings[name] for name in names}
+    return {"file": picture.path.name, "where": picture.where} | {name: settings.get(name) for name in names}
 
 
 def _write_lines(path: Path, entries: Sequence[dict]) -> None:

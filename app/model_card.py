@@ -297,6 +297,6 @@ def _table(header: list[str], rows: list) -> str:
 def _lines(file: Path) -> list[dict]:
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     return [line for line in lines if isinstance(line, dict)]

@@ -9,7 +9,8 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from debias_diffusion.files import changed_settings
+from debias_diffusion.files import changed_settings, hidden_beside, new_file
+from debias_diffusion.png import UNREADABLE
 
 SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
 PARAMETERS_KEY = "parameters"  # for viewers that read the chunk of A1111's interface
@@ -56,9 +57,9 @@ def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
     The unfinished file has the same name for every run, so that the run that goes on replaces what a killed one left.
     """
     info = png_info(text)
-    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished = hidden_beside(path, ".tmp")
     try:
-        with open(unfinished, "wb") as file:
+        with new_file(unfinished) as file:
             image.save(file, format="PNG", pnginfo=info)
             file.flush()
             os.fsync(file.fileno())
@@ -70,9 +71,9 @@ def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
 def read_settings(path: Path) -> dict | None:
     """The settings in a PNG that `generate` wrote, without decoding the picture; None if it holds none."""
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=("PNG",)) as image:
             settings = json.loads(image.info[SETTINGS_KEY])
-    except (OSError, SyntaxError, KeyError, ValueError, RecursionError, Image.DecompressionBombError):
+    except (*UNREADABLE, KeyError, RecursionError):
         return None
     return settings if isinstance(settings, dict) else None
 

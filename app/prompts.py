@@ -15,6 +15,8 @@ from debias_diffusion.tokens import clean
 
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far past what one picture can show
 MAX_SEED = 2**63 - 1
+MAX_PROMPTS = 1_000_000
+_MAX_BYTES = 2**30
 _TEXTS = ("prompt", "negative_prompt", "negative", "prompt_2")
 _COLUMNS = (*_TEXTS, "seed")
 _SHAPES = (
@@ -70,12 +72,14 @@ class PromptFile:
         left_out: the others.
         lines: for each prompt's number, the line of the file that it begins in, from 1.
         unused: names of columns that nothing is done with.
+        over_lines: the first and last line of each row that runs over several, as quoted cells of a CSV may.
     """
 
     prompts: list[Prompt]
     left_out: list[LeftOut]
     lines: dict[int, int]
     unused: list[str]
+    over_lines: list[tuple[int, int]]
 
 
 def print_left_out(left_out: Sequence[LeftOut]) -> None:
@@ -94,6 +98,8 @@ def check_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"The {name} holds {text[error.start]!r}, which is no character. Write it as UTF-8.") from error
+    if "\0" in text:  # as text in UTF-16 does that is read as UTF-8
+        raise UserError(f"The {name} holds the character '\\x00'. Write it as UTF-8.")
 
 
 def check_prompt(text: str) -> None:
@@ -107,14 +113,19 @@ def read_prompts(path: str | os.PathLike) -> PromptFile:
     """Reads a .txt, .jsonl or .csv of prompts, in UTF-8.
 
     Raises:
-        UserError: there is no such file, it is of another kind, its columns do not fit, or no entry is usable.
+        UserError: there is no such file, it is of another kind, its columns do not fit, a quotation mark in it is never
+            closed, or no entry is usable.
     """
     path = Path(path)
     entries = _READERS.get(path.suffix.lower())
     if entries is None:
         raise UserError(f"The file of prompts {str(path)!r} ends in {path.suffix!r}. Give {_SHAPES}.")
-    prompts, left_out, lines, unused = [], [], {}, {}
-    for number, (line, entry) in enumerate(entries(path, _read(path))):
+    prompts, left_out, lines, unused, over_lines = [], [], {}, {}, []
+    for number, (line, last, entry) in enumerate(entries(path, _read(path))):
+        if number == MAX_PROMPTS:
+            raise UserError(f"The file of prompts {str(path)!r} has more than {MAX_PROMPTS:,} entries. Split it.")
+        if last > line:
+            over_lines.append((line, last))
         try:
             if isinstance(entry, str):
                 raise UserError(entry)
@@ -126,11 +137,15 @@ def read_prompts(path: str | os.PathLike) -> PromptFile:
     if not prompts:
         first = f" The first fault: {left_out[0]}" if left_out else ""
         raise UserError(f"The file of prompts {str(path)!r} holds no usable prompt.{first} Give {_SHAPES}.")
-    return PromptFile(prompts, left_out, lines, list(unused))
+    return PromptFile(prompts, left_out, lines, list(unused), over_lines)
 
 
 def _read(path: Path) -> bytes:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"The file of prompts {str(path)!r} is no regular file. Give {_SHAPES}.")
+        if path.stat().st_size > _MAX_BYTES:
+            raise UserError(f"The file of prompts {str(path)!r} has more than {_MAX_BYTES:,} bytes. Split it.")
         data = path.read_bytes()
     except OSError as error:
         raise UserError(
@@ -145,30 +160,31 @@ def _read(path: Path) -> bytes:
 Entry = dict | str
 
 
-def _text_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
+def _text_entries(path: Path, data: bytes) -> Iterator[tuple[int, int, Entry]]:
     for line, raw in enumerate(data.splitlines(), 1):
         try:
             text = raw.decode().strip()
         except UnicodeDecodeError as error:
-            yield line, f"Not UTF-8 ({error.reason} at byte {error.start})."
+            yield line, line, f"Not UTF-8 ({error.reason} at byte {error.start})."
         else:
             if text:
-                yield line, {"prompt": text}
+                yield line, line, {"prompt": text}
 
 
-def _json_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
+def _json_entries(path: Path, data: bytes) -> Iterator[tuple[int, int, Entry]]:
     for line, raw in enumerate(data.splitlines(), 1):
         if not raw.strip():
             continue
         try:
             entry = json.loads(raw.decode())
         except (ValueError, RecursionError) as error:
-            yield line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {raw[:40].decode(errors='replace')!r}."
+            begin = raw[:40].decode(errors="replace")
+            yield line, line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {begin!r}."
             continue
-        yield line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
+        yield line, line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
 
 
-def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
+def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, int, Entry]]:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -181,13 +197,34 @@ def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
         row = _next_row(rows)
         if row is None:
             return
-        if isinstance(row, str):
-            yield line, row
-        elif len(row) > len(header):
-            yield line, f"It has {len(row)} cells, and the first line names {len(header)} columns."
-        elif any(cell.strip() for cell in row):
-            # An empty cell says nothing; a row may end early.
-            yield line, {name: cell for name, cell in zip(header, row, strict=False) if cell.strip()}
+        entry = _csv_entry(header, row)
+        if isinstance(entry, str) or any(len(cell) > MAX_CHARACTERS for cell in row):
+            _check_extent(path, line, rows.line_num)
+        if entry:
+            yield line, rows.line_num, entry
+
+
+def _csv_entry(header: Sequence[str], row: list[str] | str) -> Entry:
+    """An empty one for a row of empty cells."""
+    if isinstance(row, str):
+        return row
+    if len(row) > len(header):
+        return f"It has {len(row)} cells, and the first line names {len(header)} columns."
+    # An empty cell says nothing; a row may end early.
+    return {name: cell for name, cell in zip(header, row, strict=False) if cell.strip()}
+
+
+def _check_extent(path: Path, first: int, last: int) -> None:
+    """Raises UserError for an unusable row of several lines.
+
+    Where it ends is a guess: one quotation mark too few or too many takes in all rows up to the next one. To leave out
+    what may be a thousand prompts as one would be wrong, and mending it would give the rest other numbers and seeds.
+    """
+    if last > first:
+        raise UserError(
+            f"The file of prompts {str(path)!r} is no CSV from line {first} to line {last}: a quotation mark opened "
+            f"in line {first} is not closed where a cell ends. Close it, or write a quotation mark within a cell twice."
+        )
 
 
 def _next_row(rows: Iterator[list[str]]) -> list[str] | str | None:
@@ -212,7 +249,7 @@ def _header(path: Path, rows: Iterator[list[str]]) -> list[str]:
     return header
 
 
-_READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[int, Entry]]]] = {
+_READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[int, int, Entry]]]] = {  # (first line, last line, entry)
     ".txt": _text_entries,
     ".jsonl": _json_entries,
     ".csv": _csv_entries,
@@ -235,6 +272,15 @@ def _prompt(number: int, entry: dict) -> Prompt:
         raise UserError("Its negative and negative_prompt differ. Keep one.")
     seed = parse_seed(entry["seed"]) if "seed" in entry else None
     return Prompt(number, texts["prompt"], next(iter(negatives), None), texts.get("prompt_2") or None, seed)
+
+
+def check_last_seed(first: int, count: int) -> None:
+    """Raises UserError where the last of `count` images, seeded `first`, `first` + 1, ..., has too large a seed."""
+    if first + count - 1 > MAX_SEED:
+        raise UserError(
+            f"The seed {first} is too large for {count:,} image{'s' * (count > 1)}: seeds go up to 2^63 - 1, and each "
+            "image has the next one. Take a smaller one."
+        )
 
 
 def parse_seed(value) -> int:

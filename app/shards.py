@@ -1,10 +1,11 @@
 """From image-caption pairs to WebDataset shards of small JPEGs, which training reads without decoding large images."""
 
+import dataclasses
 import io
 import json
 import os
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from debias_diffusion.data import BadRecord, ImageSource, PackedRecords, data_digest, open_data
-from debias_diffusion.data.dataset import UNREADABLE, unreadable
+from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data
+from debias_diffusion.data.dataset import read_or_bad
 from debias_diffusion.data.shards import MANIFEST, read_manifest
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.errors import UserError
@@ -94,18 +95,17 @@ def shrink(image: Image.Image, size: int, quality: int) -> bytes:
 class _Shrunk(Dataset):
     """Each record's image as a small JPEG, or the BadRecord that says why there is none."""
 
-    def __init__(self, records: PackedRecords, images: ImageSource, config: ShardsConfig):
+    def __init__(self, records: Sequence[Record], images: ImageSource, config: ShardsConfig):
         self.records, self.images, self.config = records, images, config
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, index: int) -> bytes | BadRecord:
-        record = self.records[index]
-        try:
-            return shrink(self.images.open(record.image), self.config.size, self.config.quality)
-        except UNREADABLE as error:
-            return unreadable(record, error)
+        return read_or_bad(self.records[index], self._shrink)
+
+    def _shrink(self, image: str) -> bytes:
+        return shrink(self.images.open(image), self.config.size, self.config.quality)
 
 
 class _Writer:
@@ -119,7 +119,7 @@ class _Writer:
     def __init__(self, config: ShardsConfig, output: Path):
         self.config, self.output = config, output
         captions, images = open_data(config.data, config.images)
-        self.bad, self.records = captions.bad, PackedRecords(captions.records)
+        self.bad, self.records = captions.bad, captions.records
         self.dataset = _Shrunk(self.records, images, config)
         self.settings = {name: getattr(config, name) for name in ("size", "per_shard", "quality")}
         self.settings["data_sha256"] = data_digest(config.data, captions)
@@ -228,7 +228,14 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def _is_whole(output: Path, shard: dict) -> bool:
     path = output / Path(shard["name"]).name
-    return path.is_file() and path.stat().st_size == shard["bytes"] and "left_out" in shard
+    if not os.path.isfile(path) or path.stat().st_size != shard["bytes"]:
+        return False
+    fields = {field.name for field in dataclasses.fields(BadRecord)}
+    left_out = shard.get("left_out")
+    return isinstance(left_out, list) and all(
+        isinstance(record, dict) and record.keys() == fields and all(isinstance(text, str) for text in record.values())
+        for record in left_out
+    )
 
 
 def _check_output(output: Path) -> None:

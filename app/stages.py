@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import held, write_json
+from debias_diffusion.files import held, read_json_object, write_json
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,7 @@ class Stages:
 
     def _remembered(self, stage: Stage) -> dict:
         """What the stage's file holds: "key" if it was begun, with "result", "seconds" and "files" if it was done."""
-        try:
-            remembered = json.loads(self._file(stage).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return {}
-        return remembered if isinstance(remembered, dict) else {}
+        return read_json_object(self._file(stage))
 
     def _is_done(self, stage: Stage, before: dict, key: str) -> bool:
         return before.get("key") == key and "result" in before and self._count_files(stage) >= before["files"]

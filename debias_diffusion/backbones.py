@@ -16,16 +16,18 @@ import torch
 from open_clip import CLIPTextCfg
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import ResidualAttentionBlock
+from PIL import Image
 from torch import nn
 from torchvision.transforms import Compose, PILToTensor
 
 from .errors import UserError, near_matches, reason
 from .families import Family, find_family
+from .model_files import build_empty, check_bounds, check_finite, explain_failure, read_config
 from .positions import FACTOR, KEEP, stretch_positions
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions
 from .tokens import CaptionTokenizer, TokenBatch
 from .toyworld.shipped import shipped
-from .weights import find_weights, load_weights, save_tensors
+from .weights import find_weights, load_weights, read_state, save_tensors
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -176,32 +178,69 @@ def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
         UserError: the model, the weights or the tokenizer are unknown or broken, or do not fit each other; or the text
             tower is neither CLIP's nor SigLIP's.
     """
-    model = shipped(model)
+    with explain_failure(f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded"):
+        return _load(shipped(model), pretrained)
+
+
+def _load(model: str, pretrained: str | None) -> Backbone:
     config, source = _find_config(model)
     family = find_family(model, config["model_cfg"])
     if source is None:
         _check_pretrained(model, pretrained)
     elif pretrained is not None:
         raise UserError(f"{model!r} brings its own weights; leave out pretrained={pretrained!r}, or give a model name.")
-    try:
-        with _quiet_logging():
-            file = find_weights(model, source, pretrained)
-            tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
-            clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
-            _check_blocks(model, family, getattr(clip, "text", clip))
-            stretched = file and load_weights(clip, file, model, bool(config["model_cfg"].get("quick_gelu")))
-    except UserError:
-        raise
-    except Exception as error:  # whatever a wrong or hostile file makes the libraries raise
-        raise UserError(
-            f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded: {reason(error)}"
-        ) from error
+    with _quiet_logging():
+        file = find_weights(model, source, pretrained)
+        if source is not None:  # open_clip's own configurations are what they are
+            _check_config(config, source, file, model)
+        tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
+        clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
+        _check_blocks(model, family, getattr(clip, "text", clip))
+        stretched = file and load_weights(clip, file, model, bool(config["model_cfg"].get("quick_gelu")))
+    if file:
+        check_finite(clip.state_dict().items(), f"{str(file)!r}")
     if stretched:
         tokenizer = tokenizer.with_context_length(clip.context_length)
         config["model_cfg"]["text_cfg"]["context_length"] = clip.context_length
         config["debias_diffusion"] = stretched
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
-    return Backbone(clip, tokenizer, config, random_weights=file is None)
+    backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
+    check_preprocessing(backbone, model)
+    return backbone
+
+
+def check_preprocessing(backbone: Backbone, model: str) -> None:
+    """Raises UserError where a configuration's means and sizes do not make images that the image tower takes."""
+    pixels = backbone.preprocess(Image.new("RGB", (8, 8)))
+    size = backbone.model.visual.image_size
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    if pixels.shape != (3, height, width) or not pixels.isfinite().all():
+        raise UserError(
+            f"The images that {model!r} has prepared are of {tuple(pixels.shape)}, or not finite; its tower takes "
+            f"{(3, height, width)}. Mend preprocess_cfg in its configuration: size, and three means and deviations."
+        )
+
+
+def _check_config(config: dict, source: str, file: Path, model: str) -> None:
+    """Raises UserError for sizes that the weights cannot have; a library's error for settings that no model runs with.
+
+    A module without weights is made and run for that, which costs no memory and a fraction of a second.
+    """
+    check_bounds(config, f"The configuration of {model!r}")
+    if file.suffix in (".npz", ".npy"):
+        held = file.stat().st_size
+    else:
+        held = sum(tensor.numel() for tensor in read_state(file).values() if isinstance(tensor, torch.Tensor))
+    clip = build_empty(lambda: open_clip.create_model(source, load_weights=False, device="meta"), held, repr(model))
+    size, text = clip.visual.image_size, getattr(clip, "text", clip)
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    with torch.no_grad():
+        features = [
+            clip.encode_image(torch.empty(1, 3, height, width, device="meta")),
+            clip.encode_text(torch.zeros(1, text.context_length, dtype=torch.long, device="meta")),
+        ]
+    if features[0].shape != features[1].shape:
+        raise UserError(f"The towers of {model!r} give features of sizes {[its.shape[-1] for its in features]}.")
 
 
 def _find_config(model: str) -> tuple[dict, str | None]:
@@ -237,14 +276,17 @@ def _hub_config(model: str) -> dict:
 
 
 def _read_config(file: Path) -> dict:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        parts = [config["model_cfg"][name] for name in ("vision_cfg", "text_cfg")]
-        parts.append(config.get("debias_diffusion", {}))
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise UserError(f"{str(file)!r} is no open_clip configuration: {reason(error)}.") from error
-    if not all(isinstance(part, dict) for part in parts):
-        raise UserError(f"{str(file)!r} is no open_clip configuration: its parts must be JSON objects.")
+    config = read_config(file)
+    model_cfg = config.get("model_cfg")
+    parts = [model_cfg.get(name) for name in ("vision_cfg", "text_cfg")] if isinstance(model_cfg, dict) else [None]
+    ours = config.get("debias_diffusion", {})
+    if not all(isinstance(part, dict) for part in (*parts, ours)):
+        raise UserError(
+            f"{str(file)!r} is no open_clip configuration: model_cfg, its vision_cfg and text_cfg, and "
+            "debias_diffusion must be JSON objects."
+        )
+    if not all(type(ours.get(name, 1)) is int and ours.get(name, 1) >= 0 for name in ("keep", "factor")):
+        raise UserError(f"{str(file)!r} says {ours} of its positions; keep and factor must be whole numbers.")
     return config
 
 

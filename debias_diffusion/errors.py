@@ -8,7 +8,18 @@ class UserError(ValueError):
     """Something the user gave cannot be used.
 
     The message says what was given, what is allowed and what to do. The command line prints it without a traceback.
+
+    Attributes:
+        exit_code: the command line's.
     """
+
+    exit_code = 2
+
+
+class FailedError(UserError):
+    """Everything given could be used, and some of the work failed all the same; the rest is done."""
+
+    exit_code = 1
 
 
 def near_matches(name: str, allowed: Iterable[str], most: int = 3) -> str:

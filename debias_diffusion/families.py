@@ -12,6 +12,7 @@ from open_clip.tokenizer import get_clean_fn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .errors import UserError, reason
+from .model_files import explain_failure
 from .tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, load_tokenizer
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -64,7 +65,8 @@ class Family:
             UserError: there is none, or it does not fit the text tower.
         """
         found = folder and self._find_tokenizer(folder)
-        try:
+        where = found or self.hub_tokenizer or "CLIP's own"
+        with explain_failure(f"The tokenizer of {model!r} ({where}) cannot be used"):
             if self.hub_tokenizer is None:
                 tokenizer = load_tokenizer(found) if found else clip_tokenizer(text_cfg["context_length"])
             elif found:
@@ -72,11 +74,6 @@ class Family:
             else:
                 tokenizer = _from_hub(model, self.hub_tokenizer)
             return self.caption_tokenizer(tokenizer, text_cfg)
-        except UserError:
-            raise
-        except Exception as error:  # whatever a wrong or hostile file makes the library raise
-            where = found or self.hub_tokenizer or "CLIP's own"
-            raise UserError(f"The tokenizer of {model!r} ({where}) cannot be used: {reason(error)}") from error
 
     def _find_tokenizer(self, folder: Path) -> Path | None:
         """Where in a model's folder its tokenizer lies, if anywhere."""
@@ -119,8 +116,11 @@ def _foreign_parts(model_cfg: dict) -> list[str]:
     text_cfg = model_cfg["text_cfg"]
     parts = [key for key in ("hf_model_name", "embed_cls", "output_tokens", "tokenizer_mode") if text_cfg.get(key)]
     parts += ["multimodal_cfg"] if "multimodal_cfg" in model_cfg else []
+    settings = text_cfg.get("tokenizer_kwargs") or {}
+    if not isinstance(settings, dict):
+        return [*parts, f"tokenizer_kwargs: {settings}"]
     # Whatever else stands there, open_clip hands on to the tokenizer, code from a hub not excepted.
-    for key, value in (text_cfg.get("tokenizer_kwargs") or {}).items():
+    for key, value in settings.items():
         if key != "clean" or value not in ("canonicalize", "lower", "whitespace"):
             parts.append(f"tokenizer_kwargs: {key}={value}")
     return parts

@@ -6,14 +6,37 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from .errors import UserError
+
+_LONGEST_NAME = 255  # bytes of a file's name, on every common file system
+
+
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+    """Opens a regular file for reading; links are followed. Never waits, as `open` does for a FIFO.
+
+    Raises:
+        OSError: it cannot be opened, or is a folder, FIFO, device or socket.
+    """
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (it is handed back open)
+    # Asked of what is open, because another file may have taken its place at `path` in the meantime.
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file, but a FIFO or device", os.fspath(path))
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # `open` has set O_CLOEXEC already. Not every system has the others.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def sha256(path: str | os.PathLike) -> str:
@@ -48,7 +71,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = hidden_beside(path, f".{os.getpid()}.tmp")
+    new_file(temporary).close()
     try:
         yield temporary
         with open(temporary, "rb+") as file:
@@ -58,11 +82,30 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def hidden_beside(path: Path, suffix: str) -> Path:
+    """The hidden file `.NAME.SUFFIX` beside `path`, with a digest for a name that leaves no room for the suffix."""
+    name = f".{path.name}{suffix}"
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:32]}{suffix}"
+    return path.with_name(name)
+
+
+def new_file(path: Path) -> BinaryIO:
+    """Opens a file to write that is not there yet.
+
+    What stands in its place, as a killed run leaves it, is removed first. It is never written through: a symbolic link
+    of a name that can be guessed would lead to any file.
+    """
+    path.unlink(missing_ok=True)
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), "wb")
+
+
 def read_json_object(path: str | os.PathLike) -> dict:
     """A JSON object; empty where there is none that can be read."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with open_regular(path) as file:
+            content = json.loads(file.read().decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -78,13 +121,20 @@ def held(folder: Path, by_another: str) -> Iterator[None]:
     """Holds a folder for this process alone.
 
     Raises:
-        UserError: another process holds it; `by_another` is what to say then.
+        UserError: another process holds it; `by_another` is what to say then. Or its lock is no file of ours.
     """
-    lock = FileLock(folder / ".lock", timeout=0)
+    file = folder / ".lock"
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise UserError(f"The lock {str(file)!r} is no regular file. Remove it, or give another folder.")
+    lock = FileLock(file, timeout=0)
     try:
         lock.acquire()
     except Timeout:
         raise UserError(by_another) from None
+    except OSError as error:
+        raise UserError(
+            f"The lock {str(file)!r} cannot be taken ({error.strerror}). Remove it, or give another folder."
+        ) from error
     try:
         yield
     finally:
@@ -112,16 +162,24 @@ def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(temporary, path)
         _sync(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(temporary)
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _old(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
+    return hidden_beside(path, ".old")
 
 
 def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
+    return hidden_beside(path, ".tmp")
 
 
 def restore_folder(path: str | os.PathLike) -> None:
@@ -133,7 +191,7 @@ def restore_folder(path: str | os.PathLike) -> None:
     if _old(path).exists() and not path.exists():
         os.replace(_old(path), path)
     for leftover in (_unfinished(path), _old(path)):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _remove(leftover)
 
 
 def remove_folder(path: str | os.PathLike) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .backbones import Backbone
-from .data.dataset import UNREADABLE, unreadable
+from .data.dataset import read_or_bad
 from .data.images import ImageSource
 from .data.sharegpt4v import BadRecord, Record
 from .errors import UserError
@@ -175,10 +175,7 @@ def encode_readable(
     read = read or backbone.preprocess
 
     def load(record: Record) -> Tensor | BadRecord:
-        try:
-            return read(images.open(record.image))
-        except UNREADABLE as error:
-            return unreadable(record, error)
+        return read_or_bad(record, lambda image: read(images.open(image)))
 
     features, good, bad = [], [], []
     starts = range(0, len(records), batch_size)

@@ -1,5 +1,6 @@
 """Files of weights for open_clip's two-towers: found, looked at before anything is loaded, and loaded."""
 
+import collections
 import hashlib
 import os
 import zipfile
@@ -81,10 +82,14 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
 
     Nothing in the file is executed. What the libraries raise for broken and hostile files comes through.
     """
+    if not file.is_file():
+        raise UserError(f"{str(file)!r} is not there, or is no regular file.")
     if file.suffix == ".safetensors" or _is_safetensors(file):
         state = load_file(file)
+    elif zipfile.is_zipfile(file):
+        state = _read_torch_zip(file)
     else:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        state = torch.load(file, map_location="cpu", weights_only=True)
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
@@ -100,6 +105,49 @@ def weights_digest(module: nn.Module) -> str:
         # As bytes, because NumPy has no bfloat16.
         total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return total.hexdigest()
+
+
+def _read_torch_zip(file: Path):
+    """A torch file as it is written since torch 1.6, mapped into memory.
+
+    What is mapped is not checked by torch: compressed values, or the wrong number of them, would be taken as they lie.
+    """
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    compressed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED and _is_data(entry.filename)]
+    if compressed:
+        raise UserError(
+            f"{str(file)!r} was packed again: {len(compressed)} of its parts are compressed, which torch never writes "
+            "and would read as noise. Unpack it and store it uncompressed (`zip -0`), or get it again."
+        )
+    if len({entry.filename for entry in entries}) < len(entries):
+        raise UserError(f"{str(file)!r} holds two parts of the same name. Get it again.")
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    missing = collections.Counter(_storage_sizes(content))
+    missing.subtract(entry.file_size for entry in entries if _is_data(entry.filename))
+    if any(count > 0 for count in missing.values()):
+        raise UserError(f"{str(file)!r} is damaged: its weights are not as large as the parts that hold them.")
+    return content
+
+
+def _is_data(name: str) -> bool:
+    return "/data/" in name or name.endswith("/data.pkl")
+
+
+def _storage_sizes(content) -> list[int]:
+    """Bytes of each storage that the tensors in nested containers share."""
+    sizes, waiting = {}, [content]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            if storage.nbytes():
+                sizes[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+    return list(sizes.values())
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:

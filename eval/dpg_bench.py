@@ -26,10 +26,9 @@ from tqdm import tqdm
 from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor, PreTrainedTokenizerBase
 
 from debias_diffusion.data import BadRecord
-from debias_diffusion.data.dataset import UNREADABLE
-from debias_diffusion.data.images import decoded
+from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import changed_settings, sha256
+from debias_diffusion.files import changed_settings, sha256, write_text
 from debias_diffusion.tokens import clean, clip_tokenizer
 
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
@@ -308,7 +307,7 @@ def token_position(words: Iterable[str], prompt: str, tokenizer: PreTrainedToken
     prompt = clean(prompt)
     found = [re.search(rf"(?<!\w){re.escape(word.lower())}(?:s|es)?(?!\w)", prompt) for word in words]
     starts = [match.start() for match in found if match]
-    return 1 + len(tokenizer.tokenize(prompt[: max(starts)])) if starts else None
+    return 1 + len(tokenizer.tokenize(prompt[: max(starts)], verbose=False)) if starts else None
 
 
 def band(position: int | None) -> str:
@@ -481,13 +480,12 @@ def open_picture(files: Sequence[Path], index: int, images_per_prompt: int) -> I
     single = len(files) == 1 and images_per_prompt > 1
     path = files[0] if single else files[index]
     try:
-        with Image.open(path) as file:
-            image = decoded(file)
+        image = open_image(path)
         if not single:
             return image
         if image.width % GRID or image.height % GRID:
-            raise ValueError(f"{image.width} x {image.height} pixels are no grid of {GRID} x {GRID} pictures")
-    except UNREADABLE as error:
+            raise UnreadableImage(f"{image.width} x {image.height} pixels are no grid of {GRID} x {GRID} pictures")
+    except UnreadableImage as error:
         raise UserError(
             f"The picture {str(path)!r} cannot be used: {reason(error)}. Draw it again; the answers so far are kept."
         ) from error
@@ -568,23 +566,22 @@ class Answers:
 
     def __init__(self, file: Path, settings: dict):
         self.file, self.given = file, {}
+        self._header = json.dumps({"settings": settings}) + "\n"
         if not file.exists() or not self._read(settings):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
+            write_text(file, self._header)
 
     def _read(self, settings: dict) -> bool:
         """Whether there is a first line; what follows is taken in, and half a line at the end cut off."""
         content = self.file.read_bytes()
+        if self._header.encode().startswith(content):  # the process was killed before it had written as much
+            return False
         whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):  # the process was killed while it wrote
-            os.truncate(self.file, len(whole))
-        lines = whole.splitlines()
         try:
-            before = json.loads(lines[0])["settings"] if lines else settings
-            for line in lines[1:]:
-                answer = json.loads(line)
+            before, *answers = map(json.loads, whole.splitlines())
+            before = before["settings"]
+            for answer in answers:
                 self.given[answer["item"], answer["picture"], answer["proposition"]] = answer["answer"]
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise UserError(
                 f"{str(self.file)!r} holds something other than answers ({reason(error)}). Give another output, or "
                 "remove it."
@@ -594,7 +591,9 @@ class Answers:
                 f"The answers in {str(self.file)!r} were given with other settings: "
                 f"{changed_settings(before, settings)}. Give another output, go back to those settings, or remove it."
             )
-        return bool(lines)
+        if len(whole) < len(content):  # the process was killed while it wrote
+            os.truncate(self.file, len(whole))
+        return True
 
     def add(self, answers: Mapping[Key, str]) -> None:
         """Appends answers, on the disk before this returns."""

@@ -19,12 +19,13 @@ from diffusers.utils import logging as diffusers_logging
 from tqdm import tqdm
 from transformers import CLIPTextConfig
 
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import changed_settings, read_json_object, whole_file, write_json
 from debias_diffusion.interchange import best_of_run, load_text_encoder
 from debias_diffusion.interchange.load import model_and_weights
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, load_sdxl
+from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.scores import GUIDANCE_SCALE, STEPS
 from debias_diffusion.toyworld.shipped import shipped
@@ -94,8 +95,12 @@ class Subject:
 
 
 def folder_names(labels: Sequence[str]) -> dict[str, str]:
-    """A folder's name for each label, without what file systems and shells give a meaning to."""
+    """A folder's name for each label, without what file systems and shells give a meaning to, of at most 200 bytes."""
     plain = {label: re.sub(r"[^\w.-]+", "-", label).strip(".-") or "encoder" for label in labels}
+    for label, name in plain.items():
+        while len(os.fsencode(name)) + len(f"-{len(plain)}") > 200:
+            name = name[:-1]
+        plain[label] = name.rstrip(".-")
     taken = [name.lower() for name in plain.values()]  # some file systems tell no cases apart
     for number, (label, name) in enumerate(plain.items(), 1):
         if taken.count(name.lower()) > 1:
@@ -107,11 +112,17 @@ def model_digest(model: str) -> str:
     """The digest of a model's files, of `MODEL:FILE` behind the model's name.
 
     A hub id, or a tag of open_clip's, is its own, because its files lie wherever the hub's cache put them.
+
+    Raises:
+        UserError: a file cannot be read.
     """
     model = best_of_run(shipped(model)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
-    if (named := model_and_weights(model)) and os.path.exists(named[1]):
-        return f"{named[0]}:{digest(named[1])}"
-    return digest(model) if os.path.exists(model) else model
+    try:
+        if (named := model_and_weights(model)) and os.path.exists(named[1]):
+            return f"{named[0]}:{digest(named[1])}"
+        return digest(model) if os.path.exists(model) else model
+    except OSError as error:
+        raise UserError(f"The model {model!r} cannot be read ({reason(error)}). Give another one.") from error
 
 
 class Drawing:
@@ -172,7 +183,8 @@ class Drawing:
             if missing:
                 write_json(folder / _SETTINGS, decides)
                 for leftover in folder.rglob(".*.tmp"):  # of processes that were killed
-                    leftover.unlink()
+                    if not leftover.is_dir():
+                        leftover.unlink()
             return missing
 
         missing = self.processes.from_main(begin)
@@ -296,8 +308,8 @@ def _file(folder: Path, subject: Subject) -> Path:
 
 
 def _missing(folder: Path, subjects: Sequence[Subject]) -> set[str]:
-    """The names of the pictures that are not there."""
-    return {subject.name for subject in subjects if not _file(folder, subject).exists()}
+    """The names of the pictures that are not there, or are damaged."""
+    return {subject.name for subject in subjects if png_damage(_file(folder, subject))}
 
 
 def how_drawn(folder: Path) -> dict:

@@ -12,12 +12,22 @@ from PIL import Image
 from torch import Tensor
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
 from tqdm import tqdm
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.data.images import UnreadableImage, open_image
+from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.model_files import (
+    build_empty,
+    check_finite,
+    explain_failure,
+    may_be_hub_id,
+    quiet_transformers,
+    read_config,
+)
 from debias_diffusion.retrieval import encode_texts
 from debias_diffusion.toyworld.shipped import shipped
+from debias_diffusion.weights import read_state
 
 # Of generated and original images alike.
 RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"
@@ -32,11 +42,23 @@ Picture = str | os.PathLike | Callable[[], Image.Image]
 
 
 def open_picture(picture: Picture) -> Image.Image:
-    """The image, as RGB."""
-    if callable(picture):
-        return picture()
-    with Image.open(picture) as image:
-        return image.convert("RGB")
+    """The image, as RGB.
+
+    Raises:
+        UserError: it cannot be read (any more).
+    """
+    try:
+        return picture() if callable(picture) else open_image(picture)
+    except UnreadableImage as error:
+        if callable(picture):
+            raise UserError(
+                f"An image that could be read before cannot be read any more: {error}. Do not change the images while "
+                "they are evaluated; start the same command again, which leaves out what it cannot read."
+            ) from error
+        raise UserError(
+            f"The picture {os.fspath(picture)!r} cannot be read: {error}. Delete it and start the same command again, "
+            "which draws it anew."
+        ) from error
 
 
 def load_square(picture: Picture, size: int) -> Image.Image:
@@ -88,19 +110,16 @@ class InceptionFeatures:
         self.file = _cached_inception() if weights == CACHED else Path(weights)
         if not self.file.is_file():
             raise UserError(f"Inception weights {str(self.file)!r} are not there. {_INCEPTION_ADVICE}")
-        try:
-            state = torch.load(self.file, map_location="cpu", weights_only=True)
+        named = f"Inception weights {str(self.file)!r}"
+        with explain_failure(f"{named} cannot be used", _INCEPTION_ADVICE):
+            state = read_state(self.file)
+            check_finite(state.items(), named)
             # torch-fidelity unpickles what it is given without restraint. So it is given a copy of these tensors,
             # and never the file itself, which could also change between the check and its reading.
             copy = io.BytesIO()
             torch.save(state, copy)
             copy.seek(0)
             extractor = FeatureExtractorInceptionV3("inception", [str(n) for n in FID_FEATURES], copy)
-        except Exception as error:  # whatever a wrong or hostile file makes torch raise
-            raise UserError(
-                f"Inception weights {str(self.file)!r} cannot be used: {type(error).__name__}: {reason(error)}. "
-                f"{_INCEPTION_ADVICE}"
-            ) from error
         self.extractor = extractor.to(device)
         self.device = device
 
@@ -115,6 +134,16 @@ class InceptionFeatures:
 
 
 _EXAMPLES = {"dino": "facebook/dino-vits16", "dinov2": "facebook/dinov2-small"}
+
+
+def _check_config(model: str) -> None:
+    """Raises UserError where a folder's configuration asks for more than its files of weights can hold."""
+    folder = Path(model)
+    if folder.is_dir():
+        read_config(folder / "config.json")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
+        build_empty(lambda: AutoModel.from_config(config, trust_remote_code=False), held, repr(model))
 
 
 class ClsFeatures:
@@ -136,25 +165,34 @@ class ClsFeatures:
     """
 
     def __init__(self, model: str | os.PathLike, device: torch.device, option: str = "dino"):
-        try:
+        advice = (
+            f"Give {option} a folder of a transformers vision model with config.json and its weights, or a hub id such "
+            f"as {_EXAMPLES.get(option, _EXAMPLES['dino'])} once the hub's cache holds it, or null to skip its score."
+        )
+        with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_transformers():
+            place = shipped(model)
+            if not Path(place).is_dir() and not may_be_hub_id(place):
+                raise ValueError("it is not there")
+            _check_config(place)
             # Files that are no safetensors are read with weights_only=True.
-            loaded, info = AutoModel.from_pretrained(shipped(model), dtype=torch.float32, output_loading_info=True)
+            loaded, info = AutoModel.from_pretrained(
+                place, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            )
             # The pooler is not used, and DINO's weights have none.
             missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
             if missing:
                 raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
             if getattr(loaded, "pooler", None) is not None:
                 loaded.pooler = None  # random where its weights are missing, which no digest may depend on
+            check_finite(loaded.state_dict().items(), repr(os.fspath(model)))
             self.model = loaded.to(device).eval()
             self.size, self.width = self.model.config.image_size, self.model.config.hidden_size
             if self.model.config.model_type == "dinov2":
                 self.size = min(self.size, DINOV2_SIZE)
-        except Exception as error:  # whatever a wrong folder or a failed download raises
-            raise UserError(
-                f"The model {os.fspath(model)!r} could not be loaded: {reason(error)}. Give {option} a folder of a "
-                "transformers vision model with config.json and its weights, or a hub id such as "
-                f"{_EXAMPLES.get(option, _EXAMPLES['dino'])} once the hub's cache holds it, or null to skip its score."
-            ) from error
+            with torch.inference_mode():
+                states = self.model(pixel_values=torch.zeros(1, 3, self.size, self.size, device=device))[0]
+            if states.shape[-1] != self.width or not states.isfinite().all():
+                raise ValueError("its features of a black image are not finite, or not as wide as it says")
         self.device = device
 
     @torch.inference_mode()

@@ -13,13 +13,14 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes, toy_scene
-from debias_diffusion.data.dataset import UNREADABLE, unreadable
+from debias_diffusion.data.dataset import read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .encoders import check_encoders, labels
+from .feature_networks import open_picture
 from .generation_figures import plot, plot_examples
 from .inputs import check_batch_size, check_max_bad, check_output, check_share, print_left_out, read_pairs
 from .parts import Parts
@@ -252,7 +253,7 @@ class _Generation:
         shown = range(0, len(self.records), step)[:EXAMPLES]
         return plot_examples(
             [self.records[place].caption for place in shown],
-            [self.pairs.images.open(self.records[place].image) for place in shown],
+            [open_picture(partial(self.pairs.images.open, self.records[place].image)) for place in shown],
             {label: [files[place] for place in shown] for label, files in pictures.items()},
         )
 
@@ -261,10 +262,9 @@ def _with_readable_original(records: Sequence[Record], images: ImageSource) -> t
     """The positions of the records whose original can be decoded, and the others by name."""
     good, bad = [], []
     for index, record in enumerate(tqdm(records, desc="check originals")):
-        try:
-            images.open(record.image)
-        except UNREADABLE as error:
-            bad.append(unreadable(record, error))
+        image = read_or_bad(record, images.open)
+        if isinstance(image, BadRecord):
+            bad.append(image)
         else:
             good.append(index)
     return good, bad

@@ -10,6 +10,8 @@ from PIL import Image
 
 from debias_diffusion.data.sharegpt4v import printable
 
+from .feature_networks import open_picture
+
 _COLUMNS = 4
 _SENTENCES = "clip_score_"  # scores of one sentence each, by its number
 _OBJECTS = "objects_right_by_sentence"
@@ -99,7 +101,7 @@ def plot_examples(
 ) -> Figure:
     """One row a prompt: the prompt, its original, and the picture of each encoder; tiny ones with their pixels."""
     columns = {"the original image": originals}
-    columns |= {label: [_opened(file) for file in files] for label, files in pictures.items()}
+    columns |= {label: [open_picture(file) for file in files] for label, files in pictures.items()}
     figure = Figure(figsize=(3.4 + 2.2 * len(columns), 2.35 * len(captions)), layout="constrained", dpi=110)
     grid = figure.add_gridspec(len(captions), 1 + len(columns), width_ratios=[1.5, *[1] * len(columns)])
     for row, caption in enumerate(captions):
@@ -118,8 +120,3 @@ def plot_examples(
             if not row:
                 axes.set_title(label, fontsize="medium")
     return figure
-
-
-def _opened(file: str | os.PathLike) -> Image.Image:
-    with Image.open(file) as image:
-        return image.convert("RGB")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from debias_diffusion.data import BadRecord, ImageSource, Record
-from debias_diffusion.data.dataset import UNREADABLE, unreadable
+from debias_diffusion.data.dataset import read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.retrieval import encode_readable, none_readable
 
@@ -95,11 +95,10 @@ class ImageFeatures:
 
     def _fault(self, record: Record) -> BadRecord:
         """What is wrong with an image that is not among a piece's features, which may come from an earlier run."""
-        try:
-            self.images.open(record.image)
-        except UNREADABLE as error:
-            return unreadable(record, error)
-        return BadRecord(record.id, "unreadable image", "it could not be read when it was encoded")
+        image = read_or_bad(record, self.images.open)
+        if isinstance(image, BadRecord):
+            return image
+        return BadRecord(record.image, "unreadable image", f"{record.image}: it could not be read when it was encoded")
 
     def _stamps(self) -> str:
         total = hashlib.sha256()

@@ -22,7 +22,7 @@ class Pairs:
         digest: of all the data.
     """
 
-    records: list[Record]
+    records: Sequence[Record]
     images: ImageSource
     bad: list[BadRecord]
     digest: str

@@ -21,7 +21,7 @@ class Parts:
 
     A part is found again by what decides it: its settings, digests of its data and models, and the versions of the
     libraries. So a killed evaluation goes on with the first part that is not finished, a changed setting finds nothing,
-    and evaluations of the same encoders on the same data share what they have in common.
+    and evaluations of the same encoders on the same data share what they have in common. A damaged part is done again.
 
     Args:
         folder: where they are kept; made when the first part is.
@@ -43,11 +43,11 @@ class Parts:
         """
         depends, file = self._place(name, depends)
         kept = read_json_object(file)
-        if kept.get("depends") != depends or "result" not in kept:
+        if kept.get("depends") != depends or kept.get("sha256") != _digest(kept):
             started = time.monotonic()
             result = work()
             kept = {"depends": depends, "seconds": time.monotonic() - started, "result": result}
-            write_json(file, kept)
+            write_json(file, kept | {"sha256": _digest(kept)})
             kept = read_json_object(file)  # so that a first run and one that goes on see the same
         self.seconds += kept["seconds"]
         return kept["result"]
@@ -70,5 +70,10 @@ class Parts:
 
     def _place(self, name: str, depends: dict) -> tuple[dict, Path]:
         depends = json.loads(json.dumps({"part": name, **depends, "versions": versions()}))
-        key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
-        return depends, self.folder / f"{name}-{key}.json"
+        return depends, self.folder / f"{name}-{_digest(depends)[:24]}.json"
+
+
+def _digest(values: dict) -> str:
+    """sha256 of JSON values, but for one that is called so itself."""
+    values = {name: value for name, value in values.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

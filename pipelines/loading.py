@@ -1,18 +1,18 @@
 """A Stable Diffusion with its text encoders replaced, checked before gigabytes are read."""
 
 import os
-import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, UNet2DConditionModel
-from safetensors import SafetensorError
+from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_text_encoder, stretch_text_encoder
+from debias_diffusion.model_files import check_bounds, check_finite, explain_failure, may_be_hub_id, read_config
 from debias_diffusion.toyworld.shipped import shipped
 
 from .stable_diffusion import StableDiffusionLongPromptPipeline
@@ -20,6 +20,7 @@ from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
 
 SDXL = "StableDiffusionXLPipeline"
 PIPELINES = {SDXL: StableDiffusionXLLongPromptPipeline, "StableDiffusionPipeline": StableDiffusionLongPromptPipeline}
+_MOST_LATENTS = 8192  # of a side; no UNet is trained on a sixteenth of it
 STRETCH = "stretch"  # in place of a second encoder: the base's own, with Long-CLIP's stretched positions
 
 # What is loaded: everything; what reads prompts; what draws from their embeddings.
@@ -82,16 +83,17 @@ def load_pipeline(
         parts |= {"safety_checker": None, "requires_safety_checker": False}  # a gigabyte that looks at pictures
     if part != "denoiser":
         parts |= _replaced(base, kind, encoder, encoder_2, dtype)
-    try:
+    with explain_failure(f"The base model {base!r} could not be loaded", "Give an SDXL folder."):
         pipe = PIPELINES[kind].from_pretrained(base, **parts, **{_DTYPE_ARGUMENT: dtype})
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"The base model {base!r} could not be loaded: {reason(error)}. Give an SDXL folder."
-        ) from error
     if part != "denoiser" and encoder_2 == STRETCH:
         text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
         pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
-    return pipe.to(device)
+    pipe = pipe.to(device)
+    for name, component in pipe.components.items():
+        if isinstance(component, nn.Module):  # in the dtype that it runs in, to which others are cast
+            what = {"text_encoder": encoder, "text_encoder_2": encoder_2}.get(name) or f"{base}/{name}"
+            check_finite(component.state_dict().items(), repr(os.fspath(what)))
+    return pipe
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -107,13 +109,15 @@ def check_base(base: str | os.PathLike, kinds: tuple[str, ...] = (SDXL,)) -> str
     """
     base = shipped(base)
     is_folder = Path(base).is_dir()
-    if not is_folder and not re.fullmatch(r"[\w.-]+/[\w.-]+", base):
+    if not is_folder and not may_be_hub_id(base):
         raise UserError(f"The base model {base!r} is not there. Give an SDXL folder in diffusers' layout, or a hub id.")
-    try:
+    if is_folder:
+        for file in (Path(base) / "model_index.json", *sorted(Path(base).glob("*/*config.json"))):
+            if file.parent.name.partition("_")[0] != "tokenizer":  # whose numbers are no sizes
+                _read(file, base)
+    why = "it has no readable model_index.json" if is_folder else "no hub model of this name can be reached"
+    with explain_failure(f"The base model {base!r} cannot be read: {why}", "Give an SDXL folder."):
         kind = DiffusionPipeline.load_config(base)["_class_name"]
-    except (OSError, KeyError) as error:
-        why = "it has no readable model_index.json" if is_folder else "no hub model of this name can be reached"
-        raise UserError(f"The base model {base!r} cannot be read: {why}. Give an SDXL folder.") from error
     if kind not in kinds:
         raise UserError(f"The base model {base!r} is a {kind}, not a {' or a '.join(kinds)}. Give an SDXL folder.")
     return kind
@@ -122,28 +126,53 @@ def check_base(base: str | os.PathLike, kinds: tuple[str, ...] = (SDXL,)) -> str
 def default_size(base: str | os.PathLike) -> tuple[int, int]:
     """(height, width) in pixels of what a base draws if nothing else is asked; reads configurations only."""
     base = shipped(base)
-    scale = 2 ** (len(_config(base, AutoencoderKL, "vae")["block_out_channels"]) - 1)
-    size = _config(base, UNet2DConditionModel, "unet")["sample_size"]
-    height, width = (size, size) if isinstance(size, int) else size
-    return height * scale, width * scale
+    channels = _config(base, AutoencoderKL, "vae").get("block_out_channels")
+    size = _config(base, UNet2DConditionModel, "unet").get("sample_size")
+    sizes = size if isinstance(size, (list, tuple)) else [size, size]
+    if not isinstance(channels, (list, tuple)) or not 1 <= len(channels) <= 10:
+        raise UserError(
+            f"The base model {base!r} says block_out_channels {channels!r} in vae/config.json; it must be a list of 1 "
+            "to 10 numbers. Give a whole SDXL folder."
+        )
+    if len(sizes) != 2 or not all(type(side) is int and 1 <= side <= _MOST_LATENTS for side in sizes):
+        raise UserError(
+            f"The base model {base!r} says sample_size {size!r} in unet/config.json; it must be a whole number from 1 "
+            f"to {_MOST_LATENTS}, or two. Give height and width, or a whole SDXL folder."
+        )
+    height, width = (side * 2 ** (len(channels) - 1) for side in sizes)
+    return height, width
+
+
+def _read(file: Path, base: str) -> dict:
+    try:
+        return read_config(file)
+    except UserError as error:
+        raise UserError(f"The base model {base!r} cannot be read. {error} Give an SDXL folder.") from error
 
 
 def _config(base: str, cls: type, subfolder: str) -> dict:
-    try:
-        return cls.load_config(base, subfolder=subfolder)
-    except OSError as error:
+    named = f"The base model {base!r} has no readable {subfolder}/config.json"
+    with explain_failure(named, "Give a whole SDXL folder."):
+        config = cls.load_config(base, subfolder=subfolder)
+        check_bounds(config, f"The {subfolder}/config.json of {base!r}")
+        return config
+
+
+def _width(base: str) -> int:
+    """What the UNet reads: the length of a hidden state."""
+    width = _config(base, UNet2DConditionModel, "unet").get("cross_attention_dim")
+    if type(width) is not int:
         raise UserError(
-            f"The base model {base!r} has no readable {subfolder}/config.json. Give a whole SDXL folder."
-        ) from error
+            f"The base model {base!r} says cross_attention_dim {width!r} in unet/config.json, not a whole number. Give "
+            "a whole SDXL folder."
+        )
+    return width
 
 
 def _text_config(base: str, subfolder: str) -> CLIPTextConfig:
-    try:
+    named = f"The base model {base!r} has no readable {subfolder}/config.json"
+    with explain_failure(named, "Give a whole SDXL folder."):
         return CLIPTextConfig.from_pretrained(base, subfolder=subfolder)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"The base model {base!r} has no readable {subfolder}/config.json. Give a whole SDXL folder."
-        ) from error
 
 
 def _replaced(
@@ -159,7 +188,8 @@ def _replaced(
         text_encoder, tokenizer = load_text_encoder(encoder_2)
         _check_second(text_encoder, os.fspath(encoder_2), base)
         # Pads are what the UNet was trained to see after a text; another file's tokenizer may name others.
-        tokenizer.pad_token = CLIPTokenizer.from_pretrained(base, subfolder="tokenizer_2").pad_token
+        with explain_failure(f"The tokenizer_2 of the base model {base!r} could not be loaded"):
+            tokenizer.pad_token = CLIPTokenizer.from_pretrained(base, subfolder="tokenizer_2").pad_token
         replaced |= {"text_encoder_2": text_encoder.to(dtype), "tokenizer_2": tokenizer}
     return replaced
 
@@ -167,7 +197,7 @@ def _replaced(
 def _check_first(text_encoder: PreTrainedModel, encoder: str, base: str) -> None:
     width = text_encoder.config.hidden_size
     second = _text_config(base, "text_encoder_2").hidden_size
-    unet = _config(base, UNet2DConditionModel, "unet")["cross_attention_dim"]
+    unet = _width(base)
     if width + second == unet:
         return
     model = _CLIP_OF_WIDTH.get(unet - second)
@@ -189,7 +219,7 @@ def check_same_width(encoder: str, width: int, base: str, own: int) -> None:
 
 def _check_only(text_encoder: PreTrainedModel, encoder: str, base: str) -> None:
     """The encoder of a base that has one, and reads its last layer instead of the one before."""
-    width, unet = text_encoder.config.hidden_size, _config(base, UNet2DConditionModel, "unet")["cross_attention_dim"]
+    width, unet = text_encoder.config.hidden_size, _width(base)
     if width != unet:
         model = _CLIP_OF_WIDTH.get(unet)
         raise UserError(

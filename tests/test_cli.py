@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -149,3 +152,44 @@ def test_users_errors_have_no_traceback(capsys, tmp_path, world):
     assert code == 2 and "The prompt is empty" in err
     code, _, err = run(capsys, "generate", "x" * 100_000, "--base=/nowhere")
     assert code == 2 and "has 100,000 characters; at most 20,000" in err
+
+
+def test_paths_that_cannot_be_used_have_no_traceback(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    settings = ["generate", "a star", "--base=toy/sdxl", "--steps=1"]
+    for output in (
+        tmp_path / f"{'x' * 300}.png",
+        tmp_path / ("x/" * 3000) / "a.png",
+        tmp_path / "file" / "x" / "a.png",
+    ):
+        code, _, err = run(capsys, *settings, "--output", output)
+        assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    (tmp_path / "loop").symlink_to("loop")
+    code, _, err = run(capsys, *settings, "--output", tmp_path / "loop" / "a.png")
+    assert code == 2 and "loop' cannot be made" in err, err
+    name = f"{'x' * 251}.png"
+    assert run(capsys, *settings, "--output", tmp_path / name)[0] == 0 and (tmp_path / name).is_file()
+
+
+def test_a_closed_pipe_loses_no_work(tmp_path):
+    """As `debias-diffusion ... 2>&1 | head -1`, which reads nothing any more."""
+    (tmp_path / "p.txt").write_text("a star\na ring")
+    command = [sys.executable, "-m", "debias_diffusion.app.cli", "generate", "--prompts", tmp_path / "p.txt"]
+    command += ["--base=toy/sdxl", "--steps=1", "--device=cpu", "--output", tmp_path / "out"]
+    reader, writer = os.pipe()
+    with open(tmp_path / "errors", "wb") as errors:
+        process = subprocess.Popen(command, stdout=writer, stderr=errors, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+        os.close(writer)
+        assert os.read(reader, 9) == b"Prompts: "
+        os.close(reader)
+        assert process.wait(timeout=300) == 0
+    written = (tmp_path / "errors").read_text()
+    assert "Traceback" not in written and "BrokenPipe" not in written
+    assert (tmp_path / "out" / "index.jsonl").is_file() and len(list((tmp_path / "out").glob("0*.png"))) == 2
+
+
+@pytest.mark.parametrize("closing", ["2>&1 | head -1", ">&- 2>&-", "| true"])
+def test_help_ends_quietly_when_nobody_reads(closing):
+    command = f"{sys.executable} -m debias_diffusion.app.cli --help {closing}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert done.stderr == "" and done.stdout in ("", "usage: debias-diffusion COMMAND [options]\n")

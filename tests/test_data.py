@@ -154,7 +154,7 @@ def test_jsonl_and_json_give_the_same_records(texts):
 
 
 def test_a_jsonl_without_a_usable_line_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is not there. Give a file with lines"):
+    with pytest.raises(UserError, match="is not there. It must have the shape .* in each line"):
         read_jsonl(tmp_path / "d.jsonl")
     for content, message in (
         ("", "has 0 entries"),

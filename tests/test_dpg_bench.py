@@ -412,6 +412,34 @@ def test_a_killed_run_asks_only_what_is_missing_and_ends_the_same(vilt, tmp_path
     assert without_seconds(run(tmp_path, vilt)) == without_seconds(before)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"something", b"something\nelse", b'{"settings": 3', b'{"settings": {}}\n' + b"[" * 100_000 + b"\n", b"\xff\n"],
+)
+def test_a_file_that_holds_no_answers_is_left_as_it_is(tmp_path, content):
+    file = tmp_path / "answers.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="holds something other than answers"):
+        dpg_bench.Answers(file, {"a": 1})
+    assert file.read_bytes() == content
+
+
+def test_answers_begin_and_go_on_where_a_killed_run_stopped(tmp_path):
+    file, target = tmp_path / "answers.jsonl", tmp_path / "mine"
+    file.symlink_to(target)
+    answers = dpg_bench.Answers(file, {"a": 1})
+    assert not target.exists() and not file.is_symlink()  # what is begun takes a link's place, not its target's
+    answers.add({("1", 0, 1): "yes"})
+    whole = file.read_bytes()
+    for killed in (b"", whole[:5], whole[: whole.index(b"\n")], whole[:-9], whole):
+        file.write_bytes(killed)
+        again = dpg_bench.Answers(file, {"a": 1})
+        assert again.given == ({("1", 0, 1): "yes"} if killed == whole else {})
+        if killed != whole:
+            again.add({("1", 0, 1): "yes"})
+        assert file.read_bytes() == whole
+
+
 def test_answers_given_with_other_settings_are_refused(vilt, blip, tmp_path):
     write_bench(tmp_path / "bench"), write_pictures(tmp_path / "pictures")
     run(tmp_path, vilt)

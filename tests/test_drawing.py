@@ -140,6 +140,16 @@ def test_what_is_missing_is_drawn_bit_for_bit_and_the_rest_stays(gone, together,
     }
 
 
+def test_what_is_damaged_is_drawn_again(together, base, long_encoder, tmp_path):
+    for file in (*together, together[0].parent / "settings.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for place, end in ((1, -20), (4, 300), (6, 0)):
+        (tmp_path / f"{place:06}.png").write_bytes(together[place].read_bytes()[:end])
+    (tmp_path / ".folder.tmp").mkdir()
+    files = drawn(tmp_path, base, long_encoder, images_at_once=2)
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in together]
+
+
 def test_encoders_share_the_rest_of_the_base(cut, whole, base, long_encoder, tmp_path):
     own = Drawing(DrawingSettings(base, STEPS), Processes("cpu"))
     first = own.draw(long_encoder, tmp_path / "long", SUBJECTS, "long")
@@ -216,6 +226,12 @@ def test_folders_have_safe_and_different_names(labels):
     assert list(names) == labels and len({name.lower() for name in names.values()}) == len(labels)
     for name in names.values():
         assert Path("x", name).parent == Path("x") and not name.startswith(".") and not set(name) & set('/\\:*?"<>|\0 ')
+
+
+def test_long_names_leave_room_for_what_is_put_behind_them():
+    names = folder_names(["x" * 255, "x" * 254, "猫" * 85, "猫" * 60])
+    assert all(len(os.fsencode(name)) <= 200 for name in names.values()) and names["猫" * 60] == "猫" * 60
+    assert len(set(names.values())) == 4
 
 
 def test_names_that_are_safe_stay():

@@ -402,6 +402,38 @@ def test_of_a_training_run_the_model_counts_and_not_the_log(many, tmp_path):
     assert len(pictures(folder)) == 1
 
 
+def test_a_file_behind_a_models_name_counts(tmp_path):
+    (tmp_path / "own.pt").write_bytes(b"some weights")
+    for option in ("encoder", "encoder_2"):
+        config = GenerateConfig("a star", **TOY | {option: f"ViT-L-14-quickgelu:{tmp_path / 'own.pt'}"})
+        assert drawing.Studio(config, torch.device("cpu")).settings()[f"{option}_sha256"] == digest(tmp_path / "own.pt")
+    for encoder in ("ViT-L-14-quickgelu:openai", "owner/name", "local-dir:nowhere"):
+        config = GenerateConfig("a star", **TOY | {"encoder": encoder})
+        assert drawing.Studio(config, torch.device("cpu")).settings()["encoder_sha256"] is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file that opens and cannot be read")
+def test_an_encoder_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "model.safetensors").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=r"The model '.*/encoder' cannot be read \(.*Input/output error"):
+        generate(GenerateConfig("a", output=str(tmp_path / "a.png"), **TOY | {"encoder": str(tmp_path / "encoder")}))
+
+
+def test_seeds_end_where_generators_end(tmp_path, many):
+    last = 2**63 - 1
+    settings = TOY | {"output": str(tmp_path / "a"), "images_per_prompt": 3}
+    with pytest.raises(UserError, match=f"The seed {last - 1} is too large for 3 images"):
+        generate(GenerateConfig("a", seed=last - 1, **settings))
+    with pytest.raises(UserError, match=f"The seed {last + 1} is too large for 1 image:"):
+        many("seeds", ["a star", "a ring"], seed=last)
+    with pytest.raises(UserError, match="makes? 2,000,000; one run draws at most 1,000,000"):
+        many("seeds", ["a star", "a ring"], images_per_prompt=1_000_000)
+    assert not (tmp_path / "a").exists()
+    folder = many("seeds", ["a star", "a ring"], seed=last - 1)
+    assert list(pictures(folder)) == [f"00000-{last - 1}-a-star.png", f"00001-{last}-a-ring.png"]
+
+
 def test_a_killed_run_goes_on_and_ends_equal(many, tmp_path):
     whole, folder = many("whole", images_per_prompt=3, batch=2), tmp_path / "killed"
     settings = TOY | {"prompts": str(whole.with_suffix(".txt")), "images_per_prompt": 3, "batch": 2}
@@ -439,6 +471,47 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
     for text in ("3", "[" * 100_000):
         write_png(image, path, {"settings": text})
         assert read_settings(path) is None
+
+
+def test_an_unfinished_picture_is_written_through_no_link(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / ".a.png.tmp").symlink_to(tmp_path / "mine")
+    write_png(Image.new("RGB", (8, 8)), tmp_path / "a.png", {})
+    assert (tmp_path / "mine").read_text() == "precious" and not (tmp_path / "a.png").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "damaged", [lambda png: png[:-30], lambda png: png[: len(png) // 2], lambda png: png[:-60] + b"?" + png[-59:]]
+)
+def test_a_damaged_picture_is_drawn_again(drawn, many, damaged, capsys):
+    before = pictures(drawn)
+    name = list(before)[2]
+    for place in ("drawn/contact-sheet.png", "drawn/index.jsonl"):
+        (drawn.parent / place).unlink()
+    (drawn / name).write_bytes(damaged(before[name]))
+    assert read_settings(drawn / name) is not None
+    many("drawn")
+    assert pictures(drawn) == before and len(lines_of(drawn / "index.jsonl")) == 6
+    printed = capsys.readouterr().out
+    assert f"Damaged: 1 of the pictures, drawn again, the first {name} (" in printed and "5 are in" in printed
+
+
+def test_a_picture_that_no_contact_sheet_can_show_is_named(tmp_path):
+    write_png(Image.effect_noise((64, 64), 50), tmp_path / "a.png", {})
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:500])
+    Image.new("RGB", (8, 8)).save(tmp_path / "c.png", format="JPEG")  # no other reader is offered the file
+    for name in ("b.png", "c.png"):
+        with pytest.raises(UserError, match=f"The picture .*{name}' cannot be read .* Remove it"):
+            contact_sheet.write_contact_sheets(tmp_path, [(tmp_path / name, "", "")])
+
+
+@pytest.mark.parametrize("name", ["index.jsonl", "left-out.jsonl", "contact-sheet.png", "contact-sheet-2.png", ".lock"])
+def test_a_folder_where_a_file_is_written_is_told_before_anything_is_drawn(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
+    (tmp_path / "out" / name).mkdir(parents=True)
+    (tmp_path / "p.txt").write_text("a star")
+    with pytest.raises(UserError, match=f"{name}' is (a folder|no regular file)"):
+        generate(GenerateConfig(None, prompts=str(tmp_path / "p.txt"), output=str(tmp_path / "out"), **TOY))
 
 
 def test_the_first_difference():

@@ -1,10 +1,12 @@
 """Files of prompts: what is read of them, and what is left out by its line."""
 
 import json
+import os
 
 import pytest
 
-from debias_diffusion.app.prompts import MAX_SEED, Prompt, parse_seed, read_prompts
+from debias_diffusion.app import prompts
+from debias_diffusion.app.prompts import MAX_SEED, Prompt, check_last_seed, parse_seed, read_prompts
 from debias_diffusion.errors import UserError
 
 
@@ -101,11 +103,11 @@ def test_csv(tmp_path):
         Prompt(2, "c", seed=8),
     ]
     assert file.lines == {0: 2, 1: 5, 2: 7}
-    assert file.left_out == [] and file.unused == ["note"]
+    assert file.left_out == [] and file.unused == ["note"] and file.over_lines == [(2, 3)]
 
 
 def test_a_bad_row_of_csv_is_named(tmp_path):
-    rows = ["prompt,seed", "a,1", "b,x", ",3", "c,4,5", '"d" e,6', "f,7", '"never closed', "g,8"]
+    rows = ["prompt,seed", "a,1", "b,x", ",3", "c,4,5", '"d" e,6', "f,7"]
     file = read(tmp_path, "p.csv", "\n".join(rows))
     assert [(prompt.number, prompt.text) for prompt in file.prompts] == [(0, "a"), (5, "f")]
     assert left_out(file) == [
@@ -113,11 +115,48 @@ def test_a_bad_row_of_csv_is_named(tmp_path):
         ("line 4", "It has no prompt, only: seed."),
         ("line 5", "It has 3 cells, and the first line names 2 columns."),
         ("line 6", "Not CSV: ',' expected after '\"'."),
-        ("line 8", "Not CSV: unexpected end of data."),
     ]
     file = read(tmp_path, "p.csv", "prompt\n" + "x" * 200_000 + "\nlast")
     assert [prompt.text for prompt in file.prompts] == ["last"]
     assert left_out(file) == [("line 2", "Not CSV: field larger than field limit (131072).")]
+
+
+@pytest.mark.parametrize(
+    ("bad", "lines"),
+    [
+        ('"never closed', "from line 3 to line 1001"),  # all that follows would be its cell
+        ('"closed by the next one\n"that opens", 7', "from line 3 to line 4"),
+        ('a cat,"' + "x" * 30_000 + "\n" + '", 1', "from line 3 to line 4"),
+        ('"a cat\n",1,2,3', "from line 3 to line 4"),
+    ],
+)
+def test_a_quotation_mark_that_is_not_closed_loses_no_prompts(tmp_path, bad, lines):
+    rows = ["prompt,seed", *(f"prompt {i},{i}" for i in range(1000))]
+    rows[2] = bad
+    with pytest.raises(UserError, match=f"is no CSV {lines}: a quotation mark opened in line 3 is not closed"):
+        read(tmp_path, "p.csv", "\n".join(rows))
+
+
+def test_text_in_utf_16_without_a_mark_is_not_taken_for_prompts(tmp_path):
+    for name in ("p.txt", "p.csv"):
+        with pytest.raises(UserError, match=r"prompt holds the character '.x00'|has no column 'prompt'"):
+            read(tmp_path, name, "prompt\na cat".encode("utf-16-le"))
+    file = read(tmp_path, "p.jsonl", json.dumps({"prompt": "a\0cat"}) + '\n{"prompt": "b"}')
+    assert left_out(file) == [("line 1", r"The prompt holds the character '\x00'. Write it as UTF-8.")]
+
+
+def test_only_a_regular_file_of_bounded_length_is_read(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "fifo.txt")
+    with pytest.raises(UserError, match="is no regular file"):
+        read_prompts(tmp_path / "fifo.txt")
+    with open(tmp_path / "long.txt", "wb") as file:
+        file.truncate(2**31)  # of holes
+    with pytest.raises(UserError, match="more than 1,073,741,824 bytes. Split it"):
+        read_prompts(tmp_path / "long.txt")
+    monkeypatch.setattr(prompts, "MAX_PROMPTS", 3)
+    assert len(read(tmp_path, "p.txt", "a\nb\nc").prompts) == 3
+    with pytest.raises(UserError, match="more than 3 entries"):
+        read(tmp_path, "p.txt", "a\nb\nc\nd")
 
 
 @pytest.mark.parametrize(
@@ -156,3 +195,9 @@ def test_seeds():
     for value in (-1, MAX_SEED + 1, 1e300, "1e3", "", "٣", None, False):
         with pytest.raises(UserError, match="The seed must be"):
             parse_seed(value)
+
+
+def test_the_last_seed_is_one_too():
+    check_last_seed(MAX_SEED - 3, 4)
+    with pytest.raises(UserError, match=f"The seed {MAX_SEED - 2} is too large for 4 images.*2\\^63 - 1"):
+        check_last_seed(MAX_SEED - 2, 4)

@@ -12,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import open_clip
+import poisoned_training
 import pytest
 import torch
 from PIL import Image
+from poisoned_training import poisoned_by
 from safetensors.torch import load_file
 from tiny_clip import save_tiny_clip, tiny_siglip
 from tiny_data import make_tiny_data
@@ -27,7 +29,7 @@ from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import explain_full_disk, restore_folder, whole_folder
 from debias_diffusion.recipes import RECIPES
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training import TrainConfig, loop, train
 from debias_diffusion.training.batches import GlobalBatches
 
 STEPS = 7
@@ -148,16 +150,19 @@ def test_sigterm_writes_a_checkpoint_and_exits_cleanly(world, finished, tmp_path
     assert same_weights(tmp_path, finished)
 
 
-def command_of_two_processes(settings: TrainConfig) -> list[str]:
+COMMAND_LINE = ("-m", "debias_diffusion.app.cli")
+
+
+def command_of_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> list[str]:
     names = [name for name in settings.__dataclass_fields__ if getattr(settings, name) is not None and name != "betas"]
     options = [f"--{name}={getattr(settings, name)}" for name in names]
     # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    return [*launch, "-m", "debias_diffusion.app.cli", "train", *options]
+    return [*launch, *program, "train", *options]
 
 
-def run_in_two_processes(settings: TrainConfig) -> str:
-    command = command_of_two_processes(settings)
+def run_in_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> str:
+    command = command_of_two_processes(settings, program)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -310,16 +315,6 @@ def test_stretching_all_positions(world, tmp_path):
     assert (last.context_length, last.kept_positions) == (308, 0)
 
 
-def poison(world, folder, word):
-    """The base model, with a word whose embedding is not a number."""
-    backbone = load_backbone(world[0])
-    (token,) = backbone.tokenizer.text_ids([word])[0]
-    with torch.no_grad():
-        backbone.model.token_embedding.weight[token] = torch.nan
-    backbone.save(folder)
-    return str(folder), token
-
-
 def data_with_fifteen(folder):
     """(data file, image folder): the sixteenth caption has the word."""
     data, images = make_tiny_data(folder)
@@ -329,30 +324,30 @@ def data_with_fifteen(folder):
     return data, images
 
 
-def test_a_step_whose_loss_is_not_finite_is_not_applied_and_its_samples_are_named(world, tmp_path):
-    model, token = poison(world, tmp_path / "base", "fifteen")
+def test_a_step_whose_loss_is_not_finite_is_not_applied_and_its_samples_are_named(world, tmp_path, monkeypatch):
     data, images = data_with_fifteen(tmp_path / "world")
-    train(config((model, data, images), tmp_path / "run", max_steps=9))
+    monkeypatch.setattr(loop, "prepare_backbone", poisoned_by("fifteen"))
+    train(config((world[0], data, images), tmp_path / "run", max_steps=9))
     named = [json.loads(line) for line in (tmp_path / "run" / "not-finite.jsonl").read_text().splitlines()]
     left_out = {line["step"] for line in named}
     assert named and all("15.png" in line["samples"] and len(line["samples"]) == 8 for line in named)
     assert {line["step"] for line in log(tmp_path / "run") if "loss" in line} == set(range(1, 10)) - left_out
-    before, after = (load_file(Path(f) / "open_clip_model.safetensors") for f in (model, tmp_path / "run" / "last"))
-    rows = torch.arange(len(after["token_embedding.weight"])) != token
+    before, after = (load_file(Path(f) / "open_clip_model.safetensors") for f in (world[0], tmp_path / "run" / "last"))
     assert all(tensor.isfinite().all() for name, tensor in after.items() if name != "token_embedding.weight")
-    assert after["token_embedding.weight"][rows].isfinite().all()
+    assert after["token_embedding.weight"].isfinite().all(dim=1).logical_not().sum() == 1  # the word's own row
     assert not torch.equal(after["ln_final.weight"], before["ln_final.weight"])
 
 
-def test_two_processes_share_image_features_and_what_goes_wrong(world, tmp_path):
+def test_two_processes_share_image_features_and_what_goes_wrong(world, tmp_path, monkeypatch):
     """A frozen image tower, a broken image and steps that are not finite, by one process and by two."""
-    model, _ = poison(world, tmp_path / "base", "fifteen")
+    monkeypatch.setattr(loop, "prepare_backbone", poisoned_by("fifteen"))
     data, images = data_with_fifteen(tmp_path / "world")
     Path(images, "7.png").write_text("not an image")
     settings = dict(freeze_image_tower=True, max_bad=0.1, max_steps=6, eval_every=6)
     runs = [tmp_path / "alone" / "run", tmp_path / "shared" / "run"]  # each with a feature cache beside it
-    train(config((model, data, images), runs[0], **settings))
-    run_in_two_processes(config((model, data, images), runs[1], **settings))
+    train(config((world[0], data, images), runs[0], **settings))
+    program = (str(Path(poisoned_training.__file__)), "fifteen")
+    run_in_two_processes(config((world[0], data, images), runs[1], **settings), program)
     for name in ("not-finite.jsonl", "bad-records.jsonl"):
         alone, shared = ([json.loads(line) for line in (run / name).read_text().splitlines()] for run in runs)
         assert shared and {json.dumps(line) for line in shared} == {json.dumps(line) for line in alone}
@@ -361,14 +356,14 @@ def test_two_processes_share_image_features_and_what_goes_wrong(world, tmp_path)
     assert len(parts) == 2 and sum(part.stat().st_size for part in parts) == 23 * 24 * 4
 
 
-def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path):
-    model, _ = poison(world, tmp_path / "base", "number")  # in every caption
+def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "prepare_backbone", poisoned_by("number"))  # in every caption
     with pytest.raises(UserError, match=r"loss of step 3 is not finite.*like the 2 before it.*not-finite.jsonl"):
-        train(config((model, *world[1:]), tmp_path / "run", validation=0))
+        train(config(world, tmp_path / "run", validation=0))
     assert len((tmp_path / "run" / "not-finite.jsonl").read_text().splitlines()) == 3
     # Started again it counts on from its checkpoint, and names each step once.
     with pytest.raises(UserError, match="like the 2 before it"):
-        train(config((model, *world[1:]), tmp_path / "run", validation=0))
+        train(config(world, tmp_path / "run", validation=0))
     assert len((tmp_path / "run" / "not-finite.jsonl").read_text().splitlines()) == 3
 
 

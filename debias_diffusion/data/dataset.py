@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from PIL import Image
@@ -10,14 +11,12 @@ from torch.utils.data import Dataset
 from ..errors import UserError
 from ..recipes import Caption, Recipe
 from ..tokens import CaptionTokenizer, TokenBatch
-from .images import ImageSource
+from .images import ImageSource, as_unreadable
 from .sharegpt4v import BadRecord, Record
-
-# What Pillow raises for files that are missing, cut short, absurdly large or no images.
-UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 _ATTEMPTS = 20  # how many records in a row may be unreadable before a sample gives up
 
+T = TypeVar("T")
 Key = tuple[int, int, int]  # (epoch, index of the record, its place in the epoch)
 
 
@@ -73,10 +72,9 @@ class CaptionDataset(Dataset):
         epoch = key[0]
         bad = []
         for record in self._candidates(*key):
-            try:
-                image = self.preprocess(self.images.open(record.image))
-            except UNREADABLE as error:
-                bad.append(unreadable(record, error))
+            image = read_or_bad(record, lambda name: self.preprocess(self.images.open(name)))
+            if isinstance(image, BadRecord):
+                bad.append(image)
                 continue
             captions = self.recipe.captions(record.caption, self.tokenizer, self.seed, epoch, record.sample_id)
             return Sample(key, record.sample_id, image, captions, bad)
@@ -96,8 +94,24 @@ class CaptionDataset(Dataset):
 
 def unreadable(record: Record, error: Exception) -> BadRecord:
     """A record whose image cannot be used, with the kind of fault."""
-    kinds = {FileNotFoundError: "missing image", Image.DecompressionBombError: "absurdly large image"}
-    return BadRecord(record.image, kinds.get(type(error), "unreadable image"), f"{record.image}: {error}")
+    fault = as_unreadable(error)
+    return BadRecord(record.image, fault.kind, f"{record.image}: {fault}")
+
+
+def read_or_bad(record: Record, read: Callable[[str], T]) -> T | BadRecord:
+    """What `read` makes of the record's image, or the record by name, whatever Exception that image leads to.
+
+    A damaged image makes decoders raise almost anything, so that no list of errors would be complete.
+
+    Raises:
+        UserError: `read` raised it; no image is the cause of one.
+    """
+    try:
+        return read(record.image)
+    except UserError:
+        raise
+    except Exception as error:
+        return unreadable(record, error)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..errors import UserError
+from ..files import open_regular
 from .images import ImageFolder
-from .sharegpt4v import Captions, Record, fold, is_text, sort_out, utf8
+from .records import PackedRecords
+from .sharegpt4v import Captions, Record, folded, is_text, sort_out, utf8
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTION = "txt"
@@ -34,7 +36,7 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     _require_partners(os.fspath(root), pairs)
     names = [(image, caption) for _, ((image,), (caption,)) in sorted(pairs.items())]
     bar = tqdm(names, desc="reading captions", unit=" captions", disable=len(names) < 10_000)
-    captions = sort_out(((_shown(pair[0]), pair) for pair in bar), lambda pair: _read(images, *pair))
+    captions = sort_out(((_shown(pair[0]), pair) for pair in bar), lambda pair: _read(images, *pair), PackedRecords)
     if not captions.records:
         raise UserError(
             f"The folder {os.fspath(root)!r} has {len(names)} pairs and none is usable. The first fault: "
@@ -59,7 +61,7 @@ def _files(root: Path) -> Iterator[str]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
+            if not name.startswith(".") and os.path.isfile(path):
                 yield path.relative_to(root).as_posix()
 
 
@@ -105,13 +107,13 @@ def _read(folder: ImageFolder, image: str, caption: str) -> Record:
     if not is_text(image):
         raise ValueError(f"bad file name: {_shown(image)} is not UTF-8")
     try:
-        with open(folder.path(caption), "rb") as file:
+        with open_regular(folder.path(caption)) as file:
             content = file.read(_LARGEST + 1)
     except (OSError, ValueError) as error:
         raise ValueError(f"unreadable caption file: {caption}: {getattr(error, 'strerror', error)}") from None
     if len(content) > _LARGEST:
         raise ValueError(f"absurdly large caption: {caption} has more than {_LARGEST} bytes")
-    return Record(image, image, fold(utf8(content, caption), f"image {image}"))
+    return Record(image, image, folded(utf8(content, caption), f"image {image}"))
 
 
 def _shown(name: str) -> str:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from ..errors import UserError, near_matches
 from .images import ImageFolder, ImageSource
-from .sharegpt4v import BadRecord, fold, is_text, sort_out
+from .sharegpt4v import BadRecord, answer_of, fold, is_text, sort_out
 
 CAPTIONS = 5  # of each image of COCO, which has up to seven; published numbers use the first five
 SHAREGPT4V_HELD_OUT = 1000  # its first entries, which nobody trains on
@@ -165,8 +165,8 @@ def _grouped(name: str, root: Path, entries: list[Entry], bad: list[BadRecord], 
         )
     captions, image_of, empty = [], [], []
     for position, (image, own) in enumerate(by_image.items()):
-        given = [(entry.where, caption) for entry in own for caption in entry.captions]
-        texts = [fold(caption, where) for where, caption in given if is_text(caption) and caption.strip()]
+        given = [caption for entry in own for caption in entry.captions]
+        texts = [fold(caption) for caption in given if is_text(caption) and caption.strip()]
         if not texts:
             raise UserError(
                 f"{own[0].where} of {name} in {str(root)!r} has no caption for the image {image!r}. Download it again."
@@ -325,8 +325,8 @@ def _sharegpt4v(root: Path) -> Iterator[tuple[str, object]]:
 def _read_sharegpt4v(where: str, entry) -> Entry:
     fields = _fields(entry)
     try:
-        captions = (fields["conversations"][1]["value"],)
-    except (KeyError, IndexError, TypeError):
+        captions = (answer_of(fields),)
+    except (LookupError, TypeError):
         captions = ()
     return Entry(where, fields.get("image"), captions)
 

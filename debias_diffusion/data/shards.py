@@ -18,16 +18,17 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..errors import UserError
-from ..files import sha256
-from .images import decoded, digest_of
-from .sharegpt4v import BadRecord, Captions, Record, caption_of, fold, is_text, utf8
+from ..files import open_regular, sha256
+from .images import LARGEST, decode_image, digest_of, image_errors, path_inside
+from .records import PackedRecords
+from .sharegpt4v import BadRecord, Captions, Record, caption_of, folded, is_text, utf8
 
 MANIFEST = "shards.json"  # what `debias-diffusion shards` leaves beside its shards
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _TEXTS = ("txt", "json")
-_FORMATS = ("JPEG", "PNG", "WEBP")  # what Pillow may take the bytes for; some of its other readers start programs
-_LARGEST = {**dict.fromkeys(_IMAGES, 1 << 28), **dict.fromkeys(_TEXTS, 1 << 20)}  # bytes
+_FORMATS = ("JPEG", "PNG", "WEBP")  # what these names promise
+_LARGEST = {**dict.fromkeys(_IMAGES, LARGEST), **dict.fromkeys(_TEXTS, 1 << 20)}  # bytes
 
 _BLOCK = 512  # bytes, a tar's unit
 _OPENED = 128  # shards kept open at once
@@ -46,22 +47,22 @@ class ShardImages:
     """
 
     def __init__(self, root: str | os.PathLike):
-        self.root = Path(root).resolve()
+        self.root = Path(os.path.realpath(root))
         # What is dropped from the cache is closed when the last read from it is over.
-        self._opened = lru_cache(maxsize=_OPENED)(lambda shard: io.FileIO(self._path(shard)))
+        self._opened = lru_cache(maxsize=_OPENED)(lambda shard: open_regular(self._path(shard)))
 
     def __reduce__(self):
         return ShardImages, (self.root,)
 
     def open(self, image: str) -> Image.Image:
-        """The decoded RGB image. Raises OSError, ValueError or PIL's own errors when it cannot be had."""
-        shard, offset, size = _locate(image)
-        opened = self._opened(shard)  # held while it is read, because another thread may drop it from the cache
-        content = os.pread(opened.fileno(), size, offset)
-        if len(content) < size:
-            raise OSError(f"{shard!r} ends inside the image, and did not when it was indexed")
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as file:
-            return decoded(file)
+        """The decoded RGB image. Raises UnreadableImage when it cannot be had."""
+        with image_errors():
+            shard, offset, size = _locate(image)
+            opened = self._opened(shard)  # held while it is read, because another thread may drop it from the cache
+            content = os.pread(opened.fileno(), size, offset)
+            if len(content) < size:
+                raise OSError(f"{shard!r} ends inside the image, and did not when it was indexed")
+            return decode_image(io.BytesIO(content), _FORMATS)
 
     def is_there(self, image: str) -> bool:
         """Whether the shard is there and long enough."""
@@ -85,10 +86,7 @@ class ShardImages:
 
     def _path(self, shard: str) -> Path:
         """Where a shard lies. Raises ValueError when that is outside the root (symbolic links resolved)."""
-        path = (self.root / shard).resolve()
-        if not path.is_relative_to(self.root):
-            raise ValueError(f"shard {shard!r} leaves the folder")
-        return path
+        return path_inside(self.root, shard)
 
 
 def _locate(image: str) -> tuple[str, int, int]:
@@ -115,11 +113,15 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
     names = _shard_names(Path(data))
     images = ShardImages(_root(Path(data)))
     expected = {shard["name"]: shard["samples"] for shard in _finished_manifest(images.root)}
-    records, bad = [], []
-    for name in tqdm(names, desc="reading shards", unit=" shards", disable=len(names) < 20):
-        found, faults = _read_shard(images, name, expected.get(name))
-        records += found
-        bad += faults
+    bad: list[BadRecord] = []
+
+    def read() -> Iterator[Record]:
+        for name in tqdm(names, desc="reading shards", unit=" shards", disable=len(names) < 20):
+            found, faults = _read_shard(images, name, expected.get(name))
+            bad.extend(faults)
+            yield from found
+
+    records = PackedRecords(read())
     missing = sorted(expected.keys() - set(names)) if Path(data).is_dir() else []
     bad += [BadRecord(name, "missing shard", f"{expected[name]} samples") for name in missing]
     if not records:
@@ -137,7 +139,7 @@ def _shard_names(data: Path) -> list[str]:
     if not data.exists():
         raise UserError(f"The shards {os.fspath(data)!r} are not there. Give a folder of *.tar, or one tar.")
     if not data.is_dir():
-        return [data.resolve().name]
+        return [Path(os.path.realpath(data)).name]
     names = sorted(path.name for path in data.glob("*.tar") if not path.name.startswith("."))
     if not names:
         raise UserError(
@@ -148,7 +150,7 @@ def _shard_names(data: Path) -> list[str]:
 
 
 def _root(data: Path) -> Path:
-    return data if data.is_dir() else data.resolve().parent
+    return data if data.is_dir() else Path(os.path.realpath(data)).parent
 
 
 class _Break(Exception):
@@ -169,7 +171,7 @@ def _read_shard(images: ShardImages, shard: str, expected: int | None) -> tuple[
     """One shard's usable samples and its faults; `expected` is how many samples it had when it was written."""
     samples, bad, records, broken, key = {}, [], [], None, None
     try:
-        with open(images._path(shard), "rb") as file:
+        with open_regular(images._path(shard)) as file:
             for member in _members(file):
                 fault, name = _fault(member), _NAME.fullmatch(member.name)
                 if fault:
@@ -246,7 +248,7 @@ def _record(sample: str, parts: list[_Part]) -> Record:
         raise ValueError(f"no caption: image {image.name}")
     fields = {} if described is None else _fields(described, txt is None)
     where = f"image {image.name}"
-    caption = caption_of(fields, where) if txt is None else fold(utf8(txt.text, txt.name), where)
+    caption = folded(caption_of(fields, where) if txt is None else utf8(txt.text, txt.name), where)
     names = (fields.get("image"), fields.get("id"), sample)
     sample_id = next(str(name) for name in names if is_text(name) or type(name) is int)
     return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption)
@@ -292,10 +294,11 @@ def read_manifest(root: Path) -> dict | None:
         UserError: it is of another shape.
     """
     try:
-        manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+        with open_regular(root / MANIFEST) as file:
+            manifest = json.loads(file.read())
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         manifest = None
     if not _is_manifest(manifest):
         raise UserError(
@@ -339,7 +342,7 @@ def verify_shards(data: str | os.PathLike) -> list[BadRecord]:
         shards = [shard for shard in shards if shard["name"] in _shard_names(Path(data))]
     for shard in tqdm(shards, desc="checking shards", unit=" shards"):
         path = root / Path(shard["name"]).name
-        if not path.is_file():
+        if not os.path.isfile(path):
             bad.append(BadRecord(shard["name"], "missing shard", f"{shard['samples']} samples"))
         elif path.stat().st_size != shard["bytes"] or sha256(path) != shard["sha256"]:
             bad.append(BadRecord(shard["name"], "changed shard", f"its sha256 is not the one in {MANIFEST}"))

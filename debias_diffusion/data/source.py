@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from itertools import chain
 from pathlib import Path
 
 from ..errors import UserError
@@ -14,7 +15,9 @@ from .sharegpt4v import Captions, read_jsonl, read_sharegpt4v
 from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
 
 
-def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) -> tuple[Captions, ImageSource]:
+def open_data(
+    data: str | os.PathLike, images: str | os.PathLike | None = None, cache: str | os.PathLike | None = None
+) -> tuple[Captions, ImageSource]:
     """Image-caption pairs, and what opens their images.
 
     Args:
@@ -22,6 +25,8 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
             holds `*.tar` or one `.tar`; a folder of image and caption files; or scenes of the toy world, such as
             `toy/test`.
         images: folder that the image paths in a JSON or JSONL file start from. None for all others.
+        cache: folder that keeps where the records of a large JSON or JSONL file lie, so that the next start need not
+            parse it. None keeps nothing.
 
     Raises:
         UserError: `images` is missing or too much, or the data cannot be used.
@@ -40,7 +45,7 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
             "folder that the paths start from."
         )
     folder = ImageFolder(images)
-    return _read_file(Path(data)), folder
+    return _read_file(Path(data), cache), folder
 
 
 def read_captions(data: str | os.PathLike) -> Captions:
@@ -73,8 +78,8 @@ def _require_file(data: str | os.PathLike) -> None:
         )
 
 
-def _read_file(path: Path) -> Captions:
-    return (read_jsonl if path.suffix.lower() == ".jsonl" else read_sharegpt4v)(path)
+def _read_file(path: Path, cache: str | os.PathLike | None = None) -> Captions:
+    return (read_jsonl if path.suffix.lower() == ".jsonl" else read_sharegpt4v)(path, cache)
 
 
 def is_shards(path: Path) -> bool:
@@ -91,9 +96,9 @@ def data_digest(data: str | os.PathLike, captions: Captions) -> str:
     """
     path = Path(data)
     if not _holds_images(data):
-        return sha256(path)
+        return captions.sha256 or sha256(path)
     total = hashlib.sha256()
-    for record in (*captions.records, *captions.bad):
+    for record in chain(captions.records, captions.bad):
         total.update(json.dumps(list(vars(record).values())).encode() + b"\n")
     if is_toy_scenes(data):
         scenes = ToyScenes(data)

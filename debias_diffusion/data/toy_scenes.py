@@ -11,7 +11,8 @@ from ..toyworld.grammar import Caption, caption
 from ..toyworld.render import render
 from ..toyworld.scenes import SPLITS, Scene, scene
 from .images import digest_of
-from .sharegpt4v import Captions, Record
+from .records import PackedRecords, Record
+from .sharegpt4v import Captions
 
 PAIRS = 1000  # as many as evaluations on ShareGPT4V take
 _PREFIX, _TRAINED_ON = "toy/", "train"
@@ -82,7 +83,7 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
             "such as toy/test-2."
         )
     names = [f"{split}/{index:06}" for index in range(PAIRS)]
-    records = [Record(image, image, caption(*_locate(image)).text) for image in names]
+    records = PackedRecords(Record(image, image, caption(*_locate(image)).text) for image in names)
     return Captions(records, []), ToyScenes(name)
 
 

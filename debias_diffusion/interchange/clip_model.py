@@ -5,18 +5,26 @@ from dataclasses import asdict
 from pathlib import Path
 
 import open_clip
-import torch
 from open_clip.transform import PreprocessCfg
 from open_clip.transformer import VisionTransformer
 from torch import nn
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionConfig
 
-from ..backbones import CONFIG_FILE, Backbone
-from ..errors import UserError, reason
+from ..backbones import CONFIG_FILE, Backbone, check_preprocessing
+from ..errors import UserError
 from ..families import find_family
+from ..model_files import build_empty, check_finite, check_state, explain_failure, find_file
 from .encoders import activation, text_config, text_state
-from .names import text_from_transformers, text_to_transformers, vision_from_transformers, vision_to_transformers
-from .transformers_folder import find_tokenizer, read_tokenizer, write_tokenizer, write_weights
+from .names import State, text_from_transformers, text_to_transformers, vision_from_transformers, vision_to_transformers
+from .transformers_folder import (
+    check_depth,
+    find_tokenizer,
+    read_model_config,
+    read_tokenizer,
+    read_weights,
+    write_tokenizer,
+    write_weights,
+)
 
 
 def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
@@ -110,25 +118,25 @@ def read_clip_model(source: str | Path) -> Backbone:
     Raises:
         UserError: there is no CLIPModel, not a whole one, or one that open_clip's module cannot be.
     """
+    with explain_failure(f"The CLIPModel {os.fspath(source)!r} could not be loaded"):
+        return _read_clip_model(source)
+
+
+def _read_clip_model(source: str | Path) -> Backbone:
     config = _read_config(source)
-    try:
-        model, info = CLIPModel.from_pretrained(source, output_loading_info=True)
-    except Exception as error:  # whatever a wrong or hostile file makes the library raise
-        raise UserError(f"The CLIPModel {os.fspath(source)!r} could not be loaded: {reason(error)}.") from error
-    missing = sorted(name for name in info["missing_keys"] if not name.endswith("position_ids"))
-    if missing:  # transformers has filled them with random numbers
-        raise UserError(f"The weights of {os.fspath(source)!r} lack {len(missing)} of a CLIPModel's: {missing[0]}, ...")
+    state = _read_state(source, config)
     place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
     tokenizer = read_tokenizer(place, config.text_config)
     model_cfg, preprocess = _model_cfg(config, source), asdict(_preprocess(source, config.vision_config.image_size))
-    try:
+    # sizes that do not divide, ids that it has not
+    with explain_failure(f"{os.fspath(source)!r} cannot be an open_clip model"):
         clip = open_clip.CLIP(**model_cfg)
-        clip.load_state_dict(_state(model))
+        clip.load_state_dict(state)
         captions = find_family(os.fspath(source), model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
-    except Exception as error:  # sizes that do not divide, ids that it has not
-        raise UserError(f"{os.fspath(source)!r} cannot be an open_clip model: {reason(error)}.") from error
     open_clip.set_model_preprocess_cfg(clip, preprocess)
-    return Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
+    backbone = Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
+    check_preprocessing(backbone, os.fspath(source))
+    return backbone
 
 
 def text_encoder_alone(source: str | Path) -> UserError:
@@ -148,11 +156,12 @@ def _read_config(source: str | Path) -> CLIPConfig:
             f"{named} holds no model with two towers: neither {CONFIG_FILE}, in it or in the best/ or last/ of a "
             "training run, nor the config.json of a transformers CLIPModel."
         )
-    try:
-        content, _ = CLIPConfig.get_config_dict(source)
-    except Exception as error:  # as above
-        hub = "" if isinstance(source, Path) else f" If it is in open_clip's layout, give hf-hub:{source}."
-        raise UserError(f"{named} is no folder or file here, and gives no CLIPModel.{hub} {reason(error)}.") from error
+    if not isinstance(source, Path) and find_file(source, "config.json") is None:
+        raise UserError(
+            f"{named} is no folder or file here, and as a hub id it gives no CLIPModel: its config.json is neither in "
+            f"the hub's cache nor could it be fetched. If it is in open_clip's layout, give hf-hub:{source}."
+        )
+    content = read_model_config(source)
     kind, architectures = content.get("model_type"), content.get("architectures") or []
     if kind == "clip_text_model" or any("CLIPText" in name for name in architectures):
         raise text_encoder_alone(source)
@@ -161,10 +170,8 @@ def _read_config(source: str | Path) -> CLIPConfig:
             f"{named} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
             "example ViT-B-16-SigLIP2:webli."
         )
-    try:
+    with explain_failure(f"{named} has no configuration of a CLIPModel"):
         return CLIPConfig.from_dict(content)
-    except Exception as error:  # as above
-        raise UserError(f"{named} has no configuration of a CLIPModel: {reason(error)}.") from error
 
 
 def _model_cfg(config: CLIPConfig, source: str | Path) -> dict:
@@ -202,9 +209,21 @@ def _model_cfg(config: CLIPConfig, source: str | Path) -> dict:
     }
 
 
-def _state(model: CLIPModel) -> dict[str, torch.Tensor]:
-    """Its weights under open_clip's names."""
-    state = model.state_dict()
+def _read_state(source: str | Path, config: CLIPConfig) -> State:
+    """The weights under open_clip's names, as many and as large as the configuration says.
+
+    Raises:
+        UserError: some are missing, of another size, or not finite.
+    """
+    tensors, named = read_weights(source), repr(os.fspath(source))
+    for tower in (config.text_config, config.vision_config):
+        check_depth(tower, tensors, named)
+    held = sum(tensor.numel() for tensor in tensors.values())
+    expected = build_empty(lambda: CLIPModel(config), held, named).state_dict()
+    expected = {name: tensor for name, tensor in expected.items() if not name.endswith("position_ids")}
+    check_state(tensors, expected, named)
+    state = {name: tensors[name] for name in expected}
+    check_finite(state.items(), named)
     vision = {
         name: tensor for name, tensor in state.items() if name.startswith(("vision_model.", "visual_projection."))
     }
@@ -216,10 +235,11 @@ def _state(model: CLIPModel) -> dict[str, torch.Tensor]:
 
 def _preprocess(source: str | Path, image_size: int) -> PreprocessCfg:
     """A CLIPImageProcessor's settings in open_clip's words; CLIP's own where there is no image processor."""
-    try:
-        its = CLIPImageProcessor.from_pretrained(source)
-    except OSError:
+    # The second is transformers 5's own.
+    if not any(find_file(source, name) for name in ("preprocessor_config.json", "processor_config.json")):
         return PreprocessCfg(size=image_size)
+    with explain_failure(f"The image processor of {os.fspath(source)!r} could not be loaded"):
+        its = CLIPImageProcessor.from_pretrained(source)
     square = {"height": image_size, "width": image_size}
     size, crop = dict(its.size or {}), dict(its.crop_size or {}) if its.do_center_crop else None
     modes = {"shortest": ({"shortest_edge": image_size}, square), "squash": (square, None)}

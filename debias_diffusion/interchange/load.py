@@ -8,6 +8,7 @@ from transformers import CLIPTokenizer
 
 from ..backbones import CONFIG_FILE, load_backbone
 from ..errors import UserError
+from ..model_files import explain_failure, may_be_hub_id
 from ..toyworld.fine_tuned import DIFFERENCE, load_fine_tuned
 from ..toyworld.shipped import shipped
 from .encoders import TextEncoder, keeps_projection, to_transformers
@@ -39,7 +40,11 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
     Raises:
         UserError: nothing of the kind is there; says what is, where that can be seen.
     """
-    name = best_of_run(shipped(path))
+    with explain_failure(f"The text encoder {os.fspath(path)!r} could not be loaded"):
+        return _load(best_of_run(shipped(path)))
+
+
+def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
     place = Path(name.removeprefix("local-dir:"))
     if (place / DIFFERENCE).is_file():
         return to_transformers(load_fine_tuned(place))
@@ -70,14 +75,6 @@ def model_and_weights(name: str) -> tuple[str, str] | None:
     model, colon, weights = name.partition(":")
     is_one = colon and "/" not in model and model not in ("hf-hub", "local-dir") and not Path(name).exists()
     return (model, weights) if is_one else None
-
-
-_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-
-
-def may_be_hub_id(name: str) -> bool:
-    """Whether what is not there could be a repository (owner/name), for which the hub is asked several times."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(_FILES)
 
 
 def best_of_run(model: str) -> str:

@@ -29,6 +29,7 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 from ..backbones import CONFIG_FILE
 from ..errors import UserError, reason
 from ..files import read_json_object, whole_file
+from ..model_files import check_finite
 from ..tokens import clip_tokenizer
 from ..weights import fold_long_clip, is_long_clip, read_state, save_tensors
 from .encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
@@ -59,6 +60,7 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
         state, sure = text_part(tensors, file)
         config, told = _config(state, file)
         _check_tensors(state, config, file)
+        check_finite(state.items(), f"The text encoder in {os.fspath(file)!r}")
         own = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
         encoder = make_encoder(config, own, is_bigg(config) and "text_projection.weight" in state)
     except UserError:
@@ -78,8 +80,8 @@ def read_tensors(file: Path) -> State:
     Raises:
         UserError: it holds no weights, or more than weights; says what it holds instead, where known.
     """
-    check_readable(file)
     try:
+        check_readable(file)
         content = read_state(file)
     except UserError:
         raise
@@ -133,7 +135,7 @@ def text_part(tensors: State, file: Path) -> tuple[State, bool]:
     if any(name.endswith("scaled_fp8") or ".scale_weight" in name for name in tensors if name.startswith(prefix)):
         raise UserError(f"The text encoder in {os.fspath(file)!r} is quantised (scaled fp8). Give it in fp16 or fp32.")
     if is_transformers:
-        return _from_transformers(tensors, prefix), True
+        return below_prefix(tensors, prefix), True
     part = {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
@@ -148,7 +150,7 @@ def text_part(tensors: State, file: Path) -> tuple[State, bool]:
     return text_to_transformers(part), "input_resolution" in tensors or prefix not in ("", "text.")
 
 
-def _from_transformers(tensors: State, prefix: str) -> State:
+def below_prefix(tensors: State, prefix: str) -> State:
     """The encoder's weights below `prefix`, which ends in `text_model.` unless transformers 5 left that out."""
     root = prefix.removesuffix("text_model.")
     parts = tuple(prefix + part for part in ("embeddings.", "encoder.", "final_layer_norm."))
@@ -284,6 +286,7 @@ def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None
         **(notes or {}),
     }
     tensors = {name: tensor.detach().cpu().float() for name, tensor in prefixed_state(encoder).items()}
+    check_finite(tensors.items(), "The encoder to be written")
     with whole_file(file) as temporary:
         save_tensors(tensors, temporary, metadata)
     return file

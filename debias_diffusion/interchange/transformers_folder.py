@@ -7,12 +7,23 @@ import json
 import os
 from pathlib import Path
 
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig
+import torch
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    CLIPVisionConfig,
+    PretrainedConfig,
+)
 
 from ..backbones import CONFIG_FILE, Backbone
-from ..errors import UserError, reason
+from ..errors import UserError
+from ..model_files import build_empty, check_finite, check_state, explain_failure, find_file, read_config
 from ..weights import save_tensors
-from .encoders import TextEncoder, prefixed_state, to_transformers
+from .encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
+from .names import State
+from .single_file import below_prefix, read_tensors
 
 # What may stand as model_type in a config.json whose text encoder is CLIP's.
 _CLIPS = ("clip", "clip_text_model")
@@ -36,6 +47,7 @@ def write_weights(state: dict, config: PretrainedConfig, architecture: str, fold
     `text_model.` that other loaders need, and names the dtype, without which fp16 weights load as fp16."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
+    check_finite(tensors.items(), "The encoder to be written")
     save_tensors(tensors, folder / "model.safetensors")
     content = json.loads(config.to_json_string(use_diff=False))
     content |= {"architectures": [architecture], "dtype": "float32"}
@@ -81,37 +93,95 @@ def read_hub(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
     Raises:
         UserError: there is none, or it cannot be had.
     """
-    try:
-        CLIPTextConfig.get_config_dict(name, subfolder="text_encoder")
-    except Exception:  # no such folder there, or nothing there at all, which comes out now
-        encoder = _read_encoder(name)
-        return encoder, read_tokenizer(name, encoder.config)
-    encoder = _read_encoder(name, subfolder="text_encoder")
-    return encoder, read_tokenizer(name, encoder.config, subfolder="tokenizer")
+    inside = "text_encoder" if find_file(name, "config.json", "text_encoder") else ""
+    encoder = _read_encoder(name, inside)
+    return encoder, read_tokenizer(name, encoder.config, subfolder="tokenizer" if inside else "")
 
 
-def _read_encoder(source: str | Path, **where) -> TextEncoder:
-    try:
-        config, _ = CLIPTextConfig.get_config_dict(source, **where)
-        kind = config.get("model_type", "clip_text_model")
+def _read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
+    named = repr(os.path.join(source, subfolder) if subfolder else os.fspath(source))
+    with explain_failure(f"The text encoder {named} could not be loaded"):
+        content = read_model_config(source, subfolder)
+        kind = content.get("model_type", "clip_text_model")
         if kind not in _CLIPS:
             raise UserError(
-                f"{os.fspath(source)!r} holds a model of type {kind!r}; a CLIP text encoder is of type "
-                f"{' or '.join(_CLIPS)}."
+                f"{named} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
             )
-        projected = "CLIPTextModelWithProjection" in (config.get("architectures") or [])
-        cls = CLIPTextModelWithProjection if projected else CLIPTextModel
-        encoder, info = cls.from_pretrained(source, **where, output_loading_info=True)
-        missing = sorted(name for name in info["missing_keys"] if not name.endswith("position_ids"))
-        if missing:  # transformers would have filled them with random numbers
-            raise UserError(
-                f"The weights of {os.fspath(source)!r} lack {len(missing)} of the text encoder's, such as {missing[0]}."
-            )
-        return encoder.eval()
-    except UserError:
-        raise
-    except Exception as error:  # whatever a wrong or hostile file makes the libraries raise
-        raise UserError(f"The text encoder {os.fspath(source)!r} could not be loaded: {reason(error)}.") from error
+        projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
+        tensors = read_weights(source, subfolder)
+        config = CLIPTextConfig.from_dict(content.get("text_config", {}) if kind == "clip" else content)
+        check_depth(config, tensors, named)
+        # In transformers 5's own files nothing stands before the parts of a CLIPTextModel.
+        prefix = "text_model." if any(name.startswith("text_model.") for name in tensors) else ""
+        state = below_prefix(tensors, prefix)
+        cls = CLIPTextModelWithProjection if projection else CLIPTextModel
+        empty = build_empty(lambda: cls(config), sum(tensor.numel() for tensor in state.values()), named)
+        check_state(state, prefixed_state(empty), named)
+        check_finite(state.items(), named)
+        dtype = _dtype(content, state)
+        own = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in state.items()}
+        encoder = make_encoder(config, own, projection)
+        _try(encoder)
+        return encoder
+
+
+def read_model_config(source: str | Path, subfolder: str = "") -> dict:
+    """The config.json of a folder or a hub's repository; UserError where there is none that can be read."""
+    file = find_file(source, "config.json", subfolder)
+    if file is None:
+        raise UserError(f"{os.fspath(source)!r} has no {os.path.join(subfolder, 'config.json')} that can be read.")
+    return read_config(file)
+
+
+# Where transformers keeps a model's weights, in the order in which it looks.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def read_weights(source: str | Path, subfolder: str = "") -> State:
+    """The weights of a folder or a hub's repository, one file or many, mapped into memory; nothing is executed.
+
+    Raises:
+        UserError: there are none, or they cannot be read.
+    """
+    files = (file for name in _WEIGHTS if (file := find_file(source, name, subfolder)))
+    first = next(files, None)
+    if first is None:
+        raise UserError(f"{os.fspath(source)!r} holds no weights: none of {', '.join(_WEIGHTS)}.")
+    if first.suffix != ".json":
+        return read_tensors(first)
+    tensors = {}
+    for name in sorted(set(read_config(first)["weight_map"].values())):
+        # A name with a folder in it would lead out of the model's.
+        shard = find_file(source, name, subfolder) if Path(name).name == name else None
+        if shard is None:
+            raise UserError(f"{str(first)!r} names {name!r}, which is not there.")
+        tensors |= read_tensors(shard)
+    return tensors
+
+
+def check_depth(config: CLIPTextConfig | CLIPVisionConfig, tensors: State, named: str) -> None:
+    """Raises UserError for more blocks than there are weights, before they are built one by one."""
+    if not 1 <= config.num_hidden_layers <= len(tensors):
+        raise UserError(
+            f"The configuration of {named} has num_hidden_layers {config.num_hidden_layers}, which must be at least 1 "
+            f"and cannot be more than its {len(tensors)} weights."
+        )
+
+
+def _dtype(config: dict, state: State) -> torch.dtype:
+    """What the configuration names, as transformers heeds it, else what the weights are of."""
+    named = str(config.get("dtype") or config.get("torch_dtype") or "")
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    return dtypes.get(named.removeprefix("torch."), next(iter(state.values())).dtype)
+
+
+def _try(encoder: TextEncoder) -> None:
+    """Runs the encoder on the shortest text: settings of a kind that it cannot run with come out now."""
+    config = encoder.config
+    with torch.inference_mode():
+        states = encoder(torch.tensor([[config.bos_token_id, config.eos_token_id]])).last_hidden_state
+    if not states.isfinite().all():
+        raise UserError("its hidden states are not finite, already for an empty text")
 
 
 def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPTokenizer:
@@ -120,10 +190,8 @@ def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPT
     Raises:
         UserError: it cannot be loaded, or is another encoder's.
     """
-    try:
+    with explain_failure(f"The tokenizer {os.fspath(source)!r} could not be loaded"):
         tokenizer = CLIPTokenizer.from_pretrained(source, **where)
-    except Exception as error:  # as above
-        raise UserError(f"The tokenizer {os.fspath(source)!r} could not be loaded: {reason(error)}.") from error
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"The tokenizer {os.fspath(source)!r} has {len(tokenizer)} ids, but its text encoder only "

@@ -8,11 +8,12 @@ import open_clip
 
 from ..backbones import CONFIG_FILE, Backbone, load_backbone
 from ..errors import UserError, near_matches
+from ..model_files import explain_failure, may_be_hub_id
 from ..toyworld.fine_tuned import DIFFERENCE, load_fine_tuned
 from ..toyworld.shipped import shipped
 from ..weights import find_weights
 from .clip_model import read_clip_model, text_encoder_alone
-from .load import best_of_run, may_be_hub_id, model_and_weights
+from .load import best_of_run, model_and_weights
 from .names import State
 from .single_file import read_tensors, text_part, told_beside, usual_activation
 
@@ -39,7 +40,8 @@ def load_two_tower(name: str | os.PathLike) -> Backbone:
     Raises:
         UserError: nothing of the kind is there, or a text encoder alone; says what is, where that can be seen.
     """
-    backbone = _load(best_of_run(shipped(name)))
+    with explain_failure(f"The model {os.fspath(name)!r} could not be loaded"):
+        backbone = _load(best_of_run(shipped(name)))
     if backbone.random_weights:
         raise UserError(f"{os.fspath(name)!r} brings no weights: what is measured with random ones means nothing.")
     return backbone.float().eval()

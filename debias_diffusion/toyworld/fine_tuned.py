@@ -5,10 +5,11 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from ..backbones import Backbone, load_backbone
-from ..weights import save_tensors
+from ..errors import UserError
+from ..model_files import check_finite, explain_failure
+from ..weights import read_state, save_tensors
 
 DIFFERENCE = "difference.safetensors"
 _STEPS = "steps"
@@ -37,12 +38,33 @@ def save_fine_tuned(tuned: Backbone, base: Backbone, folder: Path) -> None:
 
 
 def load_fine_tuned(folder: str | os.PathLike) -> Backbone:
-    """What `save_fine_tuned` wrote, added to "toy/clip"."""
+    """What `save_fine_tuned` wrote, added to "toy/clip".
+
+    Raises:
+        UserError: the file is damaged, or of another model.
+    """
     backbone = load_backbone("toy/clip")
     backbone.stretch()
-    counts = load_file(Path(folder) / DIFFERENCE)
-    steps = counts.pop(_STEPS)
     state = backbone.model.state_dict()  # shares the model's memory
+    counts, steps = _read_difference(Path(folder) / DIFFERENCE, state)
     for name, step in zip(sorted(counts), steps, strict=True):
         state[name].add_(counts[name] * step)
     return backbone
+
+
+def _read_difference(file: Path, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(whole numbers for each weight of `state`, sizes of the steps that they count, in the order of the names).
+
+    Raises:
+        UserError: the file is damaged, or of another model.
+    """
+    named = f"The fine-tuned model {str(file)!r}"
+    with explain_failure(f"{named} could not be loaded", "Install the package again."):
+        counts = read_state(file)
+        steps = counts.pop(_STEPS, torch.empty(0))
+        shapes = {name: (torch.int8, tensor.shape) for name, tensor in state.items()}
+        fits = {name: (tensor.dtype, tensor.shape) for name, tensor in counts.items()} == shapes
+        if not fits or steps.shape != (len(counts),) or not steps.is_floating_point():
+            raise UserError(f"{named} is damaged: it is no difference from toy/clip. Install the package again.")
+        check_finite([(_STEPS, steps)], named)
+        return counts, steps

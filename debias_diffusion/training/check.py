@@ -9,8 +9,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data import BadRecord, ImageSource, PackedRecords, Record, is_shards, open_data, verify_shards
-from ..data.dataset import UNREADABLE, unreadable
+from ..data import BadRecord, ImageSource, Record, is_shards, open_data, verify_shards
+from ..data.dataset import read_or_bad
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..sentences import split_sentences
@@ -33,11 +33,8 @@ class _Everything(Dataset):
 
     def __getitem__(self, index: int) -> tuple[int, int, BadRecord | None]:
         record = self.records[index]
-        fault = None
-        try:
-            self.images.open(record.image)
-        except UNREADABLE as error:
-            fault = unreadable(record, error)
+        image = read_or_bad(record, self.images.open)
+        fault = image if isinstance(image, BadRecord) else None
         return len(split_sentences(record.caption)), self.tokenizer.count(record.caption), fault
 
 
@@ -53,7 +50,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
         UserError: more than `config.max_bad` of the records are unusable.
     """
     captions, images = open_data(config.data, config.images)
-    everything = _Everything(PackedRecords(captions.records), images, tokenizer)
+    everything = _Everything(captions.records, images, tokenizer)
     loader = DataLoader(everything, batch_size=None, num_workers=config.workers)
     with load_batches(loader) as rows:
         found = list(tqdm(rows, desc="reading", unit=" pairs", total=len(everything)))

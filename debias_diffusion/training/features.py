@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..backbones import Backbone
 from ..data import BadRecord, ImageSource, Record
-from ..data.dataset import UNREADABLE, unreadable
+from ..data.dataset import read_or_bad
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..files import held, write_json
@@ -153,7 +153,7 @@ class CachedImages:
         self.images, self.cache, self.root = images, cache, images.root
 
     def open(self, image: str) -> torch.Tensor:
-        """Raises OSError, ValueError or PIL's own errors where the image is missing, changed or cannot be read."""
+        """Raises OSError, or what the source raises, where the image is missing, changed or cannot be read."""
         row = int(self.cache.find([self.images.stamp(image)])[0])
         if row < 0:
             self.images.open(image)  # says what is wrong with it, if something is
@@ -171,12 +171,11 @@ class _Missing(Dataset):
         return len(self.indices)
 
     def __getitem__(self, position: int) -> tuple[bytes, torch.Tensor] | BadRecord:
-        record = self.records[self.indices[position]]
-        try:
-            stamp = self.images.stamp(record.image)
-            return stamp, self.read_pixels(self.images.open(record.image))
-        except UNREADABLE as error:
-            return unreadable(record, error)
+        return read_or_bad(self.records[self.indices[position]], self._read)
+
+    def _read(self, image: str) -> tuple[bytes, torch.Tensor]:
+        stamp = self.images.stamp(image)  # before the image, so that one replaced meanwhile is not found by its stamp
+        return stamp, self.read_pixels(self.images.open(image))
 
 
 def cached_images(
@@ -219,10 +218,8 @@ def cached_images(
 def _without_features(records: Sequence[Record], images: ImageSource, cache: FeatureCache) -> list[int]:
     stamps = []
     for record in tqdm(records, desc="looking for image features", unit=" images", disable=len(records) < 10_000):
-        try:
-            stamps.append(images.stamp(record.image))
-        except UNREADABLE:
-            stamps.append(bytes(STAMP))
+        stamp = read_or_bad(record, images.stamp)
+        stamps.append(bytes(STAMP) if isinstance(stamp, BadRecord) else stamp)
     return np.flatnonzero(cache.find(stamps) < 0).tolist()
 
 

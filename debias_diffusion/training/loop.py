@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ..data import BadRecord, PackedRecords, data_digest, open_data
+from ..data import BadRecord, data_digest, open_data
 from ..data.dataset import Batch, CaptionDataset, Collate
 from ..data.sharegpt4v import printable
 from ..data.workers import load_batches
@@ -70,11 +70,11 @@ class _Run:
             raise UserError(
                 f"batch is {config.batch}, but must be a multiple of the {accelerator.num_processes} processes."
             )
-        captions, self.images = open_data(config.data, config.images)
+        captions, self.images = open_data(config.data, config.images, cache=folder.path)
+        self.all_records = captions.records
         # A run keeps the reserve that it began with, or a larger --max-bad would change what is drawn.
         reserve = folder.settings().get("max_bad", config.max_bad)
-        self.held_out, records, spare = split(captions, config, reserve)
-        self.records = PackedRecords(records)
+        self.held_out, self.records, spare = split(captions, config, reserve)
         self.missing = look_for_images(self.records, self.images, config.max_bad)
         base_model = load_base_model(config)
         base_model_sha256 = base_model_digest(base_model)
@@ -124,10 +124,9 @@ class _Run:
     def _compute_image_features(self, request: StopRequest) -> None:
         """Fills the cache with what it lacks; from here on images are features, and the image tower has no work."""
         config, visual = self.config, self.backbone.model.visual.eval()
-        records = [*self.held_out, *self.records]
         self.images, bad = cached_images(
             self.backbone,
-            records,
+            self.all_records,
             self.images,
             config.feature_folder(),
             self.accelerator,
@@ -138,7 +137,7 @@ class _Run:
         )
         if self.main:
             report_bad(bad, self.folder.path)
-        check_share(len(bad), len(records), config)
+        check_share(len(bad), len(self.all_records), config)
         visual.to("cpu")
 
     def _train(self, request: StopRequest) -> Path | None:

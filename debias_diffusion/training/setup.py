@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -78,7 +79,7 @@ def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
             backbone.logit_scale.fill_(min(math.log(scale), MAX_LOGIT_SCALE))
 
 
-def split(captions: Captions, config: TrainConfig, reserve: float) -> tuple[list[Record], list[Record], int]:
+def split(captions: Captions, config: TrainConfig, reserve: float) -> tuple[Sequence[Record], Sequence[Record], int]:
     """(held out, trained on, how many of these are each epoch's reserve).
 
     Args:

@@ -1,0 +1,163 @@
+"""Records that stay bytes, in memory or in a file, until they are asked for."""
+
+import hashlib
+import json
+import os
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+import numpy as np
+
+from ..errors import UserError
+from ..files import open_regular
+
+
+@dataclass(frozen=True)
+class Record:
+    """One image and its caption. `sample_id` seeds everything drawn for it."""
+
+    sample_id: str
+    image: str
+    caption: str
+
+
+class Content(Protocol):
+    """Bytes by their place."""
+
+    def read(self, start: int, end: int) -> bytes | bytearray:
+        """The bytes from `start` up to `end`."""
+
+
+class PackedRecords(Sequence[Record]):
+    """Records as places in bytes instead of as millions of objects. A slice is a view.
+
+    A worker process shares the memory of the process it was forked from until either writes to it, and Python writes to
+    every object it looks at, to count references. So each worker would come to hold a copy of all captions.
+    """
+
+    def __init__(self, records: Iterable[Record]):
+        packed, places = bytearray(), array("q")
+        for record in records:
+            start = len(packed)
+            packed += json.dumps([record.sample_id, record.image, record.caption]).encode()
+            places.extend((start, len(packed)))
+        self._content: Content = InMemory(packed)
+        self._places = as_places(places)
+        self._parse: Callable[[bytes | bytearray], Record] = _unpack
+
+    @classmethod
+    def at(cls, content: Content, places: np.ndarray, parse: Callable[[bytes | bytearray], Record]) -> "PackedRecords":
+        """The records that `parse` makes of the bytes from start to end, `places` [N, 2], of `content`."""
+        records = cls.__new__(cls)
+        records._content, records._places, records._parse = content, places, parse
+        return records
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return PackedRecords.at(self._content, self._places[index], self._parse)
+        return self._parse(self._content.read(*self._places[index].tolist()))
+
+    def __iter__(self):
+        return (self[index] for index in range(len(self)))
+
+    def __eq__(self, other) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} records>"
+
+
+def as_places(numbers: array) -> np.ndarray:
+    """[N, 2], where each of N pieces of some bytes starts and ends, from these numbers one after the other."""
+    return np.frombuffer(numbers, dtype=np.int64).reshape(-1, 2)
+
+
+def _unpack(row: bytes | bytearray) -> Record:
+    return Record(*json.loads(row))
+
+
+class InMemory:
+    """Bytes that are kept in memory."""
+
+    def __init__(self, content: bytes | bytearray):
+        self._bytes = content
+
+    def read(self, start: int, end: int) -> bytes | bytearray:
+        return self._bytes[start:end]
+
+
+class InFile:
+    """The bytes of a file, which are read when they are needed. The system keeps them once for all processes.
+
+    May be used by several threads, and handed to worker processes, forked or not.
+
+    Args:
+        path: of a regular file.
+        sha256: of its content, in hexadecimal.
+        file: the same file, open, and its `stamp` when it had that content. None: it is opened and looked at.
+
+    Raises:
+        UserError: the file has another content, or cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike, sha256: str, file: tuple[BinaryIO, tuple] | None = None):
+        self._path, self._sha256 = os.path.abspath(path), sha256
+        with self._explained():
+            self._file, self._stamp = file or (open_regular(path), None)
+            weakref.finalize(self, self._file.close)
+            if self._stamp is None:
+                self._check()
+
+    def __reduce__(self):
+        return InFile, (self._path, self._sha256)
+
+    def read(self, start: int, end: int) -> bytes:
+        """The bytes from `start` up to `end`. Raises UserError when the file has changed, or can no longer be read."""
+        with self._explained():
+            content = os.pread(self._file.fileno(), end - start, start)
+            if stamp(self._file) == self._stamp:  # asked afterwards: what was read before a change is right
+                return content
+            self._check()
+        return self.read(start, end)
+
+    def _check(self) -> None:
+        before, total, at = stamp(self._file), hashlib.sha256(), 0
+        while chunk := os.pread(self._file.fileno(), 1 << 20, at):
+            total.update(chunk)
+            at += len(chunk)
+        if total.hexdigest() != self._sha256 or stamp(self._file) != before:
+            raise changed(self._path)
+        self._stamp = before
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"The data file {self._path!r} cannot be read any more ({error.strerror}). Start the same command "
+                "again when it can."
+            ) from error
+
+
+def stamp(file: BinaryIO) -> tuple:
+    """What changes with every change of an open file's content; with one of its name or rights too."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_ctime_ns
+
+
+def changed(path: str | os.PathLike) -> UserError:
+    """What to raise when a data file is not what it was."""
+    return UserError(
+        f"The data file {os.fspath(path)!r} was changed while it was in use. Put the old one back and start the same "
+        "command again, or start anew with another output."
+    )

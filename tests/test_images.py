@@ -1,0 +1,470 @@
+"""Images of unknown origin: what is read, what is refused and named, and that nothing hangs, starts a program or ends a
+run."""
+
+import io
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import EpsImagePlugin, Image, features
+from tiny_clip import tiny_clip
+
+from debias_diffusion.app.shards import ShardsConfig, write_shards
+from debias_diffusion.data import ImageFolder, PackedRecords, Record, ShardImages, open_data, read_shards
+from debias_diffusion.data.dataset import CaptionDataset
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval import dpg_bench, feature_networks
+from debias_diffusion.eval.generation import _with_readable_original
+from debias_diffusion.eval.generation_figures import plot_examples
+from debias_diffusion.recipes import RECIPES
+from debias_diffusion.retrieval import encode_images
+from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.training.check import _Everything
+from debias_diffusion.training.features import cached_images
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def colours(width=40, height=30) -> Image.Image:
+    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    return Image.fromarray(np.stack([x, y, (x + y) / 2], axis=-1).astype(np.uint8))
+
+
+def opened(folder: Path, name: str) -> Image.Image:
+    return ImageFolder(folder).open(name)
+
+
+# Formats and modes
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM"])
+def test_what_image_folders_hold_is_opened_whatever_its_name(tmp_path, kind):
+    if kind.lower() in features.get_supported_modules() or kind != "AVIF" or features.check("avif"):
+        colours().save(tmp_path / "a.jpg", kind)
+        with Image.open(tmp_path / "a.jpg") as image:
+            assert opened(tmp_path, "a.jpg").tobytes() == image.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("kind", ["EPS", "TGA", "ICO", "DDS", "PDF"])
+def test_other_formats_are_refused_by_name(tmp_path, kind):
+    colours().save(tmp_path / "a.jpg", kind)
+    with pytest.raises(OSError, match="cannot identify it as JPEG, PNG, ") as error:
+        opened(tmp_path, "a.jpg")
+    known = kind not in ("TGA", "PDF")  # which have no signature that Pillow knows
+    assert (f"it looks like {kind}, which is not read here" in str(error.value)) == known
+
+
+@pytest.fixture
+def ghostscript(tmp_path, monkeypatch) -> Path:
+    """A file that is there once a program of the name gs was started."""
+    marker, folder = tmp_path / "started", tmp_path / "bin"
+    folder.mkdir()
+    (folder / "gs").write_text(f"#!/bin/sh\ntouch {marker}\n")
+    (folder / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it asks once
+    return marker
+
+
+def test_no_picture_starts_ghostscript(tmp_path, ghostscript):
+    path = tmp_path / "a.jpg"
+    colours().save(path, "EPS")
+    with pytest.raises(OSError):
+        opened(tmp_path, "a.jpg")
+    for read in (
+        lambda: feature_networks.open_picture(path),
+        lambda: dpg_bench.open_picture([path], 0, 1),
+        lambda: plot_examples(["A."], [colours()], {"x": [path]}),
+    ):
+        with pytest.raises(UserError, match=r"a.jpg' cannot be (read|used): cannot identify .* looks like EPS"):
+            read()
+    assert not ghostscript.exists()
+    with pytest.raises(OSError), Image.open(path) as image:
+        image.load()
+    assert ghostscript.exists()  # Pillow left to itself does start it
+
+
+def test_every_image_of_unknown_origin_is_opened_in_one_place():
+    files = [file for folder in ("debias_diffusion", "eval") for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 50
+    opening = [file.name for file in files if "Image.open(" in file.read_text(encoding="utf-8")]
+    assert opening == ["images.py"]
+
+
+def tiff(pixels: np.ndarray, bits: int, photometric: int = 1, sample_format: int = 1) -> bytes:
+    """A TIFF of one row of grey, as Pillow would not write it."""
+    if bits == 12:
+        content = int("".join(f"{value:012b}" for value in pixels), 2).to_bytes(len(pixels) * 3 // 2, "big")
+    else:
+        content = pixels.tobytes()
+    tags = {256: len(pixels), 257: 1, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: 1}
+    tags |= {279: len(content), 339: sample_format}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<I", 8 + len(content)) + content + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+RAMP = np.arange(65536, dtype=np.uint16)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM", "JPEG2000"])
+def test_grey_of_16_bits_keeps_its_upper_8_and_does_not_become_white(tmp_path, kind):
+    Image.fromarray(RAMP.reshape(256, 256)).save(tmp_path / "grey.png", kind)
+    grey = np.asarray(opened(tmp_path, "grey.png"))
+    assert grey.shape == (256, 256, 3) and np.array_equal(grey, np.repeat(RAMP >> 8, 3).reshape(256, 256, 3))
+
+
+def test_grey_of_12_bits_keeps_its_upper_8(tmp_path):
+    values = np.arange(0, 4096, 41, dtype=np.uint16)
+    (tmp_path / "grey.tif").write_bytes(tiff(values, 12))
+    assert np.array_equal(np.asarray(opened(tmp_path, "grey.tif"))[0, :, 0], values >> 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode"),
+    [
+        (tiff(np.linspace(0, 1, 40, dtype=np.float32), 32, sample_format=3), "F"),
+        (tiff(np.arange(40, dtype=np.int32), 32, sample_format=2), "I"),
+        (tiff(np.arange(40, dtype=np.int16), 16, sample_format=2), "I"),
+        (tiff(RAMP[:40], 16, photometric=0), "I;16"),  # white is 0, and Pillow does not turn it round
+        (b"Pf\n4 1\n-1.0\n" + np.ones(4, dtype=np.float32).tobytes(), "F"),
+    ],
+)
+def test_pixels_without_a_certain_white_are_refused_by_their_mode(tmp_path, content, mode):
+    (tmp_path / "a.tif").write_bytes(content)
+    with pytest.raises(ValueError, match=f"its pixels are of mode {mode}, .*Save it as RGB"):
+        opened(tmp_path, "a.tif")
+
+
+def test_transparency_is_left_out_and_every_pixel_keeps_its_colour(tmp_path):
+    with_alpha = colours().convert("RGBA")
+    with_alpha.putalpha(colours().convert("L"))
+    palette = colours().quantize(16)
+    images = {
+        "RGBA.png": (with_alpha, {}),
+        "LA.png": (with_alpha.convert("LA"), {}),
+        "palette.png": (palette, {"transparency": bytes(range(0, 256, 16))}),
+        "one.png": (palette, {"transparency": 3}),
+        "one.gif": (palette, {"transparency": 3}),
+        "rgb.png": (colours(), {"transparency": (0, 0, 0)}),
+        "grey.png": (colours().convert("L"), {"transparency": 7}),
+        "bits.png": (colours().convert("1"), {}),
+        "cmyk.jpg": (colours().convert("CMYK"), {}),
+        "cmyk.tif": (colours().convert("CMYK"), {}),
+    }
+    for name, (image, options) in images.items():
+        image.save(tmp_path / name, **options)
+        with Image.open(tmp_path / name) as file, warnings.catch_warnings(action="ignore"):
+            expected = np.asarray(file.convert("RGB"))
+        with warnings.catch_warnings(action="error"):
+            assert np.array_equal(np.asarray(opened(tmp_path, name)), expected), name
+        assert expected.std() > 20, name
+
+
+# Whatever is wrong, it is named
+
+
+def writable() -> dict[str, bytes]:
+    """A small file of each format that Pillow writes."""
+    Image.init()
+    files = {}
+    for kind in Image.SAVE:
+        buffer = io.BytesIO()
+        try:
+            colours(24, 24).save(buffer, kind)
+        except (OSError, KeyError, ValueError):  # of other modes, or in need of other software
+            continue
+        files[kind] = buffer.getvalue()
+    return files
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow says much of damaged EXIF
+def test_a_damaged_file_is_opened_or_refused_and_never_anything_else(tmp_path):
+    files, rng, folder = writable(), random.Random(0), ImageFolder(tmp_path)
+    assert len(files) > 15
+    outcomes = {True: 0, False: 0}
+    for kind, content in files.items():
+        for _ in range(80):
+            damaged = bytearray(content)
+            for _ in range(rng.choice((1, 4, 16))):
+                damaged[rng.randrange(min(len(damaged), rng.choice((64, len(damaged)))))] = rng.randrange(256)
+            if rng.random() < 0.3:
+                del damaged[rng.randrange(len(damaged)) :]
+            (tmp_path / "a.jpg").write_bytes(damaged)
+            try:
+                assert folder.open("a.jpg").mode == "RGB"
+                outcomes[True] += 1
+            except (OSError, ValueError) as error:
+                assert type(error).__name__ == "UnreadableImage" and str(error), kind
+                assert error.kind in ("unreadable image", "absurdly large image")
+                outcomes[False] += 1
+    assert min(outcomes.values()) > 100
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="Pillow reads no AVIF here")
+def test_a_damaged_avif_is_a_bad_record(tmp_path):
+    colours().save(tmp_path / "whole.avif")
+    content = (tmp_path / "whole.avif").read_bytes()
+    place = content.index(b"mdat") + 8
+    (tmp_path / "a.avif").write_bytes(content[:place] + bytes(len(content) - place))
+    with pytest.raises(RuntimeError), Image.open(tmp_path / "a.avif") as image:
+        image.load()
+    dataset = CaptionDataset([Record("a", "a.avif", "A.")], ImageFolder(tmp_path), as_it_is, TOKENIZER, RECIPE, 0)
+    with pytest.raises(UserError, match="stands in for cannot be read from .*a.avif: RuntimeError: Failed to decode"):
+        dataset[(0, 0, 0)]
+
+
+RECIPE = RECIPES["debias-clip"]
+
+
+def as_it_is(image):
+    return image
+
+
+class Failing(ImageFolder):
+    """A folder of which one image makes a decoder raise `error`."""
+
+    def __init__(self, root, error):
+        super().__init__(root)
+        self.error = error
+
+    def open(self, image):
+        if image == "1.png":
+            raise self.error
+        return super().open(image)
+
+
+@pytest.fixture
+def three(tmp_path) -> tuple[list[Record], Path]:
+    """The records and the folder of three images."""
+    for index in range(3):
+        colours().rotate(90 * index).save(tmp_path / f"{index}.png")
+    return [Record(str(index), f"{index}.png", f"Scene {index}. A cat.") for index in range(3)], tmp_path
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("Failed to decode"), "unreadable image"),
+        (IndexError("index out of range"), "unreadable image"),
+        (NotImplementedError(), "unreadable image"),
+        (OverflowError("too large"), "unreadable image"),
+        (struct.error("unpack requires 4 bytes"), "unreadable image"),
+        (RecursionError("maximum recursion depth exceeded"), "unreadable image"),
+        (EOFError(), "unreadable image"),
+        (MemoryError(), "absurdly large image"),
+        (Image.DecompressionBombError("too many pixels"), "absurdly large image"),
+        (FileNotFoundError(2, "No such file"), "missing image"),
+    ],
+)
+def test_whatever_an_image_raises_its_record_is_named_and_the_others_go_on(three, error, kind):
+    records, folder = three
+    images, bad = Failing(folder, error), []
+    backbone = tiny_clip().eval()
+    dataset = CaptionDataset(records, images, backbone.read_pixels, TOKENIZER, RECIPE, 0, lambda epoch: [2])
+    bad.append(dataset[(0, 1, 0)].bad)
+    assert dataset[(0, 1, 0)].sample_id == "2"
+    everything = _Everything(PackedRecords(records), images, TOKENIZER)
+    bad.append([fault for *_, fault in (everything[index] for index in range(3)) if fault])
+    cache = folder / "cache"
+    bad.append(cached_images(backbone, records, images, cache, Accelerator(cpu=True), "fp32", 2, 0)[1])
+    bad.append(encode_images(backbone, records, images, 2, "cpu", progress=False)[2])
+    bad.append(_with_readable_original(records, images)[1])
+    for faults in bad:
+        assert [(fault.where, fault.kind) for fault in faults] == [("1.png", kind)]
+        assert faults[0].detail.startswith("1.png: ") and len(faults[0].detail) > len("1.png: ")
+
+
+@pytest.mark.parametrize("error", [UserError("Give another."), KeyboardInterrupt(), SystemExit(3)])
+def test_what_no_image_causes_is_not_taken_for_a_bad_image(three, error):
+    records, folder = three
+    images = Failing(folder, error)
+    dataset = CaptionDataset(records, images, as_it_is, TOKENIZER, RECIPE, 0, lambda epoch: [2])
+    with pytest.raises(type(error)):
+        dataset[(0, 1, 0)]
+    with pytest.raises(type(error)):
+        _Everything(records, images, TOKENIZER)[1]
+    with pytest.raises(type(error)):
+        _with_readable_original(records, images)
+
+
+def test_an_image_that_the_preprocessing_fails_on_is_a_bad_record(three):
+    records, folder = three
+
+    def preprocess(image):
+        raise RuntimeError("no memory")
+
+    dataset = CaptionDataset(records, ImageFolder(folder), preprocess, TOKENIZER, RECIPE, 0)
+    with pytest.raises(UserError, match=r"the last: 0.png: RuntimeError: no memory"):
+        dataset[(0, 0, 0)]
+    with pytest.raises(UserError, match=r"None of the 3 images .* 0.png: RuntimeError: no memory"):
+        encode_images(tiny_clip().eval(), records, ImageFolder(folder), 2, "cpu", progress=False, read=preprocess)
+
+
+def test_a_file_of_absurd_size_is_not_read(tmp_path):
+    colours().save(tmp_path / "a.png")
+    os.truncate(tmp_path / "a.png", (1 << 28) + 1)
+    with pytest.raises(OSError, match=f"its file has {(1 << 28) + 1} bytes") as error:
+        opened(tmp_path, "a.png")
+    assert error.value.kind == "absurdly large image"
+
+
+def test_loops_of_links_are_bad_records(three, tmp_path):
+    records, folder = three
+    for name in ("1.png", "s.tar"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(folder / f"{name}.back")
+        (folder / f"{name}.back").symlink_to(folder / name)
+    images = ImageFolder(folder)
+    assert not images.is_there("1.png")
+    with pytest.raises(OSError):
+        images.stamp("1.png")
+    good, bad = _with_readable_original(records, images)
+    assert good == [0, 2] and [(fault.where, fault.kind) for fault in bad] == [("1.png", "unreadable image")]
+    with pytest.raises(UserError, match=r"no usable sample. The first fault: s.tar, broken shard"):
+        read_shards(folder)
+    with pytest.raises(UserError, match="are not there"):
+        open_data(folder / "s.tar")
+    with pytest.raises(UserError, match="is not there"):
+        ImageFolder(folder / "1.png")
+    assert not ShardImages(folder).is_there("s.tar/a.jpg@0+1")
+
+
+# Nothing waits
+
+READ_ALL = """
+import os, sys
+from pathlib import Path
+from debias_diffusion.data import ImageFolder, open_data, verify_shards
+from debias_diffusion.errors import UserError
+
+root = Path(sys.argv[1])
+for read in (
+    lambda: ImageFolder(root / "pairs").open("1.png"),
+    lambda: open_data(root / "shards"),
+    lambda: open_data(root / "zero.tar"),
+    lambda: open_data(root / "pipe.tar"),
+    lambda: open_data(root / "manifest"),
+    lambda: verify_shards(root / "manifest"),
+    lambda: open_data(root / "pairs"),
+):
+    try:
+        print(read())
+    except (OSError, UserError) as error:
+        print(error)
+"""
+
+
+def test_no_pipe_and_no_device_is_waited_for(tmp_path):
+    for folder in ("pairs", "shards", "manifest"):
+        (tmp_path / folder).mkdir()
+    for name in ("pairs/1.png", "shards/1.tar", "pipe.tar", "manifest/shards.json"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "pairs" / "1.txt").write_text("A cat.")
+    (tmp_path / "manifest" / "1.tar").write_bytes(bytes(1024))
+    (tmp_path / "zero.tar").symlink_to("/dev/zero")
+    command = [sys.executable, "-c", READ_ALL, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    image, shards, zero, pipe, manifest, verified, pairs = run.stdout.splitlines()
+    assert not run.stderr
+    assert "not a regular file" in image
+    for line, name in ((shards, "1.tar"), (zero, "zero"), (pipe, "pipe.tar")):
+        assert f"no usable sample. The first fault: {name}, broken shard ([Errno 22] not a regular file" in line
+    assert manifest == verified and "shards.json' is not what `debias-diffusion shards` writes" in manifest
+    assert "0 images and 1 captions" in pairs
+
+
+LOAD = """
+import os, signal, sys, time
+from pathlib import Path
+from torch.utils.data import DataLoader
+from debias_diffusion.data import ImageFolder, Record
+from debias_diffusion.data.dataset import read_or_bad
+
+class Opened:
+    def __init__(self, folder):
+        self.images = ImageFolder(folder)
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        return read_or_bad(Record("a", "pipe.png", "A."), self.images.open)
+
+loader = iter(DataLoader(Opened(sys.argv[1]), batch_size=1, num_workers=2, collate_fn=list))
+Path(sys.argv[1], "workers").write_text(" ".join(str(worker.pid) for worker in loader._workers))
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to look for processes in")
+def test_no_worker_outlives_a_killed_run_because_of_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    run = subprocess.Popen([sys.executable, "-c", LOAD, str(tmp_path)], cwd=ROOT)
+    try:
+        workers = tmp_path / "workers"
+        wait_until(lambda: workers.exists() and len(workers.read_text().split()) == 2)
+        pids = [int(pid) for pid in workers.read_text().split()]
+        time.sleep(2)  # for them to begin reading
+    finally:
+        run.kill()
+        run.wait()
+    try:
+        wait_until(lambda: not any(map(running, pids)))
+    finally:
+        for pid in filter(running, pids):
+            os.kill(pid, 9)
+
+
+def wait_until(done) -> None:
+    end = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# Shards of what can be read
+
+
+def test_shards_are_written_of_what_can_be_read(three, capsys):
+    records, folder = three
+    (folder / "data.jsonl").write_text(
+        "".join(f'{{"image": "{record.image}", "caption": "{record.caption}"}}\n' for record in records)
+    )
+    colours().save(folder / "1.png", "EPS")
+    settings = ShardsConfig(str(folder / "data.jsonl"), str(folder / "out"), str(folder), workers=0, max_bad=0.5)
+    write_shards(settings)
+    assert "1.png: unreadable image (1.png: cannot identify it as" in capsys.readouterr().out
+    captions, images = open_data(folder / "out")
+    assert [record.sample_id for record in captions.records] == ["0.png", "2.png"]
+    assert torch.tensor([images.open(record.image).size for record in captions.records]).tolist() == [[40, 30]] * 2
+
+
+@pytest.mark.parametrize("left_out", ["no list", [3], [{"where": "a"}], [{"where": "a", "kind": 1, "detail": "b"}]])
+def test_a_damaged_shards_json_makes_a_shard_anew(three, left_out):
+    records, folder = three
+    (folder / "data.jsonl").write_text(f'{{"image": "{records[0].image}", "caption": "A."}}\n')
+    settings = ShardsConfig(str(folder / "data.jsonl"), str(folder / "out"), str(folder), workers=0)
+    write_shards(settings)
+    before = (folder / "out" / "shards.json").read_text()
+    damaged = json.loads(before)
+    damaged["shards"][0]["left_out"] = left_out
+    (folder / "out" / "shards.json").write_text(json.dumps(damaged))
+    write_shards(settings)
+    assert (folder / "out" / "shards.json").read_text() == before

@@ -1,0 +1,470 @@
+"""Data files of any size: what is read of them, what one bad byte costs, and what they cost in memory."""
+
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from tiny_clip import save_tiny_clip
+from tiny_data import make_tiny_data
+from torch.utils.data import DataLoader
+
+from debias_diffusion.data import (
+    PackedRecords,
+    Record,
+    data_digest,
+    json_list,
+    open_data,
+    read_captions,
+    read_jsonl,
+    read_sharegpt4v,
+    sharegpt4v,
+)
+from debias_diffusion.data.json_list import BrokenList, NotAList, read_list
+from debias_diffusion.data.retrieval_sets import read_retrieval_set
+from debias_diffusion.data.sharegpt4v import INDEX, LONGEST_CAPTION
+from debias_diffusion.errors import UserError
+from debias_diffusion.training import TrainConfig, train
+
+
+def entry(number, caption="A cat. A dog."):
+    return {"image": f"{number}.jpg", "conversations": [{"from": "human", "value": "?"}, {"value": caption}]}
+
+
+def write(path, entries):
+    path.write_text(json.dumps(entries))
+    return path
+
+
+def tar(path, members):
+    with tarfile.open(path, "w") as file:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+
+
+@pytest.fixture
+def on_disk(monkeypatch):
+    """Every data file counts as a large one."""
+    monkeypatch.setattr(sharegpt4v, "_IN_MEMORY", -1)
+
+
+# ---- JSON, entry by entry
+
+SPACE = st.text(" \t\r\n", max_size=2)
+STRINGS = st.builds(json.dumps, st.text(max_size=8), ensure_ascii=st.booleans()) | st.sampled_from(
+    [r'"\ud800"', r'"\ud83d\ude00"', r'"\/\b\u00e9"', r'"a\\"', r'"\\\""', '"[{,"', '"\U0001f600\u2028"']
+)
+SCALARS = STRINGS | st.sampled_from(
+    ["1", "-0", "123456789012345678901234567890", "1e5", "1.5E-3", "NaN", "Infinity", "-Infinity", "true", "null"]
+)
+
+
+def joined(parts, opening, closing):
+    return st.lists(st.tuples(SPACE, parts, SPACE).map("".join), max_size=4).map(
+        lambda rows: opening + ",".join(rows) + closing
+    )
+
+
+def nested(values):
+    pairs = st.tuples(st.sampled_from(['"a"', '"image"', '"é"']) | STRINGS, SPACE, values)
+    return joined(values, "[", "]") | joined(pairs.map(lambda pair: f"{pair[0]}{pair[1]}:{pair[2]}"), "{", "}")
+
+
+VALUES = st.recursive(SCALARS, nested, max_leaves=6)
+LISTS = st.tuples(st.sampled_from(["", "\ufeff"]), SPACE, joined(VALUES, "[", "]"), SPACE).map("".join)
+PIECES = st.sampled_from([1, 2, 7, 50, 1 << 20])
+
+
+def listed(content, piece=1 << 20):
+    with patch.multiple(json_list, _PIECE=piece, _MOST=min(piece, 1 << 16)):
+        return list(read_list(io.BytesIO(content)))
+
+
+@hypothesis.given(LISTS, PIECES)
+def test_a_list_gives_what_the_json_module_gives(text, piece):
+    content = text.encode()
+    whole, parts = json.loads(text.removeprefix("\ufeff")), listed(content, piece)
+    assert repr([value for _, _, value in parts]) == repr(whole)  # in which NaN is NaN
+    assert repr([json.loads(content[start:end]) for start, end, _ in parts]) == repr(whole)
+
+
+@hypothesis.given(st.data(), LISTS | VALUES, PIECES)
+def test_damaged_text_is_refused_or_its_entry_named_as_the_json_module_would_refuse_it(data, text, piece):
+    content = bytearray(text.encode())
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(content)))
+        content[at : at + data.draw(st.integers(0, 2))] = data.draw(
+            st.binary(max_size=2) | st.sampled_from([b'"', b"[", b"]", b",", b"\\", b"\n", b"\xff", b" ", b"9" * 5000])
+        )
+    try:
+        whole = json.loads(content.decode("utf-8-sig"))
+    except ValueError:
+        whole = None
+        hypothesis.assume(content.strip() != b"null")
+    try:
+        values = [value for _, _, value in listed(bytes(content), piece)]
+    except (BrokenList, NotAList) as error:
+        assert whole is None or (isinstance(error, NotAList) and not isinstance(whole, list))
+    else:
+        faults = [value for value in values if isinstance(value, ValueError)]
+        assert faults if whole is None else repr(values) == repr(whole)
+
+
+def plain(content):
+    """The records of a data file as one would read them first."""
+    records, bad = [], []
+    for index, part in enumerate(json.loads(content)):
+        caption = part.get("caption") if isinstance(part, dict) else None
+        image = part.get("image") if isinstance(part, dict) else None
+        good = isinstance(caption, str) and caption.strip() and isinstance(image, str) and image
+        if good and not any("\ud800" <= letter <= "\udfff" for letter in image):
+            records.append(Record(image, image, " ".join(caption.split())))
+        else:
+            bad.append(f"entry {index}")
+    return records, bad
+
+
+@hypothesis.given(st.lists(st.dictionaries(st.sampled_from(["image", "caption", "x"]), st.text() | st.none())))
+def test_records_are_those_of_a_plain_reader_in_memory_and_on_disk(tmp_path_factory, entries):
+    path = write(tmp_path_factory.mktemp("plain") / "d.json", [*entries, {"image": "\ud800", "caption": "a"}, entry(0)])
+    entries = json.loads(path.read_text())
+    entries[-1]["caption"] = entries[-1]["conversations"][1]["value"]
+    expected, bad = plain(json.dumps(entries))
+    (path.parent / "d.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    for most in (1 << 20, -1):
+        with patch.object(sharegpt4v, "_IN_MEMORY", most):
+            captions = read_sharegpt4v(path)
+            lines = read_jsonl(path.parent / "d.jsonl")
+        assert list(captions.records) == expected == list(lines.records)
+        assert [fault.where for fault in captions.bad] == bad and len(lines.bad) == len(bad)
+        assert [fault.kind for fault in captions.bad] == [fault.kind for fault in lines.bad]
+        assert captions.sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == data_digest(path, captions)
+
+
+def test_one_bad_entry_costs_itself_and_is_named(tmp_path):
+    entries = [json.dumps(entry(number)).encode() for number in range(6)]
+    entries[1] = entries[1].replace(b"A dog", b"A d\xffg")
+    entries[2] = entries[2].replace(b'"image"', b'"height": ' + b"7" * 5000 + b', "image"')
+    entries[4] = entries[4].replace(b"A dog", b"A \n dog")
+    (tmp_path / "d.json").write_bytes(b"[\n" + b",\n".join(entries) + b"]")
+    captions = read_captions(tmp_path / "d.json")
+    assert [record.image for record in captions.records] == ["0.jpg", "3.jpg", "5.jpg"]
+    assert [(bad.where, bad.kind) for bad in captions.bad] == [
+        (f"entry {number}", "bad entry of JSON") for number in (1, 2, 4)
+    ]
+    for bad, reason in zip(captions.bad, ("not UTF-8", "5000 digits|4300", "Invalid control character"), strict=True):
+        assert any(part in bad.detail for part in reason.split("|")), bad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-30], r"line 4, byte \d+; entry 1 is the last whole one"),
+        (lambda text: text.replace('"1.jpg"', '"1.jpg'), r"line \d, byte \d+; entry 0 is the last whole one"),
+        (lambda text: text.replace("},\n", "}\n", 1), "Expecting ',' delimiter: line 3, byte 89; entry 0 is the last"),
+        (lambda text: text + "x", "Extra data: line 4, byte .*; entry 2 is the last whole one"),
+        (lambda text: text[5:], "no entry before it is whole"),
+        (lambda text: text.replace('"2.jpg"', '"2.jpg", "a": ' + "[" * 100_000), "nested too deeply: line 4, byte"),
+    ],
+)
+@pytest.mark.parametrize("in_memory", [1 << 20, -1])
+def test_a_broken_file_says_where(tmp_path, monkeypatch, in_memory, change, message):
+    monkeypatch.setattr(sharegpt4v, "_IN_MEMORY", in_memory)
+    text = "[\n" + ",\n".join(json.dumps(entry(number, "x")) for number in range(3)) + "]"
+    (tmp_path / "d.json").write_text(change(text))
+    with pytest.raises(UserError, match=f"is not JSON.*{message}"):
+        read_sharegpt4v(tmp_path / "d.json")
+
+
+def test_an_entry_longer_than_any_is_no_reason_to_read_the_whole_file(monkeypatch):
+    monkeypatch.setattr(json_list, "LARGEST_ENTRY", 1000)
+    content = b'["' + b"a" * 100_000 + b'"]'
+    file = io.BytesIO(content)
+    with patch.multiple(json_list, _PIECE=10, _MOST=10), pytest.raises(BrokenList, match="more than 1000 bytes"):
+        list(read_list(file))
+    assert file.tell() < 5000
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.jsonl"])
+def test_a_fifo_or_device_is_refused_at_once(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    (tmp_path / f"zero.{name}").symlink_to("/dev/zero")
+    code = "import sys; from debias_diffusion.data import read_captions; read_captions(sys.argv[1])"
+    for path in (tmp_path / name, tmp_path / f"zero.{name}"):
+        ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 1 and "UserError" in ended.stderr and "cannot be read (not a regular" in ended.stderr
+
+
+# ---- what of an entry is its caption
+
+
+def turns(*rows, key="from"):
+    return [{key: role, "value": value} if role else {"value": value} for role, value in rows]
+
+
+ANSWERED = [
+    (turns(("human", "Q"), ("gpt", "A")), "A"),
+    (turns(("gpt", "A"), ("human", "Q")), "A"),
+    (turns(("assistant", "A"), ("user", "Q"), key="role"), "A"),
+    (turns(("system", "S"), ("human", "Q"), ("gpt", "A"), ("human", "Q"), ("gpt", "B")), "A"),
+    (turns(("human", "Q"), ("gpt", "A"), ("human", "Q"), ("gpt", "B")), "A"),
+    (turns(("GPT", "B"), ("gpt", "A")), "A"),
+    (turns(("gpt", "A")), "A"),
+    (turns((None, "Q"), (None, "A")), "A"),
+    (turns(("one", "Q"), ("two", "A")), "A"),
+    (turns((None, "Q"), ("gpt", "A")), "A"),
+    (turns(("human", "Q"), ("human", "Q")), None),
+    (turns((None, "?"), ("user", "Q")), None),
+    (turns(("human", "Q")), None),
+    (turns((None, "Q")), None),
+    ("abc", None),
+    ({"1": {"value": "Q"}}, None),
+    (7, None),
+    ([{"from": ["gpt"], "value": "Q"}, {"from": None, "value": "A"}], "A"),
+    ([{"from": "human", "value": "Q"}, {"from": "gpt"}], None),
+]
+
+
+@pytest.mark.parametrize(("conversations", "answer"), ANSWERED)
+def test_the_answer_is_the_caption_wherever_it_stands(tmp_path, conversations, answer):
+    fields = {"image": "1.jpg", "conversations": conversations}
+    write(tmp_path / "d.json", [fields, entry(2)])
+    (tmp_path / "d.jsonl").write_text(f"{json.dumps(fields)}\n{json.dumps(entry(2))}")
+    samples = [("1.jpg", b""), ("1.json", json.dumps(fields).encode()), ("2.jpg", b""), ("2.txt", b"A cat.")]
+    tar(tmp_path / "s.tar", samples)
+    for data in ("d.json", "d.jsonl", "s.tar"):
+        captions = read_captions(tmp_path / data)
+        assert [record.caption for record in captions.records[:-1]] == ([answer] if answer else [])
+        assert [bad.kind for bad in captions.bad] == ([] if answer else ["no caption"])
+
+
+def test_the_benchmark_of_sharegpt4v_takes_the_answer_too(tmp_path):
+    (tmp_path / "1.jpg").write_bytes(b"")
+    fields = {"image": "1.jpg", "conversations": turns(("gpt", "A"), ("human", "Q"))}
+    write(tmp_path / "share-captioner_coco_lcs_sam_1246k_1107.json", [fields])
+    assert read_retrieval_set("sharegpt4v-1k", tmp_path).captions == ["A"]
+
+
+def test_no_caption_is_longer_than_a_caption_can_be_wherever_it_lies(tmp_path):
+    longest = "猫" * (LONGEST_CAPTION - 2) + " b"
+    texts = {"1": longest, "2": longest + "c", "3": longest.replace(" ", " \n" * 20_000)}
+    write(tmp_path / "d.json", [entry(name, text) for name, text in texts.items()])
+    lines = [json.dumps({"image": f"{name}.jpg", "caption": text}) for name, text in texts.items()]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    (tmp_path / "folder").mkdir()
+    members = []
+    for name, text in texts.items():
+        (tmp_path / "folder" / f"{name}.jpg").write_bytes(b"")
+        (tmp_path / "folder" / f"{name}.txt").write_text(text)
+        content = text.encode() if name == "1" else json.dumps({"caption": text}).encode()
+        members += [(f"{name}.jpg", b""), (f"{name}.{'txt' if name == '1' else 'json'}", content)]
+    tar(tmp_path / "s.tar", members)
+    for data in ("d.json", "d.jsonl", "folder", "s.tar"):
+        captions = read_captions(tmp_path / data)
+        assert [record.caption for record in captions.records] == [longest, longest]
+        assert [(bad.kind, str(LONGEST_CAPTION + 1) in bad.detail) for bad in captions.bad] == [
+            ("absurdly long caption", True)
+        ]
+
+
+# ---- large files, which stay on the disk
+
+
+def test_records_are_a_sequence_whose_slices_are_views():
+    records = [Record(str(index), f"{index}.jpg", f"Größe {index}.") for index in range(10)]
+    packed = PackedRecords(iter(records))
+    assert packed == records and packed[2:] == records[2:] and packed[::-3][1:] == records[::-3][1:]
+    assert packed != records[1:] and packed != [*records[1:], records[0]] and packed != "abc" and packed != 7
+    assert list(reversed(packed)) == records[::-1] and records[3] in packed
+    part = packed[4:][:2]
+    assert part._content is packed._content and part == pickle.loads(pickle.dumps(part)) == records[4:6]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_map_the_file_and_are_sent_none_of_it(tmp_path, on_disk, start):
+    path = write(tmp_path / "d.json", [entry(number, f"Number {number}. " + "x " * 500) for number in range(300)])
+    records = read_sharegpt4v(path).records
+    assert len(pickle.dumps(records)) < 50 * len(records) < path.stat().st_size / 20
+    loader = DataLoader(records, None, num_workers=2, multiprocessing_context=multiprocessing.get_context(start))
+    assert list(loader) == list(records)
+
+
+def test_threads_read_at_once(tmp_path, on_disk):
+    records = read_sharegpt4v(
+        write(tmp_path / "d.json", [entry(number, f"N {number}") for number in range(50)])
+    ).records
+    records, wrong = pickle.loads(pickle.dumps(records)), []
+
+    def read(seed):
+        for index in random.Random(seed).choices(range(50), k=300):
+            if records[index].caption != f"N {index}":
+                wrong.append(index)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+MEMORY = """
+import gc, sys, psutil
+from debias_diffusion.data import read_captions, sharegpt4v
+sharegpt4v._IN_MEMORY = 0
+process = psutil.Process()
+before = process.memory_info().rss
+captions = read_captions(sys.argv[1])
+total = sum(len(record.caption) for record in captions.records)
+print(len(captions.records), total, process.memory_info().rss - before)
+"""
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.jsonl"])
+def test_memory_does_not_grow_with_captions(tmp_path, name):
+    """A record takes 16 bytes of memory; its entry, 2,000 here, stays in the file."""
+    grown = []
+    for count in (2_000, 42_000):
+        lines = [json.dumps(entry(number, "word " * 400)) for number in range(count)]
+        path = tmp_path / name
+        path.write_text("\n".join(lines) if name.endswith("l") else f"[{','.join(lines)}]")
+        ended = subprocess.run([sys.executable, "-c", MEMORY, path], capture_output=True, text=True, timeout=300)
+        records, total, rss = map(int, ended.stdout.split())
+        assert records == count and total == 1999 * count
+        grown.append(rss)
+    assert grown[1] - grown[0] < 400 * 40_000
+
+
+def test_a_file_that_changes_is_refused_and_one_that_only_seems_to_is_not(tmp_path, on_disk):
+    path = write(tmp_path / "d.json", [entry(number) for number in range(5)])
+    content, status = path.read_bytes(), path.stat()
+    records = read_sharegpt4v(path).records
+    expected = list(records)
+    path.chmod(0o600)
+    path.touch()
+    assert list(records) == expected
+    # another file takes its place: what is open is the old one, but a new process would find the new one
+    again = tmp_path / "new.json"
+    again.write_bytes(content.replace(b"cat", b"cow"))
+    sent = pickle.dumps(records)
+    os.replace(path, tmp_path / "old.json")
+    os.replace(again, path)
+    assert list(records) == expected
+    with pytest.raises(UserError, match="was changed while it was in use. Put the old one back"):
+        list(pickle.loads(sent))
+    os.replace(tmp_path / "old.json", path)
+    assert list(pickle.loads(sent)) == expected
+    # in place, with the same size and time of change
+    path.write_bytes(content.replace(b"cat", b"cow"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(UserError, match="was changed while it was in use"):
+        list(records)
+    path.write_bytes(content)
+    assert list(records) == expected
+    path.write_bytes(content[:50])
+    with pytest.raises(UserError, match="was changed while it was in use"):
+        list(records)
+    path.unlink()
+    with pytest.raises(UserError, match="cannot be read any more"):
+        pickle.loads(sent)
+
+
+# ---- the index
+
+
+@pytest.fixture
+def parsed(monkeypatch, on_disk):
+    """How often a data file was parsed."""
+    calls = []
+    make = sharegpt4v._make_index
+    monkeypatch.setattr(sharegpt4v, "_make_index", lambda *arguments: calls.append(1) or make(*arguments))
+    return calls
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.jsonl"])
+def test_a_file_is_parsed_once(tmp_path, parsed, name):
+    entries = [entry(0), {"image": "1.jpg"}, entry(2, "Größe."), entry(3, "\ud800")]
+    path = write(tmp_path / "d.json", entries)
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    path = tmp_path / name
+    first, cache = read_captions(path), tmp_path / "cache"
+    for expected in (2, 2, 2):
+        captions, _ = open_data(path, tmp_path, cache)
+        assert captions == first and captions.sha256 == first.sha256 and len(parsed) == expected
+    assert [bad.kind for bad in captions.bad] == ["no caption"] and [file.name for file in cache.iterdir()] == [INDEX]
+
+
+def test_an_index_is_never_believed_of_other_content_code_or_shape(tmp_path, parsed, monkeypatch):
+    path, cache = write(tmp_path / "d.json", [entry(number) for number in range(3)]), tmp_path / "cache"
+    open_data(path, tmp_path, cache)
+    status, content = path.stat(), path.read_bytes()
+    path.write_bytes(content.replace(b"A dog", b"A cow"))  # of the same size and time
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert "cow" in open_data(path, tmp_path, cache)[0].records[0].caption and len(parsed) == 2
+    (tmp_path / "d.jsonl").write_bytes(path.read_bytes())
+    with pytest.raises(UserError, match="line 1, not an object"):
+        open_data(tmp_path / "d.jsonl", tmp_path, cache)
+    assert len(parsed) == 3
+    open_data(path, tmp_path, cache)
+    monkeypatch.setattr("debias_diffusion.data.record_index._RULES", ("records.py",))
+    open_data(path, tmp_path, cache)
+    assert len(parsed) == 5
+
+
+def test_a_damaged_index_is_made_anew(tmp_path, parsed):
+    path, cache = write(tmp_path / "d.json", [entry(number) for number in range(3)]), tmp_path / "cache"
+    expected = open_data(path, tmp_path, cache)[0]
+    whole = (cache / INDEX).read_bytes()
+    damaged = [b"", whole[:40], whole[:-1], b"x" * len(whole), whole + b"x"]
+    rng = random.Random(0)
+    for _ in range(40):
+        at = rng.randrange(len(whole))
+        damaged.append(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+    for number, content in enumerate(damaged, 2):
+        (cache / INDEX).write_bytes(content)
+        assert open_data(path, tmp_path, cache)[0] == expected and len(parsed) == number
+        assert (cache / INDEX).read_bytes() == whole
+    (cache / INDEX).unlink()
+    os.mkfifo(cache / INDEX)
+    assert open_data(path, tmp_path, cache)[0] == expected
+
+
+def test_a_place_that_cannot_hold_the_index_is_no_fault(tmp_path, parsed):
+    path = write(tmp_path / "d.json", [entry(0)])
+    (tmp_path / "file").write_text("")
+    assert len(open_data(path, tmp_path, tmp_path / "file" / "cache")[0].records) == 1
+    (tmp_path / "cache" / INDEX).mkdir(parents=True)
+    assert len(open_data(path, tmp_path, tmp_path / "cache")[0].records) == 1
+
+
+def test_a_run_is_the_same_from_the_disk_and_finds_its_index_again(tmp_path, parsed, monkeypatch):
+    data, images = make_tiny_data(tmp_path)
+    model = save_tiny_clip(tmp_path / "base")
+    settings = dict(data=data, images=images, model=model, validation=6, batch=8, components=3, warmup=0, workers=1)
+
+    def run(name):
+        train(TrainConfig(output=str(tmp_path / name), max_steps=2, eval_every=2, **settings))
+        return (tmp_path / name / "last" / "open_clip_model.safetensors").read_bytes()
+
+    from_disk = run("disk")
+    assert len(parsed) == 1 and (tmp_path / "disk" / INDEX).exists()
+    assert run("disk") == from_disk and len(parsed) == 1
+    monkeypatch.setattr(sharegpt4v, "_IN_MEMORY", 1 << 20)
+    assert run("memory") == from_disk and not (tmp_path / "memory" / INDEX).exists()
+    kept = [json.loads((tmp_path / name / "settings.json").read_text()) for name in ("disk", "memory")]
+    assert kept[0] == kept[1]
+    assert kept[0]["data_sha256"] == hashlib.sha256(Path(data).read_bytes()).hexdigest()

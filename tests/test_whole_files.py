@@ -1,0 +1,87 @@
+"""Files and folders that are written whole, whatever stands where they are written."""
+
+import json
+import os
+
+import pytest
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.parts import Parts
+from debias_diffusion.files import held, hidden_beside, new_file, read_json_object, whole_file, whole_folder, write_json
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    file, unfinished = tmp_path / "a.json", tmp_path / f".a.json.{os.getpid()}.tmp"
+    unfinished.symlink_to(tmp_path / "mine")
+    file.symlink_to(tmp_path / "mine")
+    write_json(file, [1])
+    assert json.loads(file.read_text()) == [1] and not file.is_symlink()
+    assert (tmp_path / "mine").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "mine"]
+    unfinished.symlink_to(tmp_path / "nowhere")
+    new_file(unfinished).close()
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_is_filled_through_no_link(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name in (".a.tmp", ".a.old"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+    for content in ("1", "2"):
+        with whole_folder(tmp_path / "a") as folder:
+            (folder / "x").write_text(content)
+        assert (tmp_path / "a" / "x").read_text() == content
+    assert os.listdir(tmp_path / "mine") == [] and sorted(os.listdir(tmp_path)) == ["a", "mine"]
+    (tmp_path / ".a.tmp").write_text("a file")
+    with whole_folder(tmp_path / "a"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ["a", "mine"]
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ä" * 127, "x" * 250])
+def test_the_longest_names_leave_room(tmp_path, name):
+    with whole_file(tmp_path / name) as unfinished:
+        unfinished.write_text("1")
+    assert os.listdir(tmp_path) == [name]
+    with whole_folder(tmp_path / name[::-1].replace("x", "y")) as folder:
+        (folder / "a").touch()
+    other = f"{name[:-1]}z"
+    assert hidden_beside(tmp_path / other, ".tmp") != hidden_beside(tmp_path / name, ".tmp")
+    assert hidden_beside(tmp_path / "a", ".tmp").name == ".a.tmp"
+
+
+def test_a_lock_that_is_none_is_named(tmp_path):
+    (tmp_path / "folder" / ".lock").mkdir(parents=True)
+    (tmp_path / "link").mkdir()
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "link" / ".lock").symlink_to(tmp_path / "mine")
+    for name in ("folder", "link"):
+        with pytest.raises(UserError, match=r"The lock '.*/.lock' is no regular file"), held(tmp_path / name, "taken"):
+            pass
+    assert (tmp_path / "mine").read_text() == "precious"
+    with pytest.raises(UserError, match=r"The lock .* cannot be taken \("), held(tmp_path / "mine", "taken"):
+        pass
+    with held(tmp_path, "taken"), pytest.raises(UserError, match="^taken$"), held(tmp_path, "taken"):
+        pass
+
+
+def test_deep_json_is_no_object(tmp_path):
+    for content in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, "{}x", "3"):
+        (tmp_path / "a.json").write_text(content)
+        assert read_json_object(tmp_path / "a.json") == {}
+
+
+def test_a_damaged_part_of_an_evaluation_is_done_again(tmp_path):
+    parts, done = Parts(tmp_path), []
+
+    def work() -> dict:
+        done.append(1)
+        return {"x": len(done)}
+
+    assert parts.result("a", {}, work) == parts.result("a", {}, work) == {"x": 1}
+    [file] = tmp_path.iterdir()
+    whole = file.read_bytes()
+    for number, content in enumerate([b"[" * 100_000, b"", whole[:-9], whole.replace(b'"seconds"', b'"minutes"')], 2):
+        file.write_bytes(content)
+        assert Parts(tmp_path).result("a", {}, work) == {"x": number}
