@@ -165,6 +165,13 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         _leave(130)
+    except Exception as error:
+        from debias_diffusion.process_group import is_lost_connection
+
+        if not is_lost_connection(error):
+            raise
+        print("error: Another process of this run has failed; it says why.", file=sys.stderr)
+        _leave(1)
 
 
 def _run(program: str, commands: dict, arguments: list[str]) -> None:

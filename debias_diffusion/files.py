@@ -194,6 +194,13 @@ def restore_folder(path: str | os.PathLike) -> None:
         _remove(leftover)
 
 
+def remove_folder(path: str | os.PathLike) -> None:
+    """Removes a folder that `whole_folder` has made; a kill leaves all or nothing of it at `path`."""
+    path = Path(path)
+    os.replace(path, _unfinished(path))
+    shutil.rmtree(_unfinished(path))
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

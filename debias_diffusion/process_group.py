@@ -29,6 +29,11 @@ def _end_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+def is_lost_connection(error: Exception) -> bool:
+    """Whether another process has left while this one waited for it."""
+    return _grouped() and (isinstance(error, torch.distributed.DistError) or "third_party/gloo" in str(error))
+
+
 def leave(code: int) -> NoReturn:
     """Exits with `code`; one process of several does so without a wait for the others, which may not come."""
     if _grouped():

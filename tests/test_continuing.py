@@ -134,7 +134,7 @@ def test_a_run_stopped_by_max_bad_continues_with_a_larger_one(bad_world, tmp_pat
 
 
 def test_a_bad_record_is_named_once_however_often_a_run_continues(bad_world, tmp_path):
-    settings = dict(max_steps=20, max_bad=0.3, checkpoint_every=4, keep=9)
+    settings = dict(max_steps=12, max_bad=0.3, checkpoint_every=4, keep=9)
     train(config(bad_world, tmp_path / "alone", **settings))
     train(config(bad_world, tmp_path / "run", **settings))
     shutil.rmtree(tmp_path / "run" / "last")
@@ -271,7 +271,9 @@ def test_damaged_image_features_are_named_and_computed_anew(world, tmp_path):
 # ---- other files of a run
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b'{"max_bad": "x"}', b"null", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"{", b"\xff\xfe", b"[]", b'{"seed": 0, "max_bad": "x"}', b"null", b"{}", b"[" * 100_000]
+)
 def test_damaged_settings_are_named(world, finished, stopped_earlier, content):
     settings = (stopped_earlier / "settings.json").read_bytes()
     (stopped_earlier / "settings.json").write_bytes(content)

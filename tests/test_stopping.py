@@ -1,5 +1,6 @@
 """Runs that are asked to stop, in whichever of their processes, and those that are killed."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -121,15 +122,45 @@ def test_a_second_ctrl_c_stops_at_once(world, tmp_path):
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.slow
-def test_workers_end_with_a_killed_main_process(world, tmp_path):
-    process = start(command_of_one_process(config(world, tmp_path, workers=2, **SETTINGS | {"max_steps": 100_000})))
-    wait_for_step(tmp_path, 2, process)
-    workers = workers_of(process)
-    assert len(workers) == 2
-    process.kill()
-    process.wait()
-    assert psutil.wait_procs(workers, timeout=60)[1] == []
+READS = """
+import time
+from torch.utils.data import DataLoader
+from debias_diffusion.data.workers import load_batches
+
+
+class Large:  # samples that fill a pipe, and one that is never read to its end
+    def __getitem__(self, index):
+        if index == 3:
+            time.sleep(100_000)
+        return bytes(1_000_000)
+
+    def __len__(self):
+        return 100
+
+
+with load_batches(DataLoader(Large(), batch_size=None, num_workers=2)) as batches:
+    next(batches)
+    print("one", flush=True)
+    time.sleep(100_000)
+"""
+
+
+@pytest.mark.parametrize("killed_with", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_a_killed_main_process_whatever_they_do(killed_with):
+    process = start([sys.executable, "-c", READS])
+    try:
+        assert process.stdout.readline() == "one\n"
+        workers = workers_of(process)
+        assert len(workers) == 2
+        if killed_with == signal.SIGKILL:
+            process.kill()
+        else:
+            os.killpg(process.pid, killed_with)  # which this main process does not handle
+        process.wait()
+        assert psutil.wait_procs(workers, timeout=60)[1] == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_workers_end_with_a_run_that_fails(world, tmp_path):

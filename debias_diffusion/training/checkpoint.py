@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 
 from ..backbones import Backbone
 from ..errors import UserError, reason
-from ..files import restore_folder, sha256, whole_folder, write_json, write_text
+from ..files import remove_folder, restore_folder, sha256, whole_folder, write_json, write_text
 from ..weights import save_tensors
 from .step import Optimizer
 
@@ -48,7 +47,7 @@ def save_checkpoint(folder: Path, backbone: Backbone, optimizer: Optimizer, stat
         write_json(temporary / "state.json", asdict(state))
         write_text(temporary / CHECKSUMS, "".join(f"{sha256(temporary / name)}  {name}\n" for name in _FILES))
     for old in _checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        remove_folder(old)
 
 
 def load_checkpoint(folder: Path, backbone: Backbone, optimizer: Optimizer) -> TrainState:

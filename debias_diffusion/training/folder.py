@@ -72,7 +72,8 @@ class RunFolder:
             return {}
         try:
             settings = json.loads(self._settings.read_text(encoding="utf-8"))
-            problem = None if 0 <= settings.get("max_bad", 0) < 1 else f"max_bad is {settings['max_bad']!r}"
+            whole = "seed" in settings and 0 <= settings.get("max_bad", 0) < 1
+            problem = None if whole else "it is not what a run writes"
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             problem = reason(error)
         if problem:

@@ -30,14 +30,14 @@ def load_base_model(config: TrainConfig) -> Backbone:
 
 
 def base_model_digest(backbone: Backbone) -> str | None:
-    """sha256 of a base model's weights, architecture and preprocessing; None for random weights, which a seed decides.
+    """sha256 of a base model's weights and configuration; None for random weights, which the seed decides.
 
     A run that continues takes more of them than its checkpoint holds: the kept positions, a frozen image tower's
     features, what becomes of an image.
     """
     if backbone.random_weights:
         return None
-    parts = [weights_digest(backbone.model), backbone.config["model_cfg"], str(backbone.preprocess)]
+    parts = [weights_digest(backbone.model), backbone.config]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
