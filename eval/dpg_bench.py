@@ -55,6 +55,7 @@ COLUMNS = (
 BANDS = (1, 20, 40, 60, 76, 112)
 UNPLACED = "not in the prompt"
 BAND_NAMES = (*(f"{start}-{end - 1}" for start, end in pairwise(BANDS)), f"{BANDS[-1]} and on", UNPLACED)
+MOST_IMAGES = 1000  # of a prompt
 GRID = 2  # pictures on a side of a published file
 NOTES = (
     "The published numbers are of mPLUG-large. Answers of another model make another scale: compare only runs of the "
@@ -681,8 +682,10 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
     """
     check_output(config.output)
     check_batch_size(config.batch_size)
-    if config.images_per_prompt < 1:
-        raise UserError(f"images_per_prompt={config.images_per_prompt} is not allowed. Give a whole number from 1.")
+    if not 1 <= config.images_per_prompt <= MOST_IMAGES:
+        raise UserError(
+            f"images_per_prompt={config.images_per_prompt} is not allowed. Give a whole number from 1 to {MOST_IMAGES}."
+        )
     if (config.images is None) == (config.base is None) or (config.base is None) != (not config.encoders):
         raise UserError(
             f"images is {config.images!r}, base {config.base!r} and encoders {config.encoders}. Give either --images, "
