@@ -209,7 +209,10 @@ def _parse(program: str, summary: str, options: type, arguments: list[str]):
     parser.add_class_arguments(options, as_group=False, skip=positional)
     flags = [name for name, field in fields.items() if field.type in (bool, "bool")]
     lists = [name for name, field in fields.items() if field.type in (list[str], "list[str]")]
-    values = parser.parse_args(_normalise(arguments, flags, lists)).as_dict()
+    try:
+        values = parser.parse_args(_normalise(arguments, flags, lists)).as_dict()
+    except (ValueError, OverflowError, RecursionError) as error:  # of files and numbers that no parser takes
+        _fail(f"The options cannot be read: {reason(error)}. `{program} --help` lists them.")
     missing = next(
         (name for name in positional if values.get(name) is None and fields[name].type in (str, "str")), None
     )

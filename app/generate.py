@@ -63,9 +63,9 @@ class GenerateConfig:
             pictures are the same.
         strict: leave out prompts that a text encoder would have to read in several windows.
         weighting: (word:1.3), ((word)), [word], word++ and BREAK in prompts are weights; otherwise they are text.
-        steps: denoising steps; more are slower and finer, up to about 50.
+        steps: denoising steps, from 1 to 1000; more are slower and finer, up to about 50.
         guidance_scale: how strongly the prompt is followed; 1 is no guidance and half the time. The default is above
-            diffusers' 5, for a closer reading of a long prompt's details; past 10 colours burn.
+            diffusers' 5, for a closer reading of a long prompt's details; past 10 colours burn, and 1000 is the most.
         height: pixels, a multiple of 8; the model's own size if not given (1024 for SDXL).
         width: pixels, a multiple of 8; the model's own size if not given.
         device: cpu, cuda, cuda:1, mps; the fastest there is if not given.
@@ -225,8 +225,8 @@ def _make_folder(path: Path) -> None:
         raise UserError(
             f"The output folder {str(path)!r} cannot be made ({error.strerror}). Give another one."
         ) from error
-    if not os.access(path, os.W_OK):
-        raise UserError(f"The output folder {str(path)!r} may not be written to. Give another one.")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise UserError(f"The output folder {str(path)!r} may not be read and written to. Give another one.")
 
 
 def _check_second_prompts(kind: str, config: GenerateConfig, prompts: Sequence[Prompt]) -> None:

@@ -1,7 +1,5 @@
 """What no drawing is asked to exceed: numbers that can only be slips, refused before anything is loaded."""
 
-import math
-
 from .errors import UserError
 
 MOST_STEPS = 1000  # the noise levels that models are trained with
@@ -20,8 +18,9 @@ def check_steps(steps: int) -> None:
 def check_guidance(guidance_scale: float) -> None:
     """Raises UserError for a guidance scale that is no number, or so large that nothing but noise can come of it."""
     if not -MOST_GUIDANCE <= guidance_scale <= MOST_GUIDANCE:  # NaN is neither
-        shown = str(guidance_scale) if math.isnan(guidance_scale) else f"{guidance_scale:g}"
-        raise UserError(f"The guidance scale must be a number up to {MOST_GUIDANCE:g}, got {shown}. 7 is usual.")
+        raise UserError(
+            f"The guidance scale must be a number up to {MOST_GUIDANCE:g}, got {guidance_scale}. 7 is usual."
+        )
 
 
 def check_pixels(height: int, width: int) -> None:

@@ -172,6 +172,23 @@ def test_paths_that_cannot_be_used_have_no_traceback(capsys, tmp_path):
     assert run(capsys, *settings, "--output", tmp_path / name)[0] == 0 and (tmp_path / name).is_file()
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--guidance-scale=1" + 400 * "0", "int too large to convert to float"),
+        ("--steps=" + 5000 * "9", "Exceeds the limit"),
+        (b"\xff\xfe\x00", "can't decode byte 0xff"),
+        (b"steps: " + 5000 * b"9", "Exceeds the limit"),
+    ],
+)
+def test_options_that_no_parser_takes(capsys, tmp_path, option, message):
+    if isinstance(option, bytes):
+        (tmp_path / "c.yaml").write_bytes(option)
+        option = f"--config={tmp_path / 'c.yaml'}"
+    code, _, err = run(capsys, "generate", "a star", "--base=toy/sdxl", option)
+    assert code == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
 def test_what_failed_though_all_was_usable_exits_with_1(capsys, tmp_path, monkeypatch):
     forward = AutoencoderKL._decode
     monkeypatch.setattr(AutoencoderKL, "_decode", lambda self, z, **rest: forward(self, z / 0, **rest))

@@ -413,6 +413,16 @@ def test_a_killed_run_asks_only_what_is_missing_and_ends_the_same(vilt, tmp_path
     assert without_seconds(run(tmp_path, vilt)) == without_seconds(before)
 
 
+def test_a_long_chain_of_dependencies_is_followed():
+    chain = [
+        Proposition("1", number, (number - 1,) if number > 1 else (), "", "", "?", ()) for number in range(1, 5001)
+    ]
+    answers = dict.fromkeys(range(1, 5001), True)
+    assert all(holds(reversed(chain), answers).values())
+    found = holds(chain, answers | {3000: False})
+    assert [number for number in found if not found[number]] == list(range(3000, 5001))
+
+
 def test_no_warning_of_prompts_that_only_positions_are_looked_for_in(caplog):
     logger = logging.getLogger("transformers")
     caplog.set_level(logging.WARNING, "transformers")  # where another test has silenced it
