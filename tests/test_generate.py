@@ -26,7 +26,7 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.report import digest
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.stretch import stretch_text_encoder
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, loading, memory
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, memory
 from debias_diffusion.pipelines.loading import load_pipeline, load_sdxl
 from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.toyworld.shipped import shipped
@@ -154,12 +154,12 @@ def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
         ({"device": "toaster"}, "The device 'toaster' is not available"),
         ({"device": "cuda:99"}, "The device 'cuda:99' is not available"),
         ({"base": "{tmp}/nowhere"}, "The base model '.*nowhere' is not there. Give an SDXL folder"),
-        ({"base": "{tmp}"}, "cannot be read: it has no readable model_index.json"),
+        ({"base": "{tmp}"}, "cannot be read.* '.*model_index.json' is not there, or is no regular file"),
         (
             {"base": "{tmp}/flux"},
             "is a FluxPipeline, not a StableDiffusionXLPipeline or a StableDiffusionPipeline. Give an SDXL folder",
         ),
-        ({"base": "{tmp}/sd15"}, "has no readable vae/config.json. Give a whole"),
+        ({"base": "{tmp}/sd15"}, "has no readable vae/config.json.* Give a whole"),
         ({"encoder": "{tmp}/nowhere/else"}, "is not there"),
         (
             {"encoder": "{tmp}/wide"},
@@ -660,21 +660,29 @@ def test_the_memory_that_is_free_is_at_least_what_is_refused_from():
 # Values that are no numbers
 
 
-@pytest.fixture(scope="module")
-def broken_encoder(tmp_path_factory):
-    """The toy encoder with one word's embedding not a number: prompts without "heart" are drawn as ever."""
-    text_encoder, tokenizer = load_text_encoder("toy/debias-clip")
-    word = tokenizer("heart", add_special_tokens=False).input_ids[0]
-    with torch.no_grad():
-        text_encoder.get_input_embeddings().weight[word, 3] = float("nan")
-    return text_encoder, tokenizer
+@pytest.fixture
+def broken_encoder(monkeypatch):
+    """A letter's embedding is no number once the models are loaded, since files with such weights are refused.
+
+    Prompts without a heart are drawn as ever.
+    """
+    load = drawing.Studio.load
+
+    def load_and_break(self, part="all"):
+        pipe = load(self, part)
+        if pipe.text_encoder is not None:
+            letter = pipe.tokenizer("heart", add_special_tokens=False).input_ids[0]
+            with torch.no_grad():
+                pipe.text_encoder.get_input_embeddings().weight[letter, 3] = float("nan")
+        return pipe
+
+    monkeypatch.setattr(drawing.Studio, "load", load_and_break)
 
 
 @pytest.mark.parametrize("settings", [{}, {"batch": 3}, {"low_memory": True}])
 def test_pictures_of_values_that_are_no_numbers_are_named_and_the_rest_is_drawn(
     drawn, many, broken_encoder, settings, monkeypatch, capsys
 ):
-    monkeypatch.setattr(loading, "load_text_encoder", lambda path: broken_encoder)
     name = f"broken-{'-'.join(settings)}"
     with pytest.raises(
         FailedError, match="^1 picture was not drawn, the first: line 4, seed 3: its .* not finite"
@@ -691,8 +699,7 @@ def test_pictures_of_values_that_are_no_numbers_are_named_and_the_rest_is_drawn(
     assert len(pictures(many(name, **settings))) == 6 and not (folder / "left-out.jsonl").exists()
 
 
-def test_one_picture_of_values_that_are_no_numbers_is_no_file(tmp_path, broken_encoder, monkeypatch):
-    monkeypatch.setattr(loading, "load_text_encoder", lambda path: broken_encoder)
+def test_one_picture_of_values_that_are_no_numbers_is_no_file(tmp_path, broken_encoder):
     for settings in ({}, {"images_per_prompt": 2}):
         with pytest.raises(
             FailedError, match="not drawn, the first: the prompt(, seed 0)?: its embeddings are not finite"
