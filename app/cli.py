@@ -14,7 +14,7 @@ import sys
 import warnings
 from importlib.metadata import version
 
-from debias_diffusion.errors import UserError, near_matches
+from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.files import explain_full_disk
 
 # command -> (summary, the function that gives (dataclass of options, what runs them)), or further commands. Functions,
@@ -157,6 +157,8 @@ def main(arguments: list[str] | None = None) -> None:
             _run("debias-diffusion", COMMANDS, sys.argv[1:] if arguments is None else arguments)
     except UserError as error:
         _fail(str(error), error.exit_code)
+    except MemoryError as error:
+        _fail(f"The machine's memory does not suffice ({reason(error)}).", exit_code=1)
     except OSError as error:
         if error.errno not in _PATHS_FAULT:
             raise
@@ -214,7 +216,10 @@ def _parse(program: str, summary: str, options: type, arguments: list[str]):
     parser.add_class_arguments(options, as_group=False, skip=positional)
     flags = [name for name, field in fields.items() if field.type in (bool, "bool")]
     lists = [name for name, field in fields.items() if field.type in (list[str], "list[str]")]
-    values = parser.parse_args(_normalise(arguments, flags, lists)).as_dict()
+    try:
+        values = parser.parse_args(_normalise(arguments, flags, lists)).as_dict()
+    except (ValueError, OverflowError, RecursionError) as error:  # of files and numbers that no parser takes
+        _fail(f"The options cannot be read: {reason(error)}. `{program} --help` lists them.")
     missing = next(
         (name for name in positional if values.get(name) is None and fields[name].type in (str, "str")), None
     )

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.drawing import model_digest
 from debias_diffusion.pipelines import PromptLayout
+from debias_diffusion.pipelines.checked import generate_images
 from debias_diffusion.pipelines.loading import (
     PIPELINES,
     SDXL,
@@ -26,6 +27,7 @@ from debias_diffusion.pipelines.loading import (
     default_size,
     load_pipeline,
 )
+from debias_diffusion.pipelines.memory import check_memory
 
 from .pictures import settings_text, write_png
 from .prompts import LeftOut, Prompt, cleaned, print_left_out
@@ -92,6 +94,12 @@ class Studio:
             "dtype": str(self.dtype).removeprefix("torch."),
         }
 
+    def check_memory(self, images: int) -> None:
+        """Raises UserError where the memory surely does not suffice for so many pictures at once."""
+        height, width = default_size(self.config.base)
+        size = self.config.height or height, self.config.width or width
+        check_memory(self.config.base, self.device, self.dtype, *size, images)
+
     def texts(self, prompt: Prompt) -> dict[str, str | None]:
         """A prompt's texts, cleaned as captions were cleaned for training, SDXL's own encoders included."""
         negative = self.config.negative_prompt if prompt.negative is None else prompt.negative
@@ -143,26 +151,36 @@ def _windows(windows: Sequence[int]) -> str:
     return ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
 
 
-def draw(studio: Studio, pictures: Sequence[Picture], missing: set[Path], left_out: list[LeftOut]) -> None:
+def draw(studio: Studio, pictures: Sequence[Picture], missing: set[Path], left_out: list[LeftOut]) -> list[LeftOut]:
     """Draws the pictures whose files are missing, and adds to `left_out` the prompts that cannot be read.
 
+    Returns:
+        the pictures of which nothing came that could be written, see `generate_images`
+
     Raises:
-        UserError: none can.
+        UserError: no prompt can be read, or memory cannot suffice for the largest batch.
     """
     low_memory = studio.config.low_memory
     pipe = studio.load("encoders" if low_memory else "all")
     layouts = _layouts(studio, pipe, pictures, left_out)
     _print_layouts(studio, layouts)
     batches = _batches(studio, pictures, layouts, missing)
+    studio.check_memory(max(map(len, batches), default=1))
+    failed = []
     sampler = type(pipe.scheduler).__name__
     drawn = _encode_then_draw(studio, pipe, batches) if low_memory else _encode_and_draw(studio, pipe, batches)
     with tqdm(total=len(missing), desc="draw", unit="picture", disable=not studio.config.several) as bar:
         for batch, images in drawn:
             for picture, image in zip(batch, images, strict=True):
-                if picture.path in missing:
-                    settings = picture.settings | layouts[picture.prompt.number]._asdict()
-                    write_png(image, picture.path, settings_text(settings, sampler))
-                    bar.update()
+                if picture.path not in missing:
+                    continue
+                bar.update()
+                if isinstance(image, str):
+                    failed.append(LeftOut(f"{picture.where}, seed {picture.settings['seed']}", image))
+                    continue
+                settings = picture.settings | layouts[picture.prompt.number]._asdict()
+                write_png(image, picture.path, settings_text(settings, sampler))
+    return failed
 
 
 def _layouts(
@@ -218,14 +236,14 @@ def _batches(
 
 def _encode_and_draw(
     studio: Studio, pipe: DiffusionPipeline, batches: Sequence[list[Picture]]
-) -> Iterator[tuple[list[Picture], list[Image.Image]]]:
+) -> Iterator[tuple[list[Picture], list[Image.Image | str]]]:
     for batch in batches:
         yield batch, _images(studio, pipe, batch, _encode(studio, pipe, batch))
 
 
 def _encode_then_draw(
     studio: Studio, encoders: DiffusionPipeline, batches: Sequence[list[Picture]]
-) -> Iterator[tuple[list[Picture], list[Image.Image]]]:
+) -> Iterator[tuple[list[Picture], list[Image.Image | str]]]:
     """Like `_encode_and_draw`, with either the text encoders or the UNet in memory, never both.
 
     In rounds, because the embeddings of thousands of prompts take more room than the encoders.
@@ -275,9 +293,10 @@ def _encode(studio: Studio, pipe: DiffusionPipeline, batch: Sequence[Picture]) -
 
 def _images(
     studio: Studio, pipe: DiffusionPipeline, batch: Sequence[Picture], embeddings: Embeddings
-) -> list[Image.Image]:
+) -> list[Image.Image | str]:
     config, first = studio.config, batch[0].settings
-    return pipe(
+    return generate_images(
+        pipe,
         **{name: embedding.to(studio.device) for name, embedding in embeddings.items()},
         height=first["height"],
         width=first["width"],
@@ -286,4 +305,4 @@ def _images(
         # One an image, so that it does not matter what it is drawn with; on the CPU, because every device's own
         # generator draws other numbers from the same seed.
         generator=[torch.Generator("cpu").manual_seed(picture.settings["seed"]) for picture in batch],
-    ).images
+    )

@@ -4,7 +4,6 @@ One prompt gives one PNG. A file of prompts gives a folder of them, which an int
 """
 
 import json
-import math
 import os
 import re
 import unicodedata
@@ -13,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from debias_diffusion.devices import pick_device
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.drawing_limits import check_guidance, check_pixels, check_steps
+from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import held, write_text
 from debias_diffusion.pipelines.loading import SDXL
+from debias_diffusion.pipelines.memory import explain_memory
 from debias_diffusion.png import png_damage
 
 from .contact_sheet import write_contact_sheets
@@ -64,9 +63,9 @@ class GenerateConfig:
             pictures are the same.
         strict: leave out prompts that a text encoder would have to read in several windows.
         weighting: (word:1.3), ((word)), [word], word++ and BREAK in prompts are weights; otherwise they are text.
-        steps: denoising steps; more are slower and finer, up to about 50.
+        steps: denoising steps, from 1 to 1000; more are slower and finer, up to about 50.
         guidance_scale: how strongly the prompt is followed; 1 is no guidance and half the time. The default is above
-            diffusers' 5, for a closer reading of a long prompt's details; past 10 colours burn.
+            diffusers' 5, for a closer reading of a long prompt's details; past 10 colours burn, and 1000 is the most.
         height: pixels, a multiple of 8; the model's own size if not given (1024 for SDXL).
         width: pixels, a multiple of 8; the model's own size if not given.
         device: cpu, cuda, cuda:1, mps; the fastest there is if not given.
@@ -114,7 +113,8 @@ def generate(config: GenerateConfig) -> Path:
 
     Raises:
         UserError: a setting is not usable, or no prompt is. Everything that can be checked is checked before a model is
-            loaded. A folder holds pictures of other settings.
+            loaded. A folder holds pictures of other settings. Memory cannot suffice, or does not.
+        FailedError: values of some pictures are no finite numbers. These are not written, and all others are.
     """
     _check_settings(config)
     prompts, where, left_out = _read(config)
@@ -124,17 +124,14 @@ def generate(config: GenerateConfig) -> Path:
     )
     studio = Studio(config, pick_device(config.device))
     _check_second_prompts(studio.kind, config, prompts)
-    try:
+    studio.check_memory(1)
+    advice = f"Try --low-memory, a smaller --batch than {config.batch}, or a smaller picture."
+    with explain_memory(studio.device, advice):
         if config.several:
             with held(output, f"Another run is filling {str(output)!r}. Wait for it, or give another output."):
                 _fill(output, studio, prompts, where, left_out)
         else:
             _draw_one(output, studio, prompts[0])
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"The memory of {studio.device} does not suffice ({reason(error)}). What is finished stays. Try "
-            f"--low-memory, a smaller --batch than {config.batch}, or a smaller picture."
-        ) from error
     return output
 
 
@@ -156,8 +153,9 @@ def _check_settings(config: GenerateConfig) -> None:
         if size is not None and (size <= 0 or size % 8):
             nearest = max(8, round(size / 8) * 8)
             raise UserError(f"The {name} must be a positive multiple of 8 pixels, got {size}. Take {nearest}.")
-    if not math.isfinite(config.guidance_scale):
-        raise UserError(f"The guidance scale must be a number, got {config.guidance_scale}.")
+    if config.height and config.width:
+        check_pixels(config.height, config.width)
+    check_guidance(config.guidance_scale)
     for name, number in (
         ("number of steps", config.steps),
         ("number of images per prompt", config.images_per_prompt),
@@ -165,6 +163,7 @@ def _check_settings(config: GenerateConfig) -> None:
     ):
         if number < 1:
             raise UserError(f"The {name} must be at least 1, got {number}.")
+    check_steps(config.steps)
 
 
 def _read(config: GenerateConfig) -> tuple[list[Prompt], dict[int, str], list[LeftOut]]:
@@ -226,8 +225,8 @@ def _make_folder(path: Path) -> None:
         raise UserError(
             f"The output folder {str(path)!r} cannot be made ({error.strerror}). Give another one."
         ) from error
-    if not os.access(path, os.W_OK):
-        raise UserError(f"The output folder {str(path)!r} may not be written to. Give another one.")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise UserError(f"The output folder {str(path)!r} may not be read and written to. Give another one.")
 
 
 def _check_second_prompts(kind: str, config: GenerateConfig, prompts: Sequence[Prompt]) -> None:
@@ -243,7 +242,7 @@ def _check_second_prompts(kind: str, config: GenerateConfig, prompts: Sequence[P
 
 def _draw_one(path: Path, studio: Studio, prompt: Prompt) -> None:
     picture = Picture(prompt, "the prompt", path, _settings(studio, studio.settings(), prompt, studio.config.seed))
-    draw(studio, [picture], {path}, [])
+    _raise_if_any(draw(studio, [picture], {path}, []), studio)
 
 
 def _fill(
@@ -254,15 +253,31 @@ def _fill(
     pictures = _pictures(folder, studio, prompts, where)
     missing = _missing(folder, pictures)
     print(f"Pictures: {len(pictures) - len(missing):,} are in {folder}, {len(missing):,} to draw")
-    if missing:
-        draw(studio, pictures, missing, left_out)
+    failed = draw(studio, pictures, missing, left_out) if missing else []
+    print_left_out(failed)
     finished = [(picture, read_settings(picture.path)) for picture in pictures if picture.path.exists()]
     _write_lines(folder / "index.jsonl", [_index_entry(picture, its) for picture, its in finished])
-    _write_lines(folder / "left-out.jsonl", [vars(entry) for entry in left_out])
+    _write_lines(folder / "left-out.jsonl", [vars(entry) for entry in [*left_out, *failed]])
+    if finished:
+        _write_contact_sheets(folder, finished)
+    _raise_if_any(failed, studio)
+
+
+def _write_contact_sheets(folder: Path, finished: Sequence[tuple[Picture, dict]]) -> None:
     titled = [(p.path, f"{p.prompt.number:05} · seed {its['seed']}", p.prompt.text) for p, its in finished]
     sheets = write_contact_sheets(folder, titled)
     more = f" and {len(sheets) - 1} more page{'s' * (len(sheets) > 2)}" if len(sheets) > 1 else ""
     print(f"All {len(finished):,} at a glance: {sheets[0]}{more}")
+
+
+def _raise_if_any(failed: Sequence[LeftOut], studio: Studio) -> None:
+    """Raises FailedError where there is a picture of which nothing came."""
+    if failed:
+        raise FailedError(
+            f"{len(failed):,} picture{'s were' if len(failed) > 1 else ' was'} not drawn, the first: {failed[0]}. "
+            "Where values are not finite, weights of an encoder or of the base model are damaged, or too large for "
+            f"{str(studio.dtype).removeprefix('torch.')}. Try another encoder, or --dtype float32."
+        )
 
 
 def _pictures(folder: Path, studio: Studio, prompts: Sequence[Prompt], where: dict[int, str]) -> list[Picture]:

@@ -98,8 +98,6 @@ def check_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"The {name} holds {text[error.start]!r}, which is no character. Write it as UTF-8.") from error
-    if "\0" in text:  # as text in UTF-16 does that is read as UTF-8
-        raise UserError(f"The {name} holds the character '\\x00'. Write it as UTF-8.")
 
 
 def check_prompt(text: str) -> None:
@@ -265,6 +263,8 @@ def _prompt(number: int, entry: dict) -> Prompt:
         if not isinstance(entry.get(name, ""), str):
             raise UserError(f"The {name} must be text, got {str(entry[name])[:80]!r}.")
         check_text(name, entry.get(name, ""))
+        if "\0" in entry.get(name, ""):  # as text in UTF-16 does that is read as UTF-8
+            raise UserError(f"The {name} holds the character '\\x00'. Write it as UTF-8.")
     check_prompt(entry["prompt"])
     texts = {name: entry[name].strip() for name in _TEXTS if name in entry}
     negatives = {texts[name] for name in ("negative_prompt", "negative") if name in texts}

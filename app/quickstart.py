@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+from debias_diffusion.drawing_limits import check_seeds, check_steps
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.quickstart import ENCODERS, TRAINED
 from debias_diffusion.eval.report import digest, table, versions
@@ -100,6 +101,8 @@ def _check(config: QuickstartConfig) -> None:
         if getattr(config, name) < number:
             why = ", the batch" if name == "trained_on" else ""
             raise UserError(f"{name} is {getattr(config, name)}, but must be at least {number}{why}.")
+    check_steps(config.drawing_steps)
+    check_seeds(config.seed, config.seed + config.prompts)
     if config.split.partition("-")[0] not in _SPLITS:
         raise UserError(
             f"split is {config.split!r}, but must be one of {', '.join(_SPLITS)}, or one of them with -suffix, such as "

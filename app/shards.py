@@ -18,7 +18,7 @@ from debias_diffusion.data.dataset import read_or_bad
 from debias_diffusion.data.shards import MANIFEST, read_manifest
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import changed_settings, held, sha256, write_json
+from debias_diffusion.files import changed_settings, held, hidden_beside, new_file, sha256, write_json
 from debias_diffusion.training.check import BAD_RECORDS, report_bad
 
 
@@ -159,10 +159,9 @@ class _Writer:
 
     def _write_shard(self, name: str, part: range, images: Iterator[bytes | BadRecord]) -> dict:
         """One shard; returns its entry of `shards.json`. The samples' keys are their positions in the data."""
-        temporary, bad = self.output / f".{name}.tmp", []
-        temporary.unlink(missing_ok=True)  # of a killed run; or a link, which is never written through
+        temporary, bad = hidden_beside(self.output / name, ".tmp"), []
         try:
-            with open(temporary, "xb") as file:
+            with new_file(temporary) as file:
                 with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
                     for index in part:
                         image, record = next(images), self.records[index]

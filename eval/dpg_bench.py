@@ -56,6 +56,8 @@ COLUMNS = (
 BANDS = (1, 20, 40, 60, 76, 112)
 UNPLACED = "not in the prompt"
 BAND_NAMES = (*(f"{start}-{end - 1}" for start, end in pairwise(BANDS)), f"{BANDS[-1]} and on", UNPLACED)
+MOST_IMAGES = 1000  # of a prompt
+MOST_CHARACTERS = 20_000  # of a prompt, as in `generate`
 GRID = 2  # pictures on a side of a published file
 NOTES = (
     "The published numbers are of mPLUG-large. Answers of another model make another scale: compare only runs of the "
@@ -175,7 +177,7 @@ def read_dpg_bench(data: str) -> DpgBench:
     if not (file.is_file() and folder.is_dir()):
         missing = folder if file.is_file() else file
         raise UserError(f"{str(missing)!r} is not there. Give the folder dpg_bench of ELLA's repository.")
-    texts = {path.stem: path for path in sorted(folder.glob("*.txt"))}
+    texts = {path.stem: path for path in sorted(folder.glob("*.txt")) if path.is_file()}
     prompts, bad = {}, []
     for item, path in list(texts.items()):
         try:
@@ -185,8 +187,11 @@ def read_dpg_bench(data: str) -> DpgBench:
             bad.append(BadRecord(f"prompts/{path.name}", "unreadable prompt", reason(error)))
             del texts[item]
             continue
-        if text:
+        if 0 < len(text) <= MOST_CHARACTERS:
             prompts[item] = text
+        elif text:
+            detail = f"it has {len(text):,} characters, and at most {MOST_CHARACTERS:,} are read"
+            bad.append(BadRecord(f"prompts/{path.name}", "too long prompt", detail))
         else:
             bad.append(BadRecord(f"prompts/{path.name}", "empty prompt", "there is no text in it"))
     rows = _read_rows(file)
@@ -333,13 +338,16 @@ def holds(propositions: Iterable[Proposition], yes: Mapping[int, bool]) -> dict[
     """
     by_number = {proposition.number: proposition for proposition in propositions}
     result: dict[int, bool] = {}
-
-    def hold(number: int) -> bool:
-        if number not in result:
-            result[number] = bool(yes[number]) and all(hold(parent) for parent in by_number[number].parents)
-        return result[number]
-
-    return {number: hold(number) for number in by_number}
+    stack = list(by_number)  # and no recursion, which a long chain of dependencies would exhaust
+    while stack:
+        parents = by_number[stack[-1]].parents
+        unknown = [parent for parent in parents if parent not in result]
+        if unknown:
+            stack += unknown
+        else:
+            number = stack.pop()
+            result[number] = bool(yes[number]) and all(result[parent] for parent in parents)
+    return {number: result[number] for number in by_number}
 
 
 @dataclass(frozen=True)
@@ -688,8 +696,10 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
     """
     check_output(config.output)
     check_batch_size(config.batch_size)
-    if config.images_per_prompt < 1:
-        raise UserError(f"images_per_prompt={config.images_per_prompt} is not allowed. Give a whole number from 1.")
+    if not 1 <= config.images_per_prompt <= MOST_IMAGES:
+        raise UserError(
+            f"images_per_prompt={config.images_per_prompt} is not allowed. Give a whole number from 1 to {MOST_IMAGES}."
+        )
     if (config.images is None) == (config.base is None) or (config.base is None) != (not config.encoders):
         raise UserError(
             f"images is {config.images!r}, base {config.base!r} and encoders {config.encoders}. Give either --images, "

@@ -19,12 +19,15 @@ from diffusers.utils import logging as diffusers_logging
 from tqdm import tqdm
 from transformers import CLIPTextConfig
 
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.drawing_limits import check_guidance, check_seeds, check_steps
+from debias_diffusion.errors import FailedError, UserError, reason
 from debias_diffusion.files import changed_settings, read_json_object, whole_file, write_json
 from debias_diffusion.interchange import best_of_run, load_text_encoder
 from debias_diffusion.interchange.load import model_and_weights
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, load_sdxl
+from debias_diffusion.pipelines.checked import generate_images
+from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, default_size, load_sdxl
+from debias_diffusion.pipelines.memory import check_memory, explain_memory
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.scores import GUIDANCE_SCALE, STEPS
@@ -67,14 +70,15 @@ class DrawingSettings:
         """The fields of this name of an evaluation's configuration, with what "auto" means for its base.
 
         Raises:
-            UserError: a number is too small, or the base is none.
+            UserError: a number is too small or too large, or the base is none.
         """
         is_toy = config.base != shipped(config.base)
         settings = {name: getattr(config, name) for name in cls.__dataclass_fields__}
         settings |= {name: values[is_toy] for name, values in _AUTO.items() if settings[name] == "auto"}
-        for name in ("steps", "images_at_once"):
-            if settings[name] < 1:
-                raise UserError(f"{name}={settings[name]} is not allowed. Give a whole number from 1.")
+        if settings["images_at_once"] < 1:
+            raise UserError(f"images_at_once={settings['images_at_once']} is not allowed. Give a whole number from 1.")
+        check_steps(settings["steps"])
+        check_guidance(settings["guidance_scale"])
         check_base(config.base)
         return cls(**settings)
 
@@ -147,11 +151,12 @@ class Drawing:
         """What can be known before anything is drawn, of all encoders.
 
         Raises:
-            UserError: an encoder that has pictures to draw cannot be loaded or does not fit the base, or a folder holds
-                pictures made with other settings.
+            UserError: an encoder that has pictures to draw cannot be loaded or does not fit the base, a seed is out of
+                range, or a folder holds pictures made with other settings.
         """
 
         def look() -> None:
+            self._check_seeds(subjects)
             for encoder, folder in zip(encoders, folders, strict=True):
                 _check_same_settings(folder, self._decides(encoder))
                 if _missing(folder, subjects) and encoder != ORIGINAL:
@@ -173,10 +178,13 @@ class Drawing:
             The pictures' files, in the order of `subjects`.
 
         Raises:
-            UserError: the folder holds pictures made with other settings, or the models cannot be loaded.
+            UserError: the folder holds pictures made with other settings, the models cannot be loaded, or memory does
+                not suffice.
+            FailedError: values of some pictures are no finite numbers. These are not written, and all others are.
         """
 
         def begin() -> set[str]:
+            self._check_seeds(subjects)
             decides = self._decides(encoder)
             _check_same_settings(folder, decides)
             missing = _missing(folder, subjects)
@@ -189,8 +197,14 @@ class Drawing:
 
         missing = self.processes.from_main(begin)
         if missing:
-            self._draw(encoder, folder, subjects, missing, title)
+            with explain_memory(self.processes.device, "Lower --images-at-once."):
+                self._draw(encoder, folder, subjects, missing, title)
         return [_file(folder, subject) for subject in subjects]
+
+    def _check_seeds(self, subjects: Sequence[Subject]) -> None:
+        seeds = [self.settings.seed + subject.number for subject in subjects]
+        if seeds:
+            check_seeds(min(seeds), max(seeds))
 
     def _decides(self, encoder: str) -> dict:
         """Everything that decides what a picture looks like, besides its prompt and seed."""
@@ -210,7 +224,7 @@ class Drawing:
         }
 
     def _draw(self, encoder: str, folder: Path, subjects: Sequence[Subject], missing: set[str], title: str) -> None:
-        own, pipe, batches = self.processes, None, []
+        own, pipe, batches, failed = self.processes, None, [], []
 
         def load() -> None:
             nonlocal pipe, batches
@@ -220,6 +234,8 @@ class Drawing:
                 for batch in _batches(pipe, self._prompts(subjects), self.settings)
                 if any(subjects[place].name in missing for place in batch)
             ]
+            at_once = max(map(len, batches), default=1)
+            check_memory(self.settings.base, own.device, self.dtype, *default_size(self.settings.base), at_once)
 
         own.together(load)
         if own.is_main:
@@ -231,7 +247,8 @@ class Drawing:
 
                 def draw_own(now: Sequence[Sequence[int]] = now) -> None:
                     if own.index < len(now):
-                        self._draw_batch(pipe, [subjects[place] for place in now[own.index]], folder, missing)
+                        batch = [subjects[place] for place in now[own.index]]
+                        failed.extend(self._draw_batch(pipe, batch, folder, missing))
 
                 # In step, so that what one process meets ends all of them soon.
                 own.together(draw_own)
@@ -239,22 +256,33 @@ class Drawing:
                     _note(folder, time.monotonic() - started)
                 bar.update(sum(subjects[place].name in missing for batch in now for place in batch))
 
+        own.together(lambda: _raise_if_any(failed, len(subjects), encoder, self.dtype))
+
     def _draw_batch(
         self, pipe: StableDiffusionXLPipeline, batch: Sequence[Subject], folder: Path, missing: set[str]
-    ) -> None:
-        """Draws all of a batch, because others in it round differently, and writes those that are missing."""
-        images = pipe(
+    ) -> list[str]:
+        """Draws all of a batch, because others in it round differently, and writes those that are missing.
+
+        Returns:
+            the missing ones that there is no image of, with the reason
+        """
+        failed = []
+        images = generate_images(
+            pipe,
             self._prompts(batch),
             num_inference_steps=self.settings.steps,
             guidance_scale=self.settings.guidance_scale,
             # One generator an image, so that it does not matter what is drawn with it; on the CPU, because every
             # device's own draws other numbers.
             generator=[torch.Generator("cpu").manual_seed(self.settings.seed + subject.number) for subject in batch],
-        ).images
+        )
         for subject, image in zip(batch, images, strict=True):
-            if subject.name in missing:
+            if subject.name in missing and isinstance(image, str):
+                failed.append(f"{subject.name} ({image})")
+            elif subject.name in missing:
                 with whole_file(_file(folder, subject)) as unfinished:
                     image.save(unfinished, format="PNG")
+        return failed
 
     def _prompts(self, subjects: Sequence[Subject]) -> list[str]:
         """As captions were cleaned for training."""
@@ -301,6 +329,16 @@ def _batches(pipe: StableDiffusionXLPipeline, prompts: Sequence[str], settings: 
         groups.setdefault(positions, []).append(place)
     size = settings.images_at_once
     return sorted(group[i : i + size] for group in groups.values() for i in range(0, len(group), size))
+
+
+def _raise_if_any(failed: Sequence[str], count: int, encoder: str, dtype: torch.dtype) -> None:
+    """Raises FailedError where there is no image of a subject."""
+    if failed:
+        raise FailedError(
+            f"{len(failed):,} of {count:,} images by {encoder!r} were not drawn, the first: {failed[0]}. Where values "
+            "are not finite, weights of the encoder or of the base model are damaged, or too large for "
+            f"{str(dtype).removeprefix('torch.')}. Give another encoder. The other images are kept."
+        )
 
 
 def _file(folder: Path, subject: Subject) -> Path:

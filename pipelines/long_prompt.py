@@ -5,6 +5,8 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -127,15 +129,15 @@ class LongPromptMixin:
 
     def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
         added = tokenizer.added_tokens_encoder
-        # Only inversions of several vectors need converting, and converting warns of any text past the window.
+        # Only inversions of several vectors need converting.
         converts = isinstance(self, TextualInversionLoaderMixin) and any(name.endswith("_1") for name in added)
+        # verbose=False: the warning that a text exceeds the model's window does not hold here
+        quiet = SimpleNamespace(tokenize=partial(tokenizer.tokenize, verbose=False), added_tokens_encoder=added)
         tokens = []
         for text in texts:
             parts = parse_weights(text) if self._long_prompt.weighting else [[(text, 1.0)]]
             if converts:
-                parts = [
-                    [(self.maybe_convert_prompt(run, tokenizer), weight) for run, weight in part] for part in parts
-                ]
+                parts = [[(self.maybe_convert_prompt(run, quiet), weight) for run, weight in part] for part in parts]
             tokens.append(_join_parts([_part_tokens(part, tokenizer) for part in parts]))
         return tokens
 

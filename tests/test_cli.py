@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import yaml
+from diffusers import AutoencoderKL
 from tiny_clip import save_tiny_clip
 from tiny_data import make_tiny_data
 
@@ -169,6 +170,35 @@ def test_paths_that_cannot_be_used_have_no_traceback(capsys, tmp_path):
     assert code == 2 and "loop' cannot be made" in err, err
     name = f"{'x' * 251}.png"
     assert run(capsys, *settings, "--output", tmp_path / name)[0] == 0 and (tmp_path / name).is_file()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--guidance-scale=1" + 400 * "0", "int too large to convert to float"),
+        ("--steps=" + 5000 * "9", "Exceeds the limit"),
+        (b"\xff\xfe\x00", "can't decode byte 0xff"),
+        (b"steps: " + 5000 * b"9", "Exceeds the limit"),
+    ],
+)
+def test_options_that_no_parser_takes(capsys, tmp_path, option, message):
+    if isinstance(option, bytes):
+        (tmp_path / "c.yaml").write_bytes(option)
+        option = f"--config={tmp_path / 'c.yaml'}"
+    code, _, err = run(capsys, "generate", "a star", "--base=toy/sdxl", option)
+    assert code == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_what_failed_though_all_was_usable_exits_with_1(capsys, tmp_path, monkeypatch):
+    forward = AutoencoderKL._decode
+    monkeypatch.setattr(AutoencoderKL, "_decode", lambda self, z, **rest: forward(self, z / 0, **rest))
+    (tmp_path / "p.txt").write_text("a star\na ring")
+    settings = ["--prompts", tmp_path / "p.txt", "--base=toy/sdxl", "--steps=1", "--device=cpu"]
+    code, out, err = run(capsys, "generate", *settings, "--output", tmp_path / "out")
+    assert code == 1 and err.splitlines()[-1].startswith("error: 2 pictures were not drawn, the first: line 1, seed 0")
+    assert "Left out: line 2, seed 1: its pixels are not finite" in out and not list((tmp_path / "out").glob("*.png"))
+    code, _, err = run(capsys, "generate", "a star", *settings[2:], "--guidance-scale=1e308")
+    assert code == 2 and "The guidance scale must be a number up to 1000, got 1e+308" in err
 
 
 def test_a_closed_pipe_loses_no_work(tmp_path):

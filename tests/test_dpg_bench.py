@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -411,6 +412,36 @@ def test_a_killed_run_asks_only_what_is_missing_and_ends_the_same(vilt, tmp_path
     assert whole.count(b'"answer": "no"') > 0
     answers.write_bytes(whole.replace(b'"answer": "no"', b'"answer": "maybe"'))
     assert without_seconds(run(tmp_path, vilt)) == without_seconds(before)
+
+
+def test_a_long_chain_of_dependencies_is_followed():
+    chain = [
+        Proposition("1", number, (number - 1,) if number > 1 else (), "", "", "?", ()) for number in range(1, 5001)
+    ]
+    answers = dict.fromkeys(range(1, 5001), True)
+    assert all(holds(reversed(chain), answers).values())
+    found = holds(chain, answers | {3000: False})
+    assert [number for number in found if not found[number]] == list(range(3000, 5001))
+
+
+def test_no_warning_of_prompts_that_only_positions_are_looked_for_in(caplog):
+    logger = logging.getLogger("transformers")
+    caplog.set_level(logging.WARNING, "transformers")  # where another test has silenced it
+    logger.addHandler(caplog.handler)
+    try:
+        assert token_position(["red"], "a cat, " * 100 + "a red dog", clip_tokenizer(77)) > 200
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("images", [0, 10**9])
+def test_a_sane_number_of_pictures(images):
+    config = DpgBenchConfig("data", "vqa", "output", images="pictures", images_per_prompt=images)
+    with pytest.raises(
+        UserError, match=f"images_per_prompt={images} is not allowed. Give a whole number from 1 to 1000"
+    ):
+        evaluate_dpg_bench(config)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from tiny_clip import save_tiny_clip
 
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval import drawing
 from debias_diffusion.eval.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from debias_diffusion.eval.generation import GenerationConfig
 from debias_diffusion.eval.processes import Processes
+from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.pipelines import memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Of 77, 152 and 227 positions, in mixed order.
@@ -150,6 +152,39 @@ def test_what_is_damaged_is_drawn_again(together, base, long_encoder, tmp_path):
     assert [file.read_bytes() for file in files] == [file.read_bytes() for file in together]
 
 
+def test_images_of_values_that_are_no_numbers_are_named_and_the_rest_is_drawn(
+    together, base, long_encoder, tmp_path, monkeypatch
+):
+    text_encoder, tokenizer = load_text_encoder(long_encoder)
+    ids = [set(tokenizer(prompt.lower(), add_special_tokens=False).input_ids) for prompt in PROMPTS]
+    [only_in_the_third] = ids[2] - set.union(*ids[:2], *ids[3:])
+    with torch.no_grad():
+        text_encoder.get_input_embeddings().weight[only_in_the_third] = float("nan")
+    with monkeypatch.context() as broken:
+        broken.setattr(drawing, "load_text_encoder", lambda path: (text_encoder, tokenizer))
+        with pytest.raises(FailedError, match=r"^1 of 7 images by .* the first: 000002 \(its .* not finite.*float32"):
+            drawn(tmp_path, base, long_encoder, images_at_once=2)
+    assert {path.name for path in tmp_path.glob("*.png")} == {file.name for file in together} - {"000002.png"}
+    files = drawn(tmp_path, base, long_encoder, images_at_once=2)
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in together]
+
+
+def test_what_cannot_fit_or_did_not_is_told(base, tmp_path, monkeypatch):
+    with monkeypatch.context() as small:
+        small.setattr(memory, "free_bytes", lambda device: 10**4)
+        with pytest.raises(UserError, match="2 pictures at once of 64 x 64 pixels need at least 0.0 GB"):
+            drawn(tmp_path, base, images_at_once=2)
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), torch.OutOfMemoryError()):
+
+        def fail(self, *args, error=error, **arguments):
+            raise error
+
+        monkeypatch.setattr(StableDiffusionXLPipeline, "__call__", fail)
+        with pytest.raises(UserError, match="The memory of cpu does not suffice .* Lower --images-at-once"):
+            drawn(tmp_path, base)
+    assert not list(tmp_path.glob("*.png"))
+
+
 def test_encoders_share_the_rest_of_the_base(cut, whole, base, long_encoder, tmp_path):
     own = Drawing(DrawingSettings(base, STEPS), Processes("cpu"))
     first = own.draw(long_encoder, tmp_path / "long", SUBJECTS, "long")
@@ -251,6 +286,11 @@ def test_auto_settings_are_those_of_the_base(base):
     for name in ("steps", "images_at_once"):
         with pytest.raises(UserError, match=f"{name}=0"):
             settings(**{name: 0})
+    with pytest.raises(UserError, match="steps=1001 is not allowed. Give a whole number from 1 to 1000"):
+        settings(steps=1001)
+    for scale in (1e308, float("inf"), float("nan"), 1001.0):
+        with pytest.raises(UserError, match="The guidance scale must be a number up to 1000, got"):
+            settings(guidance_scale=scale)
     with pytest.raises(UserError, match="'nowhere' is not there"):
         settings(base="nowhere")
 
@@ -318,6 +358,18 @@ def test_the_seed_decides_the_noise(whole, base, long_encoder, tmp_path):
     first, second = drawn(tmp_path / "0", base, long_encoder, subjects)
     _, later = drawn(tmp_path / "3", base, long_encoder, subjects, seed=3)
     assert later.read_bytes() == first.read_bytes() != second.read_bytes()
+
+
+@pytest.mark.parametrize("seed", [2**64 - 6, -(2**63) - 1])
+def test_seeds_out_of_range_are_refused(base, tmp_path, seed):
+    own = started(base, seed=seed)
+    for work in (
+        lambda: own.check([ORIGINAL], [tmp_path], SUBJECTS),
+        lambda: own.draw(ORIGINAL, tmp_path, SUBJECTS, ""),
+    ):
+        with pytest.raises(UserError, match=r"Seeds from .* a generator takes those from -2\^63 to 2\^64 - 1"):
+            work()
+    own.check([ORIGINAL], [tmp_path], SUBJECTS[1:6])
 
 
 def test_a_file_behind_a_models_name_has_a_digest_of_its_own(tmp_path):

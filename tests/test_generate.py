@@ -22,11 +22,11 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from debias_diffusion.app import cli, contact_sheet, drawing
 from debias_diffusion.app.generate import GenerateConfig, generate
 from debias_diffusion.app.pictures import first_difference, read_settings, write_png
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.report import digest
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.stretch import stretch_text_encoder
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, memory
 from debias_diffusion.pipelines.loading import load_pipeline, load_sdxl
 from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.toyworld.shipped import shipped
@@ -133,7 +133,12 @@ def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
         ({"height": 100}, "The height must be a positive multiple of 8 pixels, got 100. Take 96."),
         ({"width": -8}, "The width must be a positive multiple of 8 pixels, got -8. Take 8."),
         ({"steps": 0}, "The number of steps must be at least 1, got 0"),
-        ({"guidance_scale": float("nan")}, "The guidance scale must be a number, got nan"),
+        ({"steps": 10**9}, "steps=1000000000 is not allowed. Give a whole number from 1 to 1000."),
+        ({"guidance_scale": float("nan")}, "The guidance scale must be a number up to 1000, got nan"),
+        ({"guidance_scale": 1e308}, "The guidance scale must be a number up to 1000, got 1e\\+308. 7 is usual"),
+        ({"guidance_scale": float("-inf")}, "The guidance scale must be a number up to 1000, got -inf"),
+        ({"height": 8 * 10**6, "width": 80}, "8000000 x 80 pixels has 640,000,000; at most 89,478,485 can be drawn"),
+        ({"images_per_prompt": 10**9, "output": "{tmp}/x"}, "make 1,000,000,000; one run draws at most 1,000,000"),
         ({"batch": 0}, "The batch must be at least 1, got 0"),
         ({"images_per_prompt": 0}, "The number of images per prompt must be at least 1, got 0"),
         ({"seed": -1}, "The seed must be a whole number from 0 to 2\\^63 - 1, got '-1'"),
@@ -149,12 +154,12 @@ def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
         ({"device": "toaster"}, "The device 'toaster' is not available"),
         ({"device": "cuda:99"}, "The device 'cuda:99' is not available"),
         ({"base": "{tmp}/nowhere"}, "The base model '.*nowhere' is not there. Give an SDXL folder"),
-        ({"base": "{tmp}"}, "cannot be read: it has no readable model_index.json"),
+        ({"base": "{tmp}"}, "cannot be read.* '.*model_index.json' is not there, or is no regular file"),
         (
             {"base": "{tmp}/flux"},
             "is a FluxPipeline, not a StableDiffusionXLPipeline or a StableDiffusionPipeline. Give an SDXL folder",
         ),
-        ({"base": "{tmp}/sd15"}, "has no readable vae/config.json. Give a whole"),
+        ({"base": "{tmp}/sd15"}, "has no readable vae/config.json.* Give a whole"),
         ({"encoder": "{tmp}/nowhere/else"}, "is not there"),
         (
             {"encoder": "{tmp}/wide"},
@@ -598,6 +603,109 @@ def test_too_little_memory_is_explained(many, monkeypatch):
     monkeypatch.setattr(UNet2DConditionModel, "forward", forward)
     with pytest.raises(UserError, match="The memory of cpu does not suffice .CUDA out of memory.* Try --low-memory"):
         many("memory", LINES[:1])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you ..."
+        ),
+        MemoryError("Unable to allocate 7.11 PiB"),
+    ],
+)
+def test_too_little_memory_of_the_machine_is_explained_too(many, monkeypatch, error):
+    def forward(*_, **__):
+        raise error
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", forward)
+    with pytest.raises(UserError, match="The memory of cpu does not suffice .*allocate .* Try --low-memory"):
+        many("memory", LINES[:1])
+    monkeypatch.setattr(UNet2DConditionModel, "forward", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size|size mismatch"):  # another error is no such one
+        many("memory", LINES[:1])
+
+
+def test_what_cannot_fit_is_refused_before_models_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2 * 10**9)
+    settings = {"output": str(tmp_path / "a.png"), **TOY}
+    message = (
+        r"A picture of 8000 x 8000 pixels needs at least \d\d\.\d GB .* 2\.0 GB are free on cpu. Draw a smaller one"
+    )
+    with pytest.raises(UserError, match=message):
+        generate(GenerateConfig("a star", height=8000, width=8000, **settings))
+    assert memory.decoding_bytes("toy/sdxl", torch.float16, 64, 64, 3) == 3 * 3 * 32 * 64 * 64 * 2
+
+
+def test_a_batch_that_cannot_fit_is_refused_before_it_is_drawn(drawn, many, monkeypatch):
+    monkeypatch.setattr(
+        memory, "free_bytes", lambda device: 5 * memory.decoding_bytes("toy/sdxl", torch.float32, 48, 48)
+    )
+    monkeypatch.setattr(UNet2DConditionModel, "forward", None)
+    with pytest.raises(
+        UserError, match="8 pictures at once of 48 x 48 pixels need at least 0.0 GB .* Draw fewer at once"
+    ):
+        many("large-batch", ["a star"] * 8, batch=100)
+    monkeypatch.undo()
+    assert len(pictures(many("large-batch", ["a star", LONG], batch=5))) == 2
+
+
+def test_the_memory_that_is_free_is_at_least_what_is_refused_from():
+    assert 10**8 < memory.free_bytes(torch.device("cpu")) < 10**14
+    assert memory.free_bytes(torch.device("meta")) is None
+    memory.check_memory("toy/sdxl", torch.device("meta"), torch.float32, 10**5, 10**5)
+
+
+# Values that are no numbers
+
+
+@pytest.fixture
+def broken_encoder(monkeypatch):
+    """A letter's embedding is no number once the models are loaded, since files with such weights are refused.
+
+    Prompts without a heart are drawn as ever.
+    """
+    load = drawing.Studio.load
+
+    def load_and_break(self, part="all"):
+        pipe = load(self, part)
+        if pipe.text_encoder is not None:
+            letter = pipe.tokenizer("heart", add_special_tokens=False).input_ids[0]
+            with torch.no_grad():
+                pipe.text_encoder.get_input_embeddings().weight[letter, 3] = float("nan")
+        return pipe
+
+    monkeypatch.setattr(drawing.Studio, "load", load_and_break)
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch": 3}, {"low_memory": True}])
+def test_pictures_of_values_that_are_no_numbers_are_named_and_the_rest_is_drawn(
+    drawn, many, broken_encoder, settings, monkeypatch, capsys
+):
+    name = f"broken-{'-'.join(settings)}"
+    with pytest.raises(
+        FailedError, match="^1 picture was not drawn, the first: line 4, seed 3: its .* not finite"
+    ) as error:
+        many(name, **settings)
+    assert error.value.exit_code == 1
+    folder = drawn.parent / name
+    assert [int(name[:5]) for name in pictures(folder)] == [0, 1, 2, 4, 5]
+    for file in pictures(folder):
+        assert abs(pixels(folder / file) - pixels(drawn / file)).max() <= (1 if settings else 0)
+    assert [entry["where"] for entry in lines_of(folder / "left-out.jsonl")] == ["line 4, seed 3"]
+    assert len(lines_of(folder / "index.jsonl")) == 5 and "Left out: line 4, seed 3" in capsys.readouterr().out
+    monkeypatch.undo()  # mended: only what is missing is drawn
+    assert len(pictures(many(name, **settings))) == 6 and not (folder / "left-out.jsonl").exists()
+
+
+def test_one_picture_of_values_that_are_no_numbers_is_no_file(tmp_path, broken_encoder):
+    for settings in ({}, {"images_per_prompt": 2}):
+        with pytest.raises(
+            FailedError, match="not drawn, the first: the prompt(, seed 0)?: its embeddings are not finite"
+        ):
+            generate(GenerateConfig("a heart", output=str(tmp_path / ("x" if settings else "a.png")), **TOY | settings))
+    assert not (tmp_path / "a.png").exists() and pictures(tmp_path / "x") == {}
 
 
 # What the files say

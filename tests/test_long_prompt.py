@@ -1,6 +1,7 @@
 """Long prompts through SDXL: diffusers' own results where it has any, and a literal reading of the layout elsewhere."""
 
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -441,6 +442,23 @@ def test_the_vectors_of_a_textual_inversion_stay_together(inverted, base):
         **{name: getattr(inverted, name) for name in ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2")},
     )
     assert all(map(same, stock.encode_prompt("a <x> <y>, <x>"), inverted.encode_prompt("a <x> <y>, <x>")))
+
+
+def test_no_warning_of_texts_that_are_read_in_full(inverted, caplog):
+    """That ids past the window "will result in indexing errors" holds for stock use, and there is still said."""
+    prompt = f"{words(200)} <x> and {words(200)} (red:1.2)"
+    logger = logging.getLogger("transformers")
+    caplog.set_level(logging.WARNING, "transformers")  # where another test has silenced it
+    logger.addHandler(caplog.handler)
+    try:
+        inverted.encode_prompt(prompt, negative_prompt=prompt)
+        inverted.set_long_prompt(weighting=True).encode_prompt(prompt)
+        inverted.prompt_layout(prompt)
+        assert caplog.records == []
+        inverted.tokenizer.tokenize(prompt)
+        assert "indexing errors" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 # ---- options, state, errors

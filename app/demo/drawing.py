@@ -11,6 +11,8 @@ from PIL import Image
 
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines import PromptLayout, StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.checked import generate_images
+from debias_diffusion.pipelines.memory import is_out_of_memory
 
 from ..pictures import png_info, settings_text
 from ..prompts import cleaned
@@ -120,11 +122,13 @@ def _work(models: Models, request: Request, stop_if_asked: Callable, report: Cal
             models.restore()
     except _BrokenOffError:
         pass
-    except torch.OutOfMemoryError as error:
-        # Of the error itself nothing is kept, or its frames would keep the memory.
-        end = UserError(f"The memory of {models.device} does not suffice ({reason(error)}). Draw a smaller picture.")
     except BaseException as error:
         end = error
+        if is_out_of_memory(error):
+            # Of the error itself nothing is kept, or its frames would keep the memory.
+            end = UserError(
+                f"The memory of {models.device} does not suffice ({reason(error)}). Draw a smaller picture."
+            )
     report(end)
 
 
@@ -182,7 +186,8 @@ def _draw_one(
         progress(index + 1, pipe.num_timesteps)
         return tensors
 
-    picture = pipe(
+    [picture] = generate_images(
+        pipe,
         **encoded.embeddings,
         height=request.height,
         width=request.width,
@@ -190,8 +195,9 @@ def _draw_one(
         guidance_scale=request.guidance_scale,
         generator=torch.Generator("cpu").manual_seed(seed),
         callback_on_step_end=after_step,
-        callback_on_step_end_tensor_inputs=[],
-    ).images[0]
+    )
+    if isinstance(picture, str):
+        raise UserError(f"The picture by {label} with the seed {seed} was not drawn: {picture}. Try other settings.")
     settings = settings_of(models, request, label, image + 1, encoded.layout)
     file = as_png(picture, settings, type(pipe.scheduler).__name__)
     return Drawn(label, image + 1, seed, picture, file, encoded.read)
