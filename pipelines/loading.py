@@ -186,6 +186,8 @@ def _read(file: Path, base: str) -> dict:
 
 def _config(base: str, cls: type, subfolder: str) -> dict:
     named = f"The base model {base!r} has no readable {subfolder}/config.json"
+    if Path(base).is_dir() and not (Path(base) / subfolder / "config.json").is_file():
+        raise UserError(f"{named}. Give a whole SDXL folder.")
     with explain_failure(named, "Give a whole SDXL folder."):
         config = cls.load_config(base, subfolder=subfolder)
         check_bounds(config, f"The {subfolder}/config.json of {base!r}")

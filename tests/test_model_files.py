@@ -333,7 +333,6 @@ WRONG = [
     ("text encoder", ["max_position_embeddings"], 10**8, "of a model with [0-9,]+ numbers, but"),
     ("text encoder", ["hidden_act"], "abc", "could not be loaded"),
     ("text encoder", ["hidden_act"], None, "could not be loaded"),
-    ("text encoder", ["eos_token_id"], 10**6, "could not be loaded"),
     ("text encoder", ["num_attention_heads"], 0, "could not be loaded"),
     ("clip", ["vision_config", "num_hidden_layers"], 10**7, "says num_hidden_layers: 10000000"),
     ("clip", ["vision_config", "image_size"], 10**6, "of a model with [0-9,]+ numbers, but"),
