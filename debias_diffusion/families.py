@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .errors import UserError, reason
 from .model_files import explain_failure
-from .tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, load_tokenizer
+from .tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, count_ids, load_tokenizer
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -49,8 +49,8 @@ class Family:
             ValueError: the tokenizer lacks an id that the layout needs, or has ids that the tower has not.
         """
         vocabulary, window = text_cfg["vocab_size"], text_cfg["context_length"]
-        if len(tokenizer) > vocabulary + (_SENTINELS if self.hub_tokenizer else 0):
-            raise ValueError(f"the tokenizer has {len(tokenizer)} ids, the text tower {vocabulary}")
+        if (ids := count_ids(tokenizer)) > vocabulary + (_SENTINELS if self.hub_tokenizer else 0):
+            raise ValueError(f"the tokenizer has {ids} ids, the text tower {vocabulary}")
         if self.sot:
             return CaptionTokenizer(tokenizer, window, cleaning=self.cleaning)
         eot, pad = tokenizer.eos_token_id, tokenizer.pad_token_id

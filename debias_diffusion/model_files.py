@@ -178,11 +178,14 @@ def build_empty(build: Callable[[], nn.Module], most: int, what: str) -> nn.Modu
 
 
 def check_state(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
-    """Raises UserError unless `state` holds all weights of `expected`, in their shapes and as large as they look."""
+    """Raises UserError unless `state` holds the weights of `expected`, in their shapes and as large as they look.
+
+    Libraries fill what is missing with random numbers, and leave out what they have no place for, with a remark.
+    """
     missing = sorted(expected.keys() - state.keys())
     if missing:
         raise UserError(f"The weights of {what} lack {len(missing)} of its model's, such as {missing[0]}.")
-    faults = []
+    faults = [f"{name} has no place in it" for name in sorted(state.keys() - expected.keys())]
     for name, wanted in expected.items():
         tensor = state[name]
         if tensor.shape != wanted.shape:

@@ -68,6 +68,11 @@ def load_tokenizer(folder: str | os.PathLike) -> CLIPTokenizer:
     return CLIPTokenizer.from_pretrained(Path(folder), local_files_only=True)
 
 
+def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many rows a table of embeddings needs for all ids of a tokenizer, which need not be without gaps."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """Captions of a batch without what need not be computed.

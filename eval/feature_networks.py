@@ -105,10 +105,10 @@ class InceptionFeatures:
 
     def __init__(self, weights: str | os.PathLike, device: torch.device):
         self.file = _cached_inception() if weights == CACHED else Path(weights)
-        if not self.file.is_file():
-            raise UserError(f"Inception weights {str(self.file)!r} are not there. {_INCEPTION_ADVICE}")
         named = f"Inception weights {str(self.file)!r}"
         with explain_failure(f"{named} cannot be used", _INCEPTION_ADVICE):
+            if not self.file.is_file():
+                raise UserError(f"{named} are not there. {_INCEPTION_ADVICE}")
             state = read_state(self.file)
             check_finite(state.items(), named)
             # torch-fidelity unpickles what it is given without restraint. So it is given a copy of these tensors,

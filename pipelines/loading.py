@@ -7,11 +7,13 @@ from typing import Literal
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, UNet2DConditionModel
+from safetensors import safe_open
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_text_encoder, stretch_text_encoder
+from debias_diffusion.interchange.transformers_folder import read_encoder
 from debias_diffusion.model_files import check_bounds, check_finite, explain_failure, may_be_hub_id, read_config
 from debias_diffusion.toyworld.shipped import shipped
 
@@ -70,7 +72,18 @@ def load_pipeline(
         UserError: the base is of another kind, or an encoder is none or does not fit. Known before the base's weights
             are read.
     """
-    base = shipped(base)
+    with explain_failure(f"The base model {os.fspath(base)!r} could not be loaded", "Give an SDXL folder."):
+        return _load(shipped(base), encoder, device, dtype, encoder_2, part)
+
+
+def _load(
+    base: str,
+    encoder: str | os.PathLike | None,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    encoder_2: str | os.PathLike | None,
+    part: Part,
+) -> DiffusionPipeline:
     kind = check_base(base, tuple(PIPELINES))
     if kind != SDXL and encoder_2 is not None:
         raise UserError(f"The base model {base!r} is a {kind}, which has no second encoder. Leave encoder_2 out.")
@@ -82,18 +95,29 @@ def load_pipeline(
     elif part == "encoders":
         parts |= {"safety_checker": None, "requires_safety_checker": False}  # a gigabyte that looks at pictures
     if part != "denoiser":
+        parts |= _own_encoders(base, kind, encoder, encoder_2, dtype)
         parts |= _replaced(base, kind, encoder, encoder_2, dtype)
-    with explain_failure(f"The base model {base!r} could not be loaded", "Give an SDXL folder."):
-        pipe = PIPELINES[kind].from_pretrained(base, **parts, **{_DTYPE_ARGUMENT: dtype})
+    pipe = PIPELINES[kind].from_pretrained(base, **parts, **{_DTYPE_ARGUMENT: dtype})
     if part != "denoiser" and encoder_2 == STRETCH:
         text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
         pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
     pipe = pipe.to(device)
     for name, component in pipe.components.items():
+        if name in _DENOISER and component is not None:
+            _check_all_used(Path(base) / name / "diffusion_pytorch_model.safetensors", component)
         if isinstance(component, nn.Module):  # in the dtype that it runs in, to which others are cast
             what = {"text_encoder": encoder, "text_encoder_2": encoder_2}.get(name) or f"{base}/{name}"
             check_finite(component.state_dict().items(), repr(os.fspath(what)))
     return pipe
+
+
+def _check_all_used(file: Path, model: nn.Module) -> None:
+    """Raises UserError where diffusers has left weights out, or made some up, because the configuration says others."""
+    if file.is_file():
+        with safe_open(file, framework="pt") as opened:
+            held = len(list(opened.keys()))
+        if held != (wanted := len(model.state_dict())):
+            raise UserError(f"{str(file)!r} holds {held} weights, but its config.json is of a model with {wanted}.")
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -107,15 +131,21 @@ def check_base(base: str | os.PathLike, kinds: tuple[str, ...] = (SDXL,)) -> str
     Raises:
         UserError: there is no such base, or it is none of `kinds`.
     """
-    base = shipped(base)
+    with explain_failure(f"The base model {os.fspath(base)!r} cannot be read", "Give an SDXL folder."):
+        return _check_base(shipped(base), kinds)
+
+
+def _check_base(base: str, kinds: tuple[str, ...]) -> str:
     is_folder = Path(base).is_dir()
     if not is_folder and not may_be_hub_id(base):
         raise UserError(f"The base model {base!r} is not there. Give an SDXL folder in diffusers' layout, or a hub id.")
+    why = "it has no readable model_index.json" if is_folder else "no hub model of this name can be reached"
     if is_folder:
+        if not (Path(base) / "model_index.json").is_file():
+            raise UserError(f"The base model {base!r} cannot be read: {why}. Give an SDXL folder.")
         for file in (Path(base) / "model_index.json", *sorted(Path(base).glob("*/*config.json"))):
             if file.parent.name.partition("_")[0] != "tokenizer":  # whose numbers are no sizes
                 _read(file, base)
-    why = "it has no readable model_index.json" if is_folder else "no hub model of this name can be reached"
     with explain_failure(f"The base model {base!r} cannot be read: {why}", "Give an SDXL folder."):
         kind = DiffusionPipeline.load_config(base)["_class_name"]
     if kind not in kinds:
@@ -125,7 +155,11 @@ def check_base(base: str | os.PathLike, kinds: tuple[str, ...] = (SDXL,)) -> str
 
 def default_size(base: str | os.PathLike) -> tuple[int, int]:
     """(height, width) in pixels of what a base draws if nothing else is asked; reads configurations only."""
-    base = shipped(base)
+    with explain_failure(f"The base model {os.fspath(base)!r} cannot be read", "Give an SDXL folder."):
+        return _default_size(shipped(base))
+
+
+def _default_size(base: str) -> tuple[int, int]:
     channels = _config(base, AutoencoderKL, "vae").get("block_out_channels")
     size = _config(base, UNet2DConditionModel, "unet").get("sample_size")
     sizes = size if isinstance(size, (list, tuple)) else [size, size]
@@ -152,6 +186,8 @@ def _read(file: Path, base: str) -> dict:
 
 def _config(base: str, cls: type, subfolder: str) -> dict:
     named = f"The base model {base!r} has no readable {subfolder}/config.json"
+    if Path(base).is_dir() and not (Path(base) / subfolder / "config.json").is_file():
+        raise UserError(f"{named}. Give a whole SDXL folder.")
     with explain_failure(named, "Give a whole SDXL folder."):
         config = cls.load_config(base, subfolder=subfolder)
         check_bounds(config, f"The {subfolder}/config.json of {base!r}")
@@ -173,6 +209,20 @@ def _text_config(base: str, subfolder: str) -> CLIPTextConfig:
     named = f"The base model {base!r} has no readable {subfolder}/config.json"
     with explain_failure(named, "Give a whole SDXL folder."):
         return CLIPTextConfig.from_pretrained(base, subfolder=subfolder)
+
+
+def _own_encoders(
+    base: str, kind: str, encoder: str | os.PathLike | None, encoder_2: str | os.PathLike | None, dtype: torch.dtype
+) -> dict:
+    """The text encoders of a base folder that nothing replaces, by name.
+
+    Not left to diffusers, which fills weights that are missing with random numbers.
+    """
+    if not Path(base).is_dir():
+        return {}
+    names = ["text_encoder"] if encoder is None else []
+    names += ["text_encoder_2"] if kind == SDXL and encoder_2 in (None, STRETCH) else []
+    return {name: read_encoder(Path(base), name).to(dtype) for name in names}
 
 
 def _replaced(

@@ -221,8 +221,9 @@ def _read_state(source: str | Path, config: CLIPConfig) -> State:
     held = sum(tensor.numel() for tensor in tensors.values())
     expected = build_empty(lambda: CLIPModel(config), held, named).state_dict()
     expected = {name: tensor for name, tensor in expected.items() if not name.endswith("position_ids")}
-    check_state(tensors, expected, named)
-    state = {name: tensors[name] for name in expected}
+    parts = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "logit_scale")
+    state = {name: t for name, t in tensors.items() if name.startswith(parts) and not name.endswith("position_ids")}
+    check_state(state, expected, named)
     check_finite(state.items(), named)
     vision = {
         name: tensor for name, tensor in state.items() if name.startswith(("vision_model.", "visual_projection."))

@@ -20,6 +20,7 @@ from transformers import (
 from ..backbones import CONFIG_FILE, Backbone
 from ..errors import UserError
 from ..model_files import build_empty, check_finite, check_state, explain_failure, find_file, read_config
+from ..tokens import count_ids
 from ..weights import save_tensors
 from .encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
 from .names import State
@@ -75,7 +76,7 @@ def read_folder(folder: Path) -> tuple[TextEncoder, CLIPTokenizer]:
     # In SDXL's folder text_encoder_2 belongs to tokenizer_2.
     own = inside.name.replace("text_encoder", "tokenizer")
     found = find_tokenizer(folder, inside.parent / own, inside.parent / "tokenizer", inside, inside / "tokenizer")
-    encoder = _read_encoder(inside)
+    encoder = read_encoder(inside)
     return encoder, read_tokenizer(found, encoder.config)
 
 
@@ -94,11 +95,16 @@ def read_hub(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
         UserError: there is none, or it cannot be had.
     """
     inside = "text_encoder" if find_file(name, "config.json", "text_encoder") else ""
-    encoder = _read_encoder(name, inside)
+    encoder = read_encoder(name, inside)
     return encoder, read_tokenizer(name, encoder.config, subfolder="tokenizer" if inside else "")
 
 
-def _read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
+def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
+    """The text encoder of a folder or a hub's repository, of the class that its configuration names, in eval mode.
+
+    Raises:
+        UserError: there is none; or weights and configuration do not fit each other to the last weight.
+    """
     named = repr(os.path.join(source, subfolder) if subfolder else os.fspath(source))
     with explain_failure(f"The text encoder {named} could not be loaded"):
         content = read_model_config(source, subfolder)
@@ -114,15 +120,15 @@ def _read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
         # In transformers 5's own files nothing stands before the parts of a CLIPTextModel.
         prefix = "text_model." if any(name.startswith("text_model.") for name in tensors) else ""
         state = below_prefix(tensors, prefix)
+        if not projection:
+            state.pop("text_projection.weight", None)
         cls = CLIPTextModelWithProjection if projection else CLIPTextModel
         empty = build_empty(lambda: cls(config), sum(tensor.numel() for tensor in state.values()), named)
         check_state(state, prefixed_state(empty), named)
         check_finite(state.items(), named)
         dtype = _dtype(content, state)
         own = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in state.items()}
-        encoder = make_encoder(config, own, projection)
-        _try(encoder)
-        return encoder
+        return make_encoder(config, own, projection)
 
 
 def read_model_config(source: str | Path, subfolder: str = "") -> dict:
@@ -175,15 +181,6 @@ def _dtype(config: dict, state: State) -> torch.dtype:
     return dtypes.get(named.removeprefix("torch."), next(iter(state.values())).dtype)
 
 
-def _try(encoder: TextEncoder) -> None:
-    """Runs the encoder on the shortest text: settings of a kind that it cannot run with come out now."""
-    config = encoder.config
-    with torch.inference_mode():
-        states = encoder(torch.tensor([[config.bos_token_id, config.eos_token_id]])).last_hidden_state
-    if not states.isfinite().all():
-        raise UserError("its hidden states are not finite, already for an empty text")
-
-
 def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPTokenizer:
     """The tokenizer of a text encoder of this configuration, with its window.
 
@@ -192,9 +189,10 @@ def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPT
     """
     with explain_failure(f"The tokenizer {os.fspath(source)!r} could not be loaded"):
         tokenizer = CLIPTokenizer.from_pretrained(source, **where)
-    if len(tokenizer) > config.vocab_size:
+    ids = count_ids(tokenizer)
+    if ids > config.vocab_size:
         raise UserError(
-            f"The tokenizer {os.fspath(source)!r} has {len(tokenizer)} ids, but its text encoder only "
+            f"The tokenizer {os.fspath(source)!r} has {ids} ids, but its text encoder only "
             f"{config.vocab_size}. They do not belong together."
         )
     # Long-CLIPs are found with the tokenizer of 77 that they began with.

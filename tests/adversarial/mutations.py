@@ -3,6 +3,7 @@
 Plain functions, for any test to use: each takes what is valid and gives a strategy of what may be found instead.
 """
 
+import copy
 import io
 import json
 import pickle
@@ -27,7 +28,7 @@ ODD_VALUES = (
 
 def odd_values() -> st.SearchStrategy:
     """Values that a field of a JSON file should not have."""
-    return st.sampled_from(ODD_VALUES)
+    return st.sampled_from(ODD_VALUES).map(copy.deepcopy)  # what is drawn is changed again
 
 
 @st.composite

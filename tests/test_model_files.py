@@ -1,0 +1,529 @@
+"""Models that are damaged, hostile or missing: each is refused with a message, at once, before anything is drawn."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
+from tiny_sdxl import build_tiny_sdxl
+from transformers import ViTConfig, ViTModel
+
+from debias_diffusion.backbones import load_backbone
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.feature_networks import ClsFeatures, InceptionFeatures
+from debias_diffusion.interchange import (
+    export_clip_model,
+    export_text_encoder,
+    load_text_encoder,
+    load_two_tower,
+    to_transformers,
+    write_file,
+)
+from debias_diffusion.model_files import check_finite, may_be_hub_id, read_config
+from debias_diffusion.pipelines.loading import check_base, default_size, load_pipeline
+from debias_diffusion.toyworld.shipped import shipped
+
+CPU = torch.device("cpu")
+
+
+def small_clip():
+    return tiny_clip(tokenizer=byte_tokenizer(77))
+
+
+def load_sdxl(folder: Path):
+    return load_pipeline(folder, None, CPU)
+
+
+def save_vit(folder: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    ViTModel(ViTConfig(image_size=32, patch_size=8, **sizes)).save_pretrained(folder)
+
+
+def save_file_alone(folder: Path) -> None:
+    folder.mkdir()
+    write_file(to_transformers(tiny_clip())[0], folder / "weights.safetensors")
+
+
+def copy_difference(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "difference.safetensors").write_bytes(
+        Path(shipped("toy/debias-clip"), "difference.safetensors").read_bytes()
+    )
+
+
+# What is saved -> how, its file of weights, its configuration, and what loads it.
+KINDS = {
+    "open_clip": (
+        lambda folder: small_clip().save(folder),
+        "open_clip_model.safetensors",
+        "open_clip_config.json",
+        load_two_tower,
+    ),
+    "siglip": (
+        lambda folder: tiny_siglip().save(folder),
+        "open_clip_model.safetensors",
+        "open_clip_config.json",
+        load_two_tower,
+    ),
+    "text encoder": (
+        lambda folder: export_text_encoder(small_clip(), folder),
+        "text_encoder/model.safetensors",
+        "text_encoder/config.json",
+        load_text_encoder,
+    ),
+    "clip": (
+        lambda folder: export_clip_model(small_clip(), folder),
+        "model.safetensors",
+        "config.json",
+        load_two_tower,
+    ),
+    "vit": (save_vit, "model.safetensors", "config.json", lambda folder: ClsFeatures(folder, CPU)),
+    "sdxl": (build_tiny_sdxl, "unet/diffusion_pytorch_model.safetensors", "unet/config.json", load_sdxl),
+    "sdxl vae": (build_tiny_sdxl, "vae/diffusion_pytorch_model.safetensors", "vae/config.json", load_sdxl),
+    "sdxl text": (build_tiny_sdxl, "text_encoder_2/model.safetensors", "text_encoder_2/config.json", load_sdxl),
+    "file": (save_file_alone, "weights.safetensors", None, lambda folder: load_text_encoder(next(folder.iterdir()))),
+    "difference": (copy_difference, "difference.safetensors", None, load_two_tower),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """What makes a folder of a kind, once; tests put back what they damage."""
+    root, made = tmp_path_factory.mktemp("saved"), {}
+
+    def folder_of(kind: str) -> Path:
+        save = KINDS[kind][0]
+        if save not in made:
+            made[save] = root / kind
+            save(made[save])
+        return made[save]
+
+    return folder_of
+
+
+@contextlib.contextmanager
+def replaced(file: Path, content: bytes):
+    before = file.read_bytes()
+    file.write_bytes(content)
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
+
+
+@contextlib.contextmanager
+def changed_config(file: Path, *keys, value):
+    """The JSON file with another value at `keys`."""
+    content = json.loads(file.read_text())
+    inner = content
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    with replaced(file, json.dumps(content).encode()):
+        yield
+
+
+# ---- weights
+
+
+VALUES = [float("nan"), float("-inf"), 1e38]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(kind, VALUES[index % 3]) for index, kind in enumerate(KINDS)] + [("file", value) for value in VALUES],
+)
+def test_one_weight_that_is_not_finite_or_overflows_is_named(saved, kind, value):
+    folder, (_, weights, _, load) = saved(kind), KINDS[kind]
+    state = load_file(folder / weights)
+    name = next(name for name, tensor in sorted(state.items()) if tensor.dtype == torch.float32 and tensor.ndim > 0)
+    before = (folder / weights).read_bytes()
+    state[name].view(-1)[0] = value
+    try:
+        save_file(state, folder / weights, metadata={"format": "pt"})
+        shown = {"difference": "steps"}.get(kind, name.split(".")[-2] if "." in name else name)
+        with pytest.raises(UserError, match=rf"values in '.*{shown}.*' there are 1 (NaN|infinite|beyond 1,000,000)\."):
+            load(folder)
+    finally:
+        (folder / weights).write_bytes(before)
+    load(folder)
+
+
+def test_counts_are_of_values_and_of_tensors():
+    tensors = {"a": torch.tensor([float("nan")] * 2 + [float("inf")] + [1e30] * 3 + [0.0]), "b": torch.tensor(2e6)}
+    with pytest.raises(
+        UserError, match="of 7 values in 'a' there are 2 NaN, 1 infinite, 3 beyond 1,000,000, and 1 more"
+    ):
+        check_finite(tensors.items(), "It")
+    fine = {"whole": torch.tensor([2**40]), "empty": torch.zeros(0), "half": torch.tensor([65504.0]).half()}
+    check_finite(fine.items(), "It")
+    with pytest.raises(UserError, match="'half' there are 1 NaN"):
+        check_finite([("half", torch.tensor([1.0, float("nan")]).half())], "It")
+
+
+def test_what_a_dtype_cannot_hold_is_found_where_it_is_cast(tmp_path):
+    build_tiny_sdxl(tmp_path)
+    weights = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
+    state = load_file(weights)
+    state["conv_in.weight"].view(-1)[0] = 1e5
+    save_file(state, weights, metadata={"format": "pt"})
+    load_sdxl(tmp_path)
+    with pytest.raises(UserError, match="unet' has weights .* 'conv_in.weight' there are 1 infinite"):
+        load_pipeline(tmp_path, None, CPU, torch.float16)
+
+
+def test_nothing_is_exported_that_is_not_finite(tmp_path):
+    backbone = tiny_clip()
+    with torch.no_grad():
+        backbone.model.ln_final.weight[3] = float("nan")
+    encoder, _ = to_transformers(backbone)
+    for export in (
+        lambda: export_text_encoder(backbone, tmp_path / "text"),
+        lambda: export_clip_model(backbone, tmp_path / "clip"),
+        lambda: write_file(encoder, tmp_path / "file.safetensors"),
+    ):
+        with pytest.raises(UserError, match="to be written has weights .*final_layer_norm.weight' there are 1 NaN"):
+            export()
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_inception_weights_that_are_not_finite_are_refused(tmp_path):
+    torch.save({"a": torch.tensor([1.0, float("nan")])}, tmp_path / "x.pth")
+    with pytest.raises(UserError, match="'a' there are 1 NaN"):
+        InceptionFeatures(tmp_path / "x.pth", CPU)
+
+
+def rewritten(file: Path, compression: int, change=lambda name, data: data) -> None:
+    with zipfile.ZipFile(file) as archive:
+        parts = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for name, data in parts:
+            archive.writestr(name, change(name, data))
+
+
+def test_torch_files_that_were_packed_again_or_resized_are_refused(tmp_path):
+    state = {name: tensor.clone() for name, tensor in tiny_clip().model.state_dict().items()}
+    file = tmp_path / "weights.pt"
+    torch.save(state, file)
+    rewritten(file, zipfile.ZIP_STORED)
+    load_text_encoder(file)
+    largest = max(state.values(), key=torch.numel).nbytes
+    for cut in (lambda data: data[:-64], lambda data: data + bytes(64), lambda data: b""):
+        torch.save(state, file)
+        rewritten(file, zipfile.ZIP_STORED, lambda name, data, cut=cut: cut(data) if len(data) == largest else data)
+        with pytest.raises(UserError, match="not as large as the parts that hold them|could not be read"):
+            load_text_encoder(file)
+    torch.save(state, file)
+    rewritten(file, zipfile.ZIP_DEFLATED)
+    with pytest.raises(UserError, match="was packed again: .* compressed"):
+        load_text_encoder(file)
+    small_clip().save(tmp_path / "folder")
+    weights = tmp_path / "folder" / "open_clip_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    load_two_tower(tmp_path / "folder")
+    rewritten(weights.with_suffix(".bin"), zipfile.ZIP_DEFLATED)
+    with pytest.raises(UserError, match="was packed again"):
+        load_two_tower(tmp_path / "folder")
+
+
+def test_a_model_in_several_files_is_read_and_none_of_them_may_lie_elsewhere(tmp_path):
+    folder = export_text_encoder(tiny_clip(), tmp_path / "encoder")
+    expected = load_text_encoder(folder)[0].state_dict()
+    weights = folder / "text_encoder" / "model.safetensors"
+    state, shards = load_file(weights), {}
+    for index, name in enumerate(sorted(state)):
+        shards.setdefault(f"model-{index % 2}.safetensors", {})[name] = state[name]
+    weights.unlink()
+    for name, part in shards.items():
+        save_file(part, weights.with_name(name))
+    index = {"weight_map": {name: shard for shard, part in shards.items() for name in part}}
+    weights.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
+    loaded = load_text_encoder(folder)[0].state_dict()
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    (tmp_path / "model-0.safetensors").write_bytes(weights.with_name("model-0.safetensors").read_bytes())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "../../model-0.safetensors")
+    weights.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="names '../../model-0.safetensors', which is not there"):
+        load_text_encoder(folder)
+
+
+def test_a_damaged_difference_is_refused(saved):
+    file = saved("difference") / "difference.safetensors"
+    state, whole = load_file(file), file.read_bytes()
+    some = next(name for name in state if name != "steps" and state[name].ndim == 1)
+    damaged = {
+        "no steps": {name: tensor for name, tensor in state.items() if name != "steps"},
+        "fewer steps": state | {"steps": state["steps"][:-1].clone()},
+        "whole steps": state | {"steps": state["steps"].to(torch.int32)},
+        "a weight less": {name: tensor for name, tensor in state.items() if name != some},
+        "a weight more": state | {"other": state[some].clone()},
+        "another shape": state | {some: state[some][:-1].clone()},
+        "other numbers": state | {some: state[some].float()},
+    }
+    try:
+        for content in damaged.values():
+            save_file(content, file)
+            with pytest.raises(UserError, match="is damaged: it is no difference from toy/clip. Install the package"):
+                load_two_tower(file.parent)
+        for content in (whole[:1000], b"", (2**62).to_bytes(8, "little") + whole[8:]):
+            file.write_bytes(content)
+            with pytest.raises(UserError, match="could not be loaded"):
+                load_text_encoder(file.parent)
+    finally:
+        file.write_bytes(whole)
+
+
+# ---- configurations
+
+
+DEEP = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [DEEP, b"", b"[]", b"\xff", b'{"a": NaN}', b'{"a": 1e999}', b'{"layers": 10000000}'],
+    ids=lambda content: repr(content[:20]),
+)
+def test_a_configuration_that_is_none_is_named(saved, content):
+    for kind, (_, _, config, load) in KINDS.items():
+        if config is not None:
+            file = saved(kind) / config
+            with replaced(file, content), pytest.raises(UserError, match=file.name):
+                load(saved(kind))
+    base = saved("sdxl")
+    for name in ("model_index.json", "scheduler/scheduler_config.json"):
+        with replaced(base / name, content), pytest.raises(UserError, match=r"(model_index|scheduler_config)\.json"):
+            check_base(base)
+            load_sdxl(base)
+
+
+def test_a_file_is_not_judged_by_a_deep_configuration_beside_it(tmp_path):
+    save_file_alone(tmp_path / "a")
+    for name in ("config.json", "open_clip_config.json"):
+        (tmp_path / "a" / name).write_bytes(DEEP)
+    load_text_encoder(tmp_path / "a" / "weights.safetensors")
+
+
+WRONG = [
+    ("siglip", ["model_cfg", "text_cfg", "tokenizer_kwargs"], "abc", "tokenizer_kwargs: abc"),
+    ("open_clip", ["model_cfg", "text_cfg", "layers"], 10**7, "says layers: 10000000"),
+    ("open_clip", ["model_cfg", "text_cfg", "layers"], 40, "of a model with|could not be loaded"),
+    ("open_clip", ["model_cfg", "text_cfg", "layers"], "3", "could not be loaded"),
+    ("open_clip", ["model_cfg", "text_cfg", "width"], 10**6, "of a model with [0-9,]+ numbers, but"),
+    ("open_clip", ["model_cfg", "text_cfg", "heads"], 0, "could not be loaded"),
+    ("open_clip", ["model_cfg", "text_cfg", "norm_kwargs"], {"eps": "abc"}, "could not be loaded"),
+    ("open_clip", ["model_cfg", "vision_cfg", "image_size"], None, "could not be loaded"),
+    ("open_clip", ["model_cfg"], None, "must be JSON objects"),
+    ("open_clip", ["preprocess_cfg"], {"mean": "abc"}, "could not be loaded"),
+    ("open_clip", ["preprocess_cfg"], {"std": [0, 0, 0]}, "or not finite|could not be loaded"),
+    ("open_clip", ["debias_diffusion"], {"keep": "abc"}, "must be whole numbers"),
+    ("open_clip", ["debias_diffusion"], {"pooling": []}, "pooling must be one of"),
+    ("text encoder", ["num_hidden_layers"], -1, "could not be loaded|must be at least 1"),
+    ("text encoder", ["num_hidden_layers"], 10**7, "says num_hidden_layers: 10000000"),
+    ("text encoder", ["num_hidden_layers"], 400, "cannot be more than its [0-9]+ weights"),
+    ("text encoder", ["num_hidden_layers"], "abc", "could not be loaded"),
+    ("text encoder", ["max_position_embeddings"], 10**8, "of a model with [0-9,]+ numbers, but"),
+    ("text encoder", ["hidden_act"], "abc", "could not be loaded"),
+    ("text encoder", ["hidden_act"], None, "could not be loaded"),
+    ("text encoder", ["num_attention_heads"], 0, "could not be loaded"),
+    ("clip", ["vision_config", "num_hidden_layers"], 10**7, "says num_hidden_layers: 10000000"),
+    ("clip", ["vision_config", "image_size"], 10**6, "of a model with [0-9,]+ numbers, but"),
+    ("clip", ["text_config", "num_hidden_layers"], 400, "cannot be more than its [0-9]+ weights"),
+    ("clip", ["text_config"], "abc", "CLIPModel"),
+    ("vit", ["num_hidden_layers"], 10**7, "says num_hidden_layers: 10000000"),
+    ("vit", ["image_size"], 10**6, "of a model with [0-9,]+ numbers, but"),
+    ("vit", ["image_size"], None, "could not be loaded"),
+    ("vit", ["model_type"], "abc", "could not be loaded"),
+    ("text encoder", ["num_hidden_layers"], 2, "layers.2.* has no place in it and [0-9]+ more"),
+    ("clip", ["vision_config", "num_hidden_layers"], 1, "layers.1.* has no place in it and [0-9]+ more"),
+    ("sdxl text", ["num_hidden_layers"], 4, "lack 16 of its model's, such as .*layers.3"),
+    ("sdxl text", ["num_hidden_layers"], 2, "layers.2.* has no place in it"),
+    ("sdxl vae", ["mid_block_add_attention"], False, "holds [0-9]+ weights, but its config.json is of a model with"),
+    ("sdxl", ["layers_per_block"], 10**7, "says layers_per_block: 10000000"),
+    ("sdxl", ["layers_per_block"], None, "could not be loaded"),
+    ("sdxl", ["cross_attention_dim"], "abc", "could not be loaded"),
+    ("sdxl vae", ["block_out_channels"], 3, "could not be loaded"),
+    ("sdxl text", ["hidden_size"], {"a": 1}, "could not be loaded"),
+    ("sdxl text", ["num_hidden_layers"], 10**7, "says num_hidden_layers: 10000000"),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "value", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_settings_of_wrong_types_and_sizes_are_refused(saved, kind, keys, value, message):
+    folder, (_, _, config, load) = saved(kind), KINDS[kind]
+    with changed_config(folder / config, *keys, value=value), pytest.raises(UserError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("size", [None, 0, -1, "abc", 10**9, [8], [8, None], True, 8.0])
+def test_a_size_that_is_none_is_refused_and_two_are_height_and_width(saved, size):
+    base = saved("sdxl")
+    with (
+        changed_config(base / "unet/config.json", "sample_size", value=size),
+        pytest.raises(UserError, match="sample_"),
+    ):
+        default_size(base)
+    with changed_config(base / "unet/config.json", "sample_size", value=[8, 16]):
+        assert default_size(base) == (64, 128)
+    with changed_config(base / "vae/config.json", "block_out_channels", value=None), pytest.raises(UserError):
+        default_size(base)
+
+
+def test_a_tokenizer_that_makes_its_library_panic_is_refused(saved):
+    """Rust's panics are no Exception."""
+    places = {
+        "open_clip": "tokenizer/tokenizer.json",
+        "siglip": "tokenizer.json",
+        "text encoder": "tokenizer/tokenizer.json",
+        "clip": "tokenizer.json",
+        "sdxl": "tokenizer_2/tokenizer.json",
+    }
+    for kind, name in places.items():
+        file = saved(kind) / name
+        content = json.loads(file.read_text())
+        content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+        with replaced(file, json.dumps(content).encode()), pytest.raises(UserError, match=r"[Tt]okenizer|base model"):
+            KINDS[kind][3](saved(kind))
+        with pytest.raises(KeyboardInterrupt), interrupting(kind):
+            KINDS[kind][3](saved(kind))
+
+
+@contextlib.contextmanager
+def interrupting(kind):
+    """Ctrl-C in the middle of loading."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        count += "debias" in frame.f_code.co_filename or "pipelines" in frame.f_code.co_filename
+        if count > 5:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_a_tokenizer_with_ids_that_the_encoder_has_not_is_refused(saved):
+    folder = saved("text encoder")
+    file = folder / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    extra = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    content["added_tokens"].append({"id": 513, "content": "zebra"} | extra)
+    content["model"]["vocab"]["zebra"] = 70_000
+    with replaced(file, json.dumps(content).encode()), pytest.raises(UserError, match="ids"):
+        load_text_encoder(folder)
+
+
+# ---- what is not there, or cannot be read
+
+
+def test_a_path_that_is_missing_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    paths = ["runs/none", "./x", "/x", "../x/y", "~/x", "mine/none", "a/b/c", "weights/x"]
+    assert not any(may_be_hub_id(path) for path in [*paths, "a/b.safetensors", "x", "", "/"])
+    assert all(may_be_hub_id(name) for name in ("openai/clip-vit-large-patch14", "a/b", "zer0int/LongCLIP-L_v1.1"))
+    for path in paths:
+        for load in (load_text_encoder, load_two_tower, check_base):
+            with pytest.raises(UserError, match=r"is not there|Unknown model"):
+                load(path)
+        with pytest.raises(UserError, match="it is not there"):
+            ClsFeatures(path, CPU)
+        with pytest.raises(UserError, match="are not there"):
+            InceptionFeatures(path, CPU)
+        with pytest.raises(UserError, match="Unknown model"):
+            load_backbone(path)
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
+    """A pipe that nobody writes to would be read for ever: hence a process, which can be ended."""
+    small_clip().save(tmp_path / "open_clip")
+    export_text_encoder(small_clip(), tmp_path / "text")
+    weights = tmp_path / "open_clip" / "open_clip_model.safetensors"
+    pipes = [weights, tmp_path / "text" / "text_encoder" / "model.safetensors", tmp_path / "alone.pt"]
+    pipes.append(tmp_path / "open_clip" / "config.json")
+    for pipe in pipes:
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+    (tmp_path / "beside").mkdir()
+    save_file_alone(tmp_path / "file")
+    os.mkfifo(tmp_path / "file" / "config.json")
+    program = """
+import sys
+from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import load_text_encoder, load_two_tower
+for load, place in ((load_two_tower, "open_clip"), (load_text_encoder, "text"), (load_text_encoder, "alone.pt")):
+    try:
+        load(f"{sys.argv[1]}/{place}")
+    except UserError as error:
+        print("refused", flush=True)
+load_text_encoder(f"{sys.argv[1]}/file/weights.safetensors")
+print("loaded")
+"""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout.split() == ["refused"] * 3 + ["loaded"], found.stderr[-2000:]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs rights that can be taken away")
+def test_what_may_not_be_read_is_a_user_error(tmp_path):
+    small_clip().save(tmp_path / "closed" / "open_clip")
+    export_text_encoder(small_clip(), tmp_path / "closed" / "text")
+    build_tiny_sdxl(tmp_path / "closed" / "sdxl")
+    loads = {"open_clip": load_two_tower, "text": load_text_encoder, "sdxl": load_sdxl}
+    loads = [(load, tmp_path / "closed" / name) for name, load in loads.items()]
+    loads += [(load_backbone, str(tmp_path / "closed" / "open_clip")), (default_size, tmp_path / "closed" / "sdxl")]
+    loads += [(lambda place: ClsFeatures(place, CPU), tmp_path / "closed")]
+    loads += [(lambda place: InceptionFeatures(place, CPU), tmp_path / "closed" / "x.pth")]
+    is_root = os.geteuid() == 0
+    (tmp_path / "closed").chmod(0)
+    try:
+        if is_root:  # for whom nothing is closed
+            os.seteuid(65534)
+        for load, place in loads:
+            with pytest.raises(UserError):
+                load(place)
+    finally:
+        if is_root:
+            os.seteuid(0)
+        (tmp_path / "closed").chmod(0o700)
+
+
+def test_names_that_no_file_can_have_are_user_errors():
+    for name in ("a" * 300, "a/" + "b" * 300, "\0", "a\0b/c"):
+        for load in (load_text_encoder, load_two_tower, load_backbone, check_base, lambda n: ClsFeatures(n, CPU)):
+            with pytest.raises(UserError):
+                load(name)
+
+
+def test_a_configuration_is_a_small_regular_file(tmp_path):
+    with pytest.raises(UserError, match="is not there, or is no regular file"):
+        read_config(tmp_path)
+    with open(tmp_path / "large.json", "wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(UserError, match="larger than 16 MiB"):
+        read_config(tmp_path / "large.json")
+
+
+def test_the_toy_network_loads_without_a_table_of_missing_weights():
+    program = (
+        "import torch; from debias_diffusion.eval.feature_networks import ClsFeatures;"
+        "ClsFeatures('toy/features', torch.device('cpu'))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "MISSING" not in found.stdout + found.stderr and "pooler" not in found.stderr
