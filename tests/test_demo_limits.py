@@ -1,6 +1,7 @@
 """What one visitor of the demo can take of it: memory, places in the queue, and time of the device."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import anyio
@@ -51,6 +52,14 @@ def forgotten(page) -> bool:
     return not any(kept(page).values())
 
 
+def settle(page) -> None:
+    """Waits until nothing is kept."""
+    try:
+        wait_until(lambda: forgotten(page))
+    except AssertionError:
+        raise AssertionError(str(kept(page))) from None
+
+
 # ---- answers that nobody fetches
 
 
@@ -87,7 +96,7 @@ def test_answers_that_nobody_fetches_are_forgotten(demo, monkeypatch):
         visitor.join(number, [LONG, False], f"session {session}")
         visitor.cancel(number, [LONG, False], f"cancelled {session}")
     assert kept(page)["messages"] > 0
-    wait_until(lambda: forgotten(page))
+    settle(page)
     assert visitor.ask("tokens", [LONG, False])[0]["count"] == 93
 
 
@@ -98,7 +107,7 @@ def test_a_drawing_that_nobody_waits_for_ends(demo, monkeypatch):
     visitor = Visitor(url)
     visitor.abandon("generate", drawing(steps=100, prompt=LONG * 20))
     wait_until(lambda: steps)
-    wait_until(lambda: forgotten(page))
+    settle(page)
     assert visitor.ask("generate", drawing())[0][0]["read"]
     assert 0 < len([step for step in steps if step.steps == 100]) < 100
 
@@ -115,18 +124,37 @@ def test_answers_that_wait_take_a_bounded_part_of_memory(demo, monkeypatch):
     assert one > 300_000 and one < most < 2_000_000 + one
 
 
-def test_sessions_are_bounded_and_those_that_wait_are_kept(demo, monkeypatch):
+def test_sessions_are_bounded_and_those_that_are_read_are_kept(demo, monkeypatch):
     page, url = demo
     monkeypatch.setattr(waiting, "MOST_SESSIONS", 5)
     visitor = Visitor(url)
-    first = visitor.call("generate", drawing(steps=50)).json()["event_id"]
-    events = [visitor.call("tokens", [LONG, False]).json()["event_id"] for _ in range(20)]
-    wait_until(lambda: len(page._queue.event_ids_to_events) <= 1)
-    assert kept(page)["messages"] <= 6
-    assert visitor.fetch("tokens", events[-1])[0]["count"] == 93
-    with pytest.raises(RuntimeError):
-        visitor.fetch("tokens", events[0])
-    assert any(first in ids for ids in page._queue.pending_event_ids_session.values())
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(Visitor(url).ask, "generate", drawing(steps=100))
+        wait_until(lambda: page.app.iterators)
+        events = [visitor.call("tokens", [LONG, False]).json()["event_id"] for _ in range(20)]
+        wait_until(lambda: not set(events) & set(page._queue.event_ids_to_events))
+        assert kept(page)["messages"] <= 6
+        assert visitor.fetch("tokens", events[-1])[0]["count"] == 93
+        with pytest.raises(RuntimeError):
+            visitor.fetch("tokens", events[0])
+        assert patient.result()[0][0]["label"] == "toy/clip"
+
+
+def test_a_cancel_in_the_wrong_moment_stops_nobody(demo, monkeypatch):
+    page, url = demo
+    begin, cancelled = queueing.run_coro_in_background, []
+
+    def cancel_at_once(function, *arguments):
+        task = begin(function, *arguments)
+        if function.__name__ == "process_events" and not cancelled:
+            cancelled.append(task.cancel())
+        return task
+
+    monkeypatch.setattr(queueing, "run_coro_in_background", cancel_at_once)
+    visitor = Visitor(url)
+    lost = visitor.call("tokens", [LONG, False]).json()["event_id"]
+    assert visitor.ask("tokens", [LONG, False])[0]["count"] == 93
+    assert cancelled == [True] and lost not in page._queue.event_ids_to_events
 
 
 def test_a_mailbox_gives_back_what_was_put_in():

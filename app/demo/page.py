@@ -297,7 +297,11 @@ class _Page:
 
     def _restore(self, given: gr.EventData) -> dict:
         try:
-            request, notes = request_of_png(decoded(getattr(given, "png", None)), self.models)
+            png = given.png
+        except (AttributeError, TypeError):  # the request is not one that the page sends
+            png = None
+        try:
+            request, notes = request_of_png(decoded(png), self.models)
         except UserError as error:
             return {self.status: markup.message(str(error))}
         values = {field.name: getattr(request, field.name) for field in fields(request)}

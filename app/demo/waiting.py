@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import orjson
@@ -66,6 +67,34 @@ class _Mailboxes(dict):
         self.pop(session, None)
 
 
+class _Begun(Coroutine):
+    """What answers requests, and is begun even where it is cancelled before that.
+
+    gradio takes a request's place in the line back where its answer ends. A cancel in the moment between taking the
+    request and beginning the answer would end it before it begins, and nobody behind it would ever have a turn.
+    """
+
+    def __init__(self, answer: Coroutine, events: list[queueing.Event]):
+        self._answer, self._events, self._begun = answer, events, False
+
+    def send(self, value: Any) -> Any:
+        self._begun = True
+        return self._answer.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        if self._begun:
+            return self._answer.throw(*error)
+        for event in self._events:
+            event.alive = False  # so that nothing is done for it
+        return self.send(None)
+
+    def close(self) -> None:
+        self._answer.close()
+
+    def __await__(self) -> Iterator:
+        return self._answer.__await__()
+
+
 class Queue(queueing.Queue):
     """gradio's queue, that forgets those who do not read what it has for them.
 
@@ -97,6 +126,9 @@ class Queue(queueing.Queue):
         if success and event_id in self.event_ids_to_events:
             self._take_turns(self.event_ids_to_events[event_id])
         return success, event_id, state
+
+    def process_events(self, events, batch, begin_time, fn):
+        return _Begun(super().process_events(events, batch, begin_time, fn), events)
 
     def send_message(self, event, event_message) -> None:
         super().send_message(event, event_message)
