@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from debias_diffusion.errors import reason
 
@@ -89,6 +90,9 @@ class Guard:
         self.app, self.server, self.local, self.logins = app, server, local, Logins()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await WebSocketClose()(scope, receive, send)  # nothing here has one
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
