@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,6 +28,13 @@ def opened_page(**settings):
 def drawing(steps: int = 2, prompt: str = LONG, encoders: list[str] | None = None) -> list:
     """The values that /generate takes, in its order."""
     return [prompt, encoders, "", 0, steps, None, None, None, 1, None, False, "auto"]
+
+
+def wait_until(happened, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
 
 
 @dataclass

@@ -8,11 +8,10 @@ import anyio
 import httpx
 import pytest
 import torch
-from demo_clients import LARGE, LONG, Visitor, drawing, opened_page
+from demo_clients import LARGE, LONG, Visitor, drawing, opened_page, wait_until
 from demo_steps import counted_steps
 from gradio import queueing
 from gradio.server_messages import HeartbeatMessage, ProcessCompletedMessage
-from test_demo_page import wait_until
 from tiny_sdxl import build_tiny_sdxl
 
 from debias_diffusion.app.demo import guard, launch, waiting

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from demo_clients import wait_until
 from demo_steps import counted_steps
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
@@ -105,13 +106,6 @@ def pngs(pictures: list[dict]) -> list[bytes]:
 
 def written(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def wait_until(happened, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 # ---- endpoints
