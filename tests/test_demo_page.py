@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from demo_clients import wait_until
 from demo_steps import counted_steps
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
@@ -105,13 +106,6 @@ def pngs(pictures: list[dict]) -> list[bytes]:
 
 def written(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def wait_until(happened, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 # ---- endpoints
@@ -491,7 +485,7 @@ def test_no_telemetry(url):
 
 
 def test_a_password_and_a_full_queue(files, monkeypatch, models):
-    monkeypatch.setattr(launch, "MOST_WAITING", 2)
+    monkeypatch.setattr(launch, "MOST_WAITING", 4)  # of which one visitor has two
     with opened(device="cpu", encoders=["toy/clip"], user="ann", password="secret") as url:
         assert httpx.get(f"{url}config").status_code == 401
         body = {"data": [LONG], "fn_index": 0, "session_hash": "x"}
@@ -503,10 +497,15 @@ def test_a_password_and_a_full_queue(files, monkeypatch, models):
         wait_until(lambda: jobs[0].status().code.name == "ITERATING")
         jobs += [client.submit(LONG, api_name="/generate", **QUICK) for _ in range(2)]
         wait_until(lambda: [job.status().rank for job in jobs[1:]] in ([0, 1], [1, 0]))
-        with pytest.raises(QueueError, match="full"):
+        with pytest.raises(Exception, match="429"):
             generate(client)
+        others = [Client(url, auth=("ann", "secret"), headers={"x-forwarded-for": its}, verbose=False) for its in "ab"]
+        jobs += [other.submit(LONG, api_name="/generate", **QUICK) for other in others]
+        wait_until(lambda: sorted(job.status().rank or 0 for job in jobs[1:]) == [0, 1, 2, 3])
+        with pytest.raises(QueueError, match="full"):
+            generate(others[0])
         jobs[0].cancel()
-        assert [pngs(job.result()) for job in jobs[1:]] == [alone(models)] * 2
+        assert [pngs(job.result()) for job in jobs[1:]] == [alone(models)] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
+import html
+import multiprocessing
 import random
 import unicodedata
 
+import ftfy
 import open_clip
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from debias_diffusion import tokens
 from debias_diffusion.tokens import PAD, CaptionTokenizer, Markers, clean, clip_tokenizer
 
 WINDOW = 248
@@ -74,6 +78,75 @@ def test_cleaning_leaves_no_special_token_and_is_done_once(text):
     assert ids.count(49406) == 1
     assert ids.count(49407) == 1
     assert "  " not in clean(text)
+
+
+def cleaned_by_ftfy(text):
+    """The cleaning as its docstring has it, however long it takes."""
+    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    text = unicodedata.normalize("NFC", text.lower())
+    return " ".join(tokens._SPECIAL.sub(r"< \1 >", text).split())
+
+
+ENTITIES = [
+    "&",
+    "&amp;",
+    "amp;",
+    "&AMP;",
+    "＆amp;",
+    "&#38;",
+    "#38;",
+    "&#x26;",
+    "&lt;",
+    "lt;",
+    ";",
+    "；",
+    "ï¼›",
+    "&nbsp;",
+]
+ENTITIES += [
+    "&eacute;",
+    "Ã©",
+    "&copy;",
+    "Ã&copy;",
+    "<",
+    ">",
+    "&notit;",
+    "\n",
+    "a ",
+    "e\u0301",
+    "&quot;",
+    "â€œ",
+    "&#5",
+    "6;",
+]
+
+
+@given(st.lists(st.sampled_from(ENTITIES) | st.text(max_size=5), max_size=80), st.booleans())
+@settings(max_examples=300)
+def test_long_captions_are_cleaned_as_short_ones_are(parts, spaced):
+    text = (" " if spaced else "").join(parts)
+    long = f"{text} {'One sentence more. ' * 60}{text}"
+    assert clean(text) == cleaned_by_ftfy(text)
+    assert clean(long) == cleaned_by_ftfy(long)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["&" + "amp;" * 50_000, "&" + "#38;" * 50_000, "＆" + "amp;" * 50_000, "&#5" * 50_000 + "6" + ";" * 50_000],
+    ids=["named", "numbers", "wide", "digits"],
+)
+def test_entities_in_entities_take_no_longer_than_other_text(text):
+    """ftfy alone reads all of it 50,000 times."""
+    process = multiprocessing.get_context("fork").Process(target=clean, args=(text,))
+    process.start()
+    process.join(timeout=60)
+    process.kill()
+    assert process.exitcode == 0
+
+
+def test_entities_in_few_entities_are_unescaped():
+    long = "A red cat. " * 100
+    assert clean(long + "&" + "amp;" * 40 + "lt; b") == clean(long) + " < b"
 
 
 def test_vocabulary_is_clips():

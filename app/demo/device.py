@@ -10,7 +10,7 @@ from debias_diffusion.errors import UserError, reason
 
 from .drawing import Drawn, Step, draw
 from .models import Models
-from .requests import Request
+from .requests import BUDGET, Request
 
 
 class Device:
@@ -18,10 +18,14 @@ class Device:
 
     The page's queue already lets one request through at a time. But a request that is broken off leaves the queue
     before the step that it is in has ended; the next one waits here for that.
+
+    Args:
+        models: what draws and reads.
+        budget: denoising steps that one request may take, as `drawing.check_budget` counts them.
     """
 
-    def __init__(self, models: Models):
-        self.models = models
+    def __init__(self, models: Models, budget: int = BUDGET):
+        self.models, self.budget = models, budget
         self._free = threading.Lock()
 
     @contextmanager
@@ -46,7 +50,7 @@ class Device:
             UserError: the request cannot be drawn.
         """
         broken_off = threading.Event()
-        drawing = draw(self.models, request, broken_off.is_set)  # begins with the first news
+        drawing = draw(self.models, request, broken_off.is_set, self.budget)  # begins with the first news
         self._free.acquire()
         try:
             # Not `yield from`, which would close the drawing, and wait for its step, where this is closed.

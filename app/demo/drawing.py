@@ -1,6 +1,7 @@
 """Pictures of one prompt by several text encoders, step by step, so that a person can watch and break off."""
 
 import io
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -76,7 +77,9 @@ class _BrokenOffError(Exception):
     pass
 
 
-def draw(models: Models, request: Request, cancelled: Callable[[], bool]) -> Iterator[Step | Drawn]:
+def draw(
+    models: Models, request: Request, cancelled: Callable[[], bool], budget: int | None = None
+) -> Iterator[Step | Drawn]:
     """Draws what a request asks for: the first picture by each encoder, then the second by each, and so on.
 
     A picture is the one that `debias-diffusion generate` draws with the same settings, bit for bit, whatever was drawn
@@ -87,11 +90,14 @@ def draw(models: Models, request: Request, cancelled: Callable[[], bool]) -> Ite
         request: what; it is checked.
         cancelled: asked before every step, in another thread. Once it says yes, or the iterator is closed, no further
             step is taken and the iterator ends.
+        budget: denoising steps that it may take, as `check_budget` counts them; None for any number.
 
     Raises:
-        UserError: the request cannot be drawn, or memory does not suffice.
+        UserError: the request cannot be drawn, takes too many steps, or memory does not suffice.
     """
     request = check(request, models)
+    if budget is not None:
+        check_budget(models, request, budget)
     news: queue.SimpleQueue = queue.SimpleQueue()
     closed = threading.Event()
 
@@ -110,6 +116,42 @@ def draw(models: Models, request: Request, cancelled: Callable[[], bool]) -> Ite
     finally:
         closed.set()
         drawing.join()
+
+
+def check_budget(models: Models, request: Request, budget: int) -> None:
+    """Raises UserError for a request that takes more denoising steps than it may, before any is taken.
+
+    A step of an image larger than the base's own counts as often as it is larger. A step with a prompt of more
+    positions than the longest encoder reads at once counts as often as there are more, for encoders that read all of
+    it.
+
+    Args:
+        request: checked.
+        budget: steps of all images by all encoders together.
+    """
+    pixels = max(1.0, request.height * request.width / math.prod(models.size))
+    lengths = [max(1.0, _positions(models, request, label) / models.long_window) for label in request.encoders]
+    steps = request.steps * request.images * pixels * sum(lengths)
+    if steps <= budget:
+        return
+    counted = f"{request.steps} steps x {request.images} images x {len(request.encoders)} encoders"
+    if pixels > 1:
+        counted += f" x {pixels:.1f} for the size of the images"
+    if max(lengths) > 1:
+        counted += f" x {sum(lengths) / len(lengths):.1f} for the length of the prompt"
+    raise UserError(
+        f"This request takes {math.ceil(steps):,} steps ({counted}); one request may take {budget:,} here. Choose "
+        "fewer steps, images or encoders, smaller images or a shorter prompt."
+    )
+
+
+def _positions(models: Models, request: Request, label: str) -> int:
+    """Positions of a prompt's embeddings, or of all the pieces that an encoder reads it in, whichever are more."""
+    pipe = models.pipeline(label, request)
+    texts = [cleaned(its, request.weighting) for its in (request.prompt, request.negative_prompt) if its]
+    layouts = [pipe.prompt_layout(text, do_classifier_free_guidance=False) for text in texts]
+    pieces = max(max(layout.windows) for layout in layouts)
+    return max(pieces * (models.short_window - 2) + 2, *(layout.positions for layout in layouts))
 
 
 def _work(models: Models, request: Request, stop_if_asked: Callable, report: Callable) -> None:

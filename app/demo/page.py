@@ -82,15 +82,16 @@ def theme() -> gr.themes.Base:
     )
 
 
-def build(models: Models, most_waiting: int) -> gr.Blocks:
+def build(models: Models, most_waiting: int, budget: int) -> gr.Blocks:
     """The page and its endpoints for these models.
 
     Args:
         models: what draws and reads.
         most_waiting: requests in the queue; further ones are told to come again.
+        budget: denoising steps that one request may take.
     """
     with Blocks(title=TITLE, analytics_enabled=False) as page:
-        device = Device(models)
+        device = Device(models, budget)
         _Page(device)
         add_endpoints(device)
     # Or whoever does not join the queue would pass all who wait in it.
@@ -234,7 +235,7 @@ class _Page:
         scene = None if number is None else random_scene(number)
         try:
             # In the order of the page, in whichever they were chosen.
-            chosen = tuple(label for label in self.models.labels if label in encoders)
+            chosen = tuple(label for label in self.models.labels if label in (encoders or ()))
             request = Request(prompt=prompt, encoders=chosen, **named)
             yield from self._drawn(request, scene if scene and scene.caption == prompt else None)
         except UserError as error:
@@ -296,7 +297,11 @@ class _Page:
 
     def _restore(self, given: gr.EventData) -> dict:
         try:
-            request, notes = request_of_png(decoded(given.png), self.models)
+            png = given.png
+        except (AttributeError, TypeError):  # the request is not one that the page sends
+            png = None
+        try:
+            request, notes = request_of_png(decoded(png), self.models)
         except UserError as error:
             return {self.status: markup.message(str(error))}
         values = {field.name: getattr(request, field.name) for field in fields(request)}

@@ -18,9 +18,9 @@ from debias_diffusion.pipelines import parse_weights
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import clean
 
-from ..prompts import check_prompt, check_text
+from ..prompts import check_prompt
 from .models import Encoder, Models
-from .requests import check_labels, check_weights, unweighted
+from .requests import check_is_text, check_labels, check_weights, unweighted
 
 Window = Literal["original", "long", "further"]
 MOST_SENTENCES = 40  # that are removed in turn, because each takes a run of every encoder
@@ -73,7 +73,7 @@ def tokens(models: Models, prompt: str, weighting: bool = False) -> Tokens:
     Raises:
         UserError: the prompt is too long, or its weights cannot be used; brackets that do not match yet may.
     """
-    check_text("prompt", prompt)
+    check_is_text("prompt", prompt)
     if weighting:
         check_weights("prompt", prompt, finished=False)
     text = unweighted(prompt, weighting)
@@ -121,6 +121,7 @@ def attention(models: Models, prompt: str, labels: Sequence[str]) -> dict[str, d
     Raises:
         UserError: the prompt is empty or too long, or there is no such encoder.
     """
+    check_is_text("prompt", prompt)
     check_prompt(prompt)
     return {its.label: look_at_prompt(its.reader(), prompt) for its in _chosen(models, labels)}
 
@@ -154,6 +155,7 @@ def movement(models: Models, prompt: str, labels: Sequence[str]) -> list[Moved]:
     Raises:
         UserError: the prompt is empty, too long, or a single sentence, or there is no such encoder.
     """
+    check_is_text("prompt", prompt)
     check_prompt(prompt)
     sentences = [sentence for sentence in split_sentences(prompt) if clean(sentence)]
     if len(sentences) < 2:

@@ -25,6 +25,7 @@ LongPrompts = Literal["auto", "windows", "cut"]
 MOST_STEPS = 100
 MOST_GUIDANCE = 30.0
 MOST_IMAGES = 8
+BUDGET = 1000  # denoising steps of one request: 8 images by 4 encoders in 30 steps
 MOST_BRACKETS = 20  # one in another: 1.1 to this power is a weight of 7
 MOST_PNG = 32 * 2**20  # bytes, more than the largest picture has uncompressed
 MOST_SETTINGS = 2**19  # characters: two prompts in which each is written as \uXXXX\uXXXX, and what else there is
@@ -95,10 +96,15 @@ def check(request: Request, models: "Models") -> Request:
     return replace(request, encoders=check_labels(request.encoders, models), **numbers)
 
 
-def _check_text(name: str, text: Any, weighting: bool) -> None:
+def check_is_text(name: str, text: Any) -> None:
+    """Raises UserError for anything but text, and for text that is too long or holds what no file can hold."""
     if not isinstance(text, str):
         raise UserError(f"The {name} must be text, got {_shown(text)}.")
     check_text(name, text)
+
+
+def _check_text(name: str, text: Any, weighting: bool) -> None:
+    check_is_text(name, text)
     control = _CONTROL.search(text)
     if control is not None:
         where = f"at character {control.start() + 1:,}"

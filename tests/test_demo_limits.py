@@ -1,0 +1,322 @@
+"""What one visitor of the demo can take of it: memory, places in the queue, and time of the device."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import anyio
+import httpx
+import pytest
+import torch
+from demo_clients import LARGE, LONG, Visitor, drawing, opened_page, wait_until
+from demo_steps import counted_steps
+from gradio import queueing
+from gradio.server_messages import HeartbeatMessage, ProcessCompletedMessage
+from tiny_sdxl import build_tiny_sdxl
+
+from debias_diffusion.app.demo import guard, launch, waiting
+from debias_diffusion.app.demo.drawing import check_budget
+from debias_diffusion.app.demo.models import Models
+from debias_diffusion.app.demo.requests import BUDGET, check
+from debias_diffusion.app.demo.visitors import visitor
+from debias_diffusion.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with opened_page(encoders=["toy/clip"]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return Models("toy/sdxl", launch.AppConfig().encoders, torch.device("cpu"))
+
+
+def kept(page) -> dict[str, int]:
+    """How much gradio keeps for visitors who may come to fetch it."""
+    queue = page._queue
+    return {
+        "messages": len(queue.pending_messages_per_session),
+        "requests": len(queue.event_ids_to_events),
+        "sessions": len(queue.pending_event_ids_session),
+        "drawings": len(page.app.iterators),
+        "bytes": sum(box.size for box in queue.pending_messages_per_session.values()),
+    }
+
+
+def forgotten(page) -> bool:
+    return not any(kept(page).values())
+
+
+def settle(page) -> None:
+    """Waits until nothing is kept."""
+    try:
+        wait_until(lambda: forgotten(page))
+    except AssertionError:
+        raise AssertionError(str(kept(page))) from None
+
+
+# ---- answers that nobody fetches
+
+
+def test_guards_lean_on_what_gradio_has(demo):
+    """What is changed here of gradio has to be there, and used: else the guards would do nothing, without a word."""
+    page, _ = demo
+    queue = page._queue
+    assert type(queue) is waiting.Queue and isinstance(queue.pending_messages_per_session, waiting._Mailboxes)
+    assert type(page.app) is guard.Server and type(page.app.middleware_stack) is guard.Guard
+    for name in ("push", "send_message", "start", "broadcast_estimations"):
+        assert callable(getattr(queueing.Queue, name))
+    for name in ("event_ids_to_events", "pending_event_ids_session", "event_queue_per_concurrency_id"):
+        assert isinstance(getattr(queue, name), dict)
+
+
+def test_an_answer_is_kept_for_who_fetches_it_later(demo):
+    page, url = demo
+    visitor = Visitor(url)
+    events = [visitor.call("tokens", [LONG, False]).json()["event_id"] for _ in range(3)]
+    wait_until(lambda: not page._queue.event_ids_to_events)
+    expected = visitor.http.post("gradio_api/run/tokens", json={"data": [LONG, False]}).json()["data"]
+    assert [visitor.fetch("tokens", event) for event in events] == [expected] * 3
+    assert visitor.ask("generate", drawing(encoders=["toy/clip"]))[0][0]["label"] == "toy/clip"
+
+
+def test_answers_that_nobody_fetches_are_forgotten(demo, monkeypatch):
+    page, url = demo
+    monkeypatch.setattr(waiting, "UNREAD", 1.0)
+    visitor = Visitor(url)
+    assert {visitor.abandon("tokens", [LARGE, False]) for _ in range(20)} == {200}
+    visitor.abandon("generate", drawing(encoders=["toy/clip"]))
+    number = visitor.number("tokens")
+    for session in range(10):
+        visitor.join(number, [LONG, False], f"session {session}")
+        visitor.cancel(number, [LONG, False], f"cancelled {session}")
+    assert kept(page)["messages"] > 0
+    settle(page)
+    assert visitor.ask("tokens", [LONG, False])[0]["count"] == 93
+
+
+def test_a_drawing_that_nobody_waits_for_ends(demo, monkeypatch):
+    page, url = demo
+    steps = counted_steps(monkeypatch)
+    monkeypatch.setattr(waiting, "UNREAD", 0.5)
+    visitor = Visitor(url)
+    visitor.abandon("generate", drawing(steps=100, prompt=LONG * 20))
+    wait_until(lambda: steps)
+    settle(page)
+    assert visitor.ask("generate", drawing())[0][0]["read"]
+    assert 0 < len([step for step in steps if step.steps == 100]) < 100
+
+
+def test_answers_that_wait_take_a_bounded_part_of_memory(demo, monkeypatch):
+    page, url = demo
+    monkeypatch.setattr(waiting, "MOST_UNREAD", 2_000_000)
+    visitor, most = Visitor(url), 0
+    for _ in range(30):
+        event = visitor.call("tokens", [LARGE, False]).json()["event_id"]
+        wait_until(lambda: not page._queue.event_ids_to_events)
+        most = max(most, kept(page)["bytes"])
+    one = len(str(visitor.fetch("tokens", event)))  # the last is still there
+    assert one > 300_000 and one < most < 2_000_000 + one
+
+
+def test_sessions_are_bounded_and_those_that_are_read_are_kept(demo, monkeypatch):
+    page, url = demo
+    monkeypatch.setattr(waiting, "MOST_SESSIONS", 5)
+    visitor = Visitor(url)
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(Visitor(url).ask, "generate", drawing(steps=100))
+        wait_until(lambda: page.app.iterators)
+        events = [visitor.call("tokens", [LONG, False]).json()["event_id"] for _ in range(20)]
+        wait_until(lambda: not set(events) & set(page._queue.event_ids_to_events))
+        assert kept(page)["messages"] <= 6
+        assert visitor.fetch("tokens", events[-1])[0]["count"] == 93
+        with pytest.raises(RuntimeError):
+            visitor.fetch("tokens", events[0])
+        assert patient.result()[0][0]["label"] == "toy/clip"
+
+
+def test_a_cancel_in_the_wrong_moment_stops_nobody(demo, monkeypatch):
+    page, url = demo
+    begin, cancelled = queueing.run_coro_in_background, []
+
+    def cancel_at_once(function, *arguments):
+        task = begin(function, *arguments)
+        if function.__name__ == "process_events" and not cancelled:
+            cancelled.append(task.cancel())
+        return task
+
+    monkeypatch.setattr(queueing, "run_coro_in_background", cancel_at_once)
+    visitor = Visitor(url)
+    lost = visitor.call("tokens", [LONG, False]).json()["event_id"]
+    assert visitor.ask("tokens", [LONG, False])[0]["count"] == 93
+    assert cancelled == [True] and lost not in page._queue.event_ids_to_events
+
+
+def test_a_mailbox_gives_back_what_was_put_in():
+    async def through() -> list:
+        box = waiting.Mailbox()
+        outputs = [{"data": [{"a": 1.5, "b": "ü", "c": [None, True, 2**63 - 1]}]}, {}, {"error": "x"}]
+        for output in outputs:
+            box.put_nowait(ProcessCompletedMessage(output=output, success=True))
+            box.put_nowait(HeartbeatMessage())  # which says nothing while something waits
+        assert box.qsize() == 3 and box.size > 50
+        return [(await box.get()).output for _ in outputs] + [box.size], outputs
+
+    (*found, size), outputs = anyio.run(through)
+    assert found == outputs and size == 0
+
+
+def test_names_of_sessions_are_short(demo):
+    page, url = demo
+    visitor, name = Visitor(url), "x" * 100_000
+    before = len(page.state_holder.session_data)
+    response = visitor.join(visitor.number("tokens"), [LONG, False], name)
+    assert response.status_code == 400 and "100 characters" in response.json()["detail"]
+    body = {"data": [LONG, False], "session_hash": name}
+    response = visitor.http.post("gradio_api/run/tokens", json=body)
+    assert "100 characters" in response.json()["error"]
+    assert len(page.state_holder.session_data) == before
+
+
+# ---- clients that neither read nor go
+
+
+def test_who_never_reads_is_cut_off(demo, monkeypatch):
+    page, url = demo
+    monkeypatch.setattr(guard, "PATIENCE", 1.0)
+    visitor = Visitor(url)
+    connections = page.server.server_state.connections
+    before = len(connections)
+    stuck = visitor.never_read(visitor.number("tokens"), [LARGE, False], "stuck", times=30)
+    wait_until(lambda: len(connections) > before)
+    wait_until(lambda: len(connections) <= before)
+    stuck.close()
+    assert visitor.ask("tokens", [LONG, False])[0]["count"] == 93
+
+
+def test_who_never_sends_is_cut_off(demo, monkeypatch):
+    _, url = demo
+    monkeypatch.setattr(guard, "PATIENCE", 0.5)
+    head = "POST /gradio_api/queue/join HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with Visitor(url).send(f"{head}Content-Length: 1000\r\n\r\n{{") as connection:
+        assert b" 408 " in connection.recv(1000).splitlines()[0]
+
+
+def test_long_answers_are_handed_over_in_pieces():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def through() -> None:
+        connection = guard._Connection(None, send, lambda headers: None, lambda status: None)
+        await connection.send({"type": "http.response.start", "status": 200, "headers": []})
+        for body, more in ((b"a" * 200_000, True), (b"", True), (b"b" * 65_537, False)):
+            await connection.send({"type": "http.response.body", "body": body, "more_body": more})
+        await connection.finish()  # which has nothing left to do
+
+    anyio.run(through)
+    bodies = sent[1:]
+    assert b"".join(message["body"] for message in bodies) == b"a" * 200_000 + b"b" * 65_537
+    assert max(len(message["body"]) for message in bodies) <= 2**16
+    assert [message["more_body"] for message in bodies] == [True] * (len(bodies) - 1) + [False]
+
+
+# ---- shares of the queue
+
+
+def test_a_visitor_cannot_fill_the_queue_and_others_come_in_between(monkeypatch):
+    monkeypatch.setattr(launch, "MOST_WAITING", 8)
+    with opened_page(encoders=["toy/clip"]) as (page, url):
+        one, other, third = Visitor(url, "203.0.113.1"), Visitor(url, "203.0.113.2"), Visitor(url, "2001:db8::1")
+        one.call("generate", drawing(steps=100, prompt=LONG * 20)).raise_for_status()
+        wait_until(lambda: page.app.iterators)
+        statuses = [one.abandon("generate", drawing()) for _ in range(5)]
+        assert statuses == [200] * 4 + [429]
+        refused = one.call("generate", drawing())
+        assert "4 requests that wait here, and 4 places are left" in refused.json()["detail"]
+        assert [other.abandon("generate", drawing()) for _ in range(3)] == [200, 200, 429]
+        assert third.abandon("generate", drawing()) == 200
+        waiting_names = [visitor(event.request.client) for event in page._queue._waiting()]
+        a, b, c = "203.0.113.1", "203.0.113.2", "2001:db8::"
+        assert waiting_names == [a, b, c, a, b, a, a]
+
+
+@pytest.mark.parametrize(
+    "client, name",
+    [
+        (("203.0.113.9", 1), "203.0.113.9"),
+        (("2001:db8:1:2:3:4:5:6", 1), "2001:db8:1:2::"),
+        (("::ffff:203.0.113.9", 1), "203.0.113.9"),
+        (("fe80::1%eth0", 1), "fe80::"),
+        (("unix socket", 0), "unix socket"),
+        (None, ""),
+    ],
+)
+def test_visitors_are_told_apart_by_their_address(client, name):
+    assert visitor(client) == name
+
+
+# ---- how long one request may take
+
+
+def test_a_request_within_the_budget_is_drawn(models):
+    check_budget(models, replace(models.defaults, prompt=LONG), 60)
+    check_budget(models, replace(models.defaults, prompt=LONG, steps=30, images=8), BUDGET)
+
+
+@pytest.mark.parametrize(
+    "changes, steps",
+    [
+        ({"steps": 100, "images": 8}, 2400),
+        ({"prompt": "a red ring. " * 1600, "steps": 20, "encoders": ("toy/debias-clip",)}, 20 * 20),
+        ({"prompt": "a red ring. " * 1600, "steps": 20, "encoders": ("toy/debias-clip",), "long_prompts": "cut"}, 20),
+        ({"prompt": "a BREAK " * 2000, "weighting": True, "steps": 20, "encoders": ("toy/debias-clip",)}, 20 * 600),
+        ({"prompt": "a", "negative_prompt": "a red ring. " * 1600, "encoders": ("toy/debias-clip",)}, 20 * 20),
+    ],
+    ids=["steps", "prompt", "cut", "breaks", "negative"],
+)
+def test_a_request_beyond_the_budget_is_told_before_it_begins(models, changes, steps):
+    request = check(replace(models.defaults, **{"prompt": LONG} | changes), models)
+    least = math.floor(steps * 0.7)
+    with pytest.raises(UserError, match=f"takes [0-9,]+ steps .*one request may take {least - 1:,} here. Choose fewer"):
+        check_budget(models, request, least - 1)
+    check_budget(models, request, math.ceil(steps * 1.5))
+
+
+def test_larger_images_take_more_of_the_budget(tmp_path):
+    models = Models(str(build_tiny_sdxl(tmp_path / "base")), ["original"], torch.device("cpu"))
+    request = check(replace(models.defaults, prompt="a red ring", steps=10, height=128, width=64), models)
+    check_budget(models, request, 20)
+    with pytest.raises(UserError, match="takes 20 steps .10 steps x 1 images x 1 encoders x 2.0 for the size"):
+        check_budget(models, request, 19)
+
+
+def test_the_budget_is_an_option_and_nothing_is_drawn_beyond_it(monkeypatch):
+    steps = counted_steps(monkeypatch)
+    with opened_page(encoders=["toy/clip"], budget=3) as (_, url):
+        visitor = Visitor(url)
+        assert visitor.ask("generate", drawing(steps=3))[0][0]["png"]
+        before = len(steps)
+        with pytest.raises(RuntimeError, match="takes 4 steps .*may take 3 here"):
+            visitor.ask("generate", drawing(steps=4))
+        assert len(steps) == before > 0
+    with pytest.raises(UserError, match="at least 1 step, got 0"):
+        launch.open_app(launch.AppConfig(budget=0))
+
+
+def test_prompts_are_short_wherever_they_are_counted(demo):
+    _, url = demo
+    visitor = Visitor(url)
+    for name in ("run/tokens", "call/tokens"):
+        response = visitor.http.post(f"gradio_api/{name}", json={"data": ["&" * 20_001, False]})
+        if name == "call/tokens":
+            with pytest.raises(RuntimeError, match="at most 20,000"):
+                visitor.fetch("tokens", response.json()["event_id"])
+        else:
+            assert "at most 20,000" in response.json()["error"]
+    assert httpx.post(f"{url}gradio_api/run/tokens", json={"data": ["&" + "amp;" * 4999, False]}).status_code == 200
