@@ -28,7 +28,8 @@ _MEMORY = 6 << 30  # bytes of addresses that loading may take besides what is ta
 
 @pytest.mark.slow
 def test_damaged_models_are_loaded_or_refused():
-    seed = str(int.from_bytes(os.urandom(4), "little"))
+    # Always the same examples in CI, others every time in a search by hand.
+    seed = str(int.from_bytes(os.urandom(4), "little")) if "FUZZ_SECONDS" in os.environ else "0"
     command = [sys.executable, __file__, str(_SECONDS), seed]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS + 300)

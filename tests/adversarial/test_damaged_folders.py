@@ -1,0 +1,125 @@
+"""Folders of stopped runs that a disk, a copy or a person has damaged: the same end, or a refusal that says why."""
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny_sdxl
+from adversarial.fuzzing import rounds
+from adversarial.processes import PATIENCE, finish, start
+from safetensors.torch import load_file
+from tiny_clip import save_tiny_clip
+from tiny_data import make_tiny_data
+
+pytestmark = pytest.mark.slow
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    if content:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size + 1))
+
+
+def empty(path: Path, rng: random.Random) -> None:
+    path.write_bytes(b"")
+
+
+def garbage(path: Path, rng: random.Random) -> None:
+    path.write_bytes(rng.choice((b"{}", b"[]", b"null", b"[" * 100_000, b"\xff\xfe", rng.randbytes(100))))
+
+
+def folder(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def remove(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+DAMAGES = (flip, flip, flip, cut, empty, garbage, folder, remove)
+
+
+def damaged_copy(stopped: Path, to: Path, rng: random.Random, spared: tuple[str, ...] = ()) -> str:
+    """A copy of a folder with one file damaged, and in words which and how."""
+    shutil.copytree(stopped, to)
+    paths = [path for path in sorted(to.rglob("*")) if path.is_file() and path.name != ".lock"]
+    path = rng.choice([path for path in paths if not path.relative_to(to).parts[0].startswith(spared or "\0")])
+    damage = rng.choice(DAMAGES)
+    damage(path, rng)
+    return f"{damage.__name__} {path.relative_to(to)}"
+
+
+def run_again(arguments: list[str], screen: Path, told: str) -> bool:
+    """Whether the command came to its end; otherwise it refused in words."""
+    process = start(arguments, screen)
+    process.join(PATIENCE)
+    said = screen.read_text()
+    assert "Traceback" not in said, f"{told}\n{said[-3000:]}"
+    assert process.exitcode in (0, 2), f"{told}: {process.exitcode}\n{said[-3000:]}"
+    assert process.exitcode == 0 or "error: " in said
+    return process.exitcode == 0
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_damaged_run_ends_with_the_same_weights_or_is_refused(frozen, tmp_path):
+    base = save_tiny_clip(tmp_path / "base")
+    data, images = make_tiny_data(tmp_path)
+    settings = dict(model=base, data=data, images=images, validation=6, batch=8, components=3, epochs=9, max_steps=6)
+    settings |= dict(eval_every=3, checkpoint_every=2, learning_rate=1e-3, log_every=1, workers=0)
+    if frozen:
+        settings |= dict(freeze_image_tower=True, feature_cache="features")
+
+    def arguments(output):
+        own = {name: output / value if name == "feature_cache" else value for name, value in settings.items()}
+        return ["train", f"--output={output / 'run'}", *(f"--{name}={value}" for name, value in own.items())]
+
+    def weights(output):
+        return load_file(output / "run" / "last" / "open_clip_model.safetensors")
+
+    stopped = tmp_path / "stopped"
+    finish(arguments(stopped), tmp_path / "stopped.txt")
+    expected = weights(stopped)
+    for name in ("last", "best", "checkpoints/step-00000006"):
+        shutil.rmtree(stopped / "run" / name)
+    ended, refused = 0, 0
+    for number in rounds(seconds=15):
+        output = tmp_path / f"damaged-{number}"
+        told = f"round {number}: {damaged_copy(stopped, output, random.Random(number))}"
+        if run_again(arguments(output), tmp_path / f"{number}.txt", told):
+            assert all(tensor.equal(expected[name]) for name, tensor in weights(output).items()), told
+            ended += 1
+        else:
+            refused += 1
+    print(f"{ended} ended, {refused} refused")
+
+
+def test_a_damaged_folder_of_pictures_is_filled_alike_or_refused(tmp_path):
+    prompts, base = tmp_path / "prompts.txt", tiny_sdxl.build_tiny_sdxl(tmp_path / "sdxl")
+    prompts.write_text("A red cat.\nA blue dog.\n\xff\n", encoding="latin-1")
+
+    def arguments(output):
+        return ["generate", f"--prompts={prompts}", f"--base={base}", f"--output={output}", "--steps=1"]
+
+    def files(output):
+        return {path.name: path.read_bytes() for path in output.iterdir() if path.name != ".lock"}
+
+    finish(arguments(tmp_path / "stopped"), tmp_path / "stopped.txt")
+    expected = files(tmp_path / "stopped")
+    ended, refused = 0, 0
+    for number in rounds(seconds=15):
+        output = tmp_path / f"damaged-{number}"
+        told = f"round {number}: {damaged_copy(tmp_path / 'stopped', output, random.Random(number))}"
+        if run_again(arguments(output), tmp_path / f"{number}.out", told):
+            assert files(output) == expected, told
+            ended += 1
+        else:
+            refused += 1
+    print(f"{ended} ended, {refused} refused")

@@ -1,0 +1,204 @@
+"""Texts of every kind: captions, data files, files of prompts, settings in PNGs."""
+
+import json
+import math
+
+import pytest
+from adversarial.fuzzing import examples, fuzz, no_hang
+from hypothesis import given
+from hypothesis import strategies as st
+
+from debias_diffusion.app.prompts import read_prompts
+from debias_diffusion.captions import SAMPLERS, draw_generator
+from debias_diffusion.data import open_data
+from debias_diffusion.errors import UserError
+from debias_diffusion.recipes import find_recipe
+from debias_diffusion.sentences import split_sentences
+from debias_diffusion.tokens import CaptionTokenizer, clean, clip_tokenizer
+
+pytestmark = pytest.mark.slow
+
+TOKENIZER = CaptionTokenizer(clip_tokenizer(248), 248)
+PIECES = (
+    *("Dr. No", "e.g.", "3.14", "...", "?!", "。", "॥", '"a." ', "(b. ", "\n", "\t", "\u2028", "\x00", "&amp;amp;"),
+    *("<|endoftext|>", "<end_of_text>", "é", "e\u0301", "\u0345", "\ufeff", "\u200b", "👩‍👩‍👧", "ﬁ", "Ⅻ", "İ", "ſ"),
+    *("1.", "- a", "A red cat sits. ", "U.S. ", "p. 3 ", "(word:1.3)", "BREAK", "[a]", "\\(", "++", "&#x41;", "&" * 50),
+)
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=20), max_size=40).map(" ".join) | st.text(max_size=300)
+
+
+def test_every_caption_is_split_sampled_and_tokenized():
+    recipes = [find_recipe(name) for name in ("debias-clip", "long-clip", "smart-clip-sampling")]
+
+    @examples(200)
+    @given(TEXTS, st.integers(0, 2**31), st.sampled_from(sorted(SAMPLERS)))
+    def search(text, seed, sampler):
+        caption = " ".join(text.split())
+        if not caption:
+            return
+        with no_hang():
+            sentences = split_sentences(caption)
+            assert sentences and "".join("".join(sentences).split()) == "".join(caption.split())
+            drawn = SAMPLERS[sampler](sentences, draw_generator(seed, 0, "id"))
+            assert drawn and set(drawn) <= set(sentences)
+            assert clean(clean(caption)) == clean(clean(clean(caption)))
+            for recipe in recipes:
+                one, other = (recipe.captions(caption, TOKENIZER, seed, 0, "id") for _ in range(2))
+                assert one == other
+                rows = recipe.batch([one], TOKENIZER).padded()
+                assert rows.shape[1] == 248 and (rows == TOKENIZER.markers.eot).sum(dim=1).min() == 1
+
+    fuzz(search, seconds=15)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+TURN = st.fixed_dictionaries(
+    {"value": TEXTS | JSON}, optional={"from": st.sampled_from(("human", "gpt", "user", "assistant", "system")) | JSON}
+)
+ENTRY = JSON | st.fixed_dictionaries(
+    {},
+    optional={
+        "image": st.text(max_size=20) | st.sampled_from(("a.png", "../a.png", "/etc/passwd", "a\0b")) | JSON,
+        "caption": TEXTS | JSON,
+        "conversations": st.lists(TURN, max_size=3) | JSON,
+        "id": JSON,
+    },
+)
+
+
+def damage(content: bytes, draw) -> bytes:
+    """The content with up to three bytes changed, taken away or put in between."""
+    content = bytearray(content)
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(content)))
+        content[at : at + draw(st.integers(0, 2))] = draw(st.binary(max_size=2))
+    return bytes(content)
+
+
+def read_or_refuse(path, images):
+    """What `open_data` makes of a file: (records, bad), or None where a UserError says what is wrong."""
+    try:
+        with no_hang():
+            captions, _ = open_data(path, images)
+    except UserError as error:
+        assert str(path) in str(error)
+        return None
+    for record in captions.records:
+        assert record.caption == " ".join(record.caption.split()) != "" and record.image == record.sample_id != ""
+        record.image.encode()
+    assert all(bad.where and bad.kind for bad in captions.bad)
+    return len(captions.records), len(captions.bad)
+
+
+def test_a_data_file_is_read_or_refused_and_every_entry_counts(tmp_path):
+    @examples(200)
+    @given(st.lists(ENTRY, max_size=6), st.data())
+    def search(entries, data):
+        whole = {
+            "data.json": json.dumps(entries).encode(),
+            "data.jsonl": b"".join(json.dumps(entry).encode() + b"\n" for entry in entries),
+        }
+        for name, content in whole.items():
+            path = tmp_path / name
+            path.write_bytes(content)
+            counted = read_or_refuse(path, tmp_path)
+            assert counted is None or sum(counted) == len(entries), "an entry was lost without a word"
+            path.write_bytes(damage(content, data.draw))
+            read_or_refuse(path, tmp_path)
+
+    fuzz(search, seconds=15)
+
+
+def numbered(size: int) -> list[int]:
+    return list(range(size))
+
+
+def test_one_damaged_entry_costs_no_other(tmp_path):
+    """A bad byte, a number of 5,000 digits or an endless caption inside one entry of a list."""
+    faults = (b'"caption": "\xff"', b'"caption": ' + b"9" * 5000, b'"caption": "' + b"a. " * 700_000 + b'"')
+
+    @examples(20)
+    @given(st.integers(2, 30), st.data())
+    def search(size, data):
+        entries = [f'{{"image": "{number}.png", "caption": "A {number}."}}'.encode() for number in numbered(size)]
+        at = data.draw(st.integers(0, size - 1))
+        entries[at] = b'{"image": "x.png", ' + data.draw(st.sampled_from(faults)) + b"}"
+        for name, content in (("d.json", b"[" + b", ".join(entries) + b"]"), ("d.jsonl", b"\n".join(entries))):
+            (tmp_path / name).write_bytes(content)
+            with no_hang():
+                captions, _ = open_data(tmp_path / name, tmp_path)
+            assert [record.image for record in captions.records] == [f"{n}.png" for n in numbered(size) if n != at]
+            (bad,) = captions.bad
+            assert bad.where == (f"entry {at}" if name == "d.json" else f"line {at + 1}")
+
+    fuzz(search, seconds=5)
+
+
+def test_a_file_of_prompts_is_read_or_refused_and_every_line_counts(tmp_path):
+    rows = st.lists(
+        st.fixed_dictionaries(
+            {"prompt": TEXTS},
+            optional={"seed": st.integers() | JSON, "negative_prompt": TEXTS | JSON, "prompt_2": TEXTS, "x": JSON},
+        ),
+        max_size=5,
+    )
+
+    def read(path):
+        try:
+            with no_hang():
+                file = read_prompts(path)
+        except UserError:
+            return None
+        assert file.prompts and all(prompt.text for prompt in file.prompts)
+        numbers = [prompt.number for prompt in file.prompts]
+        assert numbers == sorted(set(numbers)) and file.lines.keys() == set(numbers)
+        return len(file.prompts) + len(file.left_out)
+
+    @examples(200)
+    @given(rows, st.data())
+    def search(entries, data):
+        lines = [json.dumps(entry) for entry in entries]
+        cells = ["prompt,seed", *(f'"{str(entry["prompt"]).replace(chr(34), chr(34) * 2)}",7' for entry in entries)]
+        for name, content in (
+            ("p.jsonl", "\n".join(lines)),
+            ("p.txt", "\n".join(entry["prompt"] for entry in entries)),
+            ("p.csv", "\n".join(cells)),
+        ):
+            path = tmp_path / name
+            path.write_bytes(content.encode("utf-8", "surrogatepass"))
+            counted = read(path)
+            if name == "p.jsonl" and counted is not None:
+                assert counted == len(entries), "a line was lost without a word"
+            path.write_bytes(damage(content.encode("utf-8", "surrogatepass"), data.draw))
+            read(path)
+
+    fuzz(search, seconds=15)
+
+
+def test_a_damaged_table_never_loses_a_row_without_a_word(tmp_path):
+    """Quotes set anywhere in a CSV: every row is drawn, or named, or nothing is."""
+
+    @examples(200)
+    @given(st.integers(3, 40), st.booleans(), st.data())
+    def search(size, quoted, data):
+        rows = [f'"prompt {n}; a",{n}' if quoted else f"prompt {n}; a,{n}" for n in numbered(size)]
+        at = data.draw(st.integers(0, size - 1))
+        place = data.draw(st.integers(0, len(rows[at])))
+        quote = data.draw(st.sampled_from(('"', '""', "'", '",', '"\n')))
+        rows[at] = rows[at][:place] + quote + rows[at][place:]
+        path = tmp_path / "p.csv"
+        path.write_text("\n".join(["prompt,seed", *rows]) + "\n")
+        try:
+            file = read_prompts(path)
+        except UserError:
+            return
+        drawn = [prompt.text for prompt in file.prompts]
+        lost = [n for n in numbered(size) if n != at and f"prompt {n}; a" not in drawn]
+        assert len(lost) <= len(file.left_out), f"{lost} are neither drawn nor named"
+        assert all(math.isfinite(prompt.number) for prompt in file.prompts)
+
+    fuzz(search, seconds=5)
