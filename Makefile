@@ -14,7 +14,7 @@ slow: .venv/installed  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow
 
 # Searches for faults with new examples each time; SECONDS for each of its searches, an hour in all.
-SECONDS ?= 240
+SECONDS ?= 200
 fuzz: .venv/installed  ## damaged data, models and folders, kills, and rude clients, for an hour or as long as you like
 	FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -s -m slow tests/adversarial
 

@@ -177,7 +177,7 @@ def read_dpg_bench(data: str) -> DpgBench:
     if not (file.is_file() and folder.is_dir()):
         missing = folder if file.is_file() else file
         raise UserError(f"{str(missing)!r} is not there. Give the folder dpg_bench of ELLA's repository.")
-    texts = {path.stem: path for path in sorted(folder.glob("*.txt")) if path.is_file()}
+    texts = {path.stem: path for path in sorted(folder.glob("*.txt"))}
     prompts, bad = {}, []
     for item, path in list(texts.items()):
         try:

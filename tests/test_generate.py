@@ -154,7 +154,7 @@ def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
         ({"device": "toaster"}, "The device 'toaster' is not available"),
         ({"device": "cuda:99"}, "The device 'cuda:99' is not available"),
         ({"base": "{tmp}/nowhere"}, "The base model '.*nowhere' is not there. Give an SDXL folder"),
-        ({"base": "{tmp}"}, "cannot be read.* '.*model_index.json' is not there, or is no regular file"),
+        ({"base": "{tmp}"}, "cannot be read: it has no readable model_index.json"),
         (
             {"base": "{tmp}/flux"},
             "is a FluxPipeline, not a StableDiffusionXLPipeline or a StableDiffusionPipeline. Give an SDXL folder",

@@ -17,6 +17,7 @@ from tiny_data import make_tiny_data
 
 from debias_diffusion.training import train
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the processes that are started here, to the last bit
 SETTINGS = dict(checkpoint_every=1000, max_steps=40, eval_every=1000)
 
 
@@ -28,7 +29,7 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(world, tmp_path_factory):
+def alone(world, one_thread, tmp_path_factory):
     """An uninterrupted run."""
     output = tmp_path_factory.mktemp("alone")
     train(config(world, output, **SETTINGS))
@@ -170,3 +171,57 @@ def test_workers_end_with_a_run_that_fails(world, tmp_path):
     settings = config((world[0], data, images), tmp_path / "run", workers=2, max_bad=0.1)
     done = subprocess.run(command_of_one_process(settings), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "cannot be read" in done.stderr, done.stderr[-3000:]
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from torch.utils.data import DataLoader, SequentialSampler
+from debias_diffusion.data.workers import load_batches
+
+class Interrupting(SequentialSampler):  # is asked for its first index while the workers are being started
+    def __iter__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return super().__iter__()
+
+if __name__ == "__main__":
+    with load_batches(DataLoader(range(9), sampler=Interrupting(range(9)), num_workers=2)) as batches:
+        print("not interrupted", flush=True)
+"""
+
+
+def test_an_interrupt_while_workers_are_started_leaves_none(tmp_path):
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    process = start([sys.executable, str(tmp_path / "interrupted.py")])
+    try:
+        output = process.communicate(timeout=120)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGINT and "not interrupted" not in output, output
+
+
+FORKSERVER = """
+import multiprocessing, time
+from torch.utils.data import DataLoader
+from debias_diffusion.data.workers import load_batches
+
+class Slow:
+    def __getitem__(self, index):
+        time.sleep(2)
+        return index
+
+    def __len__(self):
+        return 2
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")  # the default from Python 3.14 on
+    with load_batches(DataLoader(Slow(), batch_size=None, num_workers=2)) as batches:
+        print(list(batches))
+"""
+
+
+def test_workers_live_however_python_starts_processes(tmp_path):
+    (tmp_path / "forkserver.py").write_text(FORKSERVER)
+    command = [sys.executable, str(tmp_path / "forkserver.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "[0, 1]" in done.stdout, done.stderr[-3000:]

@@ -1,9 +1,11 @@
 """Worker processes that read data, and leave it to the main process when to stop."""
 
+import atexit
+import multiprocessing
 import os
 import signal
+import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,9 +26,15 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
     Raises:
         UserError: a worker has raised it.
     """
-    loader.worker_init_fn = partial(_end_with_main_process, os.getpid())
+    if loader.num_workers and sys.platform == "linux":
+        # Whatever Python's default is: only what is forked from here inherits the mask, and shares the records' memory.
+        loader.multiprocessing_context = "fork"
+    loader.worker_init_fn = _end_with_main_process
     with _blocked_signals():  # a worker inherits the mask, from its first moment on
         batches = iter(loader)
+        end_workers = partial(_end_workers, batches)
+        # The interpreter's exit waits for workers, which do not hear its SIGTERM: they end before, whatever happens.
+        atexit.register(end_workers)
     try:
         yield batches
     except UserError as error:
@@ -35,20 +43,23 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
             raise
         raise UserError(message.strip()) from error  # torch puts a worker's traceback before its message
     finally:
-        if loader.num_workers:
-            # Not left to the garbage collector: an error's traceback may keep the workers until the interpreter's exit,
-            # which would wait for them, because they do not hear its SIGTERM.
-            batches._shutdown_workers()
-            for worker in batches._workers:
-                worker.kill()  # only one that hangs is still there
+        end_workers()
+        atexit.unregister(end_workers)
 
 
-def _end_with_main_process(main_process: int, worker: int) -> None:
+def _end_workers(batches: Iterator) -> None:
+    workers = getattr(batches, "_workers", ())
+    if workers:
+        batches._shutdown_workers()
+    for worker in workers:
+        worker.kill()  # only one that hangs is still there
+
+
+def _end_with_main_process(worker: int) -> None:
     """Watches from a thread: torch's own watch waits for a sample that is being read, and for what nobody takes."""
 
     def watch() -> None:
-        while os.getppid() == main_process:
-            time.sleep(1)
+        multiprocessing.parent_process().join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
