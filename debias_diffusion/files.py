@@ -110,6 +110,12 @@ def read_json_object(path: str | os.PathLike) -> dict:
     return content if isinstance(content, dict) else {}
 
 
+def json_digest(values: dict) -> str:
+    """sha256, in hexadecimal, of JSON values, whatever their order, but for one that is called "sha256" itself."""
+    values = {name: value for name, value in values.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def changed_settings(before: dict, now: dict) -> str:
     """The settings that differ, by name, in words: "size was 256, now 384; ..."."""
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))

@@ -1,6 +1,5 @@
 """Pieces of an evaluation that are not done again: each is kept with everything that decides what comes of it."""
 
-import hashlib
 import json
 import os
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from debias_diffusion.files import read_json_object, sha256, whole_file, write_json
+from debias_diffusion.files import json_digest, read_json_object, sha256, whole_file, write_json
 from debias_diffusion.weights import save_tensors
 
 from .report import versions
@@ -43,11 +42,11 @@ class Parts:
         """
         depends, file = self._place(name, depends)
         kept = read_json_object(file)
-        if kept.get("depends") != depends or kept.get("sha256") != _digest(kept):
+        if kept.get("depends") != depends or kept.get("sha256") != json_digest(kept):
             started = time.monotonic()
             result = work()
             kept = {"depends": depends, "seconds": time.monotonic() - started, "result": result}
-            write_json(file, kept | {"sha256": _digest(kept)})
+            write_json(file, kept | {"sha256": json_digest(kept)})
             kept = read_json_object(file)  # so that a first run and one that goes on see the same
         self.seconds += kept["seconds"]
         return kept["result"]
@@ -70,10 +69,4 @@ class Parts:
 
     def _place(self, name: str, depends: dict) -> tuple[dict, Path]:
         depends = json.loads(json.dumps({"part": name, **depends, "versions": versions()}))
-        return depends, self.folder / f"{name}-{_digest(depends)[:24]}.json"
-
-
-def _digest(values: dict) -> str:
-    """sha256 of JSON values, but for one that is called so itself."""
-    values = {name: value for name, value in values.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        return depends, self.folder / f"{name}-{json_digest(depends)[:24]}.json"

@@ -14,6 +14,7 @@ from tiny_data import make_tiny_data
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.training import train
+from debias_diffusion.training.folder import RunFolder
 
 STEPS = 6
 NEWEST, OLDER = f"step-{STEPS:08}", f"step-{STEPS - 2:08}"
@@ -71,8 +72,8 @@ def is_the_same_run(output, finished):
 def test_another_base_model_at_the_same_place_is_refused(world, finished, stopped_earlier, tmp_path):
     model = str(tmp_path / "base")
     shutil.copytree(world[0], model)
-    settings = json.loads((stopped_earlier / "settings.json").read_text()) | {"model": model}
-    (stopped_earlier / "settings.json").write_text(json.dumps(settings))
+    folder = RunFolder(stopped_earlier)
+    folder.claim(folder.settings() | {"model": model})
     other = tiny_clip(seed=1)
     other.save(model)
     with pytest.raises(UserError, match="The base model is another one, by its contents"):
@@ -95,7 +96,7 @@ def test_another_base_model_at_the_same_place_is_refused(world, finished, stoppe
 def test_a_run_begun_before_the_base_model_was_noted_continues_and_notes_it(world, finished, stopped_earlier):
     settings = json.loads((stopped_earlier / "settings.json").read_text())
     (stopped_earlier / "settings.json").write_text(
-        json.dumps({name: value for name, value in settings.items() if name != "base_model_sha256"})
+        json.dumps({name: value for name, value in settings.items() if name not in ("base_model_sha256", "sha256")})
     )
     shutil.rmtree(stopped_earlier / "best")
     for checkpoint in (stopped_earlier / "checkpoints").iterdir():
@@ -281,6 +282,16 @@ def test_damaged_settings_are_named(world, finished, stopped_earlier, content):
         continue_run(world, stopped_earlier)
     assert (stopped_earlier / "settings.json").read_bytes() == content
     (stopped_earlier / "settings.json").write_bytes(settings)
+
+
+def test_a_changed_number_in_the_settings_is_noticed(world, stopped_earlier):
+    file = stopped_earlier / "settings.json"
+    before = file.read_text()
+    changed = before.replace('"max_bad": 0.01', '"max_bad": 0.21')  # with which other records would be drawn
+    assert changed != before
+    file.write_text(changed)
+    with pytest.raises(UserError, match=r"settings\.json.*it and its checksum do not agree"):
+        continue_run(world, stopped_earlier)
 
 
 def test_damaged_lines_of_the_logs_are_left_out_and_the_others_kept(world, finished, stopped_earlier):

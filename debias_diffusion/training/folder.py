@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..backbones import Backbone
 from ..errors import UserError, reason
-from ..files import held, restore_folder, whole_file, whole_folder, write_json
+from ..files import held, json_digest, restore_folder, whole_file, whole_folder, write_json
 from .checkpoint import restore_checkpoints
 
 NOT_FINITE = "not-finite.jsonl"
@@ -59,8 +59,8 @@ class RunFolder:
         return self._settings.exists()
 
     def claim(self, settings: dict) -> None:
-        """Writes what this run's result depends on."""
-        write_json(self._settings, settings)
+        """Writes what this run's result depends on, with a checksum."""
+        write_json(self._settings, settings | {"sha256": json_digest(settings)})
 
     def settings(self) -> dict:
         """What `claim` has written; empty for a folder without a run.
@@ -74,6 +74,9 @@ class RunFolder:
             settings = json.loads(self._settings.read_text(encoding="utf-8"))
             whole = "seed" in settings and 0 <= settings.get("max_bad", 0) < 1
             problem = None if whole else "it is not what a run writes"
+            # Runs of earlier versions noted neither.
+            if {"sha256", "base_model_sha256"} & settings.keys() and settings.get("sha256") != json_digest(settings):
+                problem = "it and its checksum do not agree; it was changed or is damaged"
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             problem = reason(error)
         if problem:
