@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import stat
@@ -12,11 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from .errors import UserError
 
+_MACHINE = platform.node()[:32].replace(os.sep, "-")  # folders may be shared by several
 _LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 
@@ -71,7 +74,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = hidden_beside(path, f".{os.getpid()}.tmp")
+    _remove_leftovers(path)
+    temporary = hidden_beside(path, f".{_MACHINE}-{os.getpid()}.tmp")
     new_file(temporary).close()
     try:
         yield temporary
@@ -80,6 +84,15 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes what killed processes of this machine left unfinished of `path`. Other processes may be writing it now."""
+    beginning = hidden_beside(path, f".{_MACHINE}-").name
+    for name in os.listdir(path.parent):
+        process = name.removeprefix(beginning).removesuffix(".tmp")
+        if name == f"{beginning}{process}.tmp" and process.isdecimal() and not psutil.pid_exists(int(process[:9])):
+            path.with_name(name).unlink(missing_ok=True)
 
 
 def hidden_beside(path: Path, suffix: str) -> Path:

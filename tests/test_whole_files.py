@@ -2,17 +2,40 @@
 
 import json
 import os
+import subprocess
 
 import pytest
 
+from debias_diffusion import files
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.parts import Parts
 from debias_diffusion.files import held, hidden_beside, new_file, read_json_object, whole_file, whole_folder, write_json
 
 
+def unfinished_of(path, process):
+    """Where a process of this machine writes a file before it is complete."""
+    return hidden_beside(path, f".{files._MACHINE}-{process}.tmp")
+
+
+def test_what_a_killed_process_left_goes_when_the_file_is_written_again(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = unfinished_of(tmp_path / "a.json", ended.pid)
+    kept = [
+        unfinished_of(tmp_path / "a.json", os.getppid()),  # which lives, and may be writing it
+        unfinished_of(tmp_path / "b.json", ended.pid),
+        tmp_path / f".a.json.another-machine-{ended.pid}.tmp",
+        unfinished_of(tmp_path / "a.json", "x"),
+    ]
+    for file in (left, *kept):
+        file.write_text("half")
+    write_json(tmp_path / "a.json", [1])
+    assert sorted(os.listdir(tmp_path)) == sorted(["a.json", *(file.name for file in kept)])
+
+
 def test_nothing_is_written_through_a_link(tmp_path):
     (tmp_path / "mine").write_text("precious")
-    file, unfinished = tmp_path / "a.json", tmp_path / f".a.json.{os.getpid()}.tmp"
+    file, unfinished = tmp_path / "a.json", unfinished_of(tmp_path / "a.json", os.getpid())
     unfinished.symlink_to(tmp_path / "mine")
     file.symlink_to(tmp_path / "mine")
     write_json(file, [1])

@@ -14,7 +14,7 @@ FORKS.set_forkserver_preload(
 PATIENCE = 300  # seconds, for what takes a few
 
 
-def command(arguments: list[str], output: str) -> None:
+def command(arguments: list[str], output: str, begun) -> None:
     """The body of a process: one command, at the head of a group of its own."""
     os.setsid()
     screen = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -25,12 +25,16 @@ def command(arguments: list[str], output: str) -> None:
     from debias_diffusion.app.cli import main
 
     torch.set_num_threads(1)
+    begun.set()
     main(arguments)
 
 
 def start(arguments: list[str], screen: Path):
-    process = FORKS.Process(target=command, args=(arguments, str(screen)))
+    """A process in which the command has just begun."""
+    begun = FORKS.Event()
+    process = FORKS.Process(target=command, args=(arguments, str(screen), begun))
     process.start()
+    assert begun.wait(PATIENCE), "a process did not start"
     return process
 
 

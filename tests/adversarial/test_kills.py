@@ -3,6 +3,7 @@
 The signal goes to the main process alone, as from a user, or to its whole group, as from Slurm, systemd or a terminal.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -38,10 +39,8 @@ def in_group(group: int) -> list[psutil.Process]:
 
 
 def kill(process, number: int, group: bool) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it is over
         (os.killpg if group else os.kill)(process.pid, number)
-    except ProcessLookupError:  # not yet at the head of its group, or over
-        process.kill()
 
 
 @pytest.fixture(scope="module")
