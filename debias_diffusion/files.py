@@ -87,7 +87,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes what killed processes of this machine left unfinished of `path`. Other processes may be writing it now."""
+    """Removes what killed processes of this machine left of `path`. Other processes may be writing it right now."""
     beginning = hidden_beside(path, f".{_MACHINE}-").name
     for name in os.listdir(path.parent):
         process = name.removeprefix(beginning).removesuffix(".tmp")
