@@ -1,14 +1,13 @@
 """Worker processes that read data, and leave it to the main process when to stop."""
 
-import atexit
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from multiprocessing.util import Finalize
 
 from torch.utils.data import DataLoader
 
@@ -32,9 +31,9 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
     loader.worker_init_fn = _end_with_main_process
     with _blocked_signals():  # a worker inherits the mask, from its first moment on
         batches = iter(loader)
-        end_workers = partial(_end_workers, batches)
-        # The interpreter's exit waits for workers, which do not hear its SIGTERM: they end before, whatever happens.
-        atexit.register(end_workers)
+        workers = getattr(batches, "_workers", ())
+        # An exit waits for all workers, and these do not hear its SIGTERM: they end before, whatever interrupts this.
+        end_workers = Finalize(None, _end, args=(workers,), exitpriority=0)
     try:
         yield batches
     except UserError as error:
@@ -43,16 +42,14 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
             raise
         raise UserError(message.strip()) from error  # torch puts a worker's traceback before its message
     finally:
+        if workers:
+            batches._shutdown_workers()
         end_workers()
-        atexit.unregister(end_workers)
 
 
-def _end_workers(batches: Iterator) -> None:
-    workers = getattr(batches, "_workers", ())
-    if workers:
-        batches._shutdown_workers()
+def _end(workers: Iterable[multiprocessing.Process]) -> None:
     for worker in workers:
-        worker.kill()  # only one that hangs is still there
+        worker.kill()  # only one that hangs is still there, or all after an interrupt
 
 
 def _end_with_main_process(worker: int) -> None:
