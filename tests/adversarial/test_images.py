@@ -18,6 +18,7 @@ from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 pytestmark = pytest.mark.slow
 
+TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
 MODES = ("RGB", "L", "P", "1", "RGBA", "LA", "CMYK", "I;16", "I", "F")
 ENDINGS = ("jpg", "png", "webp", "gif", "tif", "eps", "avif", "dat")
 
@@ -81,9 +82,8 @@ def sample(captions, source, index: int, reserve: int):
         seen.append((image.mode, image.size))
         return image
 
-    tokenizer = CaptionTokenizer(clip_tokenizer(77), 77)
     dataset = CaptionDataset(
-        captions.records, source, preprocess, tokenizer, find_recipe("debias-clip"), 0, lambda epoch: [reserve]
+        captions.records, source, preprocess, TOKENIZER, find_recipe("debias-clip"), 0, lambda epoch: [reserve]
     )
     with no_hang():
         return dataset[0, index, 0], seen
