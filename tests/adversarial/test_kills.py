@@ -122,7 +122,10 @@ def test_whatever_kills_it_the_end_is_the_same(job, world, tmp_path):
             told += f", {chosen.name} to {'all' if group else 'one'}"
             kill(process, chosen, group)
             process.join(PATIENCE)
-            assert process.exitcode is not None, f"{told}: it goes on"
+            goes_on = process.exitcode is None
+            if goes_on:
+                kill(process, signal.SIGKILL, group=True)
+            assert not goes_on, f"{told}: it goes on\n{screen.read_text()[-3000:]}"
             assert process.exitcode in (0, -chosen, 130), f"{told}: {process.exitcode}\n{screen.read_text()[-3000:]}"
             deadline = time.monotonic() + PATIENCE
             while (left := in_group(process.pid)) and time.monotonic() < deadline:
