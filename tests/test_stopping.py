@@ -174,7 +174,7 @@ def test_workers_end_with_a_run_that_fails(world, tmp_path):
 
 
 INTERRUPTED = """
-import multiprocessing, os, signal
+import multiprocessing, os, signal, threading, time
 from torch.utils.data import DataLoader, SequentialSampler
 from debias_diffusion.data.workers import load_batches
 
@@ -183,7 +183,8 @@ class Interrupting(SequentialSampler):  # is asked for its first index while the
         os.kill(os.getpid(), signal.SIGINT)
         return super().__iter__()
 
-def read():
+def read():  # beside a thread that may take the signal, as a progress bar has one
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
     with load_batches(DataLoader(range(9), sampler=Interrupting(range(9)), num_workers=2)) as batches:
         print("not interrupted", flush=True)
 

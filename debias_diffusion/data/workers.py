@@ -64,11 +64,20 @@ def _end_with_main_process(worker: int) -> None:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
+    """SIGTERM and ctrl-C are blocked for what is forked within; a ctrl-C that comes meanwhile is heard afterwards."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
+    asked: list[int] = []
+    # The mask is this thread's alone: another one may take the signal, and Python then interrupts this one.
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number)) if is_main else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_main:
+            signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
+        if asked:
+            signal.raise_signal(signal.SIGINT)
