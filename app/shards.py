@@ -240,7 +240,9 @@ def _is_whole(output: Path, shard: dict) -> bool:
 
 def _check_output(output: Path) -> None:
     """Raises UserError for an output that is no folder, or one with anything but shards of this command."""
-    if output.is_dir() and not (output / MANIFEST).is_file() and any(path.name != ".lock" for path in output.iterdir()):
+    # A kill may have left the lock and an unfinished manifest, both hidden.
+    theirs = output.is_dir() and any(not path.name.startswith(".") for path in output.iterdir())
+    if theirs and not (output / MANIFEST).is_file():
         raise UserError(f"The output {str(output)!r} exists and holds something else. Give a new folder.")
     if output.exists() and not output.is_dir():
         raise UserError(f"The output {str(output)!r} is a file. Give a new folder.")

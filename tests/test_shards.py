@@ -650,3 +650,12 @@ def test_evaluations_take_shards(folder, tmp_path):
     assert report["images"] == 7 and report["left_out"] == []
     theirs = evaluate_retrieval(RetrievalConfig([model], str(tmp_path / "scores"), *folder))
     assert theirs["images"] == 7 and theirs["digests"]["data"] != report["digests"]["data"]
+
+
+def test_a_folder_in_which_the_first_manifest_was_not_finished_is_filled(folder, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / ".shards.json.machine-1.tmp").write_text("{")
+    data, images = folder
+    write_shards(ShardsConfig(data=str(data), images=str(images), output=str(output), workers=0, max_bad=1))
+    assert read_shards(output)[0].records
