@@ -1,5 +1,6 @@
 """What one visitor of the demo can take of it: memory, places in the queue, and time of the device."""
 
+import asyncio
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -154,6 +155,24 @@ def test_a_cancel_in_the_wrong_moment_stops_nobody(demo, monkeypatch):
     lost = visitor.call("tokens", [LONG, False]).json()["event_id"]
     assert visitor.ask("tokens", [LONG, False])[0]["count"] == 93
     assert cancelled == [True] and lost not in page._queue.event_ids_to_events
+
+
+def test_a_cancel_in_the_end_of_an_answer_leaves_nothing(demo, monkeypatch):
+    page, url = demo
+    ending, cancelled = queueing.Queue.reset_iterators, []
+
+    async def cancelled_there(queue, event_id):
+        if not cancelled:
+            cancelled.append((event_id, asyncio.current_task().cancel()))
+        await asyncio.sleep(0)
+        await ending(queue, event_id)
+
+    monkeypatch.setattr(queueing.Queue, "reset_iterators", cancelled_there)
+    visitor = Visitor(url)
+    assert visitor.ask("tokens", [LONG, False])[0]["count"] == 93
+    wait_until(lambda: cancelled)
+    wait_until(lambda: not page._queue.event_ids_to_events, 5)
+    assert cancelled[0][1] and visitor.ask("tokens", [LONG, False])[0]["count"] == 93
 
 
 def test_a_mailbox_gives_back_what_was_put_in():

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import orjson
@@ -67,26 +67,35 @@ class _Mailboxes(dict):
         self.pop(session, None)
 
 
-class _Begun(Coroutine):
-    """What answers requests, and is begun even where it is cancelled before that.
+class _WholeAnswer(Coroutine):
+    """The answer to some requests, which begins and ends as it should wherever a cancel meets it.
 
-    gradio takes a request's place in the line back where its answer ends. A cancel in the moment between taking the
-    request and beginning the answer would end it before it begins, and nobody behind it would ever have a turn.
+    gradio frees a request's place in the line, and forgets the request, where its answer ends. A cancel between taking
+    the request and beginning the answer would end it before it begins, and nobody behind it would ever have a turn. A
+    cancel while the end of the answer waits for something would leave the request known for ever.
     """
 
-    def __init__(self, answer: Coroutine, events: list[queueing.Event]):
-        self._answer, self._events, self._begun = answer, events, False
+    def __init__(self, answer: Coroutine, events: list[queueing.Event], known: dict[str, queueing.Event]):
+        self._answer, self._events, self._known, self._begun = answer, events, known, False
 
     def send(self, value: Any) -> Any:
         self._begun = True
-        return self._answer.send(value)
+        return self._continue(self._answer.send, value)
 
     def throw(self, *error: Any) -> Any:
         if self._begun:
-            return self._answer.throw(*error)
+            return self._continue(self._answer.throw, *error)
         for event in self._events:
             event.alive = False  # so that nothing is done for it
         return self.send(None)
+
+    def _continue(self, step: Callable, *arguments: Any) -> Any:
+        try:
+            return step(*arguments)
+        except BaseException:  # the end: StopIteration, or an error
+            for event in self._events:
+                self._known.pop(event._id, None)
+            raise
 
     def close(self) -> None:
         self._answer.close()
@@ -128,7 +137,8 @@ class Queue(queueing.Queue):
         return success, event_id, state
 
     def process_events(self, events, batch, begin_time, fn):
-        return _Begun(super().process_events(events, batch, begin_time, fn), events)
+        answer = super().process_events(events, batch, begin_time, fn)
+        return _WholeAnswer(answer, events, self.event_ids_to_events)
 
     def send_message(self, event, event_message) -> None:
         super().send_message(event, event_message)
