@@ -34,13 +34,13 @@ def _train():
 
 
 def _export():
-    from .export import ExportConfig, export
+    from .export.command import ExportConfig, export
 
     return ExportConfig, export
 
 
 def _generate():
-    from .generate import GenerateConfig, generate
+    from .generate.command import GenerateConfig, generate
 
     return GenerateConfig, lambda config: print(f"Wrote {generate(config)}")
 
@@ -58,37 +58,37 @@ def _app():
 
 
 def _retrieval():
-    from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+    from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 
     return RetrievalConfig, evaluate_retrieval
 
 
 def _robustness():
-    from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
+    from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 
     return RobustnessConfig, evaluate_robustness
 
 
 def _generation():
-    from debias_diffusion.eval.generation import GenerationConfig, evaluate_generation
+    from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 
     return GenerationConfig, evaluate_generation
 
 
 def _attention():
-    from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
+    from debias_diffusion.eval.text_image.attention import AttentionConfig, evaluate_attention
 
     return AttentionConfig, evaluate_attention
 
 
 def _classification():
-    from debias_diffusion.eval.classification import ClassificationConfig, evaluate_classification
+    from debias_diffusion.eval.text_image.classification import ClassificationConfig, evaluate_classification
 
     return ClassificationConfig, evaluate_classification
 
 
 def _dpg_bench():
-    from debias_diffusion.eval.dpg_bench import DpgBenchConfig, evaluate_dpg_bench
+    from debias_diffusion.eval.pictures.dpg_bench import DpgBenchConfig, evaluate_dpg_bench
 
     return DpgBenchConfig, evaluate_dpg_bench
 

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from debias_diffusion.drawing_limits import check_seeds, check_steps
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.report import digest, table, versions
 from debias_diffusion.eval.quickstart import ENCODERS, TRAINED
-from debias_diffusion.eval.report import digest, table, versions
 from debias_diffusion.files import write_json
+from debias_diffusion.limits import check_seeds, check_steps
+from debias_diffusion.models.shipped import shipped
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, scene
-from debias_diffusion.toyworld.shipped import shipped
 
 from .stages import Stage, Stages
 
@@ -214,7 +214,7 @@ class _Quickstart:
     # What the stages do.
 
     def _write_pairs(self, purpose: str) -> dict:
-        from debias_diffusion.toyworld.fine_tuning import VALIDATION
+        from debias_diffusion.toymodels.fine_tuning import VALIDATION
         from debias_diffusion.toyworld.pairs import write_pairs
 
         config, folder = self.config, self.output / "data" / purpose
@@ -232,7 +232,7 @@ class _Quickstart:
         return folder / DATA, folder / IMAGES
 
     def _train(self, recipe: str) -> dict:
-        from debias_diffusion.toyworld.fine_tuning import toy_training
+        from debias_diffusion.toymodels.fine_tuning import toy_training
         from debias_diffusion.training import train
 
         names = ("steps", "batch", "learning_rate", "short_weight", "seed")
@@ -247,13 +247,13 @@ class _Quickstart:
         return str(self.output / "training" / encoder / "last") if encoder in TRAINED else self.models.clip
 
     def _export(self, recipe: str) -> dict:
-        from .export import ExportConfig, export
+        from .export.command import ExportConfig, export
 
         folder = export(ExportConfig(self._trained(recipe), str(self.output / recipe)))
         return {"digest": digest(folder)}
 
     def _retrieve(self, encoder: str) -> dict:
-        from debias_diffusion.eval.robustness import RobustnessConfig, recall_at_1
+        from debias_diffusion.eval.text_image.robustness import RobustnessConfig, recall_at_1
 
         data, images = map(str, self._pairs("evaluation"))
         output = str(self.output / "retrieval" / encoder)
@@ -275,9 +275,9 @@ class _Quickstart:
 
     def _draw(self, encoder: str, prompts: dict[int, str], folder: str) -> list[Path]:
         """Pictures of the prompts, by the original as stock SDXL draws them, by the others from all they say."""
-        from debias_diffusion.eval.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
-        from debias_diffusion.eval.processes import Processes
-        from debias_diffusion.toyworld.scores import GUIDANCE_SCALE
+        from debias_diffusion.eval.common.processes import Processes
+        from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
+        from debias_diffusion.toymodels.scores import GUIDANCE_SCALE
 
         settings = DrawingSettings(self.models.sdxl, self.config.drawing_steps, GUIDANCE_SCALE, _AT_ONCE)
         subjects = [Subject(f"{index:06}", text, self.config.seed + index) for index, text in prompts.items()]
@@ -306,8 +306,8 @@ class _Quickstart:
 
     def _score(self) -> dict:
         from debias_diffusion.devices import pick_device
-        from debias_diffusion.eval.feature_networks import ClsFeatures
-        from debias_diffusion.eval.picture_scores import dino_score, fid
+        from debias_diffusion.eval.pictures.networks import ClsFeatures
+        from debias_diffusion.eval.pictures.scores import dino_score, fid
         from debias_diffusion.eval.quickstart import objects_correct_by_sentence, paired_bootstrap
 
         scenes, told = [its for its, _ in self._long_prompts], [its.first_told() for _, its in self._long_prompts]
@@ -328,8 +328,8 @@ class _Quickstart:
         return {"generation": generation, "bootstrap": bootstrap}
 
     def _write_originals(self, scenes: Sequence[Scene]) -> None:
+        from debias_diffusion.toymodels.vae import SIZE
         from debias_diffusion.toyworld.render import render
-        from debias_diffusion.toyworld.vae import SIZE
 
         self._originals()[0].parent.mkdir(parents=True, exist_ok=True)
         for path, its in zip(self._originals(), scenes, strict=True):
@@ -383,7 +383,7 @@ class _Quickstart:
 
 
 def _objects_right(pictures: Sequence[Path], scenes: Sequence[Scene]) -> list[dict[str, bool]]:
-    from debias_diffusion.eval.toy_objects import objects_right
+    from debias_diffusion.eval.pictures.toy_objects import objects_right
 
     return objects_right(pictures, scenes)
 

@@ -41,10 +41,10 @@ from torchvision import transforms
 from tqdm import tqdm
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.backbones import load_backbone
 from debias_diffusion.data import ImageFolder, Record, open_data, read_sharegpt4v
 from debias_diffusion.data.dataset import CaptionDataset, Collate
-from debias_diffusion.recipes import RECIPES
+from debias_diffusion.methods.dual_caption import RECIPES
+from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.sentences import split_sentences
 
 ROOT = Path(__file__).parent.parent

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from machine import PeakMemory, machine, seconds
 from train_step import make_batch
 
-from debias_diffusion.backbones import load_backbone
-from debias_diffusion.recipes import find_recipe
+from debias_diffusion.methods.dual_caption import find_recipe
+from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.training.step import backward
 
 RESULTS = Path(__file__).parent / "results"

@@ -29,10 +29,10 @@ from machine import PeakMemory, machine, peak_flops, seconds
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.data.dataset import Batch
-from debias_diffusion.objectives import contrastive_loss
-from debias_diffusion.recipes import Recipe, find_recipe
+from debias_diffusion.methods.dual_caption import Recipe, find_recipe
+from debias_diffusion.methods.objectives import contrastive_loss
+from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.training.step import Optimizer, autocast, backward
 
 RESULTS = Path(__file__).parent / "results"

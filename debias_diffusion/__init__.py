@@ -2,12 +2,16 @@
 
 from importlib import import_module
 
+from .moved import keep_old_names
+
 _HOMES = {
     "load_text_encoder": ".interchange",
     "split_sentences": ".sentences",
-    "stretch_positions": ".positions",
+    "stretch_positions": ".models.positions",
 }
 __all__ = ["load_text_encoder", "split_sentences", "stretch_positions"]
+
+keep_old_names()
 
 
 def __getattr__(name: str):

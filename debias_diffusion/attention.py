@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .backbones import Backbone
 from .errors import UserError
-from .interchange.encoders import TextEncoder
-from .text_tower import before_attention, block_forward
+from .interchange.text_encoders import TextEncoder
+from .models.backbone import Backbone
+from .models.text_tower import before_attention, block_forward
 from .tokens import TokenBatch
 
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from .backbones import Backbone
 from .data.dataset import read_or_bad
 from .data.images import ImageSource
 from .data.sharegpt4v import BadRecord, Record
 from .errors import UserError
+from .models.backbone import Backbone
 
 # Cosine similarities closer than this are a tie. The same text or image, encoded in another batch or multiplied in
 # another block, differs by float32 rounding; without a tolerance that would decide ranks.

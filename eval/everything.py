@@ -9,13 +9,13 @@ import torch
 from debias_diffusion.data import is_toy_scenes
 from debias_diffusion.errors import UserError
 
-from .attention import AttentionConfig, evaluate_attention
-from .classification import ClassificationConfig, check_classification, evaluate_classification
-from .generation import GenerationConfig, check_generation, evaluate_generation, load_networks
-from .inputs import check_output
+from .common.inputs import check_output
 from .merged_report import ReportConfig, evaluate_report
-from .retrieval import RetrievalConfig, evaluate_retrieval
-from .robustness import RobustnessConfig, evaluate_robustness
+from .pictures.generation import GenerationConfig, check_generation, evaluate_generation, load_networks
+from .text_image.attention import AttentionConfig, evaluate_attention
+from .text_image.classification import ClassificationConfig, check_classification, evaluate_classification
+from .text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from .text_image.robustness import RobustnessConfig, evaluate_robustness
 
 TOYS = ("toy/clip", "toy/long-clip", "toy/debias-clip")
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"

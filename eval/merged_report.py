@@ -13,10 +13,11 @@ from debias_diffusion.data import BadRecord
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import whole_file, write_text
 
-from . import attention, classification, dpg_bench, generation, retrieval, robustness
-from .inputs import check_output, print_left_out
-from .pages import write_page
-from .report import Table, escaped, save_picture
+from .common.inputs import check_output, print_left_out
+from .common.pages import write_page
+from .common.report import Table, escaped, save_picture
+from .pictures import dpg_bench, generation
+from .text_image import attention, classification, retrieval, robustness
 
 TEMPLATE = "merged_report.html.j2"
 # By the name in a result's "evaluation": what draws and tabulates it, the title of its section, and its settings. In

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from PIL import Image
 
-from .pages import write_page
+from .common.pages import write_page
 from .quickstart import ENCODERS
 
 NAMES = {"clip": "Original CLIP (cut at 77 tokens)", "long-clip": "Long-CLIP", "debias-clip": "DeBias-CLIP"}

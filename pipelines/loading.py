@@ -14,8 +14,8 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_text_encoder, stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import read_encoder
-from debias_diffusion.model_files import check_bounds, check_finite, explain_failure, may_be_hub_id, read_config
-from debias_diffusion.toyworld.shipped import shipped
+from debias_diffusion.models.model_files import check_bounds, check_finite, explain_failure, may_be_hub_id, read_config
+from debias_diffusion.models.shipped import shipped
 
 from .stable_diffusion import StableDiffusionLongPromptPipeline
 from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline

@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.toyworld.shipped import shipped
+from debias_diffusion.models.shipped import shipped
 
 
 def decoding_bytes(base: str, dtype: torch.dtype, height: int, width: int, images: int = 1) -> int:

@@ -13,7 +13,9 @@ from tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
 
 from debias_diffusion.attention import PositionMeans, eot_attention
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.attention import (
+from debias_diffusion.eval.common.inputs import read_texts
+from debias_diffusion.eval.common.intervals import mean_interval
+from debias_diffusion.eval.text_image.attention import (
     BANDS,
     AttentionConfig,
     evaluate_attention,
@@ -23,9 +25,7 @@ from debias_diffusion.eval.attention import (
     plot_prompt,
     split_words,
 )
-from debias_diffusion.eval.inputs import read_texts
-from debias_diffusion.eval.intervals import mean_interval
-from debias_diffusion.eval.robustness import edit_caption
+from debias_diffusion.eval.text_image.robustness import edit_caption
 from debias_diffusion.interchange import to_transformers, write_text_encoder
 from debias_diffusion.tokens import CaptionTokenizer
 

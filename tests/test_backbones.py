@@ -6,9 +6,9 @@ import torch
 from PIL import Image
 from tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
 
-from debias_diffusion.backbones import load_backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import to_transformers
+from debias_diffusion.models.backbone import load_backbone
 
 
 def test_stretching_leaves_short_captions_as_they_were():

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from debias_diffusion.captions import SAMPLERS, draw_generator, find_sampler, join_sentences, random_subset
 from debias_diffusion.errors import UserError
+from debias_diffusion.methods.sampling import SAMPLERS, draw_generator, find_sampler, join_sentences, random_subset
 
 SENTENCES = ["S.", "a.", "b.", "c.", "d."]
 DETAILS = SENTENCES[1:]

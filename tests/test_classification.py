@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from tiny_clip import save_tiny_clip
 
-from debias_diffusion.backbones import load_backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import classification
-from debias_diffusion.eval.classification import (
+from debias_diffusion.eval.common.intervals import paired_difference
+from debias_diffusion.eval.text_image import classification
+from debias_diffusion.eval.text_image.classification import (
     BENCHMARKS,
     CIFAR_TEMPLATES,
     IMAGENET_TEMPLATES,
@@ -30,7 +30,7 @@ from debias_diffusion.eval.classification import (
     top1,
     wilson_interval,
 )
-from debias_diffusion.eval.intervals import paired_difference
+from debias_diffusion.models.backbone import load_backbone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

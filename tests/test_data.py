@@ -14,7 +14,7 @@ from debias_diffusion.data import ImageFolder, PackedRecords, Record, open_data,
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.data.sharegpt4v import printable
 from debias_diffusion.errors import UserError
-from debias_diffusion.recipes import RECIPES
+from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)

@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import dpg_bench
-from debias_diffusion.eval.dpg_bench import (
+from debias_diffusion.eval.pictures import dpg_bench
+from debias_diffusion.eval.pictures.dpg_bench import (
     COLUMNS,
     DpgBenchConfig,
     Proposition,

@@ -18,10 +18,10 @@ from PIL import Image
 from tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import FailedError, UserError
-from debias_diffusion.eval import drawing
-from debias_diffusion.eval.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
-from debias_diffusion.eval.generation import GenerationConfig
-from debias_diffusion.eval.processes import Processes
+from debias_diffusion.eval.common.processes import Processes
+from debias_diffusion.eval.pictures import drawing
+from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
+from debias_diffusion.eval.pictures.generation import GenerationConfig
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.pipelines import memory
 
@@ -302,8 +302,8 @@ SHARED = """
 import json, sys
 from pathlib import Path
 from test_drawing import STEPS, SUBJECTS
-from debias_diffusion.eval.drawing import Drawing, DrawingSettings, Subject
-from debias_diffusion.eval.processes import Processes
+from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.common.processes import Processes
 
 base, encoder, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 own, told = Processes(), []

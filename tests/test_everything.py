@@ -7,10 +7,10 @@ import pytest
 import skimage
 from tiny_clip import save_tiny_clip
 
-from debias_diffusion.backbones import Backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import everything
 from debias_diffusion.eval.everything import AllConfig, evaluate_all
+from debias_diffusion.models.backbone import Backbone
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 

@@ -19,15 +19,14 @@ from tiny_data import make_tiny_data
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import load_text_encoder
-from debias_diffusion.app import export as export_module
-from debias_diffusion.app import hub, model_card
-from debias_diffusion.app.export import ExportConfig, export
-from debias_diffusion.app.model_card import Exported, code
-from debias_diffusion.backbones import load_backbone
+from debias_diffusion.app.export.command import ExportConfig, export, hub, model_card
+from debias_diffusion.app.export.command import command as export_module
+from debias_diffusion.app.export.command.model_card import Exported, code
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
+from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.interchange import to_transformers, write_file
+from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.training import TrainConfig, train
 
 

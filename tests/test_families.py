@@ -18,10 +18,10 @@ from tiny_clip import (
     tiny_siglip,
 )
 
-from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.families import find_family
 from debias_diffusion.interchange import export_text_encoder
+from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.families import find_family
 from debias_diffusion.tokens import Markers, clip_tokenizer
 
 VERSIONS = [1, 2]

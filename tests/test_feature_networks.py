@@ -14,8 +14,8 @@ from tiny_features import photographs_and_others, save_dino, save_inception
 from transformers import Dinov2Config, Dinov2Model, ViTModel
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.feature_networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
-from debias_diffusion.eval.picture_scores import dino_score
+from debias_diffusion.eval.pictures.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
+from debias_diffusion.eval.pictures.scores import dino_score
 
 CPU = torch.device("cpu")
 

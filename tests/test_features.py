@@ -20,7 +20,7 @@ from tiny_data import make_tiny_data
 from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import held
-from debias_diffusion.training.features import FeatureCache, cache_key, cached_images
+from debias_diffusion.training.feature_cache import FeatureCache, cache_key, cached_images
 
 CPU = Accelerator(cpu=True)
 DIM = 5
@@ -133,8 +133,8 @@ def test_a_slow_process_shares_the_same_list_as_a_fast_one(world, monkeypatch):
         time.sleep(next(late))
         return cache_key(*inputs)
 
-    monkeypatch.setattr("debias_diffusion.training.features.cache_key", slow_key)
-    monkeypatch.setattr("debias_diffusion.training.features.gather_object", lambda bad: bad)
+    monkeypatch.setattr("debias_diffusion.training.feature_cache.cache_key", slow_key)
+    monkeypatch.setattr("debias_diffusion.training.feature_cache.gather_object", lambda bad: bad)
     meeting = threading.Barrier(2, timeout=60)
     with ThreadPoolExecutor(2) as threads:
         runs = [

@@ -19,17 +19,17 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditio
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from debias_diffusion.app import cli, contact_sheet, drawing
-from debias_diffusion.app.generate import GenerateConfig, generate
-from debias_diffusion.app.pictures import first_difference, read_settings, write_png
+from debias_diffusion.app import cli
+from debias_diffusion.app.generate.command import GenerateConfig, contact_sheet, drawing, generate
+from debias_diffusion.app.generate.command.png_settings import first_difference, read_settings, write_png
 from debias_diffusion.errors import FailedError, UserError
-from debias_diffusion.eval.report import digest
+from debias_diffusion.eval.common.report import digest
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.stretch import stretch_text_encoder
+from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, memory
 from debias_diffusion.pipelines.loading import load_pipeline, load_sdxl
 from debias_diffusion.tokens import clip_tokenizer
-from debias_diffusion.toyworld.shipped import shipped
 
 PROMPT = "A red cat sleeps on a blue sofa. " + "A small green bird sits on the table, near the window. " * 9
 
@@ -443,7 +443,7 @@ def test_a_killed_run_goes_on_and_ends_equal(many, tmp_path):
     whole, folder = many("whole", images_per_prompt=3, batch=2), tmp_path / "killed"
     settings = TOY | {"prompts": str(whole.with_suffix(".txt")), "images_per_prompt": 3, "batch": 2}
     config = GenerateConfig(None, **settings, output=str(folder))
-    code = "import sys, json; from debias_diffusion.app.generate import *; "
+    code = "import sys, json; from debias_diffusion.app.generate.command import *; "
     code += "generate(GenerateConfig(**json.loads(sys.argv[1])))"
     # With as many threads as the run it is compared with: they decide the last bits.
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -22,14 +22,14 @@ from tiny_features import save_dino
 from debias_diffusion.data import toy_scene
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import generation
-from debias_diffusion.eval.drawing import Drawing, DrawingSettings, Subject
-from debias_diffusion.eval.feature_networks import ClsFeatures
-from debias_diffusion.eval.generation import GenerationConfig, evaluate_generation, figures, tables
-from debias_diffusion.eval.picture_scores import PictureScores, dino_score
-from debias_diffusion.eval.processes import Processes
+from debias_diffusion.eval.common.processes import Processes
+from debias_diffusion.eval.pictures import generation
+from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation, figures, tables
+from debias_diffusion.eval.pictures.networks import ClsFeatures
+from debias_diffusion.eval.pictures.scores import PictureScores, dino_score
+from debias_diffusion.eval.pictures.toy_objects import compare_objects, objects_numbers, objects_right
 from debias_diffusion.eval.quickstart import LATE, objects_correct_by_sentence, paired_bootstrap
-from debias_diffusion.eval.toy_objects import compare_objects, objects_numbers, objects_right
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES
 
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 RUN = """
 import json, sys
-from debias_diffusion.eval.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 evaluate_generation(GenerationConfig(**json.loads(sys.argv[1])))
 """
 

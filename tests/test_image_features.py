@@ -12,11 +12,11 @@ from tiny_clip import tiny_clip, tiny_siglip
 
 from debias_diffusion.data import ImageFolder, Record
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import image_features
-from debias_diffusion.eval.encoders import TwoTower, how_used
-from debias_diffusion.eval.image_features import Encoded, ImageFeatures
-from debias_diffusion.eval.parts import Parts
-from debias_diffusion.eval.report import weights_digest
+from debias_diffusion.eval.common.cache import Parts
+from debias_diffusion.eval.common.encoders import TwoTower, how_used
+from debias_diffusion.eval.common.report import weights_digest
+from debias_diffusion.eval.text_image import image_features
+from debias_diffusion.eval.text_image.image_features import Encoded, ImageFeatures
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import clip_tokenizer
 

@@ -23,14 +23,15 @@ from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_shards
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import dpg_bench, feature_networks
-from debias_diffusion.eval.generation import _original, _with_readable_original
-from debias_diffusion.eval.generation_figures import plot_examples
-from debias_diffusion.recipes import RECIPES
+from debias_diffusion.eval.pictures import dpg_bench
+from debias_diffusion.eval.pictures import networks as feature_networks
+from debias_diffusion.eval.pictures.figures import plot_examples
+from debias_diffusion.eval.pictures.generation import _original, _with_readable_original
+from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.check import _Everything
-from debias_diffusion.training.features import cached_images
+from debias_diffusion.training.feature_cache import cached_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)

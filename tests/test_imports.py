@@ -40,7 +40,7 @@ def test_imports_point_one_way(room):
 
 def test_the_rule_sees_what_it_forbids(tmp_path):
     module = tmp_path / "x.py"
-    module.write_text("from debias_diffusion.app import cli\nimport debias_diffusion.eval.report\n")
+    module.write_text("from debias_diffusion.app import cli\nimport debias_diffusion.eval.common.report\n")
     assert imported_rooms(module, "pipelines") == {"app", "eval"}
 
 

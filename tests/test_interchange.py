@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from debias_diffusion import load_text_encoder
-from debias_diffusion.backbones import Backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import (
     export_clip_model,
@@ -32,6 +31,7 @@ from debias_diffusion.interchange import (
     to_transformers,
     write_file,
 )
+from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 CAPTIONS = [

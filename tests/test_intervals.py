@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.eval.intervals import by_group, mean_interval, paired_difference
+from debias_diffusion.eval.common.intervals import by_group, mean_interval, paired_difference
 
 
 def test_an_interval_of_many_values_is_the_normal_one():

@@ -15,9 +15,8 @@ from tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
 from tiny_sdxl import build_tiny_sdxl
 from transformers import ViTConfig, ViTModel
 
-from debias_diffusion.backbones import load_backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.feature_networks import ClsFeatures, InceptionFeatures
+from debias_diffusion.eval.pictures.networks import ClsFeatures, InceptionFeatures
 from debias_diffusion.interchange import (
     export_clip_model,
     export_text_encoder,
@@ -26,9 +25,10 @@ from debias_diffusion.interchange import (
     to_transformers,
     write_file,
 )
-from debias_diffusion.model_files import check_finite, may_be_hub_id, read_config
+from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.model_files import check_finite, may_be_hub_id, read_config
+from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.loading import check_base, default_size, load_pipeline
-from debias_diffusion.toyworld.shipped import shipped
 
 CPU = torch.device("cpu")
 
@@ -522,7 +522,7 @@ def test_a_configuration_is_a_small_regular_file(tmp_path):
 
 def test_the_toy_network_loads_without_a_table_of_missing_weights():
     program = (
-        "import torch; from debias_diffusion.eval.feature_networks import ClsFeatures;"
+        "import torch; from debias_diffusion.eval.pictures.networks import ClsFeatures;"
         "ClsFeatures('toy/features', torch.device('cpu'))"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from debias_diffusion import objectives
 from debias_diffusion.errors import UserError
-from debias_diffusion.objectives import (
+from debias_diffusion.methods import objectives
+from debias_diffusion.methods.objectives import (
     Features,
     contrastive_loss,
     dual_caption_objective,

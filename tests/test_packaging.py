@@ -17,7 +17,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"debias_diffusion", f"{wheel.name.split('-py3')[0]}.dist-info"}
-    assert {"debias_diffusion/app/cli.py", "debias_diffusion/eval/retrieval.py"} <= set(names)
+    assert {"debias_diffusion/app/cli.py", "debias_diffusion/eval/text_image/retrieval.py"} <= set(names)
     assert {"debias_diffusion/pipelines/long_prompt.py"} <= set(names)
 
     venv.create(tmp_path / "venv", with_pip=True)
@@ -32,9 +32,8 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     program = tmp_path / "venv" / "bin" / "debias-diffusion"
     assert "evaluate" in run(program, "--help")
     assert "--check_data" in run(program, "train", "--help")
-    where = run(
-        python, "-c", "import debias_diffusion.app.cli as cli, debias_diffusion.eval.retrieval; print(cli.__file__)"
-    )
+    modules = "debias_diffusion.app.cli as cli, debias_diffusion.eval.text_image.retrieval"
+    where = run(python, "-c", f"import {modules}; print(cli.__file__)")
     assert str(tmp_path / "venv") in where
 
     toy = ("--base", "toy/sdxl", "--encoder", "toy/debias-clip", "--steps", "2", "--output", "toy.png")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from debias_diffusion.eval.parts import Parts
+from debias_diffusion.eval.common.cache import Parts
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from tiny_clip import save_tiny_clip
 from tiny_features import save_dino, save_inception
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import picture_scores
-from debias_diffusion.eval.feature_networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
-from debias_diffusion.eval.picture_scores import (
+from debias_diffusion.eval.pictures import scores as picture_scores
+from debias_diffusion.eval.pictures.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
+from debias_diffusion.eval.pictures.scores import (
     HALVES,
     PictureNumbers,
     PictureScores,

@@ -100,10 +100,7 @@ from drawing import (
 )
 from tiny_sdxl import assemble
 
-from debias_diffusion.pipelines import (
-    StableDiffusionXLLongPromptImg2ImgPipeline,
-    StableDiffusionXLLongPromptPipeline,
-)
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptImg2ImgPipeline, StableDiffusionXLLongPromptPipeline
 from debias_diffusion.tokens import clip_tokenizer
 
 Stock, Ours = StableDiffusionXLPipeline, StableDiffusionXLLongPromptPipeline

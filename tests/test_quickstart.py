@@ -17,17 +17,17 @@ from debias_diffusion.app import quickstart as app
 from debias_diffusion.app.quickstart import Models, QuickstartConfig, quickstart, run_quickstart
 from debias_diffusion.app.stages import Stage, Stages
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.drawing import how_drawn
-from debias_diffusion.eval.generation import GenerationConfig
+from debias_diffusion.eval.pictures.drawing import how_drawn
+from debias_diffusion.eval.pictures.generation import GenerationConfig
 from debias_diffusion.eval.quickstart import expectations, objects_correct_by_sentence, paired_bootstrap
 from debias_diffusion.interchange import load_text_encoder, to_transformers
-from debias_diffusion.toyworld import sdxl
+from debias_diffusion.toymodels import sdxl
+from debias_diffusion.toymodels.clip import new_clip
+from debias_diffusion.toymodels.second_text_encoder import new_second_text_encoder
+from debias_diffusion.toymodels.vae import SIZE, new_vae
 from debias_diffusion.toyworld.checker import objects_correct
-from debias_diffusion.toyworld.clip import new_clip
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import PLACES, scene
-from debias_diffusion.toyworld.second_text_encoder import new_second_text_encoder
-from debias_diffusion.toyworld.vae import SIZE, new_vae
 from debias_diffusion.toyworld.vocabulary import learn_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

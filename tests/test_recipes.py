@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.recipes import PADDINGS, RECIPES, Recipe, find_padding, find_recipe
+from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, Recipe, find_padding, find_recipe
 from debias_diffusion.tokens import PAD, CaptionTokenizer, clip_tokenizer
 
 TOKENIZER = CaptionTokenizer(clip_tokenizer(60), 60)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from tiny_clip import save_tiny_clip
 
-from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import image_features, retrieval
-from debias_diffusion.eval.encoders import labels
-from debias_diffusion.eval.inputs import check_output
-from debias_diffusion.eval.report import Table, digest, table, weights_digest
-from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
+from debias_diffusion.eval.common.encoders import labels
+from debias_diffusion.eval.common.inputs import check_output
+from debias_diffusion.eval.common.report import Table, digest, table, weights_digest
+from debias_diffusion.eval.text_image import image_features, retrieval
+from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval, figures
+from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.retrieval import encode_images, encode_pairs, recall_at_k
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"

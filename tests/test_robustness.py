@@ -18,11 +18,10 @@ from PIL import Image
 from tiny_clip import save_tiny_clip
 from tiny_data import caption, make_tiny_data
 
-from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.data import read_sharegpt4v
-from debias_diffusion.eval.intervals import mean_interval, paired_difference
-from debias_diffusion.eval.retrieval import DIRECTIONS, RetrievalConfig, evaluate_retrieval
-from debias_diffusion.eval.robustness import (
+from debias_diffusion.eval.common.intervals import mean_interval, paired_difference
+from debias_diffusion.eval.text_image.retrieval import DIRECTIONS, RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.text_image.robustness import (
     COMPARED,
     EDITS,
     LOSING,
@@ -37,6 +36,7 @@ from debias_diffusion.eval.robustness import (
     share,
     shuffled,
 )
+from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.sentences import split_sentences
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"

@@ -28,8 +28,8 @@ from debias_diffusion.data import ShardImages, data_digest, open_data, read_shar
 from debias_diffusion.data.dataset import CaptionDataset, Collate, unreadable
 from debias_diffusion.data.images import UnreadableImage
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.recipes import RECIPES
+from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)

@@ -6,11 +6,11 @@ import pytest
 from diffusers import StableDiffusionXLPipeline
 
 from debias_diffusion.app.quickstart import QuickstartConfig, quickstart
-from debias_diffusion.backbones import load_backbone
 from debias_diffusion.interchange import load_text_encoder, load_two_tower
-from debias_diffusion.toyworld.fine_tuning import RECIPES
-from debias_diffusion.toyworld.scores import score_clip, score_sdxl
-from debias_diffusion.toyworld.shipped import NAMES, WEIGHTS, shipped
+from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.shipped import NAMES, WEIGHTS, shipped
+from debias_diffusion.toymodels.fine_tuning import RECIPES
+from debias_diffusion.toymodels.scores import score_clip, score_sdxl
 
 MOST_BYTES = 24_000_000
 

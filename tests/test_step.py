@@ -16,7 +16,7 @@ from tiny_clip import tiny_clip, tiny_siglip
 from tiny_data import caption
 
 from debias_diffusion.data.dataset import Collate, Sample
-from debias_diffusion.recipes import RECIPES
+from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.training.step import Optimizer, backward
 
 COMPONENTS = 3

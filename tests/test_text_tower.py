@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_clip import tiny_clip, tiny_siglip
 
-from debias_diffusion.text_tower import POOLINGS
+from debias_diffusion.models.text_tower import POOLINGS
 from debias_diffusion.tokens import CaptionTokenizer, Markers
 
 BACKBONE = tiny_clip().double()

@@ -14,7 +14,7 @@ from debias_diffusion.data import Record, data_digest, open_data, read_captions,
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
-from debias_diffusion.recipes import RECIPES
+from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.toyworld import grammar, scenes
 from debias_diffusion.toyworld.checker import objects_correct

@@ -12,18 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
-from debias_diffusion.backbones import load_backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_text_encoder, load_two_tower
+from debias_diffusion.models import shipped
+from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.pipelines.long_prompt import join_windows
-from debias_diffusion.toyworld import build, shipped, unet
+from debias_diffusion.toymodels import build, unet
+from debias_diffusion.toymodels.fine_tuning import RECIPES
+from debias_diffusion.toymodels.scores import score_checker, score_sdxl
+from debias_diffusion.toymodels.vae import SIZE, as_input, new_vae, picture_tensor
 from debias_diffusion.toyworld.checker import UNCLEAR, objects_correct, read_picture
-from debias_diffusion.toyworld.fine_tuning import RECIPES
 from debias_diffusion.toyworld.grammar import short_prompt
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene, generator
-from debias_diffusion.toyworld.scores import score_checker, score_sdxl
-from debias_diffusion.toyworld.vae import SIZE, as_input, new_vae, picture_tensor
 
 LABELLED = Path(__file__).parent / "labelled"
 scenes = st.integers(0, 2**40).map(lambda seed: draw_scene(random.Random(seed), 1, 9))

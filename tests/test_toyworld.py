@@ -12,11 +12,12 @@ from scipy import ndimage
 from torch import nn
 from transformers import CLIPTokenizer
 
-from debias_diffusion.backbones import load_backbone
 from debias_diffusion.data import read_sharegpt4v
+from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer
-from debias_diffusion.toyworld.clip import draw_indices, encode, render_all, train_clip
+from debias_diffusion.toymodels.clip import draw_indices, encode, render_all, train_clip
+from debias_diffusion.toymodels.stage import run_stage
 from debias_diffusion.toyworld.grammar import caption, long_caption, short_caption
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.render import SIZE, render
@@ -34,7 +35,6 @@ from debias_diffusion.toyworld.scenes import (
     generator,
     scene,
 )
-from debias_diffusion.toyworld.stage import run_stage
 from debias_diffusion.toyworld.vocabulary import learn_tokenizer
 
 scenes = st.integers(0, 2**40).map(lambda seed: draw_scene(random.Random(seed)))

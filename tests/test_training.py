@@ -23,12 +23,12 @@ from tiny_data import make_tiny_data
 from torch.utils.data import DataLoader
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.backbones import load_backbone
 from debias_diffusion.data import open_data
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import explain_full_disk, restore_folder, whole_folder
-from debias_diffusion.recipes import RECIPES
+from debias_diffusion.methods.dual_caption import RECIPES
+from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.training import TrainConfig, loop, train
 from debias_diffusion.training.batches import GlobalBatches
 

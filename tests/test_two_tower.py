@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
 from transformers import CLIPConfig, CLIPModel
 
-from debias_diffusion.backbones import Backbone, load_backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import (
     export_clip_model,
@@ -22,7 +21,8 @@ from debias_diffusion.interchange import (
     load_two_tower,
     write_file,
 )
-from debias_diffusion.interchange.encoders import to_transformers
+from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 
 CAPTIONS = ["A cat sits on a red mat. " * 60, "A dog.", "Two birds fly over a blue house, and a man looks up. " * 4]

@@ -8,7 +8,7 @@ import pytest
 
 from debias_diffusion import files
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.parts import Parts
+from debias_diffusion.eval.common.cache import Parts
 from debias_diffusion.files import held, hidden_beside, new_file, read_json_object, whole_file, whole_folder, write_json
 
 

@@ -14,8 +14,8 @@ from open_clip.tokenizer import bytes_to_unicode
 from torch import nn
 from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerBase, T5Tokenizer
 
-from debias_diffusion.backbones import Backbone
-from debias_diffusion.families import find_family
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.families import find_family
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 CONFIG = {

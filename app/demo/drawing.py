@@ -15,8 +15,8 @@ from debias_diffusion.pipelines import PromptLayout, StableDiffusionXLLongPrompt
 from debias_diffusion.pipelines.checked import generate_images
 from debias_diffusion.pipelines.memory import is_out_of_memory
 
-from ..pictures import png_info, settings_text
-from ..prompts import cleaned
+from ..generate.png_settings import png_info, settings_text
+from ..generate.prompts import cleaned
 from .models import Models
 from .requests import SAME, Request, check, unweighted
 

@@ -10,17 +10,17 @@ from diffusers import SchedulerMixin
 from transformers import CLIPTokenizer
 
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.eval.attention import Reader
-from debias_diffusion.eval.drawing import ORIGINAL
-from debias_diffusion.eval.encoders import check_encoders, labels
+from debias_diffusion.eval.common.encoders import check_encoders, labels
+from debias_diffusion.eval.pictures.drawing import ORIGINAL
+from debias_diffusion.eval.text_image.attention import Reader
 from debias_diffusion.interchange import load_text_encoder
-from debias_diffusion.interchange.encoders import TextEncoder
+from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, default_size, load_sdxl
 from debias_diffusion.tokens import CaptionTokenizer
-from debias_diffusion.toyworld.scores import GUIDANCE_SCALE, STEPS
+from debias_diffusion.toymodels.scores import GUIDANCE_SCALE, STEPS
 
-from ..pictures import SAMPLERS
+from ..generate.png_settings import SAMPLERS
 from .requests import Request
 
 TOY = "toy/sdxl"

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from transformers import CLIPTextModelWithProjection
 
-from debias_diffusion.captions import join_sentences
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.attention import look_at_prompt
-from debias_diffusion.eval.robustness import move4
+from debias_diffusion.eval.text_image.attention import look_at_prompt
+from debias_diffusion.eval.text_image.robustness import move4
+from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines import parse_weights
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import clean
 
-from ..prompts import check_prompt
+from ..generate.prompts import check_prompt
 from .models import Encoder, Models
 from .requests import check_is_text, check_labels, check_weights, unweighted
 

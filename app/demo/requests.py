@@ -15,8 +15,8 @@ from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.pipelines import parse_weights
 from debias_diffusion.tokens import clean
 
-from ..pictures import SETTINGS_KEY
-from ..prompts import MAX_SEED, check_prompt, check_text, cleaned, parse_seed
+from ..generate.png_settings import SETTINGS_KEY
+from ..generate.prompts import MAX_SEED, check_prompt, check_text, cleaned, parse_seed
 
 if TYPE_CHECKING:
     from .models import Models

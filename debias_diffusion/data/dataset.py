@@ -9,7 +9,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from ..errors import UserError
-from ..recipes import Caption, Recipe
+from ..methods.dual_caption import Caption, Recipe
 from ..tokens import CaptionTokenizer, TokenBatch
 from .images import ImageSource, as_unreadable
 from .sharegpt4v import BadRecord, Record

@@ -1,10 +1,10 @@
 """The encoder in and out of the formats that people load."""
 
 from .clip_model import export_clip_model
-from .encoders import import_text_encoder, to_transformers
 from .load import best_of_run, load_text_encoder
 from .single_file import write_file
 from .stretch import stretch_text_encoder
+from .text_encoders import import_text_encoder, to_transformers
 from .transformers_folder import export_text_encoder, write_text_encoder
 from .two_tower import load_two_tower
 

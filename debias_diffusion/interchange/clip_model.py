@@ -10,12 +10,12 @@ from open_clip.transformer import VisionTransformer
 from torch import nn
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionConfig
 
-from ..backbones import CONFIG_FILE, Backbone, check_preprocessing
 from ..errors import UserError
-from ..families import find_family
-from ..model_files import build_empty, check_finite, check_state, explain_failure, find_file
-from .encoders import activation, text_config, text_state
+from ..models.backbone import CONFIG_FILE, Backbone, check_preprocessing
+from ..models.families import find_family
+from ..models.model_files import build_empty, check_finite, check_state, explain_failure, find_file
 from .names import State, text_from_transformers, text_to_transformers, vision_from_transformers, vision_to_transformers
+from .text_encoders import activation, text_config, text_state
 from .transformers_folder import (
     check_depth,
     find_tokenizer,

@@ -6,13 +6,13 @@ from pathlib import Path
 import open_clip
 from transformers import CLIPTokenizer
 
-from ..backbones import CONFIG_FILE, load_backbone
 from ..errors import UserError
-from ..model_files import explain_failure, may_be_hub_id
-from ..toyworld.fine_tuned import DIFFERENCE, load_fine_tuned
-from ..toyworld.shipped import shipped
-from .encoders import TextEncoder, keeps_projection, to_transformers
+from ..models.backbone import CONFIG_FILE, load_backbone
+from ..models.model_files import explain_failure, may_be_hub_id
+from ..models.shipped import shipped
+from ..models.weight_difference import DIFFERENCE, load_fine_tuned
 from .single_file import read_file
+from .text_encoders import TextEncoder, keeps_projection, to_transformers
 from .transformers_folder import read_folder, read_hub
 
 

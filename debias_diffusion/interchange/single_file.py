@@ -26,14 +26,14 @@ import torch
 from safetensors import safe_open
 from transformers import CLIPTextConfig, CLIPTokenizer
 
-from ..backbones import CONFIG_FILE
 from ..errors import UserError, reason
 from ..files import read_json_object, whole_file
-from ..model_files import check_finite
+from ..models.backbone import CONFIG_FILE
+from ..models.model_files import check_finite
+from ..models.weights import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
-from ..weights import fold_long_clip, is_long_clip, read_state, save_tensors
-from .encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
 from .names import State, text_to_transformers
+from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
 from .wrong_files import check_readable, what_it_is
 
 # A layout is known by its table of tokens; all that belongs to the encoder stands under the same prefix.

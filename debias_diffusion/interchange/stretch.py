@@ -8,7 +8,7 @@ from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..errors import UserError
-from ..positions import FACTOR, KEEP, stretch_positions, stretched_length
+from ..models.positions import FACTOR, KEEP, stretch_positions, stretched_length
 
 TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
 

@@ -17,14 +17,14 @@ from transformers import (
     PretrainedConfig,
 )
 
-from ..backbones import CONFIG_FILE, Backbone
 from ..errors import UserError
-from ..model_files import build_empty, check_finite, check_state, explain_failure, find_file, read_config
+from ..models.backbone import CONFIG_FILE, Backbone
+from ..models.model_files import build_empty, check_finite, check_state, explain_failure, find_file, read_config
+from ..models.weights import save_tensors
 from ..tokens import count_ids
-from ..weights import save_tensors
-from .encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
 from .names import State
 from .single_file import below_prefix, read_tensors
+from .text_encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
 
 # What may stand as model_type in a config.json whose text encoder is CLIP's.
 _CLIPS = ("clip", "clip_text_model")

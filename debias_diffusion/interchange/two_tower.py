@@ -6,12 +6,12 @@ from pathlib import Path
 
 import open_clip
 
-from ..backbones import CONFIG_FILE, Backbone, load_backbone
 from ..errors import UserError, near_matches
-from ..model_files import explain_failure, may_be_hub_id
-from ..toyworld.fine_tuned import DIFFERENCE, load_fine_tuned
-from ..toyworld.shipped import shipped
-from ..weights import find_weights
+from ..models.backbone import CONFIG_FILE, Backbone, load_backbone
+from ..models.model_files import explain_failure, may_be_hub_id
+from ..models.shipped import shipped
+from ..models.weight_difference import DIFFERENCE, load_fine_tuned
+from ..models.weights import find_weights
 from .clip_model import read_clip_model, text_encoder_alone
 from .load import best_of_run, model_and_weights
 from .names import State

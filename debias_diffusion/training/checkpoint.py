@@ -9,10 +9,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..backbones import Backbone
 from ..errors import UserError, reason
 from ..files import remove_folder, restore_folder, sha256, whole_folder, write_json, write_text
-from ..weights import save_tensors
+from ..models.backbone import Backbone
+from ..models.weights import save_tensors
 from .step import Optimizer
 
 CHECKSUMS = "SHA256SUMS"  # as sha256sum writes and checks them

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 
 from ..errors import UserError, near_matches
-from ..positions import FACTOR, KEEP
-from ..recipes import Recipe, find_recipe
+from ..methods.dual_caption import Recipe, find_recipe
+from ..models.positions import FACTOR, KEEP
 
 # A run may be continued with other values of these: they change how it runs, not (beyond rounding) what comes out.
 _WITHOUT_EFFECT = (

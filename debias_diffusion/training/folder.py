@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..backbones import Backbone
 from ..errors import UserError, reason
 from ..files import held, json_digest, restore_folder, whole_file, whole_folder, write_json
+from ..models.backbone import Backbone
 from .checkpoint import restore_checkpoints
 
 NOT_FINITE = "not-finite.jsonl"

@@ -16,13 +16,13 @@ from ..data.sharegpt4v import printable
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..files import explain_full_disk
-from ..objectives import check_components
+from ..methods.objectives import check_components
 from ..retrieval import encode_images, encode_texts, recall_at_k
 from .batches import GlobalBatches
 from .check import BadRecordsFile, check_data, check_share, look_for_images, report_bad
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .features import cached_images
+from .feature_cache import cached_images
 from .folder import NOT_FINITE, RunFolder
 from .plan import PROBE, print_plan
 from .schedule import learning_rate

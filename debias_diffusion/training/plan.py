@@ -9,10 +9,10 @@ import psutil
 import torch
 from accelerate import Accelerator
 
-from ..backbones import Backbone
 from ..data.dataset import Batch
 from ..errors import UserError
-from ..recipes import Recipe
+from ..methods.dual_caption import Recipe
+from ..models.backbone import Backbone
 from .batches import GlobalBatches
 from .config import TrainConfig
 from .step import autocast, encode

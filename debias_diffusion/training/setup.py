@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..backbones import Backbone, load_backbone
 from ..data import Captions, Record
 from ..errors import UserError
-from ..weights import weights_digest
+from ..models.backbone import Backbone, load_backbone
+from ..models.weights import weights_digest
 from .config import TrainConfig
 from .step import MAX_LOGIT_SCALE
 

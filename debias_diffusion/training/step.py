@@ -7,9 +7,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..backbones import Backbone
 from ..data.dataset import Batch
-from ..recipes import Recipe
+from ..methods.dual_caption import Recipe
+from ..models.backbone import Backbone
 
 MAX_LOGIT_SCALE = math.log(100)  # CLIP: similarities are multiplied with at most 100
 _SCALER = "scaler/"  # the prefix of the scaler's entries among those of the parameters

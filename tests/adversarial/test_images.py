@@ -13,7 +13,7 @@ from PIL import Image
 
 from debias_diffusion.data import ImageFolder, open_data
 from debias_diffusion.data.dataset import CaptionDataset
-from debias_diffusion.recipes import find_recipe
+from debias_diffusion.methods.dual_caption import find_recipe
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 pytestmark = pytest.mark.slow

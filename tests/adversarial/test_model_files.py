@@ -144,10 +144,10 @@ def _targets(root: Path) -> list[Target]:
     from tiny_sdxl import build_tiny_sdxl
     from transformers import ViTConfig, ViTModel
 
-    from debias_diffusion.eval.feature_networks import ClsFeatures
+    from debias_diffusion.eval.pictures.networks import ClsFeatures
     from debias_diffusion.interchange import export_clip_model, export_text_encoder, load_text_encoder, load_two_tower
+    from debias_diffusion.models.shipped import shipped
     from debias_diffusion.pipelines.loading import default_size, load_pipeline
-    from debias_diffusion.toyworld.shipped import shipped
 
     def _sdxl(folder: Path):
         default_size(folder)

@@ -8,11 +8,11 @@ from adversarial.fuzzing import examples, fuzz, no_hang
 from hypothesis import given
 from hypothesis import strategies as st
 
-from debias_diffusion.app.prompts import read_prompts
-from debias_diffusion.captions import SAMPLERS, draw_generator
+from debias_diffusion.app.generate.command.prompts import read_prompts
 from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.recipes import find_recipe
+from debias_diffusion.methods.dual_caption import find_recipe
+from debias_diffusion.methods.sampling import SAMPLERS, draw_generator
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clean, clip_tokenizer
 

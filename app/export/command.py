@@ -1,0 +1,286 @@
+"""From a training run, or any other text encoder, to what other programs load."""
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import open_clip
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import whole_folder
+from debias_diffusion.interchange import (
+    best_of_run,
+    export_clip_model,
+    load_text_encoder,
+    load_two_tower,
+    to_transformers,
+    write_file,
+    write_text_encoder,
+)
+from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, written_metadata
+from debias_diffusion.interchange.text_encoders import TextEncoder, is_bigg, keeps_projection, text_config
+from debias_diffusion.models.backbone import CONFIG_FILE, WEIGHTS_FILE, Backbone, load_backbone
+from debias_diffusion.models.shipped import shipped
+from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
+
+from .hub import check_repository, push_folder
+from .model_card import MARK, Exported, model_card
+
+
+@dataclass
+class ExportConfig:
+    """Export a text encoder, or the two-tower it belongs to, for other programs.
+
+    Attributes:
+        model: Folder of a training run (its best model is taken), an open_clip folder, or an open_clip model name.
+            Where the text encoder alone is wanted, also any other text encoder: a transformers folder, a file of
+            weights such as longclip-L.pt or clip_l.safetensors, or a hub id.
+        output: Folder to write, or for comfyui a file that ends in .safetensors. What another program wrote there is
+            never overwritten.
+        to: transformers is a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which diffusers loads
+            too; comfyui one file for ComfyUI; open_clip a folder for open_clip, and clip one for transformers'
+            CLIPModel, both with the image tower.
+        pretrained: Tag or file of weights, for a model given by name.
+        projection: Export a CLIPTextModelWithProjection, whose text_embeds are the trained features. SDXL's first
+            encoder must be without; its second, bigG, always is with.
+        scores: Folder of what `evaluate` wrote about this model, for the model card (README.md).
+        push_to_hub: owner/name of the Hugging Face hub's repository to upload the folder to. A new one is private. null
+            uploads nothing.
+    """
+
+    model: str
+    output: str
+    to: Literal["transformers", "comfyui", "open_clip", "clip"] = "transformers"
+    pretrained: str | None = None
+    projection: bool = False
+    scores: str | None = None
+    push_to_hub: str | None = None
+
+
+def export(config: ExportConfig) -> Path:
+    """Writes the folder or file, whole or not at all, and says what to do with it.
+
+    Raises:
+        UserError: the model cannot be loaded, the format has no place for it, the output is something else's, or the
+            upload failed.
+    """
+    output = Path(config.output)
+    _check(config, output)
+    source = _load(config)
+    write = {"transformers": _transformers, "comfyui": _comfyui, "open_clip": _open_clip, "clip": _clip}[config.to]
+    write(config, source, output)
+    if config.push_to_hub:
+        print(f"Uploaded to {push_folder(output, config.push_to_hub)} (a new repository is private).")
+    return output
+
+
+# What may stand in a folder that is written anew; tokenizers' files go by their extension.
+_OURS = re.compile(
+    r"README\.md|pipeline\.py|text_encoder|tokenizer|scores\.json|"
+    rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|config\.json|model\.safetensors|"
+    r"(pre)?processor_config\.json|tokenizer(_config)?\.json|special_tokens_map\.json|vocab\.json|merges\.txt|"
+    r"chat_template\.jinja|added_tokens\.json|spiece\.model|tokenizer\.model|\.cache|\.DS_Store|__pycache__"
+)
+
+
+def _check(config: ExportConfig, output: Path) -> None:
+    """Raises UserError for what can be known before anything is loaded."""
+    if config.push_to_hub is not None:
+        if config.to == "comfyui":
+            raise UserError(
+                f"push_to_hub uploads folders, and comfyui is a file. Run `hf upload {config.push_to_hub} "
+                f"{config.output}` after the export."
+            )
+        check_repository(config.push_to_hub)
+    if config.projection and config.to != "transformers":
+        raise UserError(f"projection is a choice for transformers only; {config.to} keeps what there is.")
+    if config.to == "comfyui":
+        if config.scores:
+            raise UserError("scores go into a model card, and comfyui is a file without one. Leave them out.")
+        if output.suffix != ".safetensors":
+            raise UserError(f"The output {config.output!r} must be a file that ends in .safetensors.")
+        if output.exists() and (output.is_dir() or written_metadata(output).get("written_by") != WRITTEN_BY):
+            raise UserError(f"The output {config.output!r} exists and was not exported from here. Give a new file.")
+        return
+    if output.is_file():
+        raise UserError(f"The output {config.output!r} is a file. Give a new folder.")
+    if not output.exists() or not any(output.iterdir()):
+        return
+    card = output / "README.md"
+    if not card.is_file() or MARK not in card.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"The output {config.output!r} exists and is no exported encoder. Give a new folder.")
+    if foreign := sorted(file.name for file in output.iterdir() if not _OURS.fullmatch(file.name)):
+        raise UserError(
+            f"The output {config.output!r} would be written anew, and holds {foreign[0]!r}, which is not of an export. "
+            "Move it away, or give a new folder."
+        )
+
+
+_BOTH_TOWERS = ("open_clip", "clip")  # formats
+
+
+@dataclass
+class _Source:
+    """What is exported: a two-tower, or a text encoder alone with its tokenizer."""
+
+    backbone: Backbone | None = None
+    alone: tuple[TextEncoder, CLIPTokenizer] | None = None
+
+    def text_config(self) -> CLIPTextConfig:
+        return text_config(self.backbone) if self.backbone else self.alone[0].config
+
+    def text_encoder(self, projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
+        """With its projection if that is asked for, and for bigG."""
+        if self.backbone:
+            return to_transformers(self.backbone, projection or keeps_projection(self.backbone))
+        if projection and not isinstance(self.alone[0], CLIPTextModelWithProjection):
+            raise UserError("This text encoder has no projection to export. Leave out --projection.")
+        return self.alone
+
+
+def _load(config: ExportConfig) -> _Source:
+    model = best_of_run(shipped(config.model))
+    is_two_tower = (
+        config.pretrained is not None
+        or (Path(model) / CONFIG_FILE).is_file()
+        or model.startswith(("hf-hub:", "local-dir:"))
+        or (not Path(model).exists() and (model in open_clip.list_models() or "/" not in model))
+    )
+    if is_two_tower:
+        return _Source(backbone=load_backbone(model, config.pretrained).eval())
+    if config.to not in _BOTH_TOWERS:
+        return _Source(alone=load_text_encoder(model))
+    try:
+        return _Source(backbone=load_two_tower(model))
+    except UserError as error:
+        raise UserError(f"--to {config.to} needs both towers. {error}") from error
+
+
+def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:
+    encoder, tokenizer = source.text_encoder(config.projection)
+    kind, width, window = _sizes(encoder)
+    is_first = kind == "CLIPTextModel"  # what SDXL's first encoder is
+    with whole_folder(output) as folder:
+        write_text_encoder(encoder, tokenizer, folder)
+        if is_first:
+            write_custom_pipeline(folder / "pipeline.py")
+        use = _USE_TRANSFORMERS.format(kind=kind) + (_USE_PIPELINE if is_first else "")
+        title = f"A CLIP text encoder that reads {window} tokens"
+        _write_card(config, source, folder, title, use, "transformers", "feature-extraction")
+    print(f"Wrote {output}: a {kind} of width {width} that reads {window} tokens.")
+    option = "encoder-2" if is_bigg(encoder.config) else "encoder"
+    print(f"Next: debias-diffusion generate 'a long prompt' --base SDXL_FOLDER --{option} {output}")
+
+
+def _comfyui(config: ExportConfig, source: _Source, output: Path) -> None:
+    sizes = source.text_config()
+    if sizes.vocab_size != VOCABULARY:
+        raise UserError(
+            f"{config.model!r} has a vocabulary of its own, of {sizes.vocab_size}, and ComfyUI has only CLIP's, of "
+            f"{VOCABULARY}. Export it as transformers."
+        )
+    known = _COMFYUIS.get((sizes.hidden_size, sizes.num_hidden_layers))
+    if known and known[1] != sizes.hidden_act:
+        raise UserError(
+            f"ComfyUI runs every {known[0]} with the activation {known[1]}, whatever the file says, and this one was "
+            f"trained with {sizes.hidden_act}: its pictures would be wrong without a word. Use it with diffusers, or "
+            "train from OpenAI's weights (ViT-L-14-quickgelu)."
+        )
+    encoder, _ = source.text_encoder()
+    _, width, window = _sizes(encoder)
+    write_file(encoder, output, {"note": _TRIMMED, "exported_with": f"debias-diffusion {version('debias-diffusion')}"})
+    print(f"Wrote {output}: a text encoder of width {width} that reads {window} tokens, for ComfyUI.")
+    if not known:
+        print(f"ComfyUI has no text encoder of width {width} and {sizes.num_hidden_layers} blocks to load it into.")
+    print(
+        "Next: put it into ComfyUI/models/text_encoders, and choose it in DualCLIPLoader together with SDXL's clip_g."
+    )
+    print(_TRIMMED)
+
+
+# The text encoders that ComfyUI has: (width, blocks) -> its name for it, the activation it runs it with.
+_COMFYUIS = {
+    (768, 12): ("clip_l", "quick_gelu"),
+    (1024, 24): ("clip_h", "gelu"),
+    (1280, 32): ("clip_g", "gelu"),
+}
+_TRIMMED = (
+    "ComfyUI's SDXL cuts the states of both text encoders to the shorter of the two, so its pictures differ from those "
+    "of debias-diffusion's pipelines."
+)
+
+
+def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
+    backbone = source.backbone
+    with whole_folder(output) as folder:
+        backbone.save(folder)
+        title = f"A {backbone.family.name} that reads {backbone.context_length} tokens"
+        _write_card(config, source, folder, title, _USE_OPEN_CLIP, "open_clip", "zero-shot-image-classification")
+    print(f"Wrote {output}: both towers, for open_clip.create_model('local-dir:{output}').")
+    if backbone.pooling != "eot":
+        print(f"It was trained with {backbone.pooling} pooling, of which open_clip knows nothing: it pools at EOT.")
+
+
+def _clip(config: ExportConfig, source: _Source, output: Path) -> None:
+    backbone = source.backbone
+    with whole_folder(output) as folder:
+        export_clip_model(backbone, folder)
+        title = f"A CLIP that reads {backbone.context_length} tokens"
+        _write_card(config, source, folder, title, _USE_CLIP, "transformers", "zero-shot-image-classification")
+    print(f"Wrote {output}: both towers, for transformers.CLIPModel.from_pretrained('{output}').")
+
+
+def _sizes(encoder: TextEncoder) -> tuple[str, int, int]:
+    """(class, width, window)"""
+    return type(encoder).__name__, encoder.config.hidden_size, encoder.config.max_position_embeddings
+
+
+def _write_card(
+    config: ExportConfig, source: _Source, folder: Path, title: str, use: str, library: str, task: str
+) -> None:
+    use = use.replace("FOLDER", config.push_to_hub or "this folder")
+    exported = Exported(title, use, library, task, config.model, config.pretrained, source.backbone)
+    (folder / "README.md").write_text(model_card(exported, config.scores), encoding="utf-8")
+
+
+_USE_TRANSFORMERS = """\
+```python
+from transformers import {kind}, CLIPTokenizer
+
+text_encoder = {kind}.from_pretrained("FOLDER", subfolder="text_encoder")
+tokenizer = CLIPTokenizer.from_pretrained("FOLDER", subfolder="tokenizer")
+```"""
+
+_USE_PIPELINE = """
+
+In SDXL, whose first text encoder has width 768, as this one must; `pipeline.py` reads prompts of any length:
+
+```python
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained(
+    "stabilityai/stable-diffusion-xl-base-1.0", text_encoder=text_encoder, tokenizer=tokenizer,
+    custom_pipeline="FOLDER", trust_remote_code=True,
+)
+```"""
+
+_USE_OPEN_CLIP = """\
+```python
+import open_clip
+
+name = "local-dir:FOLDER"  # or "hf-hub:owner/name"
+model, _, preprocess = open_clip.create_model_and_transforms(name)
+tokenizer = open_clip.get_tokenizer(name)
+```"""
+
+_USE_CLIP = """\
+```python
+from transformers import CLIPModel, CLIPProcessor
+
+model, processor = CLIPModel.from_pretrained("FOLDER"), CLIPProcessor.from_pretrained("FOLDER")
+inputs = processor(text=["a long caption"], images=[image], padding=True, truncation=True, return_tensors="pt")
+similarity = model(**inputs).logits_per_image
+```"""

@@ -1,0 +1,302 @@
+"""The README.md of an exported folder, as the Hugging Face hub shows it: what is known of the weights, nothing else.
+
+What is known comes from the training run's own files, from what `evaluate` wrote, and from open_clip's table of
+pretrained weights. Absolute paths are reduced to their last part: a card is read by others.
+"""
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import open_clip
+import yaml
+
+import debias_diffusion
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.report import escaped, weights_digest
+from debias_diffusion.files import read_json_object
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.training import TrainConfig
+
+# By it an exported folder is known as ours, and may be replaced.
+MARK = "exported by debias-diffusion"
+
+_SETTINGS = "settings.json"
+_KEY = "debias_diffusion"  # of open_clip_config.json
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a card describes.
+
+    Attributes:
+        title: its first line.
+        use: Markdown that says how to load it.
+        library: the hub's library_name.
+        task: the hub's pipeline_tag.
+        model: what was exported, as the user named it.
+        pretrained: the weights named with it.
+        backbone: the two-tower it comes from; None for a text encoder alone.
+    """
+
+    title: str
+    use: str
+    library: str
+    task: str
+    model: str
+    pretrained: str | None = None
+    backbone: Backbone | None = None
+
+
+def model_card(exported: Exported, scores: str | None = None) -> str:
+    """The card, with YAML front matter.
+
+    Args:
+        scores: folder of results that `evaluate` wrote.
+
+    Raises:
+        UserError: `scores` holds no results, broken ones, or those of other weights.
+    """
+    run = _Run.find(exported.model)
+    measured = [*(run.scores() if run else []), *(_read_scores(scores, exported.backbone) if scores else [])]
+    base = (run.settings.get("model"), run.settings.get("pretrained")) if run else (exported.model, exported.pretrained)
+    front = {
+        "license": "unknown",
+        "library_name": exported.library,
+        "pipeline_tag": exported.task,
+        "tags": ["clip", "long-prompts", "text-encoder", "debias-diffusion"],
+    }
+    if repository := _hub_repository(*base):
+        front["base_model"] = repository
+    sections = [
+        f"# {exported.title}\n\n{_line(exported)}",
+        f"## How to load it\n\n{exported.use}",
+        f"## How it was made\n\n{_made(exported, run, base)}",
+        *(["## Scores\n\n" + "\n\n".join(measured)] if measured else []),
+        f"## Licence\n\n{_LICENCE}",
+    ]
+    return f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n" + "\n\n".join(sections) + "\n"
+
+
+_LICENCE = (
+    "The licence and the terms of the base model and of the training data apply to these weights. They are not known "
+    "to the program that wrote this card, hence `license: unknown` above: look them up and set it before you publish."
+)
+
+
+def _line(exported: Exported) -> str:
+    text = f"From {code(_public(exported.model))}"
+    if exported.pretrained:
+        text += f" with the weights {code(_public(exported.pretrained))}"
+    return f"{text}, {MARK}. Nothing of debias-diffusion is needed to load it."
+
+
+def _made(exported: Exported, run: "_Run | None", base: tuple[str | None, str | None]) -> str:
+    rows = {}
+    backbone = exported.backbone
+    if run or _hub_repository(*base) or base[0] in open_clip.list_models():
+        rows["base model"] = code(_public(base[0])) + (f", weights {code(_public(base[1]))}" if base[1] else "")
+        if base[0] in open_clip.list_models() and base[1] is None:
+            rows["base model"] += ", **random weights**: not trained before"
+    if run:
+        rows |= run.rows()
+    positions = backbone.config.get(_KEY, {}) if backbone else {}
+    if "keep" in positions and "factor" in positions:
+        rows["positions"] = (
+            f"{backbone.context_length}: the first {positions['keep']} as they were, each other one stretched to "
+            f"{positions['factor']}"
+        )
+    if backbone and backbone.pooling != "eot":
+        rows["pooling"] = f"{backbone.pooling}, which other programs do not know: they read the feature at EOT"
+    rows["exported with"] = f"debias-diffusion {version('debias-diffusion')}" + (f", {_commit()}" if _commit() else "")
+    table = _table(["", ""], list(rows.items()))
+    return table if run is None else f"{table}\n\n```bash\n{run.command()}\n```"
+
+
+class _Run:
+    """What a training run left beside the model that is exported."""
+
+    def __init__(self, folder: Path, settings: dict, model: Path):
+        self.folder, self.settings, self.model = folder, settings, model
+
+    @classmethod
+    def find(cls, model: str) -> "_Run | None":
+        """The run that `model`, its folder or the best/ or last/ in it, belongs to."""
+        given = Path(model)
+        for folder, inside in ((given, ("best", "last")), (given.parent, (given.name,))):
+            settings = read_json_object(folder / _SETTINGS)
+            taken = next((folder / name for name in inside if (folder / name / "scores.json").is_file()), None)
+            if "recipe" in settings and "model" in settings and taken:
+                return cls(folder, settings, taken)
+        return None
+
+    def rows(self) -> dict[str, str]:
+        settings, names = self.settings, {}
+        overrides = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling")
+        changed = ", ".join(f"{name} {settings[name]}" for name in overrides if settings.get(name) is not None)
+        names["recipe"] = code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")
+        data = settings.get("data")
+        if data:
+            names["data"] = code(_public(data))
+            if settings.get("data_sha256"):
+                names["data"] += f", sha256 {code(settings['data_sha256'])}"
+        if "step" in (scores := read_json_object(self.model / "scores.json")):
+            names["steps"] = str(scores["step"])
+        for name in ("batch", "epochs", "learning_rate", "seed", "precision"):
+            if name in settings:
+                names[name.replace("_", " ")] = code(settings[name])
+        return names
+
+    def command(self) -> str:
+        return _command("debias-diffusion train", self.settings, TrainConfig)
+
+    def scores(self) -> list[str]:
+        """R@1 on held-out pairs, of the base model and of the one that is exported."""
+        own = read_json_object(self.model / "scores.json")
+        lines = [own] if "t2i_r1" in own else []
+        start = next((line for line in _lines(self.folder / "log.jsonl") if "t2i_r1" in line), None)
+        if lines and start and start.get("step") == 0:
+            lines.insert(0, start)
+        if not lines:
+            return []
+        names = ["the base model" if line["step"] == 0 else f"this one, step {line['step']}" for line in lines]
+        rows = [[name, line["t2i_r1"], line["i2t_r1"]] for name, line in zip(names, lines, strict=True)]
+        table = _table(["R@1, percent", "text to image", "image to text"], rows)
+        return [
+            f"On {own['pairs']} pairs held out of the training data, with whole captions, by the training run above, "
+            f"of which this model is the best by this measure:\n\n{table}"
+        ]
+
+
+def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:
+    """What `evaluate` left in `folder`, as Markdown, each with its command."""
+    from debias_diffusion.eval.merged_report import EVALUATIONS
+
+    found = []
+    for name, (module, title, options) in EVALUATIONS.items():
+        file = Path(folder) / f"{name}.json"
+        if not file.is_file():
+            continue
+        report, words = read_json_object(file), name.replace("_", "-")
+        try:
+            if name in _OF_TWO_TOWERS:
+                report = _of_model(file, report, backbone)
+            tables = "\n\n".join(table.markdown() for table in module.tables(report))
+            notes = "".join(f"\n- {escaped(note)}" for note in report["notes"])
+            command = _command(f"debias-diffusion evaluate {words}", report["settings"], options)
+        except UserError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`: {error!r}.") from error
+        found.append(f"{title}:\n\n{tables}\n{notes}".rstrip() + f"\n\n```bash\n{command}\n```")
+    if not found:
+        raise UserError(
+            f"The folder {folder!r} holds none of {', '.join(f'{name}.json' for name in EVALUATIONS)}. Give what "
+            "`debias-diffusion evaluate` was given as --output."
+        )
+    return found
+
+
+_OF_TWO_TOWERS = ("retrieval", "robustness", "classification")
+
+
+def _of_model(file: Path, report: dict, backbone: Backbone | None) -> dict:
+    """What a report says of the model that is exported, which it knows by the digest of its weights."""
+    if backbone is None:
+        raise UserError(f"{str(file)!r} was measured with a two-tower, and --model is a text encoder alone. Give that.")
+    own = weights_digest(backbone)
+    encoders = {
+        label: numbers
+        for label, numbers in report["encoders"].items()
+        if report["digests"]["encoders"].get(label) == own
+    }
+    if not encoders:
+        raise UserError(
+            f"{str(file)!r} was measured with other weights than those of --model. Evaluate these, or leave out "
+            "--scores."
+        )
+    return report | {"encoders": encoders, "compared": []}
+
+
+def _command(program: str, settings: Mapping, options: type) -> str:
+    """The command that these settings came from; what has its default is left out, and so are places of one machine."""
+    words = [program]
+    for field in dataclasses.fields(options):
+        value = settings.get(field.name)
+        if value is None or field.name in ("output", "workers", "device") or field.name not in settings:
+            continue
+        if field.default is not dataclasses.MISSING and value in (field.default, _plain(field.default)):
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        text = _as_given(value)
+        words.append(flag if value is True else f"{flag} {shlex.quote(text)}")
+    return " ".join(words).replace("```", "")
+
+
+def _as_given(value) -> str:
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return ",".join(map(_public, value))
+    return _public(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _hub_repository(model: str | None, pretrained: str | None) -> str | None:
+    """The hub repository of a base model, where its name or open_clip's table tells."""
+    if model is None:
+        return None
+    if model.startswith("hf-hub:"):
+        return model.removeprefix("hf-hub:")
+    if model in open_clip.list_models() and pretrained:
+        return (open_clip.get_pretrained_cfg(model, pretrained) or {}).get("hf_hub", "").strip("/") or None
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not Path(model).exists() and not model.startswith("toy/")
+    return model if is_id else None
+
+
+def _commit() -> str | None:
+    """The commit of this package's own checkout; None where it is installed from elsewhere."""
+    root = Path(debias_diffusion.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return "commit " + code(subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip())
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _public(name: str) -> str:
+    """A name or path as others may read it."""
+    path = Path(name)
+    if not path.is_absolute():
+        return str(name)
+    return f"{path.parent.name}/{path.name}" if path.name in ("best", "last") else path.name
+
+
+def code(value) -> str:
+    """A value as Markdown's code, in one line, that can end neither the code nor a table's cell."""
+    text = "".join(character if character.isprintable() else " " for character in str(value))
+    return f"`{text.replace('`', chr(39)).replace('|', '/')}`"
+
+
+def _table(header: list[str], rows: list) -> str:
+    def line(cells) -> str:
+        return "| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
+
+    return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])
+
+
+def _lines(file: Path) -> list[dict]:
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [line for line in lines if isinstance(line, dict)]

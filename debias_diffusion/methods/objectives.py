@@ -1,0 +1,179 @@
+"""The losses: symmetric InfoNCE or pairwise sigmoid, image features rebuilt from principal components, both together.
+
+All of them take features of the GLOBAL batch. A term whose name ends in `_loss` is part of the total; everything else
+in a report is only logged.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import UserError
+
+# So many rows of similarities are held at once; those of larger batches are computed again in the backward pass.
+_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Features:
+    """What one step compares; each [global batch, embed_dim], not normalised. None for a caption without weight."""
+
+    image: Tensor
+    long_text: Tensor | None
+    short_text: Tensor | None
+
+
+def contrastive_loss(
+    image_features: Tensor, text_features: Tensor, scale: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
+    """Symmetric InfoNCE (CLIP; the paper's L^s and L^l).
+
+    The mean of the cross-entropies over rows (image to text) and columns (text to image) of
+    `scale * image_features @ text_features.T`, where row i belongs to column i. Memory grows with the batch, not with
+    its square.
+
+    Args:
+        image_features: [batch, dim], used as they are: normalise them before.
+        text_features: [batch, dim], likewise.
+        scale: what the similarities are multiplied with: a scale, not a temperature, and not its log.
+        label_smoothing: in [0, 1): the share of each label that is spread over the whole batch.
+    """
+
+    def cross_entropies(rows: Tensor, columns: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(scale * rows @ columns.T, labels, label_smoothing=label_smoothing, reduction="sum")
+
+    batch = len(image_features)
+    if batch <= _BLOCK:  # both directions from one product
+        logits = scale * image_features @ text_features.T
+        labels = torch.arange(batch, device=logits.device)
+        i2t = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+        t2i = F.cross_entropy(logits.T, labels, label_smoothing=label_smoothing)
+        return (i2t + t2i) / 2
+    i2t = _sum_over_blocks(cross_entropies, image_features, text_features)
+    t2i = _sum_over_blocks(cross_entropies, text_features, image_features)
+    return (i2t + t2i) / (2 * batch)
+
+
+def sigmoid_loss(image_features: Tensor, text_features: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """The pairwise sigmoid loss (SigLIP, Zhai et al. 2023, section 3.2).
+
+    Every image with every text is a yes-or-no question: `-log sigmoid(z_ij * (scale * image_i @ text_j + bias))` with
+    z_ij = 1 for a pair and -1 otherwise, summed over all and divided by the batch.
+
+    Args:
+        image_features, text_features, scale: as for `contrastive_loss`.
+        bias: a scalar, negative where most pairs do not belong together; SigLIP starts at -10.
+    """
+
+    def log_sigmoids(rows: Tensor, columns: Tensor, labels: Tensor) -> Tensor:
+        logits = scale * rows @ columns.T + bias
+        signs = 2 * F.one_hot(labels, len(columns)).to(logits.dtype) - 1
+        return -F.logsigmoid(signs * logits).sum()
+
+    return _sum_over_blocks(log_sigmoids, image_features, text_features) / len(image_features)
+
+
+def _sum_over_blocks(term: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, columns: Tensor) -> Tensor:
+    """The sum of `term(some rows, all columns, the rows' own columns)`, a block of rows at a time."""
+    labels = torch.arange(len(rows), device=rows.device)
+    if len(rows) <= _BLOCK:
+        return term(rows, columns, labels)
+    parts = zip(rows.split(_BLOCK), labels.split(_BLOCK), strict=True)
+    return torch.stack([checkpoint(term, part, columns, own, use_reentrant=False) for part, own in parts]).sum()
+
+
+def check_components(components: int, batch: int, dim: int) -> None:
+    """Raises UserError unless `components` < min(batch - 1, dim): otherwise rebuilding changes nothing."""
+    if not 1 <= components < min(batch - 1, dim):
+        raise UserError(
+            f"components is {components}, but must be at least 1 and less than {min(batch - 1, dim)}, the smaller of "
+            f"the global batch less one ({batch - 1}) and the features' dimension ({dim}). Take a larger batch or "
+            "fewer components."
+        )
+
+
+def rebuild_from_components(features: Tensor, components: int) -> Tensor:
+    """The part of each feature vector that the batch's first principal components span (Long-CLIP, section 3.2).
+
+    The mean is taken off, the rest projected on the `components` directions of largest variance, the mean added back.
+    Gradients pass through the mean and the projected features, not through the choice of directions: differentiating a
+    decomposition is what makes SVD-based trainers diverge. Nothing is normalised.
+
+    Args:
+        features: [batch, dim]; half precisions are computed in float32.
+
+    Returns:
+        [batch, dim] in the dtype computed in.
+    """
+    check_components(components, *features.shape)
+    with torch.autocast(features.device.type, enabled=False):
+        features = features if features.dtype == torch.float64 else features.float()
+        mean = features.mean(dim=0, keepdim=True)
+        centred = features - mean
+        # [dim, components]
+        basis = _principal_directions(centred.detach(), components)
+        return mean + centred @ basis @ basis.T
+
+
+@torch.no_grad()
+def _principal_directions(centred: Tensor, components: int) -> Tensor:
+    """Orthonormal [dim, components], from the Gram matrix of the smaller side."""
+    batch, dim = centred.shape
+    # A feature that is not finite shall make the loss so, not the decomposition fail.
+    centred = centred.where(centred.isfinite(), 0)
+    if dim <= batch:
+        return torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -components:]
+    left = torch.linalg.eigh(centred @ centred.T).eigenvectors[:, -components:]
+    # QR instead of dividing by the singular values: some are zero where images repeat.
+    return torch.linalg.qr(centred.T @ left).Q
+
+
+def dual_caption_objective(
+    features: Features,
+    scale: Tensor,
+    bias: Tensor | None,
+    short_weight: float,
+    components: int,
+    label_smoothing: float,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """L = w * L_short + (1 - w) * L_long (DeBias-CLIP, Algorithm 1, lines 14 to 16).
+
+    L_long compares the images with their long captions; L_short compares the images rebuilt from their first principal
+    components with the short captions. A caption that is None has no loss.
+
+    Args:
+        scale: exp(logit_scale), a scalar.
+        bias: None for symmetric InfoNCE; a scalar for the pairwise sigmoid loss, which knows no label smoothing.
+        short_weight: w, in [0, 1].
+        components: of the images that L_short sees; 0: the images as they are.
+
+    Returns:
+        (losses, report): the terms, already weighted, whose sum is L; and, detached, the unweighted losses, the scale
+        and the bias.
+
+    Example:
+        >>> f = Features(*torch.randn(3, 8, 16))
+        >>> losses, report = dual_caption_objective(f, torch.tensor(10.0), None, 0.1, 4, 0.0)
+        >>> sorted(losses)
+        ['long_loss', 'short_loss']
+    """
+
+    def loss(image: Tensor, text: Tensor) -> Tensor:
+        if bias is None:
+            return contrastive_loss(image, text, scale, label_smoothing)
+        return sigmoid_loss(image, text, scale, bias)
+
+    image = F.normalize(features.image, dim=-1)
+    terms = {}
+    if features.short_text is not None:
+        its_image = rebuild_from_components(image, components) if components else image
+        terms["short"] = (short_weight, loss(its_image, F.normalize(features.short_text, dim=-1)))
+    if features.long_text is not None:
+        terms["long"] = (1 - short_weight, loss(image, F.normalize(features.long_text, dim=-1)))
+    losses = {f"{name}_loss": weight * value for name, (weight, value) in terms.items()}
+    report = {name: value.detach() for name, (_, value) in terms.items()} | {"logit_scale": scale.detach()}
+    return losses, report | ({} if bias is None else {"logit_bias": bias.detach()})

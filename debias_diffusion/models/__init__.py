@@ -1,0 +1,1 @@
+"""Two-tower models of the CLIP family: loaded, stretched, encoded with, saved."""

@@ -1,0 +1,332 @@
+"""One interface over CLIP-family two-towers from open_clip: load, encode images, encode text, save.
+
+The towers are open_clip's own modules; only the text tower's forward is ours, because it need not compute what a causal
+mask hides (see `TextTower`). What differs between CLIP and SigLIP stands in `families`.
+"""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import open_clip
+import torch
+from open_clip import CLIPTextCfg
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.transformer import ResidualAttentionBlock
+from PIL import Image
+from torch import nn
+from torchvision.transforms import Compose, PILToTensor
+
+from ..errors import UserError, near_matches, reason
+from ..tokens import CaptionTokenizer, TokenBatch
+from .families import Family, find_family
+from .model_files import build_empty, check_bounds, check_finite, explain_failure, read_config
+from .positions import FACTOR, KEEP, stretch_positions
+from .shipped import shipped
+from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions
+from .weights import find_weights, load_weights, read_state, save_tensors
+
+CONFIG_FILE = "open_clip_config.json"
+WEIGHTS_FILE = "open_clip_model.safetensors"
+
+
+class Backbone(nn.Module):
+    """A two-tower CLIP or SigLIP: images and captions to features in one space.
+
+    Made by `load_backbone`. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
+
+    Attributes:
+        model: open_clip's own module; its state dict is what is saved.
+        text: the text tower, sharing `model`'s weights.
+        tokenizer: CaptionTokenizer for the model's window.
+        preprocess: open_clip's validation transform, PIL image -> float [3, height, width].
+        read_pixels: the same resizing and cropping, but to uint8 [3, height, width], a quarter of the bytes. An object
+            of its own, so that worker processes can be given it without the model.
+        config: what `open_clip_config.json` holds.
+        family: what sets it apart from other two-towers (see `Family`).
+        random_weights: whether nothing was loaded into it.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: CaptionTokenizer, config: dict, random_weights: bool = False):
+        super().__init__()
+        self.model = model
+        self.random_weights = random_weights
+        self.tokenizer = tokenizer
+        self.config = config
+        self.family = find_family("this model", config["model_cfg"])
+        self.text = (TextTower if self.family.causal else PaddedTextTower)(getattr(model, "text", model))
+        self.pooling = config.get("debias_diffusion", {}).get("pooling", "eot")
+        preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
+        self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
+        self.read_pixels = Compose([*self.preprocess.transforms[:-2], PILToTensor()])
+        # [3, 1, 1] each: the last step of `preprocess`, for images that are normalised where the model is
+        for name in ("mean", "std"):
+            values = torch.tensor(getattr(self.preprocess.transforms[-1], name), dtype=torch.float32)
+            self.register_buffer(f"_pixel_{name}", values.view(-1, 1, 1), persistent=False)
+
+    @property
+    def context_length(self) -> int:
+        return self.text.context_length
+
+    @property
+    def kept_positions(self) -> int:
+        """How many first rows of the position table stay as they are in training."""
+        return self.config.get("debias_diffusion", {}).get("keep", 0)
+
+    @property
+    def logit_scale(self) -> nn.Parameter:
+        return self.model.logit_scale
+
+    @property
+    def loss(self) -> str:
+        """ "softmax" or "sigmoid": what the features are made for."""
+        return self.family.loss
+
+    @property
+    def logit_bias(self) -> nn.Parameter | None:
+        """What the sigmoid loss adds to the scaled similarities; None for the softmax loss."""
+        return self.model.logit_bias
+
+    @property
+    def pooling(self) -> str:
+        """Where the text feature is read, one of `POOLINGS`. Anything but "eot" is written into `config`.
+
+        open_clip itself knows nothing of it: a saved folder that it loads is pooled at EOT there.
+        """
+        return self.text.pooling
+
+    @pooling.setter
+    def pooling(self, pooling: str) -> None:
+        if pooling not in POOLINGS:
+            raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
+        self.text.pooling = pooling
+        ours = self.config.get("debias_diffusion", {})
+        if pooling != ours.get("pooling", "eot"):
+            self.config["debias_diffusion"] = ours | {"pooling": pooling}
+
+    def tokenize(self, captions: list[str]) -> TokenBatch:
+        return self.tokenizer(captions)
+
+    def encode_image(self, images: torch.Tensor) -> torch.Tensor:
+        """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]
+
+        Features [batch, embed_dim], of an image tower that has done its work before, are returned as they are.
+        """
+        if images.ndim == 2:
+            return images
+        return self.model.encode_image(self.normalise(images) if images.dtype == torch.uint8 else images)
+
+    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 [batch, 3, height, width] to floats, as torchvision's ToTensor and Normalize do it, to the last bit."""
+        return (pixels.to(self._pixel_mean.dtype) / 255 - self._pixel_mean) / self._pixel_std
+
+    def encode_text(self, tokens: TokenBatch) -> torch.Tensor:
+        """Tokens -> [batch, embed_dim]"""
+        return self.text(tokens)
+
+    def stretch(self, keep: int = KEEP, factor: int = FACTOR) -> None:
+        """Stretches the text tower's positions in place (see `stretch_positions`)."""
+        table = stretch_positions(self.text.tower.positional_embedding.detach(), keep, factor)
+        set_positions(self.model, table)
+        self.tokenizer = self.tokenizer.with_context_length(len(table))
+        self.config["model_cfg"]["text_cfg"]["context_length"] = len(table)
+        self.config["debias_diffusion"] = self.config.get("debias_diffusion", {}) | {"keep": keep, "factor": factor}
+
+    def checkpoint_activations(self) -> None:
+        """Trades time for memory: of each block only the input is kept for the backward pass, in both towers.
+
+        Values and gradients stay as they are. An image tower that open_clip cannot do this for stays as it is.
+        """
+        self.model.visual.set_grad_checkpointing(True)
+        self.text.checkpoint_activations()
+
+    def compile(self, **options) -> None:
+        """Lets torch.compile make both towers faster, on their first use, which takes minutes and a C compiler.
+
+        Values and gradients stay the same up to rounding, the names in the state dict to the letter.
+
+        Args:
+            options: of torch.compile, for example `backend`.
+        """
+        self.model.visual.compile(**options)
+        self.text.compile(**options)
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Writes an open_clip folder that `open_clip.create_model("local-dir:" + folder)` loads, and the tokenizer."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_tensors(
+            {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}, folder / WEIGHTS_FILE
+        )
+        (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
+        self.family.save_tokenizer(self.tokenizer, folder)
+
+
+def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
+    """Loads a CLIP or SigLIP two-tower.
+
+    Args:
+        model: an open_clip name ("ViT-B-16"; "ViT-B-16-quickgelu" for OpenAI's weights; "ViT-B-16-SigLIP2"), an
+            open_clip folder such as training leaves, "hf-hub:owner/name", or "toy/clip".
+        pretrained: for a name: an open_clip tag ("openai", "laion2b_s34b_b88k", "webli") or a file of weights, of
+            Long-CLIP's too. None gives random weights from torch's current seed.
+
+    Raises:
+        UserError: the model, the weights or the tokenizer are unknown or broken, or do not fit each other; or the text
+            tower is neither CLIP's nor SigLIP's.
+    """
+    with explain_failure(f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded"):
+        return _load(shipped(model), pretrained)
+
+
+def _load(model: str, pretrained: str | None) -> Backbone:
+    config, source = _find_config(model)
+    family = find_family(model, config["model_cfg"])
+    if source is None:
+        _check_pretrained(model, pretrained)
+    elif pretrained is not None:
+        raise UserError(f"{model!r} brings its own weights; leave out pretrained={pretrained!r}, or give a model name.")
+    with _quiet_logging():
+        file = find_weights(model, source, pretrained)
+        if source is not None:  # open_clip's own configurations are what they are
+            _check_config(config, source, file, model)
+        tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
+        clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
+        _check_blocks(model, family, getattr(clip, "text", clip))
+        stretched = file and load_weights(clip, file, model, bool(config["model_cfg"].get("quick_gelu")))
+    if file:
+        check_finite(clip.state_dict().items(), f"{str(file)!r}")
+    if stretched:
+        tokenizer = tokenizer.with_context_length(clip.context_length)
+        config["model_cfg"]["text_cfg"]["context_length"] = clip.context_length
+        config["debias_diffusion"] = stretched
+    config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
+    backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
+    check_preprocessing(backbone, model)
+    return backbone
+
+
+def check_preprocessing(backbone: Backbone, model: str) -> None:
+    """Raises UserError where a configuration's means and sizes do not make images that the image tower takes."""
+    pixels = backbone.preprocess(Image.new("RGB", (8, 8)))
+    size = backbone.model.visual.image_size
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    if pixels.shape != (3, height, width) or not pixels.isfinite().all():
+        raise UserError(
+            f"The images that {model!r} has prepared are of {tuple(pixels.shape)}, or not finite; its tower takes "
+            f"{(3, height, width)}. Mend preprocess_cfg in its configuration: size, and three means and deviations."
+        )
+
+
+def _check_config(config: dict, source: str, file: Path, model: str) -> None:
+    """Raises UserError for sizes that the weights cannot have; a library's error for settings that no model runs with.
+
+    A module without weights is made and run for that, which costs no memory and a fraction of a second.
+    """
+    check_bounds(config, f"The configuration of {model!r}")
+    if file.suffix in (".npz", ".npy"):
+        held = file.stat().st_size
+    else:
+        held = sum(tensor.numel() for tensor in read_state(file).values() if isinstance(tensor, torch.Tensor))
+    clip = build_empty(lambda: open_clip.create_model(source, load_weights=False, device="meta"), held, repr(model))
+    size, text = clip.visual.image_size, getattr(clip, "text", clip)
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    with torch.no_grad():
+        features = [
+            clip.encode_image(torch.empty(1, 3, height, width, device="meta")),
+            clip.encode_text(torch.zeros(1, text.context_length, dtype=torch.long, device="meta")),
+        ]
+    if features[0].shape != features[1].shape:
+        raise UserError(f"The towers of {model!r} give features of sizes {[its.shape[-1] for its in features]}.")
+
+
+def _find_config(model: str) -> tuple[dict, str | None]:
+    """(contents of open_clip_config.json, open_clip's name of the folder or hub repository; None for a plain name)."""
+    folder = Path(model.removeprefix("local-dir:"))
+    if model.startswith("hf-hub:"):
+        config, source = {"model_cfg": _hub_config(model)}, model
+    elif (folder / CONFIG_FILE).is_file():
+        config, source = _read_config(folder / CONFIG_FILE), f"local-dir:{folder}"
+    elif folder.is_dir() or model.startswith("local-dir:"):
+        raise UserError(f"The folder {os.fspath(folder)!r} holds no {CONFIG_FILE}; give an open_clip folder.")
+    else:
+        config, source = {"model_cfg": open_clip.get_model_config(model)}, None
+    if config["model_cfg"] is None:
+        raise UserError(
+            f"Unknown model {model!r}.{near_matches(model, open_clip.list_models())} Give an open_clip model name "
+            "(`python -c 'import open_clip; print(open_clip.list_models())'` lists them) or an open_clip folder."
+        )
+    text_cfg = config["model_cfg"]["text_cfg"]
+    text_cfg.setdefault("context_length", CLIPTextCfg.context_length)
+    text_cfg.setdefault("vocab_size", CLIPTextCfg.vocab_size)
+    return config, source
+
+
+def _hub_config(model: str) -> dict:
+    try:
+        return open_clip.get_model_config(model)
+    except Exception as error:  # no network, no such repository, no such file
+        raise UserError(
+            f"{model!r} could not be fetched from the Hugging Face hub: {reason(error)}. Check the name and the "
+            "network, or give a folder that holds the repository's files."
+        ) from error
+
+
+def _read_config(file: Path) -> dict:
+    config = read_config(file)
+    model_cfg = config.get("model_cfg")
+    parts = [model_cfg.get(name) for name in ("vision_cfg", "text_cfg")] if isinstance(model_cfg, dict) else [None]
+    ours = config.get("debias_diffusion", {})
+    if not all(isinstance(part, dict) for part in (*parts, ours)):
+        raise UserError(
+            f"{str(file)!r} is no open_clip configuration: model_cfg, its vision_cfg and text_cfg, and "
+            "debias_diffusion must be JSON objects."
+        )
+    if not all(type(ours.get(name, 1)) is int and ours.get(name, 1) >= 0 for name in ("keep", "factor")):
+        raise UserError(f"{str(file)!r} says {ours} of its positions; keep and factor must be whole numbers.")
+    return config
+
+
+def _check_blocks(model: str, family: Family, tower: nn.Module) -> None:
+    if family.causal and not all(type(block) is ResidualAttentionBlock for block in tower.transformer.resblocks):
+        raise UserError(f"The text tower of {model!r} has blocks of its own kind; only plain CLIP blocks can be used.")
+
+
+def _check_pretrained(model: str, pretrained: str | None) -> None:
+    """Weights must exist, and fit the model's activation: a state dict cannot tell QuickGELU from GELU."""
+    if pretrained is None or os.path.isfile(pretrained):
+        return
+    tags = open_clip.list_pretrained_tags_by_model(model)
+    if pretrained not in tags:
+        raise UserError(
+            f"No weights {pretrained!r} for {model!r}.{near_matches(pretrained, tags)} "
+            f"Give a file or one of: {', '.join(tags) or '(no tags for this model)'}."
+        )
+    quick = open_clip.get_pretrained_cfg(model, pretrained).get("quick_gelu", False)
+    if quick != bool(open_clip.get_model_config(model).get("quick_gelu")):
+        other = f"{model}-quickgelu" if quick else model.removesuffix("-quickgelu")
+        raise UserError(
+            f"The weights {pretrained!r} were trained {'with' if quick else 'without'} QuickGELU, which {model!r} "
+            f"{'lacks' if quick else 'has'}. Use --model {other}."
+        )
+
+
+def _folder(source: str | None, file: Path | None) -> Path | None:
+    """Where a tokenizer may lie beside the weights."""
+    if source is not None and source.startswith("local-dir:"):
+        return Path(source.removeprefix("local-dir:"))
+    return file and file.parent
+
+
+@contextlib.contextmanager
+def _quiet_logging() -> Iterator[None]:
+    """open_clip warns that random weights are random; whoever asked for them knows."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(previous)

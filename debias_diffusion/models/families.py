@@ -1,0 +1,138 @@
+"""What sets one family of two-towers apart from another: the one place that says it.
+
+Sizes, parts and activations stand in open_clip's model configuration, by which open_clip builds. What is left open is
+how a caption becomes a row of ids, which slots of the row a state depends on, and which loss the features are made for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip.tokenizer import get_clean_fn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..errors import UserError, reason
+from ..tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, count_ids, load_tokenizer
+from .model_files import explain_failure
+
+TOKENIZER_FOLDER = "tokenizer"
+
+# mT5's vocabulary ends with ids that no text gives, and for which SigLIP's multilingual towers have no rows.
+_SENTINELS = 100
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of two-towers reads captions, and what its features are made for.
+
+    Attributes:
+        name: "CLIP" or "SigLIP".
+        causal: whether a token sees only what stands before it. A caption is then pooled at its EOT, and otherwise at
+            the last slot of its row, whatever stands there.
+        sot: whether SOT stands before a text; `[SOT, PAD .., text, EOT, PAD ..]` or `[PAD .., text, EOT, PAD ..]`.
+        loss: "softmax" (InfoNCE), or "sigmoid" (each pair by itself, with a bias).
+        hub_tokenizer: the hub repository that holds the tokenizer; None for CLIP's own, which comes with open_clip.
+        cleaning: what a caption goes through before the tokenizer.
+    """
+
+    name: str
+    causal: bool
+    sot: bool
+    loss: str
+    hub_tokenizer: str | None
+    cleaning: Callable[[str], str]
+
+    def caption_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text_cfg: dict) -> CaptionTokenizer:
+        """The tokenizer for the window and the vocabulary of `text_cfg`.
+
+        Raises:
+            ValueError: the tokenizer lacks an id that the layout needs, or has ids that the tower has not.
+        """
+        vocabulary, window = text_cfg["vocab_size"], text_cfg["context_length"]
+        if (ids := count_ids(tokenizer)) > vocabulary + (_SENTINELS if self.hub_tokenizer else 0):
+            raise ValueError(f"the tokenizer has {ids} ids, the text tower {vocabulary}")
+        if self.sot:
+            return CaptionTokenizer(tokenizer, window, cleaning=self.cleaning)
+        eot, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+        if eot is None or pad is None:
+            raise ValueError(f"a {self.name} tokenizer must have an EOS and a PAD, this one has {eot} and {pad}")
+        return CaptionTokenizer(tokenizer, window, Markers(None, eot, pad), self.cleaning)
+
+    def load_tokenizer(self, model: str, folder: Path | None, text_cfg: dict) -> CaptionTokenizer:
+        """The tokenizer that lies in `folder` or its `tokenizer/`, else the family's own. Runs no code it brings.
+
+        Raises:
+            UserError: there is none, or it does not fit the text tower.
+        """
+        found = folder and self._find_tokenizer(folder)
+        where = found or self.hub_tokenizer or "CLIP's own"
+        with explain_failure(f"The tokenizer of {model!r} ({where}) cannot be used"):
+            if self.hub_tokenizer is None:
+                tokenizer = load_tokenizer(found) if found else clip_tokenizer(text_cfg["context_length"])
+            elif found:
+                tokenizer = AutoTokenizer.from_pretrained(found, local_files_only=True, trust_remote_code=False)
+            else:
+                tokenizer = _from_hub(model, self.hub_tokenizer)
+            return self.caption_tokenizer(tokenizer, text_cfg)
+
+    def _find_tokenizer(self, folder: Path) -> Path | None:
+        """Where in a model's folder its tokenizer lies, if anywhere."""
+        if (folder / TOKENIZER_FOLDER).is_dir():
+            return folder / TOKENIZER_FOLDER
+        return folder if self.hub_tokenizer and (folder / "tokenizer.json").is_file() else None
+
+    def save_tokenizer(self, tokenizer: CaptionTokenizer, folder: Path) -> None:
+        """Saves where `load_tokenizer` looks, and where open_clip's `get_tokenizer("local-dir:...")` does."""
+        tokenizer.tokenizer.save_pretrained(folder / TOKENIZER_FOLDER if self.hub_tokenizer is None else folder)
+
+
+def find_family(model: str, model_cfg: dict) -> Family:
+    """The family of a model, by its open_clip configuration.
+
+    Raises:
+        UserError: its text tower is neither CLIP's nor SigLIP's.
+    """
+    text_cfg = model_cfg["text_cfg"]
+    causal, pool = not text_cfg.get("no_causal_mask"), text_cfg.get("pool_type", "argmax")
+    loss = "softmax" if model_cfg.get("init_logit_bias") is None else "sigmoid"
+    hub_tokenizer = text_cfg.get("hf_tokenizer_name")
+    unfit = _foreign_parts(model_cfg)
+    if not unfit and causal and pool == "argmax" and not hub_tokenizer:
+        return Family("CLIP", causal=True, sot=True, loss=loss, hub_tokenizer=None, cleaning=clean)
+    if not unfit and not causal and pool == "last" and hub_tokenizer and loss == "sigmoid":
+        cleaning = get_clean_fn((text_cfg.get("tokenizer_kwargs") or {}).get("clean", "whitespace"))
+        return Family("SigLIP", causal=False, sot=False, loss=loss, hub_tokenizer=hub_tokenizer, cleaning=cleaning)
+    unfit += [] if causal else ["no_causal_mask"]
+    unfit += [f"pool_type: {pool}", f"hf_tokenizer_name: {hub_tokenizer}", f"{loss} loss"]
+    raise UserError(
+        f"The text tower of {model!r} cannot be used ({'; '.join(unfit)}). It must be one of open_clip's own, either "
+        "with a causal mask, pooled at EOT, and CLIP's tokenizer (ViT-B-16, ViT-L-14, ...), or without a mask, pooled "
+        "at the last slot, and trained with the sigmoid loss (ViT-B-16-SigLIP, ViT-B-16-SigLIP2, ...)."
+    )
+
+
+def _foreign_parts(model_cfg: dict) -> list[str]:
+    """What neither family has."""
+    text_cfg = model_cfg["text_cfg"]
+    parts = [key for key in ("hf_model_name", "embed_cls", "output_tokens", "tokenizer_mode") if text_cfg.get(key)]
+    parts += ["multimodal_cfg"] if "multimodal_cfg" in model_cfg else []
+    settings = text_cfg.get("tokenizer_kwargs") or {}
+    if not isinstance(settings, dict):
+        return [*parts, f"tokenizer_kwargs: {settings}"]
+    # Whatever else stands there, open_clip hands on to the tokenizer, code from a hub not excepted.
+    for key, value in settings.items():
+        if key != "clean" or value not in ("canonicalize", "lower", "whitespace"):
+            parts.append(f"tokenizer_kwargs: {key}={value}")
+    return parts
+
+
+def _from_hub(model: str, name: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # no network, no such repository, no such files
+        raise UserError(
+            f"{model!r} needs the tokenizer {name!r}, which is neither on this machine nor could be fetched from the "
+            "Hugging Face hub. Where there is a network, run `hf download "
+            f"{name} --include '*token*' --local-dir {TOKENIZER_FOLDER}`, and put that folder, under the name "
+            f"`{TOKENIZER_FOLDER}`, beside the weights. ({reason(error)})"
+        ) from error

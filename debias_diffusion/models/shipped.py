@@ -1,0 +1,38 @@
+"""The toy world's models that come with the package, by the names people type."""
+
+import os
+from pathlib import Path
+
+from ..errors import UserError, near_matches
+
+WEIGHTS = Path(__file__).parent.parent / "toyworld" / "weights"
+_COMPLETE = "scores.json"  # is there only if all models are
+# What `toymodels.build` leaves there.
+NAMES = {
+    "toy/clip": "the base CLIP of 77 positions, as an open_clip folder",
+    "toy/sdxl": "an SDXL that draws 48 x 48 pixels, as a diffusers folder",
+    "toy/long-clip": "the base fine-tuned with the long-clip recipe at 248 positions, as a difference from it",
+    "toy/debias-clip": "the same with the debias-clip recipe",
+    "toy/features": "a vision transformer for FID and DINO scores among toy pictures",
+}
+
+
+def shipped(name: str | os.PathLike) -> str:
+    """The folder of one of `NAMES`; any other name or path as it is.
+
+    Raises:
+        UserError: a name that begins with toy/ and is none of them, or a package without its weights.
+    """
+    name = os.fspath(name)
+    if not name.startswith("toy/") or Path(name).exists():
+        return name
+    if name not in NAMES:
+        raise UserError(f"Unknown toy model {name!r}.{near_matches(name, NAMES)} Choose one of: {', '.join(NAMES)}.")
+    folder = WEIGHTS / name.removeprefix("toy/")
+    if not (WEIGHTS / _COMPLETE).is_file() or not folder.is_dir():
+        raise UserError(
+            f"{name!r} is not in this installation ({WEIGHTS} is not complete). Make the toy world's weights with "
+            "`python -m debias_diffusion.toymodels.build`, which takes hours on two cores, or install a version that "
+            "brings them."
+        )
+    return str(folder)

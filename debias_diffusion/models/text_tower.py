@@ -1,0 +1,300 @@
+"""Text towers: one that computes what its causal mask does not hide and nothing else, and one without a mask."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from open_clip.transformer import ResidualAttentionBlock
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..tokens import TokenBatch
+
+# Captions of like length attend together, in at most so many groups without and so many with pads in front: more
+# would waste calls, fewer would waste padding.
+_GROUPS = 8
+
+# Where the text feature is read: at EOT (at the last slot where there is no causal mask), or as the mean of all states
+# from SOT to EOT without pads (DeBias-CLIP, section E.2).
+POOLINGS = ("eot", "average")
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def before_attention(block: ResidualAttentionBlock, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[..., width] -> query, key and value, each [..., heads, width / heads]"""
+    attention = block.attn
+    qkv = F.linear(block.ln_1(hidden_states), attention.in_proj_weight, attention.in_proj_bias)
+    return tuple(part.unflatten(-1, (attention.num_heads, -1)) for part in qkv.chunk(3, dim=-1))
+
+
+def after_attention(block: ResidualAttentionBlock, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """What went into the block [..., width] and the attended values [..., heads, width / heads] -> what comes out"""
+    hidden_states = hidden_states + block.ls_1(block.attn.out_proj(attended.flatten(-2)))
+    return hidden_states + block.ls_2(block.mlp(block.ln_2(hidden_states)))
+
+
+def block_forward(
+    block: ResidualAttentionBlock,
+    hidden_states: torch.Tensor,
+    attend: Attention,
+    rows: torch.Tensor | None = None,
+    before: Callable = before_attention,
+    after: Callable = after_attention,
+) -> torch.Tensor:
+    """One transformer block with its attention given as a function.
+
+    Args:
+        block: open_clip's block, whose weights are used where they are.
+        hidden_states: [..., width], any leading shape.
+        attend: (query, key, value), each [..., heads, width / heads], to the attended values of the same shape.
+        rows: which of the rows [rows, width] are wanted. `attend` then gets the queries of these alone; keys and values
+            are still of all.
+        before, after: what stands before and after the attention, perhaps compiled.
+    """
+    query, key, value = before(block, hidden_states)
+    if rows is not None:
+        query, hidden_states = query.index_select(0, rows), hidden_states.index_select(0, rows)
+    return after(block, hidden_states, attend(query, key, value))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Captions that attend together, padded to the longest of them.
+
+    Attributes:
+        slots: [tokens] where the group's tokens, which lie one after the other, belong in the padded group, flattened.
+        size, text: captions, and tokens of the longest: the padded group's shape.
+        prefix: how much of the shared prefix the caption that sees most of it sees.
+        seen: [size, 1, 1, prefix + text], True where a caption's last token looks: at all there is of it.
+        mask: [size, 1, text, prefix + text], True where a token may look; None where a causal mask says it all.
+    """
+
+    slots: torch.Tensor
+    size: int
+    text: int
+    prefix: int
+    seen: torch.Tensor
+    mask: torch.Tensor | None
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, head_dim] -> [size, heads, text, head_dim]"""
+        # Every slot is written once, so that forward and backward are plain, deterministic copies.
+        padded = packed.new_zeros(self.size * self.text, *packed.shape[1:]).index_copy(0, self.slots, packed)
+        return padded.unflatten(0, (self.size, self.text)).transpose(1, 2)
+
+    def behind(self, shared: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The padded group's own states behind the part of the shared ones [prefix, heads, head_dim] it sees."""
+        shared = shared[: self.prefix].transpose(0, 1).expand(self.size, -1, -1, -1)
+        return torch.cat([shared, own], dim=2)
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """[size, heads, text, head_dim] -> [tokens, heads, head_dim]"""
+        return padded.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
+
+
+class _Layout:
+    """Where each caption's tokens lie in a packed batch: the prefix first, then the groups one after the other.
+
+    Attributes:
+        n_prefix: tokens of the prefix.
+        ids: [sum of lengths] which of the batch's ids stands where behind the prefix.
+        positions: [n_prefix + sum of lengths] of each token in its literal row.
+        last: [batch] where the captions' last tokens lie, in the groups' order.
+        back: [batch] where among these each caption of the batch is.
+        groups: captions that attend together.
+        captions, tokens: how many of each group.
+    """
+
+    def __init__(self, batch: TokenBatch, device: torch.device):
+        self.n_prefix = len(batch.prefix_ids)
+        members = self._grouped(batch)
+        order = torch.cat(members)
+        lengths, n_prefix = batch.lengths[order], batch.n_prefix[order]
+        starts = lengths.cumsum(0) - lengths
+        within = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+        in_batch = (batch.lengths.cumsum(0) - batch.lengths)[order]
+        self.ids = (within + in_batch.repeat_interleave(lengths)).to(device)
+        # A caption's own tokens follow the part of the prefix it sees.
+        own = within + n_prefix.repeat_interleave(lengths)
+        self.positions = torch.cat([torch.arange(self.n_prefix), own]).to(device)
+        self.last = (self.n_prefix + starts + lengths - 1).to(device)
+        self.back = order.argsort().to(device)
+        self.captions = [len(group) for group in members]
+        self.tokens = [int(batch.lengths[group].sum()) for group in members]
+        self.groups = [self._group(batch, group, device) for group in members]
+
+    @staticmethod
+    def _grouped(batch: TokenBatch) -> list[torch.Tensor]:
+        """Captions of like length, those without pads in front and those with some apart."""
+        members = []
+        # What every caption sees of the prefix; whatever else stands there are pads.
+        n_common = int(batch.shared_sot)
+        for has_pads in (False, True):
+            captions = ((batch.n_prefix > n_common) == has_pads).nonzero().flatten()
+            captions = captions[batch.lengths[captions].argsort(stable=True)]
+            members += captions.tensor_split(min(_GROUPS, len(captions)) or 1)
+        return [group for group in members if len(group)]
+
+    @staticmethod
+    def _group(batch: TokenBatch, members: torch.Tensor, device: torch.device) -> _Group:
+        lengths, n_prefix = batch.lengths[members, None], batch.n_prefix[members, None]
+        size, text, prefix = len(members), int(lengths.max()), int(n_prefix.max())
+        inside = torch.arange(text) < lengths
+        slots = torch.arange(size * text).view(size, text)[inside]
+        # [size, 1, 1, ...]: a dimension for the heads and one for the queries
+        before = (torch.arange(prefix) < n_prefix)[:, None, None]
+        mask = None
+        if prefix > int(batch.shared_sot):
+            causal = torch.ones(text, text, dtype=torch.bool).tril()
+            mask = torch.cat([before.expand(-1, -1, text, -1), causal.expand(size, 1, -1, -1)], dim=-1).to(device)
+        seen = torch.cat([before, inside[:, None, None]], dim=-1).to(device)
+        return _Group(slots.to(device), size, text, prefix, seen, mask)
+
+
+class TextTower:
+    """A causal text tower that computes a caption up to its EOT and the shared beginning once.
+
+    Under a causal mask nothing after EOT changes the pooled state, so it is not computed. And `[SOT, PAD, PAD, ...]`
+    (`[PAD, PAD, ...]` where pads stand before SOT) begins every row, so its states are computed once for the longest
+    prefix, and each caption attends to as much of them as it has pads. Values and gradients are those of the padded
+    rows (up to rounding).
+
+    Args:
+        tower: the module that holds the text tower's parts: an `open_clip.CLIP`, or a `CustomTextCLIP`'s `text`.
+
+    Attributes:
+        pooling: one of `POOLINGS`.
+    """
+
+    def __init__(self, tower: nn.Module):
+        self.tower = tower
+        self.pooling = "eot"
+        self._before, self._after = before_attention, after_attention
+
+    @property
+    def context_length(self) -> int:
+        return self.tower.positional_embedding.shape[0]
+
+    def __call__(self, tokens: TokenBatch) -> torch.Tensor:
+        """[batch, embed_dim] features of the captions, projected, not normalised."""
+        tower = self.tower
+        layout = _Layout(tokens, tokens.ids.device)
+        ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
+        # [longest prefix + sum of lengths, width]
+        hidden_states = tower.token_embedding(ids) + tower.positional_embedding[layout.positions]
+        *blocks, last = tower.transformer.resblocks
+        for block in blocks:
+            hidden_states = self._run(block, hidden_states, partial(_attend, layout))
+        if self.pooling == "average":
+            hidden_states = self._run(last, hidden_states, partial(_attend, layout))
+            return self.project(_average(tokens, layout, tower.ln_final(hidden_states)))
+        # Of what the last block gives, only EOT is read.
+        hidden_states = self._run(last, hidden_states, partial(_attend_last, layout), layout.last)
+        return self.project(tower.ln_final(hidden_states).index_select(0, layout.back))
+
+    def _run(self, block: nn.Module, hidden_states: torch.Tensor, attend: Attention, rows=None) -> torch.Tensor:
+        run = partial(block_forward, before=self._before, after=self._after)
+        if self.tower.transformer.grad_checkpointing and torch.is_grad_enabled():
+            # A block draws no random numbers whose state would have to be kept.
+            return checkpoint(run, block, hidden_states, attend, rows, use_reentrant=False, preserve_rng_state=False)
+        return run(block, hidden_states, attend, rows)
+
+    def checkpoint_activations(self) -> None:
+        """Keeps only what goes into each block for the backward pass, which computes the rest again."""
+        self.tower.transformer.grad_checkpointing = True
+
+    def compile(self, **options) -> None:
+        """Compiles all but the attention, for any number of tokens: each batch has another."""
+        parts = (before_attention, after_attention)
+        self._before, self._after = (torch.compile(part, dynamic=True, **options) for part in parts)
+
+    def project(self, pooled: torch.Tensor) -> torch.Tensor:
+        """[batch, width] -> [batch, embed_dim]"""
+        projection = self.tower.text_projection
+        if projection is None:
+            return pooled
+        return projection(pooled) if isinstance(projection, nn.Linear) else pooled @ projection
+
+
+class PaddedTextTower(TextTower):
+    """A text tower without a causal mask, on the literal padded rows.
+
+    Every state depends on every slot of its row, pads included, and the last slot is the one that is pooled: nothing
+    may be left out, and no two captions share anything.
+    """
+
+    def __call__(self, tokens: TokenBatch) -> torch.Tensor:
+        """[batch, embed_dim] features of the captions, projected, not normalised."""
+        tower = self.tower
+        hidden_states = tower.token_embedding(tokens.padded()) + tower.positional_embedding
+        states = tower.ln_final(tower.transformer(hidden_states))
+        if self.pooling == "eot":
+            return self.project(states[:, -1])
+        slots, start = torch.arange(states.shape[1]), tokens.n_prefix[:, None]
+        inside = (start <= slots) & (slots < start + tokens.lengths[:, None])
+        sums = (inside.to(states)[..., None] * states).sum(dim=1)
+        return self.project(sums / tokens.lengths.to(states)[:, None])
+
+    def compile(self, **options) -> None:
+        """Compiles the blocks as one: each batch has the same number of slots."""
+        self.tower.transformer.compile(**options)
+
+
+def _average(tokens: TokenBatch, layout: _Layout, states: torch.Tensor) -> torch.Tensor:
+    """The mean of each caption's states from SOT to EOT, without pads: [tokens, width] -> [batch, width]
+
+    The shared SOT counts once in every caption.
+    """
+    prefix, own = states.tensor_split([layout.n_prefix])
+    groups = zip(layout.groups, own.split(layout.tokens), strict=True)
+    sums = torch.cat([group.pad(packed[:, None]).sum(dim=2)[:, 0] for group, packed in groups])[layout.back]
+    n_shared = int(tokens.shared_sot)
+    counts = (tokens.lengths + n_shared).to(states)
+    return (sums + prefix[:n_shared].sum(dim=0)) / counts[:, None]
+
+
+def set_positions(model: nn.Module, table: torch.Tensor) -> None:
+    """Gives open_clip's two-tower another table of text positions, [positions, width], and the window that it says."""
+    tower = getattr(model, "text", model)
+    tower.positional_embedding = nn.Parameter(table)
+    for module in {model, tower}:
+        module.context_length = len(table)
+    if hasattr(tower, "num_pos"):
+        tower.num_pos = len(table)
+    if tower.attn_mask is not None:
+        mask = torch.full((len(table),) * 2, -torch.inf).triu_(1).to(table)
+        tower.register_buffer("attn_mask", mask, persistent=False)
+
+
+def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of packed rows [rows, heads, head_dim]: the prefix to itself, captions to it and themselves."""
+    prefix, own = zip(*(x.tensor_split([layout.n_prefix]) for x in (query, key, value)), strict=True)
+    out = [
+        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in prefix), is_causal=True)[0].transpose(0, 1)
+    ]
+    for group, *packed in zip(layout.groups, *(x.split(layout.tokens) for x in own), strict=True):
+        group_query, *group_key_value = (group.pad(x) for x in packed)
+        keys_values = [group.behind(*pair) for pair in zip(prefix[1:], group_key_value, strict=True)]
+        if group.mask is None:
+            # All see the same before their text: SOT, or nothing where none is shared. With SOT as a query too, a
+            # causal mask says it all, for which there are faster kernels; its output is not needed.
+            queries = group.behind(prefix[0], group_query)
+            attended = F.scaled_dot_product_attention(queries, *keys_values, is_causal=True)[:, :, group.prefix :]
+        else:
+            attended = F.scaled_dot_product_attention(group_query, *keys_values, attn_mask=group.mask)
+        out.append(group.unpad(attended))
+    return torch.cat(out)
+
+
+def _attend_last(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The same for the captions' last tokens alone: queries and result are [batch, heads, head_dim], in their order."""
+    prefix, own = zip(*(x.tensor_split([layout.n_prefix]) for x in (key, value)), strict=True)
+    queries = query.split(layout.captions)
+    out = []
+    for group, group_query, *packed in zip(layout.groups, queries, *(x.split(layout.tokens) for x in own), strict=True):
+        keys_values = [group.behind(shared, group.pad(x)) for shared, x in zip(prefix, packed, strict=True)]
+        out.append(F.scaled_dot_product_attention(group_query[:, :, None], *keys_values, attn_mask=group.seen)[:, :, 0])
+    return torch.cat(out)

@@ -1,0 +1,203 @@
+"""Files of weights for open_clip's two-towers: found, looked at before anything is loaded, and loaded."""
+
+import collections
+import hashlib
+import os
+import zipfile
+from pathlib import Path
+
+import open_clip
+import torch
+from open_clip.factory import _find_checkpoint_in_dir
+from open_clip.pretrained import download_pretrained_from_hf
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..errors import UserError
+from .positions import FACTOR, KEEP, stretched_length
+from .text_tower import set_positions
+
+_POSITIONS = "positional_embedding"
+_LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, of which its code takes the rows that are not kept
+_NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size")  # what OpenAI's files hold besides
+
+
+def find_weights(model: str, source: str | None, pretrained: str | None) -> Path | None:
+    """The file of weights that a model's name stands for; None where random weights were asked for.
+
+    Args:
+        model: as `load_backbone` takes it.
+        source: "hf-hub:..." or "local-dir:...", whose own weights are meant; None for a plain name.
+        pretrained: with a plain name, a file or a tag, which open_clip downloads unless it has.
+    """
+    if source is None:
+        if pretrained is None or Path(pretrained).is_file():
+            return pretrained and Path(pretrained)
+        return Path(open_clip.download_pretrained(open_clip.get_pretrained_cfg(model, pretrained)))
+    kind, _, place = source.partition(":")
+    file = download_pretrained_from_hf(place) if kind == "hf-hub" else _find_checkpoint_in_dir(Path(place))
+    if file is None:
+        raise UserError(f"The folder {place!r} holds no weights (open_clip_model.safetensors, for example).")
+    return Path(file)
+
+
+def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> dict[str, int] | None:
+    """Loads a file of weights into open_clip's module; its text positions are taken as they are or not at all.
+
+    open_clip's own loading interpolates positions of another length without a word.
+
+    Args:
+        clip: an `open_clip.CLIP` or `CustomTextCLIP`.
+        file: what open_clip's loading reads (safetensors, torch, big_vision's npz), or a Long-CLIP checkpoint.
+        model: what to call it in errors.
+        quick_gelu: whether `clip` has OpenAI's activation, which a file does not tell.
+
+    Returns:
+        How the file's positions were stretched, {"keep", "factor"}, if it is Long-CLIP's; else None.
+
+    Raises:
+        UserError: the file is for another window, or Long-CLIP's and for another model. What the libraries raise for
+            files that are broken, hostile, or for other sizes comes through.
+    """
+    if file.suffix in (".npz", ".npy"):  # big_vision's, which open_clip refuses where a shape differs
+        open_clip.load_checkpoint(clip, str(file))
+        return None
+    state = read_state(file)
+    if is_long_clip(state):
+        return _load_long_clip(clip, state, file, model, quick_gelu)
+    table = state.get(_POSITIONS, state.get(f"text.{_POSITIONS}"))
+    window = len(getattr(clip, "text", clip).positional_embedding)
+    if table is not None and len(table) != window:
+        raise UserError(
+            f"{str(file)!r} holds {len(table)} text positions, {model!r} has {window}; they are not interpolated. Give "
+            f"weights of {window} positions, or, for a stretched model, the folder that its training left, whose "
+            "open_clip_config.json tells the window."
+        )
+    open_clip.load_checkpoint(clip, str(file), weights_only=True)
+    return None
+
+
+def read_state(file: Path) -> dict[str, torch.Tensor]:
+    """What a file of weights holds, mapped into memory rather than read where its format allows, under plain names.
+
+    Nothing in the file is executed. What the libraries raise for broken and hostile files comes through.
+    """
+    if not file.is_file():
+        raise UserError(f"{str(file)!r} is not there, or is no regular file.")
+    if file.suffix == ".safetensors" or _is_safetensors(file):
+        state = load_file(file)
+    elif zipfile.is_zipfile(file):
+        state = _read_torch_zip(file)
+    else:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
+        raise UserError(f"{str(file)!r} holds no state dict of weights.")
+    return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def weights_digest(module: nn.Module) -> str:
+    """sha256 over the names, types, shapes and values of a module's state, wherever it was loaded from."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
+        # As bytes, because NumPy has no bfloat16.
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def _read_torch_zip(file: Path):
+    """A torch file as it is written since torch 1.6, mapped into memory.
+
+    What is mapped is not checked by torch: compressed values, or the wrong number of them, would be taken as they lie.
+    """
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    compressed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED and _is_data(entry.filename)]
+    if compressed:
+        raise UserError(
+            f"{str(file)!r} was packed again: {len(compressed)} of its parts are compressed, which torch never writes "
+            "and would read as noise. Unpack it and store it uncompressed (`zip -0`), or get it again."
+        )
+    if len({entry.filename for entry in entries}) < len(entries):
+        raise UserError(f"{str(file)!r} holds two parts of the same name. Get it again.")
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    missing = collections.Counter(_storage_sizes(content))
+    missing.subtract(entry.file_size for entry in entries if _is_data(entry.filename))
+    if any(count > 0 for count in missing.values()):
+        raise UserError(f"{str(file)!r} is damaged: its weights are not as large as the parts that hold them.")
+    return content
+
+
+def _is_data(name: str) -> bool:
+    return "/data/" in name or name.endswith("/data.pkl")
+
+
+def _storage_sizes(content) -> list[int]:
+    """Bytes of each storage that the tensors in nested containers share."""
+    sizes, waiting = {}, [content]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            if storage.nbytes():
+                sizes[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+    return list(sizes.values())
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Writes safetensors that others may read like any new file: safetensors 0.8 keeps it to the owner alone."""
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt", **(metadata or {})})
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
+
+
+def _is_safetensors(file: Path) -> bool:
+    """Whether it begins as safetensors do, with the length of a JSON object and the object."""
+    with open(file, "rb") as opened:
+        start = opened.read(9)
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= 100_000_000
+
+
+def is_long_clip(state: dict[str, torch.Tensor]) -> bool:
+    """Whether a state dict is Long-CLIP's, with two tables of positions."""
+    return _LONG_CLIPS in state
+
+
+def fold_long_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Long-CLIP's weights with one table of positions, as its code adds its two: rows 0 to 19 of one, the rest of the
+    other."""
+    table = torch.cat([state[_POSITIONS][:KEEP], state[_LONG_CLIPS][KEEP:]])
+    others = {name: tensor for name, tensor in state.items() if name not in (*_NO_WEIGHTS, _LONG_CLIPS)}
+    return others | {_POSITIONS: table}
+
+
+def _load_long_clip(
+    clip: nn.Module, state: dict[str, torch.Tensor], file: Path, model: str, quick_gelu: bool
+) -> dict[str, int]:
+    """Loads Long-CLIP's weights into a two-tower, which gets their window."""
+    if not quick_gelu:
+        right = f"{model}-quickgelu"
+        right = right if right in open_clip.list_models() else "ViT-B-16-quickgelu or ViT-L-14-quickgelu"
+        raise UserError(
+            f"{str(file)!r} is a Long-CLIP checkpoint, trained from OpenAI's weights with QuickGELU, which {model!r} "
+            f"lacks. Use --model {right}."
+        )
+    window, width = getattr(clip, "text", clip).positional_embedding.shape
+    expected = [stretched_length(window), width]
+    shapes = {name: list(state[name].shape) for name in (_POSITIONS, _LONG_CLIPS) if name in state}
+    if shapes != {_POSITIONS: expected, _LONG_CLIPS: expected}:
+        raise UserError(
+            f"{str(file)!r} is a Long-CLIP checkpoint with tables of positions {shapes}; for {model!r} both must be "
+            f"{expected}. longclip-B.pt belongs to ViT-B-16-quickgelu, longclip-L.pt to ViT-L-14-quickgelu."
+        )
+    set_positions(clip, torch.empty(expected))
+    clip.load_state_dict(fold_long_clip(state))
+    return {"keep": KEEP, "factor": FACTOR}

@@ -1,0 +1,90 @@
+"""The toy world's CLIP: 77 positions, learned from nothing on short captions, as the real one was."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import torch
+import torch.nn.functional as F
+from open_clip.transform import PreprocessCfg
+from PIL import Image
+from tqdm import tqdm
+from transformers import CLIPTokenizer
+
+from ..methods.objectives import contrastive_loss
+from ..models.backbone import Backbone
+from ..tokens import CaptionTokenizer
+from ..toyworld.grammar import short_caption
+from ..toyworld.render import render
+from ..toyworld.scenes import ARRANGEMENTS, Scene, base_scene, generator
+from .stage import run_stage
+
+CONTEXT_LENGTH = 77
+_LARGER_START = 5
+CONFIG = {
+    "embed_dim": 128,
+    "vision_cfg": {"image_size": 48, "layers": 3, "width": 128, "head_width": 32, "patch_size": 16},
+    "text_cfg": {"context_length": CONTEXT_LENGTH, "width": 128, "heads": 4, "layers": 3},
+}
+
+
+def new_clip(tokenizer: CLIPTokenizer, seed: int = 0) -> Backbone:
+    """The untrained model."""
+    config = deepcopy(CONFIG)
+    config["text_cfg"]["vocab_size"] = len(tokenizer)
+    torch.manual_seed(seed)
+    model = open_clip.CLIP(**deepcopy(config))
+    with torch.no_grad():  # drawn so small, words and places would be drowned by what the layers add to them
+        model.token_embedding.weight.mul_(_LARGER_START)
+        model.visual.positional_embedding.mul_(_LARGER_START)
+    preprocess = asdict(PreprocessCfg(size=config["vision_cfg"]["image_size"]))
+    open_clip.model.set_model_preprocess_cfg(model, preprocess)
+    captions = CaptionTokenizer(tokenizer, CONTEXT_LENGTH)
+    return Backbone(model, captions, {"model_cfg": config, "preprocess_cfg": preprocess}, random_weights=True)
+
+
+def render_all(scenes: Sequence[Scene], backbone: Backbone) -> torch.Tensor:
+    """Scenes as the model sees them, uint8 [len(scenes), 3, size, size]."""
+    return torch.stack([backbone.read_pixels(render(its)) for its in tqdm(scenes, desc="drawing")])
+
+
+def train_clip(
+    folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 4000, batch: int = 128, seed: int = 0
+) -> Backbone:
+    """Trains the base model on summaries with one or two details, drawn anew at each step; see `base_scene`."""
+    backbone = new_clip(tokenizer, seed)
+    pictures = render_all([base_scene(index) for index in range(scenes)], backbone)
+    loss = partial(_loss, backbone, pictures, batch, seed)
+    run_stage(folder, backbone.model, loss, steps=steps, peak=1e-3, weight_decay=0.1)
+    return backbone
+
+
+def _loss(backbone: Backbone, pictures: torch.Tensor, batch: int, seed: int, step: int) -> torch.Tensor:
+    indices = draw_indices(len(pictures), batch, seed, step)
+    texts = [short_caption(base_scene(i), generator("train", i, f"short/{seed}/{step}")).text for i in indices]
+    with torch.autocast("cpu", torch.bfloat16):
+        image = backbone.encode_image(pictures[torch.from_numpy(indices)])
+        text = backbone.encode_text(backbone.tokenize(texts))
+    scale = backbone.logit_scale.clamp(max=np.log(100)).exp()
+    return contrastive_loss(F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1), scale)
+
+
+def draw_indices(scenes: int, batch: int, seed: int, step: int) -> np.ndarray:
+    """`batch` of `scenes` scenes, all arrangements of the same objects together, so that places must be told apart."""
+    first = np.random.default_rng([seed, step]).choice(scenes // ARRANGEMENTS, batch // ARRANGEMENTS, replace=False)
+    return (first[:, None] * ARRANGEMENTS + np.arange(ARRANGEMENTS)).ravel()
+
+
+@torch.inference_mode()
+def encode(
+    backbone: Backbone, pictures: Sequence[Image.Image], texts: Sequence[str], batch: int = 250
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of pictures [len(pictures), embed_dim] and of texts [len(texts), embed_dim]."""
+    pixels = torch.stack([backbone.preprocess(picture) for picture in pictures])
+    image = [backbone.encode_image(part) for part in pixels.split(batch)]
+    text = [backbone.encode_text(backbone.tokenize(texts[i : i + batch])) for i in range(0, len(texts), batch)]
+    return torch.cat(image), torch.cat(text)

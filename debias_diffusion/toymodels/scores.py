@@ -1,0 +1,116 @@
+"""What the toy world's models are worth, each in the terms of what it is for; kept beside the weights."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, StableDiffusionXLPipeline
+from PIL import Image, ImageFilter
+from tqdm import tqdm
+
+from ..models.backbone import Backbone
+from ..retrieval import recall_at_k
+from ..tokens import clean
+from ..toyworld.checker import objects_correct, read_picture
+from ..toyworld.grammar import caption, short_prompt
+from ..toyworld.render import render
+from ..toyworld.scenes import PLACES, Scene, draw_scene, generator, scene
+from .clip import encode
+from .unet import TIME_IDS
+from .vae import SIZE, as_input, picture_tensor
+
+GUIDANCE_SCALE, STEPS = 5.0, 20
+
+
+def score_clip(backbone: Backbone, split: str, count: int = 1000) -> dict[str, dict[str, float]]:
+    """R@1 in percent with whole captions, with sentences 1 and 4 swapped, and without sentence 1."""
+    captions = [[sentence.text for sentence in caption(split, index).sentences] for index in range(count)]
+    edited = {
+        "keep": captions,
+        "move4": [[s[3], *s[1:3], s[0], *s[4:]] for s in captions],
+        "remove": [s[1:] for s in captions],
+    }
+    pictures = [render(scene(split, index)) for index in range(count)]
+    scores = {}
+    for edit, sentences in edited.items():
+        recall = recall_at_k(*encode(backbone, pictures, [" ".join(s) for s in sentences]), ks=(1,))
+        scores[edit] = {"t2i_r1": recall["text_to_image"]["R@1"], "i2t_r1": recall["image_to_text"]["R@1"]}
+    return scores
+
+
+def score_checker(vae: AutoencoderKL, split: str, count: int = 500) -> dict[str, dict[str, float]]:
+    """How well the checker reads pictures whose content is known, in shares of 1.
+
+    Returns:
+        For rendered pictures, the same blurred (1 pixel), passed through the autoencoder, and that blurred: "objects",
+        those read with the right kind and colour, "sizes", those read with the right size as well, and "empty", empty
+        places read as empty. And "mismatched": objects said to be right when picture i is read for scene i + 1.
+    """
+    scenes = [draw_scene(generator(split, index, "checker"), 1, 6) for index in range(count)]
+    rendered = [render(its, SIZE) for its in scenes]
+    decoded = pass_through(vae, rendered)
+    blur = ImageFilter.GaussianBlur(1.0)
+    ways = {"rendered": rendered, "rendered, blurred": [picture.filter(blur) for picture in rendered]}
+    ways |= {"decoded": decoded, "decoded, blurred": [picture.filter(blur) for picture in decoded]}
+    scores = {way: _reading(pictures, scenes) for way, pictures in ways.items()}
+    right = [r for i, its in enumerate(scenes) for r in objects_correct(rendered[i - 1], its).values()]
+    return scores | {"mismatched": {"objects": round(float(np.mean(right)), 4)}}
+
+
+def _reading(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
+    objects, sizes, empty = [], [], []
+    for picture, its in zip(pictures, scenes, strict=True):
+        seen, there = read_picture(picture), {thing.place: thing for thing in its.things}
+        objects += objects_correct(picture, its).values()
+        sizes += [seen[place] == thing for place, thing in there.items()]
+        empty += [seen[place] is None for place in PLACES if place not in there]
+    shares = {"objects": objects, "sizes": sizes, "empty": empty}
+    return {name: round(float(np.mean(values)), 4) for name, values in shares.items()}
+
+
+@torch.inference_mode()
+def pass_through(vae: AutoencoderKL, pictures: Sequence[Image.Image]) -> list[Image.Image]:
+    """Pictures of 48 x 48 pixels encoded and decoded again."""
+    latents = vae.encode(as_input(picture_tensor(pictures))).latent_dist.mean
+    return _pictures(vae, latents)
+
+
+def _pictures(vae: AutoencoderKL, latents: torch.Tensor) -> list[Image.Image]:
+    decoded = torch.cat([vae.decode(part).sample for part in latents.split(100)])
+    pixels = ((decoded.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    return [Image.fromarray(picture) for picture in pixels]
+
+
+@torch.inference_mode()
+def score_sdxl(
+    pipe: StableDiffusionXLPipeline, split: str, count: int = 200, batch: int = 50
+) -> tuple[dict[str, float], list[Image.Image]]:
+    """Share of the named objects drawn with the right kind and colour in the right place; and the pictures.
+
+    The prompts are captions of one to three objects within 77 tokens. "in one step" is the same for what the UNet makes
+    of pure noise at once, without guidance: it tells early in training whether the text is used.
+    """
+    pipe.set_progress_bar_config(disable=True)
+    drawn, at_once, scenes = [], [], []
+    for start in tqdm(range(0, count, batch), desc="drawing"):
+        pairs = [short_prompt(split, index) for index in range(start, min(start + batch, count))]
+        scenes += [its for its, _ in pairs]
+        texts = [clean(text.text) for _, text in pairs]
+        noise = [torch.Generator().manual_seed(index) for index in range(start, start + len(pairs))]
+        drawn += pipe(texts, generator=noise, num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE).images
+        at_once += _in_one_step(pipe, texts)
+    return {"objects": _share(drawn, scenes), "objects in one step": _share(at_once, scenes)}, drawn
+
+
+def _in_one_step(pipe: StableDiffusionXLPipeline, texts: list[str]) -> list[Image.Image]:
+    hidden_states, _, pooled, _ = pipe.encode_prompt(texts, do_classifier_free_guidance=False)
+    shape = (len(texts), pipe.unet.config.in_channels, *(pipe.unet.config.sample_size,) * 2)
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    added = {"text_embeds": pooled, "time_ids": torch.tensor([TIME_IDS], dtype=torch.float).expand(len(texts), 6)}
+    velocity = pipe.unet(latents, 999, encoder_hidden_states=hidden_states, added_cond_kwargs=added).sample
+    return _pictures(pipe.vae, -velocity / pipe.vae.config.scaling_factor)  # v = -x0 where no signal is left
+
+
+def _share(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> float:
+    right = [r for picture, its in zip(pictures, scenes, strict=True) for r in objects_correct(picture, its).values()]
+    return round(float(np.mean(right)), 4)

@@ -1,0 +1,113 @@
+"""The encoders that an evaluation compares."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.shipped import shipped
+
+from .report import weights_digest
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class TwoTower:
+    """An encoder with its image tower.
+
+    Attributes:
+        name: as it was given.
+        label: short and unique among the encoders of one evaluation.
+        backbone: in evaluation mode, on its device.
+        digest: of its weights.
+    """
+
+    name: str
+    label: str
+    backbone: Backbone
+    digest: str
+
+    @cached_property
+    def depends(self) -> dict:
+        """What decides what it makes of images and texts."""
+        return {"encoder": self.digest, **how_used(self.backbone)}
+
+
+def how_used(backbone: Backbone) -> dict:
+    """What decides, besides its weights, what a two-tower makes of images and texts."""
+    tokenizer = json.loads(backbone.tokenizer.tokenizer.backend_tokenizer.to_str())
+    # these two are of the last call, and no row here is made by them
+    rules = {name: rule for name, rule in tokenizer.items() if name not in ("truncation", "padding")}
+    return {
+        "configuration": backbone.config,
+        "tokenizer": hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest(),
+        "markers": asdict(backbone.tokenizer.markers),
+    }
+
+
+def check_encoders(names: Sequence[str]) -> None:
+    """Raises UserError when there are none, or one twice, or a toy's name is misspelt."""
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"encoders={list(names)} is not allowed. Name at least one encoder, and none twice.")
+    for name in names:
+        shipped(name)  # before others are loaded
+
+
+def of_each(names: Sequence[str], device: torch.device, work: Callable[[TwoTower], Result]) -> dict[str, Result]:
+    """What `work` says of each encoder, by label. One encoder at a time takes memory.
+
+    Raises:
+        UserError: one cannot be loaded.
+    """
+    # No variable holds an encoder, or it would stay while the next is loaded.
+    pairs = zip(names, labels(names), strict=True)
+    return {label: work(_load(name, label, device)) for name, label in pairs}
+
+
+def _load(name: str, label: str, device: torch.device) -> TwoTower:
+    backbone = load_two_tower(name).to(device)
+    return TwoTower(name, label, backbone, weights_digest(backbone))
+
+
+def labels(encoders: Sequence[str]) -> list[str]:
+    """Short names for plots: names as they are, of paths the last part, or as many parts as tell them apart."""
+    paths = [Path(name) if os.path.exists(name) else None for name in encoders]
+    pairs = list(zip(encoders, paths, strict=True))
+    for parts in range(1, max((len(path.parts) for path in paths if path), default=1) + 1):
+        short = [name if path is None else _plotted(str(Path(*path.parts[-parts:]))) for name, path in pairs]
+        if len(set(short)) == len(short):
+            return short
+    return list(encoders)
+
+
+def _plotted(label: str) -> str:
+    """As it stands in a legend, where matplotlib leaves out what begins with an underscore."""
+    return f"./{label}" if label.startswith("_") else label
+
+
+def compare(values: Mapping[str, Mapping], difference: Callable[..., dict]) -> list[dict]:
+    """Every two encoders, the later one against the earlier, by every score.
+
+    Args:
+        values: {label: {score: whatever `difference` takes}}
+        difference: (a, b, score) -> "difference" a - b, "low", "high", "p"
+
+    Returns:
+        {"a": label, "b": label, "score": name, "difference", "low", "high", "p"}, one for each pair and score.
+    """
+    return [
+        {"a": a, "b": b, "score": score, **difference(values[a][score], values[b][score], score)}
+        for b, a in combinations(values, 2)
+        for score in values[b]
+    ]

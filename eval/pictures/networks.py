@@ -1,0 +1,247 @@
+"""Networks that see in pictures what scores are made of, and the one way in which all of them are shown pictures."""
+
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from open_clip.constants import IMAGENET_MEAN, IMAGENET_STD
+from PIL import Image
+from torch import Tensor
+from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModel
+
+from debias_diffusion.data.images import UnreadableImage, open_image
+from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.models.model_files import (
+    build_empty,
+    check_finite,
+    explain_failure,
+    may_be_hub_id,
+    quiet_transformers,
+    read_config,
+)
+from debias_diffusion.models.shipped import shipped
+from debias_diffusion.models.weights import read_state
+from debias_diffusion.retrieval import encode_texts
+
+# Of generated and original images alike.
+RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"
+FID_FEATURES = (64, 2048)
+CACHED = "cache"  # in place of a file: what torch-fidelity has downloaded before
+# DINOv2's position table is of 518 pixels, but it was trained at 224 and is used at it, as its own processor does.
+DINOV2_SIZE = 224
+
+
+# An image's file, or what opens an image that has none of its own, as RGB.
+Picture = str | os.PathLike | Callable[[], Image.Image]
+
+
+def open_picture(picture: Picture) -> Image.Image:
+    """The image, as RGB.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    if callable(picture):
+        return picture()
+    try:
+        return open_image(picture)
+    except UnreadableImage as error:
+        raise UserError(
+            f"The picture {os.fspath(picture)!r} cannot be read: {error}. Delete it and start the same command again, "
+            "which draws it anew."
+        ) from error
+
+
+def load_square(picture: Picture, size: int) -> Image.Image:
+    """The largest centred square of an image, as RGB, resized with Pillow's antialiased bicubic filter."""
+    image = open_picture(picture)
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    box = (left, top, left + side, top + side)
+    # Cropped first, because with box= Pillow's filter would look past the box's edge.
+    return image.crop(box).resize((size, size), Image.Resampling.BICUBIC)
+
+
+def _batches(pictures: Sequence[Picture], size: int, batch_size: int, what: str) -> Iterator[Tensor]:
+    """The images as uint8 [B, 3, size, size]."""
+    for start in tqdm(range(0, len(pictures), batch_size), desc=what):
+        squares = [np.asarray(load_square(picture, size)) for picture in pictures[start : start + batch_size]]
+        yield torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
+
+
+_INCEPTION_ADVICE = (
+    "Pass --inception_weights the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases "
+    f"({URL_INCEPTION_V3}), which pytorch-fid calls pt_inception-2015-12-05-6726825d.pth, or 'cache' when "
+    "torch-fidelity has downloaded it before. Without --inception_weights FID is skipped."
+)
+
+
+def _cached_inception() -> Path:
+    return Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[1]
+
+
+class InceptionFeatures:
+    """The features of torch-fidelity's Inception, 64 and 2048 of them.
+
+    Args:
+        weights: file of torch-fidelity's Inception weights, or "cache" for the one in torch hub's cache. It is read as
+            plain tensors only, so that a pickle with code in it is refused before anything in it runs.
+        device: where the network runs.
+
+    Attributes:
+        file: where the weights were found.
+
+    Raises:
+        UserError: the file is missing, holds anything but tensors, or the tensors do not fit.
+    """
+
+    size = FeatureExtractorInceptionV3.INPUT_IMAGE_SIZE
+
+    def __init__(self, weights: str | os.PathLike, device: torch.device):
+        self.file = _cached_inception() if weights == CACHED else Path(weights)
+        named = f"Inception weights {str(self.file)!r}"
+        with explain_failure(f"{named} cannot be used", _INCEPTION_ADVICE):
+            if not self.file.is_file():
+                raise UserError(f"{named} are not there. {_INCEPTION_ADVICE}")
+            state = read_state(self.file)
+            check_finite(state.items(), named)
+            # torch-fidelity unpickles what it is given without restraint. So it is given a copy of these tensors,
+            # and never the file itself, which could also change between the check and its reading.
+            copy = io.BytesIO()
+            torch.save(state, copy)
+            copy.seek(0)
+            extractor = FeatureExtractorInceptionV3("inception", [str(n) for n in FID_FEATURES], copy)
+        self.extractor = extractor.to(device)
+        self.device = device
+
+    @torch.inference_mode()
+    def __call__(self, pictures: Sequence[Picture], batch_size: int) -> dict[int, Tensor]:
+        """{64: [N, 64], 2048: [N, 2048]} features of the images, from one pass, on the CPU."""
+        batches = [
+            [features.cpu() for features in self.extractor(batch.to(self.device))]
+            for batch in _batches(pictures, self.size, batch_size, "Inception features")
+        ]
+        return {n: torch.cat(features) for n, features in zip(FID_FEATURES, zip(*batches, strict=True), strict=True)}
+
+
+_EXAMPLES = {"dino": "facebook/dino-vits16", "dinov2": "facebook/dinov2-small"}
+
+
+def _check_config(model: str) -> None:
+    """Raises UserError where a folder's configuration asks for more than its files of weights can hold."""
+    folder = Path(model)
+    if folder.is_dir():
+        read_config(folder / "config.json")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
+        build_empty(lambda: AutoModel.from_config(config, trust_remote_code=False), held, repr(model))
+
+
+class ClsFeatures:
+    """A transformers vision model's CLS features after its last norm.
+
+    Args:
+        model: its folder, hub id, or "toy/features". Images are normalised with ImageNet's mean and standard deviation,
+            as DINO was trained, at the size that the model's configuration names; DINOv2 at 224 pixels (or fewer, if
+            its configuration names fewer), to which it resizes its position table.
+        device: where the network runs.
+        option: the setting that names the model, for messages.
+
+    Attributes:
+        size: pixels of a side of what the model reads.
+        width: length of a feature vector.
+
+    Raises:
+        UserError: there is no such model.
+    """
+
+    def __init__(self, model: str | os.PathLike, device: torch.device, option: str = "dino"):
+        advice = (
+            f"Give {option} a folder of a transformers vision model with config.json and its weights, or a hub id such "
+            f"as {_EXAMPLES.get(option, _EXAMPLES['dino'])} once the hub's cache holds it, or null to skip its score."
+        )
+        with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_transformers():
+            place = shipped(model)
+            if not Path(place).is_dir() and not may_be_hub_id(place):
+                raise ValueError("it is not there")
+            _check_config(place)
+            # Files that are no safetensors are read with weights_only=True.
+            loaded, info = AutoModel.from_pretrained(
+                place, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            )
+            # The pooler is not used, and DINO's weights have none.
+            missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+            if missing:
+                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            if getattr(loaded, "pooler", None) is not None:
+                loaded.pooler = None  # random where its weights are missing, which no digest may depend on
+            check_finite(loaded.state_dict().items(), repr(os.fspath(model)))
+            self.model = loaded.to(device).eval()
+            self.size, self.width = self.model.config.image_size, self.model.config.hidden_size
+            if self.model.config.model_type == "dinov2":
+                self.size = min(self.size, DINOV2_SIZE)
+            with torch.inference_mode():
+                states = self.model(pixel_values=torch.zeros(1, 3, self.size, self.size, device=device))[0]
+            if states.shape[-1] != self.width or not states.isfinite().all():
+                raise ValueError("its features of a black image are not finite, or not as wide as it says")
+        self.device = device
+
+    @torch.inference_mode()
+    def __call__(self, pictures: Sequence[Picture], batch_size: int) -> Tensor:
+        """[N, width] features of the images, on the CPU."""
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+        features = []
+        for batch in _batches(pictures, self.size, batch_size, "CLS features"):
+            pixels = ((batch.float() / 255 - mean) / std).to(self.device)
+            features.append(self.model(pixel_values=pixels).last_hidden_state[:, 0].float().cpu())
+        return torch.cat(features)
+
+
+class TwoTowerFeatures:
+    """A CLIP's features of pictures and of texts, each prepared as the model wants it.
+
+    Args:
+        name: of the two-tower, see `load_two_tower`.
+        device: where it runs.
+
+    Attributes:
+        backbone: the model.
+
+    Raises:
+        UserError: there is no such model, or it has no image tower.
+    """
+
+    def __init__(self, name: str, device: torch.device):
+        self.backbone = load_two_tower(name).to(device)
+        self.device = device
+
+    @property
+    def resize(self) -> str:
+        """How it is shown pictures, in words."""
+        return f"the model's own: {', '.join(str(step) for step in self.backbone.read_pixels.transforms[:-2])}"
+
+    @torch.inference_mode()
+    def of_pictures(self, pictures: Sequence[Picture], batch_size: int) -> Tensor:
+        """[N, D] features of the images, on the CPU."""
+        features = []
+        for start in tqdm(range(0, len(pictures), batch_size), desc="two-tower features"):
+            pixels = [
+                self.backbone.read_pixels(open_picture(picture)) for picture in pictures[start : start + batch_size]
+            ]
+            features.append(self.backbone.encode_image(torch.stack(pixels).to(self.device)).float().cpu())
+        return torch.cat(features)
+
+    def of_texts(self, texts: Sequence[str], batch_size: int) -> Tensor:
+        """[N, D] features of the texts, on the CPU; what exceeds the window is cut."""
+        return encode_texts(self.backbone, texts, batch_size, self.device)
+
+    def over_window(self, texts: Sequence[str]) -> int:
+        """How many of the texts exceed the window."""
+        tokenizer = self.backbone.tokenizer
+        return sum(tokenizer.count(text) > tokenizer.context_length for text in texts)

@@ -1,0 +1,1 @@
+"""Evaluations of text encoders on real images and captions."""
