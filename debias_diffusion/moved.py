@@ -4,7 +4,7 @@ import sys
 import warnings
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.util import find_spec, spec_from_loader
+from importlib.util import spec_from_loader
 
 MOVED = {
     "app.contact_sheet": "app.generate.contact_sheet",
@@ -72,7 +72,8 @@ class _MovedModules(MetaPathFinder, Loader):
         sys.modules[old] = import_module(new)
 
     def get_code(self, name):  # for `python -m`
-        return find_spec(_new_name(name)).loader.get_code(_new_name(name))
+        run = f"import runpy; runpy.run_module({_new_name(name)!r}, run_name='__main__', alter_sys=True)"
+        return compile(run, name, "exec")
 
 
 def _new_name(name: str) -> str:
