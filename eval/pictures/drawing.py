@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import CLIPTextConfig
 
 from debias_diffusion.errors import FailedError, UserError, reason
-from debias_diffusion.files import changed_settings, read_json_object, whole_file, write_json
+from debias_diffusion.files import changed_settings, path_digest, read_json_object, whole_file, write_json
 from debias_diffusion.interchange import best_of_run, load_text_encoder
 from debias_diffusion.interchange.load import model_and_weights
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
@@ -34,7 +34,6 @@ from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.scores import GUIDANCE_SCALE, STEPS
 
 from ..common.processes import Processes
-from ..common.report import digest
 
 ORIGINAL = "original"  # in place of an encoder: the base's own
 _SETTINGS, _DRAWN = "settings.json", "drawn.json"
@@ -123,8 +122,8 @@ def model_digest(model: str) -> str:
     model = best_of_run(shipped(model)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
     try:
         if (named := model_and_weights(model)) and os.path.exists(named[1]):
-            return f"{named[0]}:{digest(named[1])}"
-        return digest(model) if os.path.exists(model) else model
+            return f"{named[0]}:{path_digest(named[1])}"
+        return path_digest(model) if os.path.exists(model) else model
     except OSError as error:
         raise UserError(f"The model {model!r} cannot be read ({reason(error)}). Give another one.") from error
 
@@ -190,9 +189,6 @@ class Drawing:
             missing = _missing(folder, subjects)
             if missing:
                 write_json(folder / _SETTINGS, decides)
-                for leftover in folder.rglob(".*.tmp"):  # of processes that were killed
-                    if not leftover.is_dir():
-                        leftover.unlink()
             return missing
 
         missing = self.processes.from_main(begin)
