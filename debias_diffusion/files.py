@@ -51,6 +51,18 @@ def sha256(path: str | os.PathLike) -> str:
     return total.hexdigest()
 
 
+def path_digest(path: str | os.PathLike) -> str:
+    """sha256, in hexadecimal, of a file, or of the names and contents of a folder's files, except hidden ones."""
+    path = Path(path)
+    if path.is_file():
+        return sha256(path)
+    total = hashlib.sha256()
+    for name, file in sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*")):
+        if file.is_file() and not re.search(r"(^|/)\.", name):
+            total.update(f"{name}\0{sha256(file)}\n".encode())
+    return total.hexdigest()
+
+
 def write_json(path: str | os.PathLike, content) -> None:
     """Writes `content` to `path` so that a killed run leaves the old file or the new one, never half of one.
 

@@ -11,8 +11,10 @@ from safetensors import safe_open
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
-from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import load_text_encoder, stretch_text_encoder
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.files import path_digest
+from debias_diffusion.interchange import best_of_run, load_text_encoder, stretch_text_encoder
+from debias_diffusion.interchange.load import model_and_weights
 from debias_diffusion.interchange.transformers_folder import read_encoder
 from debias_diffusion.models.model_files import check_bounds, check_finite, explain_failure, may_be_hub_id, read_config
 from debias_diffusion.models.shipped import shipped
@@ -33,6 +35,23 @@ _ENCODERS = ("text_encoder", "tokenizer")
 _CLIP_OF_WIDTH = {512: "ViT-B-32 or ViT-B-16", 768: "ViT-L-14", 1024: "ViT-H-14", 1280: "ViT-bigG-14"}
 # diffusers renamed it, and ignores with a mere warning the name it does not know
 _DTYPE_ARGUMENT = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
+
+
+def model_digest(model: str) -> str:
+    """The digest of a model's files, of `MODEL:FILE` behind the model's name.
+
+    A hub id, or an open_clip tag, is its own digest, because its files lie wherever a cache put them.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    model = best_of_run(shipped(model)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
+    try:
+        if (named := model_and_weights(model)) and os.path.exists(named[1]):
+            return f"{named[0]}:{path_digest(named[1])}"
+        return path_digest(model) if os.path.exists(model) else model
+    except OSError as error:
+        raise UserError(f"The model {model!r} cannot be read ({reason(error)}). Give another one.") from error
 
 
 def load_sdxl(
@@ -256,6 +275,11 @@ def _check_first(text_encoder: PreTrainedModel, encoder: str, base: str) -> None
         f"its UNet reads {unet}. An encoder of width {unet - second} fits{f': {model}' if model else ''}. SDXL takes "
         "one of width 768: ViT-L-14."
     )
+
+
+def first_encoder_width(base: str) -> int:
+    """Width of a checkpoint's first text encoder; reads its configuration only."""
+    return _text_config(shipped(base), "text_encoder").hidden_size
 
 
 def check_same_width(encoder: str, width: int, base: str, own: int) -> None:
