@@ -7,8 +7,7 @@ pictures are those of one uninterrupted run, bit for bit: which pictures are dra
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from diffusers import StableDiffusionXLPipeline
-from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from tqdm import tqdm
 
@@ -34,6 +32,7 @@ from debias_diffusion.pipelines.loading import (
     first_encoder_width,
     load_sdxl,
     model_digest,
+    quiet_diffusers,
 )
 from debias_diffusion.pipelines.memory import check_memory, explain_memory
 from debias_diffusion.pipelines.rendering import (
@@ -249,7 +248,7 @@ class Drawing:
             _note(folder, **_cuts(pipe, prompts))
         several = f", {processes.count} processes" if processes.count > 1 else ""
         bar = tqdm(desc=f"draw{several}, {title}", total=len(missing), disable=not processes.is_main)
-        with _errors_only(), bar:
+        with quiet_diffusers(), bar:  # it warns of every prompt that it cuts
             for start in range(0, len(batches), processes.count):
                 batches_now, started = batches[start : start + processes.count], time.monotonic()
                 # In step, so that a failure in one process ends all of them soon.
@@ -336,17 +335,6 @@ def _cuts(pipe: StableDiffusionXLPipeline, prompts: Sequence[ImagePrompt]) -> di
     context_length = pipe.text_encoder.config.max_position_embeddings
     counts = [len(pipe.tokenizer(prompt.prompt, verbose=False)["input_ids"]) for prompt in prompts]
     return {"cut_at": context_length, "prompts_cut": sum(count > context_length for count in counts)}
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Keeps diffusers from warning of every prompt that it was asked to cut."""
-    before = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        diffusers_logging.set_verbosity(before)
 
 
 def _check_same_settings(folder: Path, settings: dict) -> None:
