@@ -19,9 +19,9 @@ from tiny_data import make_tiny_data
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import load_text_encoder
-from debias_diffusion.app.export.command import ExportConfig, export, hub, model_card
-from debias_diffusion.app.export.command import command as export_module
-from debias_diffusion.app.export.command.model_card import Exported, code
+from debias_diffusion.app.export import ExportConfig, export, hub, model_card
+from debias_diffusion.app.export import command as export_module
+from debias_diffusion.app.export.model_card import Exported, code
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
@@ -224,7 +224,7 @@ def test_the_card_says_what_the_run_left(tmp_path, world):
     assert "| recipe | `debias-clip` with `short_weight 0.25, components 3` |" in card
     digest = json.loads(Path(world.run, "settings.json").read_text())["data_sha256"]
     assert f"| data | `data.json`, sha256 `{digest}` |" in card
-    assert "248: the first 20 as they were, each other one stretched to 4" in card
+    assert "248: the first 20 kept, each other one stretched to 4" in card
     assert "debias-diffusion train --data data.json --model base --images images --short-weight 0.25 --comp" in card
     assert "--workers" not in card and "--output" not in card
     own = json.loads(Path(world.run, "best", "scores.json").read_text())
@@ -255,7 +255,9 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
     refused(world.run, tmp_path, "holds none of robustness.json, retrieval.json")
     write_file(to_transformers(tiny_clip())[0], tmp_path / "alone.safetensors")
     refused(
-        tmp_path / "alone.safetensors", world.scores, "measured with a two-tower, and --model is a text encoder alone"
+        tmp_path / "alone.safetensors",
+        world.scores,
+        "measured with a two-tower model, and --model is a text encoder alone",
     )
     for content in ("[]", "{", '{"settings": {}}', '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'):
         (tmp_path / "retrieval.json").write_text(content)
