@@ -209,7 +209,8 @@ def _of_model(file: Path, report: dict, backbone: Backbone | None) -> dict:
     """Reduces a report to the exported model, by the digest of its weights."""
     if backbone is None:
         raise UserError(
-            f"{str(file)!r} was measured with a two-tower model, and --model is a text encoder alone. Give the two-tower model, or leave out --scores."
+            f"{str(file)!r} was measured with a two-tower model, and --model is a text encoder alone. Give the "
+            "two-tower model, or leave out --scores."
         )
     digest, digests = weights_digest(backbone), report["digests"]["encoders"]
     encoders = {label: numbers for label, numbers in report["encoders"].items() if digests.get(label) == digest}
