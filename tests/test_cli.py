@@ -229,7 +229,7 @@ cli.main()
 """
     )
     reader, writer = os.pipe()
-    command = [sys.executable, script, "work", "--folder", tmp_path]
+    command = [sys.executable, script, "work", tmp_path]
     process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert os.read(reader, 7) == b"Started"
@@ -237,7 +237,7 @@ cli.main()
     (tmp_path / "closed").touch()
     errors = process.communicate(timeout=300)[1]
     assert process.returncode == 0 and (tmp_path / "result").exists()
-    assert "Traceback" not in errors and "BrokenPipe" not in errors
+    assert "Traceback" not in errors and "BrokenPipe" not in errors, errors
 
 
 @pytest.mark.parametrize("closing", ["2>&1 | head -1", ">&- 2>&-", "| true"])
