@@ -186,7 +186,10 @@ def _read(file: Path, base: str) -> dict:
 
 def _config(base: str, cls: type, subfolder: str) -> dict:
     named = f"The base model {base!r} has no readable {subfolder}/config.json"
-    if Path(base).is_dir() and not (Path(base) / subfolder / "config.json").is_file():
+    is_folder = Path(base).is_dir()
+    if (is_folder and not (Path(base) / subfolder / "config.json").is_file()) or (
+        not is_folder and not may_be_hub_id(base)
+    ):
         raise UserError(f"{named}. Give a whole SDXL folder.")
     with explain_failure(named, "Give a whole SDXL folder."):
         config = cls.load_config(base, subfolder=subfolder)

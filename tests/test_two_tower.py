@@ -188,10 +188,10 @@ def test_no_weight_is_made_up_and_nothing_is_run(tmp_path):
     state = load_file(weights)
     kept = {name: tensor for name, tensor in state.items() if "vision_model.encoder.layers.1.mlp.fc1" not in name}
     save_file(kept, weights, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lack 2 of its model's, such as vision_model.encoder.layers.1.mlp.fc1.bias"):
+    with pytest.raises(UserError, match="lack 2 tensors of the model, such as .*layers.1.mlp.fc1.bias"):
         load_two_tower(tmp_path)
     save_file(state | {"logit_scale": torch.ones(3)}, weights, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"do not fit its configuration: logit_scale is \(3,\), not \(\)"):
+    with pytest.raises(UserError, match=r"do not fit the model: logit_scale is \(3,\), not \(\)"):
         load_two_tower(tmp_path)
     weights.unlink()
     torch.save(state | {"trap": Trap(tmp_path / "trace")}, tmp_path / "pytorch_model.bin")

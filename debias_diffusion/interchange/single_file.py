@@ -29,11 +29,11 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 from ..errors import UserError, reason
 from ..files import read_json_object, whole_file
 from ..models.backbone import CONFIG_FILE
-from ..models.model_files import check_finite
+from ..models.model_files import check_finite, check_state
 from ..models.weights import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
 from .names import State, text_to_transformers
-from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
+from .text_encoders import TextEncoder, expected_state, is_bigg, make_encoder, prefixed_state
 from .wrong_files import check_readable, what_it_is
 
 # A layout is known by its table of tokens; all that belongs to the encoder stands under the same prefix.
@@ -59,8 +59,9 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
     try:
         state, sure = text_part(tensors, file)
         config, told = _config(state, file)
-        _check_tensors(state, config, file)
-        check_finite(state.items(), f"The text encoder in {os.fspath(file)!r}")
+        named = f"the text encoder in {os.fspath(file)!r}"
+        check_state(state, expected_state(config, config.projection_dim is not None, state, named), named)
+        check_finite(state.items(), named[0].upper() + named[1:])
         own = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
         encoder = make_encoder(config, own, is_bigg(config) and "text_projection.weight" in state)
     except UserError:
@@ -230,48 +231,6 @@ def _beside(file: Path, width: int, blocks: int) -> dict:
         act = "quick_gelu" if model.get("quick_gelu") else "gelu"
         return {"hidden_act": act, "num_attention_heads": text.get("heads")}
     return {}
-
-
-def _check_tensors(state: State, config: CLIPTextConfig, file: Path) -> None:
-    """Raises UserError unless the weights are those of `config`, all of them, each as large as it says."""
-    expected = _shapes(config)
-    if config.projection_dim:
-        expected["text_projection.weight"] = (config.projection_dim, config.hidden_size)
-    faults = [f"{name} is missing" for name in expected if name not in state]
-    faults += [f"{name} does not belong there" for name in state if name not in expected]
-    for name, tensor in state.items():
-        if name in expected and tuple(tensor.shape) != expected[name]:
-            faults.append(f"{name} is {tuple(tensor.shape)}, not {expected[name]}")
-        elif not tensor.is_floating_point() or tensor.layout != torch.strided:
-            faults.append(f"{name} is of {tensor.dtype}, not of floating-point numbers")
-        # A few bytes can be made to look like gigabytes.
-        elif tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-            faults.append(f"{name} is larger than what the file holds of it")
-    if faults:
-        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise UserError(f"The text encoder in {os.fspath(file)!r} is not whole: {faults[0]}{more}.")
-
-
-def _shapes(config: CLIPTextConfig) -> dict[str, tuple[int, ...]]:
-    """The weights of a CLIPTextModel by name, without the projection."""
-    width, inner = config.hidden_size, config.intermediate_size
-    norm = {"weight": (width,), "bias": (width,)}
-    linear = {"weight": (width, width), "bias": (width,)}
-    block = {f"self_attn.{name}": linear for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
-    block |= {"layer_norm1": norm, "layer_norm2": norm}
-    block |= {"mlp.fc1": {"weight": (inner, width), "bias": (inner,)}}
-    block |= {"mlp.fc2": {"weight": (width, inner), "bias": (width,)}}
-    shapes = {
-        "embeddings.token_embedding.weight": (config.vocab_size, width),
-        "embeddings.position_embedding.weight": (config.max_position_embeddings, width),
-        "final_layer_norm.weight": (width,),
-        "final_layer_norm.bias": (width,),
-    }
-    for index in range(config.num_hidden_layers):
-        for part, parameters in block.items():
-            for name, shape in parameters.items():
-                shapes[f"encoder.layers.{index}.{part}.{name}"] = shape
-    return {f"text_model.{name}": shape for name, shape in shapes.items()}
 
 
 def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None = None) -> Path:

@@ -5,12 +5,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTokenizer
 
 from ..errors import UserError
 from ..models.positions import FACTOR, KEEP, stretch_positions, stretched_length
-
-TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
+from .text_encoders import TextEncoder
 
 _CLIP_POSITIONS = 77  # of every CLIP as its makers published it
 _TABLE = "embeddings.position_embedding.weight"  # the end of its name, with or without a prefix

@@ -9,6 +9,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from ..errors import UserError
 from ..models.backbone import Backbone
+from ..models.model_files import build_empty
 from .names import State, text_from_transformers, text_to_transformers
 
 TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
@@ -70,6 +71,16 @@ def text_state(tower: nn.Module) -> State:
     """The text tower's weights under OpenAI's names, without those of an image tower beside it."""
     prefixes = ("token_embedding.", "positional_embedding", "ln_final.", "transformer.", "text_projection")
     return {name: tensor for name, tensor in tower.state_dict().items() if name.startswith(prefixes)}
+
+
+def expected_state(config: CLIPTextConfig, projection: bool, state: State, named: str) -> State:
+    """The weights that a configuration describes, on the meta device, with the `text_model.` prefix.
+
+    Raises:
+        UserError: they are many times as large as `state`.
+    """
+    cls = CLIPTextModelWithProjection if projection else CLIPTextModel
+    return prefixed_state(build_empty(lambda: cls(config), sum(tensor.numel() for tensor in state.values()), named))
 
 
 def make_encoder(config: CLIPTextConfig, state: Mapping[str, torch.Tensor], projection: bool) -> TextEncoder:

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from transformers import (
     CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
     CLIPTokenizer,
     CLIPVisionConfig,
     PretrainedConfig,
@@ -19,12 +17,12 @@ from transformers import (
 
 from ..errors import UserError
 from ..models.backbone import CONFIG_FILE, Backbone
-from ..models.model_files import build_empty, check_finite, check_state, explain_failure, find_file, read_config
+from ..models.model_files import check_finite, check_state, explain_failure, find_file, read_config
 from ..models.weights import save_tensors
 from ..tokens import count_ids
 from .names import State
 from .single_file import below_prefix, read_tensors
-from .text_encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
+from .text_encoders import TextEncoder, expected_state, make_encoder, prefixed_state, to_transformers
 
 # What may stand as model_type in a config.json whose text encoder is CLIP's.
 _CLIPS = ("clip", "clip_text_model")
@@ -122,9 +120,7 @@ def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
         state = below_prefix(tensors, prefix)
         if not projection:
             state.pop("text_projection.weight", None)
-        cls = CLIPTextModelWithProjection if projection else CLIPTextModel
-        empty = build_empty(lambda: cls(config), sum(tensor.numel() for tensor in state.values()), named)
-        check_state(state, prefixed_state(empty), named)
+        check_state(state, expected_state(config, projection, state, named), named)
         check_finite(state.items(), named)
         dtype = _dtype(content, state)
         own = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in state.items()}

@@ -30,7 +30,7 @@ from .model_files import build_empty, check_bounds, check_finite, explain_failur
 from .positions import FACTOR, KEEP, stretch_positions
 from .shipped import shipped
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions
-from .weights import find_weights, load_weights, read_state, save_tensors, weights_digest
+from .weights import count_numbers, find_weights, load_weights, read_weights, save_tensors, weights_digest
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -240,12 +240,15 @@ def _load(model: str, pretrained: str | None) -> Backbone:
         raise UserError(f"{model!r} brings its own weights; leave out pretrained={pretrained!r}, or give a model name.")
     with _quiet_logging():
         file = find_weights(model, source, pretrained)
-        if source is not None:  # open_clip's own configurations are what they are
-            _check_config(config, source, file, model)
+        if source is not None:
+            check_bounds(config, f"The configuration of {model!r}")
+        state = read_weights(file) if file else None
+        if source is not None:  # open_clip's own configurations are valid
+            _check_config(source, count_numbers(file, state), model)
         tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
         clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
         _check_blocks(model, family, getattr(clip, "text", clip))
-        stretched = file and load_weights(clip, file, model, bool(config["model_cfg"].get("quick_gelu")))
+        stretched = file and load_weights(clip, file, state, model, bool(config["model_cfg"].get("quick_gelu")))
     if file:
         check_finite(clip.state_dict().items(), f"{str(file)!r}")
     if stretched:
@@ -270,17 +273,12 @@ def check_preprocessing(backbone: Backbone, model: str) -> None:
         )
 
 
-def _check_config(config: dict, source: str, file: Path, model: str) -> None:
-    """Raises UserError for sizes that the weights cannot have; a library's error for settings that no model runs with.
+def _check_config(source: str, numbers: int, model: str) -> None:
+    """Raises UserError for sizes that weights of so many numbers cannot have; a library's error for invalid settings.
 
-    A module without weights is made and run for that, which costs no memory and a fraction of a second.
+    Builds and runs a module without weights, which takes no memory and a fraction of a second.
     """
-    check_bounds(config, f"The configuration of {model!r}")
-    if file.suffix in (".npz", ".npy"):
-        held = file.stat().st_size
-    else:
-        held = sum(tensor.numel() for tensor in read_state(file).values() if isinstance(tensor, torch.Tensor))
-    clip = build_empty(lambda: open_clip.create_model(source, load_weights=False, device="meta"), held, repr(model))
+    clip = build_empty(lambda: open_clip.create_model(source, load_weights=False, device="meta"), numbers, repr(model))
     size, text = clip.visual.image_size, getattr(clip, "text", clip)
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     with torch.no_grad():
@@ -289,7 +287,7 @@ def _check_config(config: dict, source: str, file: Path, model: str) -> None:
             clip.encode_text(torch.zeros(1, text.context_length, dtype=torch.long, device="meta")),
         ]
     if features[0].shape != features[1].shape:
-        raise UserError(f"The towers of {model!r} give features of sizes {[its.shape[-1] for its in features]}.")
+        raise UserError(f"The towers of {model!r} give features of sizes {[part.shape[-1] for part in features]}.")
 
 
 def _find_config(model: str) -> tuple[dict, str | None]:

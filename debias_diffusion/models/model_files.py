@@ -184,7 +184,7 @@ def check_state(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
     """
     missing = sorted(expected.keys() - state.keys())
     if missing:
-        raise UserError(f"The weights of {what} lack {len(missing)} of its model's, such as {missing[0]}.")
+        raise UserError(f"The weights of {what} lack {len(missing)} tensors of the model, such as {missing[0]}.")
     faults = [f"{name} has no place in it" for name in sorted(state.keys() - expected.keys())]
     for name, wanted in expected.items():
         tensor = state[name]
@@ -197,7 +197,7 @@ def check_state(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
             faults.append(f"{name} is larger than what the file holds of it")
     if faults:
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise UserError(f"The weights of {what} do not fit its configuration: {faults[0]}{more}.")
+        raise UserError(f"The weights of {what} do not fit the model: {faults[0]}{more}.")
 
 
 @contextmanager

@@ -41,28 +41,40 @@ def find_weights(model: str, source: str | None, pretrained: str | None) -> Path
     return Path(file)
 
 
-def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> dict[str, int] | None:
-    """Loads a file of weights into open_clip's module; its text positions are taken as they are or not at all.
+def read_weights(file: Path) -> dict[str, torch.Tensor] | None:
+    """`read_state`; None for big_vision's npz, which only open_clip reads, and refuses where a shape differs."""
+    return None if file.suffix in (".npz", ".npy") else read_state(file)
 
-    open_clip's own loading interpolates positions of another length without a word.
+
+def count_numbers(file: Path, state: dict[str, torch.Tensor] | None) -> int:
+    """The numbers that a file of weights holds, at most."""
+    if state is None:
+        return file.stat().st_size
+    return sum(tensor.numel() for tensor in state.values() if isinstance(tensor, torch.Tensor))
+
+
+def load_weights(
+    clip: nn.Module, file: Path, state: dict[str, torch.Tensor] | None, model: str, quick_gelu: bool
+) -> dict[str, int] | None:
+    """Loads weights into open_clip's module, and never interpolates text positions, as open_clip does silently.
 
     Args:
         clip: an `open_clip.CLIP` or `CustomTextCLIP`.
-        file: what open_clip's loading reads (safetensors, torch, big_vision's npz), or a Long-CLIP checkpoint.
-        model: what to call it in errors.
-        quick_gelu: whether `clip` has OpenAI's activation, which a file does not tell.
+        file: weights that open_clip reads (safetensors, torch, big_vision's npz), or a Long-CLIP checkpoint.
+        state: its content, from `read_weights`.
+        model: its name in errors.
+        quick_gelu: whether `clip` has OpenAI's activation, which is not in the file.
 
     Returns:
-        How the file's positions were stretched, {"keep", "factor"}, if it is Long-CLIP's; else None.
+        {"keep", "factor"} that a Long-CLIP checkpoint's positions were stretched with; else None.
 
     Raises:
-        UserError: the file is for another window, or Long-CLIP's and for another model. What the libraries raise for
-            files that are broken, hostile, or for other sizes comes through.
+        UserError: the file has another context length, or is Long-CLIP's and of another model. Errors of the libraries
+            for broken or hostile files and other sizes pass through.
     """
-    if file.suffix in (".npz", ".npy"):  # big_vision's, which open_clip refuses where a shape differs
+    if state is None:
         open_clip.load_checkpoint(clip, str(file))
         return None
-    state = read_state(file)
     if is_long_clip(state):
         return _load_long_clip(clip, state, file, model, quick_gelu)
     table = state.get(_POSITIONS, state.get(f"text.{_POSITIONS}"))
