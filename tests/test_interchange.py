@@ -146,7 +146,7 @@ def test_an_encoder_of_openais_depth_is_the_same_in_every_format(tmp_path, one_t
     write_file(to_transformers(backbone)[0], tmp_path / "comfyui.safetensors")
     torch.save({"state_dict": {f"module.{n}": t for n, t in backbone.model.state_dict().items()}}, tmp_path / "clip.pt")
     torch.save(long_clip_state(backbone), tmp_path / "longclip-L.pt")
-    with pytest.warns(UserWarning, match="12 blocks it was taken for quick_gelu"):
+    with pytest.warns(UserWarning, match="12 blocks quick_gelu is assumed"):
         loaded = {"clip.pt": load_text_encoder(tmp_path / "clip.pt")}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # only in a bare two-tower nothing tells that it is OpenAI's
@@ -216,11 +216,11 @@ def test_the_gelu_of_a_smaller_model_is_carried_by_every_format_that_can(tmp_pat
     alone = tmp_path / "alone"
     alone.mkdir()
     (tmp_path / "open_clip" / "open_clip_model.safetensors").rename(alone / "x.safetensors")
-    with pytest.warns(UserWarning, match="12 blocks it was taken for quick_gelu.*--model ViT-L-14 "):
+    with pytest.warns(UserWarning, match="12 blocks quick_gelu is assumed.*--model ViT-L-14 "):
         assert load_text_encoder(alone / "x.safetensors")[0].config.hidden_act == "quick_gelu"
     # A configuration of another model beside it tells nothing.
     (alone / "config.json").write_text(json.dumps({"hidden_size": 512, "num_hidden_layers": 12, "hidden_act": "gelu"}))
-    with pytest.warns(UserWarning, match="taken for quick_gelu"):
+    with pytest.warns(UserWarning, match="quick_gelu is assumed"):
         load_text_encoder(alone / "x.safetensors")
 
 
@@ -266,7 +266,7 @@ def test_keys_that_transformers_5_leaves_bare_and_those_of_older_savers_are_read
     expected["small"].check(*load_text_encoder(file))
     # open_clip's CustomTextCLIP has its text tower under `text.`.
     save_file({f"text.{name}": tensor.contiguous() for name, tensor in text_state(small).items()}, file)
-    with pytest.warns(UserWarning, match="taken for quick_gelu"):
+    with pytest.warns(UserWarning, match="quick_gelu is assumed"):
         expected["small"].check(*load_text_encoder(file))
     # OpenAI's own files tell their sizes, and with that whose they are.
     sizes = {name: torch.tensor(77) for name in ("input_resolution", "context_length", "vocab_size")}
@@ -435,8 +435,8 @@ def wrong_file(kind: str, folder: Path, state: dict) -> Path:
         ("zip", "is a zip archive"),
         ("truncated", "could not be read; it may be cut short"),
         ("truncated torch", "is cut short"),
-        ("code", r"more in it than tensors \(getattr\), which can be code. It is not loaded"),
-        ("old code", r"more in it than tensors \(getattr\), which can be code. It is not loaded"),
+        ("code", r"more in it than tensors \(getattr\), which can be code. It is refused"),
+        ("old code", r"more in it than tensors \(getattr\), which can be code. It is refused"),
         ("torchscript", "TorchScript archive, which holds code"),
         ("tensor", "holds no state dict"),
         ("lora", "it is a LoRA"),
@@ -500,7 +500,7 @@ def test_a_hub_id_is_read_with_and_without_a_folder_for_the_encoder(tmp_path, mo
     expected = Expected(backbone)
     for name in ("some/pipeline", "some/clip"):
         expected.check(*load_text_encoder(name))
-    with pytest.raises(UserError, match="'some/thing' is no folder or file here, and as a hub id it gives no text enc"):
+    with pytest.raises(UserError, match="'some/thing' is not a folder or file here, and as a hub id it gives no"):
         load_text_encoder("some/thing")
 
 

@@ -148,7 +148,7 @@ def test_words_added_to_the_vocabulary_are_kept():
 def test_what_cannot_be_stretched_is_named(tokenizer):
     encoder = text_encoder()
     longer = stretch_text_encoder(encoder, tokenizer)
-    with pytest.raises(UserError, match="has 248 positions already.*Use it as it is"):
+    with pytest.raises(UserError, match="already has 248 positions.*Use it unchanged"):
         stretch_text_encoder(*longer)
     with pytest.raises(UserError, match="A Linear cannot be stretched"):
         stretch_text_encoder(torch.nn.Linear(2, 2), tokenizer)
