@@ -277,7 +277,7 @@ class _Quickstart:
         """Pictures of the prompts, by the original as stock SDXL draws them, by the others from all they say."""
         from debias_diffusion.eval.common.processes import Processes
         from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
-        from debias_diffusion.toymodels.scores import GUIDANCE_SCALE
+        from debias_diffusion.models.shipped import GUIDANCE_SCALE
 
         settings = DrawingSettings(self.models.sdxl, self.config.drawing_steps, GUIDANCE_SCALE, _AT_ONCE)
         subjects = [Subject(f"{index:06}", text, self.config.seed + index) for index, text in prompts.items()]

@@ -24,14 +24,13 @@ from debias_diffusion.files import changed_settings, path_digest, read_json_obje
 from debias_diffusion.interchange import best_of_run, load_text_encoder
 from debias_diffusion.interchange.load import model_and_weights
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
-from debias_diffusion.models.shipped import shipped
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.checked import generate_images
 from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, default_size, load_sdxl
 from debias_diffusion.pipelines.memory import check_memory, explain_memory
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
-from debias_diffusion.toymodels.scores import GUIDANCE_SCALE, STEPS
 
 from ..common.processes import Processes
 
