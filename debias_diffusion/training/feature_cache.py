@@ -19,7 +19,6 @@ from ..data.workers import load_batches
 from ..errors import UserError
 from ..files import held, json_digest, write_json
 from ..models.backbone import Backbone
-from ..models.weights import weights_digest
 from .step import autocast
 
 STAMP = 16  # bytes that tell a version of an image file from all others
@@ -30,13 +29,7 @@ _FORMAT = 2  # the first one had no checksums
 
 def cache_key(backbone: Backbone, precision: str) -> dict:
     """Everything but the image itself that its features depend on."""
-    return {
-        "format": _FORMAT,
-        "weights": weights_digest(backbone.model.visual),
-        "vision_cfg": backbone.config["model_cfg"]["vision_cfg"],
-        "preprocess": str(backbone.preprocess),
-        "precision": precision,
-    }
+    return {"format": _FORMAT, **backbone.image_fingerprint(), "precision": precision}
 
 
 class FeatureCache:
