@@ -15,10 +15,10 @@ from debias_diffusion.eval.pictures.drawing import ORIGINAL
 from debias_diffusion.eval.text_image.attention import Reader
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, default_size, load_sdxl
 from debias_diffusion.tokens import CaptionTokenizer
-from debias_diffusion.toymodels.scores import GUIDANCE_SCALE, STEPS
 
 from ..generate.png_settings import SAMPLERS
 from .requests import Request
