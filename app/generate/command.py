@@ -71,6 +71,7 @@ def generate(config: GenerateConfig) -> Path:
                 _fill(output, studio, prompts, where, left_out)
         else:
             _draw_one(output, studio, prompts[0])
+    print(f"Wrote {output}")
     return output
 
 
