@@ -59,6 +59,11 @@ class Checkpoint:
     file: Path | None = None
 
     @property
+    def weights(self) -> str:
+        """The file, folder or hub id of the weights."""
+        return str(self.file or self.name)
+
+    @property
     def is_local(self) -> bool:
         """Whether the configurations are on this machine."""
         return Path(self.folder).is_dir()
@@ -243,14 +248,22 @@ def _load(
 
 
 def _from_single_file(cls: type[DiffusionPipeline], checkpoint: Checkpoint, parts: dict) -> DiffusionPipeline:
+    missing = None
     try:
         with quiet_diffusers():  # it warns of every model that it casts
-            return cls.from_single_file(str(checkpoint.file), config=checkpoint.folder, local_files_only=True, **parts)
-    except NotImplementedError as error:  # of a model that has no weights yet where the file has none
+            pipe = cls.from_single_file(str(checkpoint.file), config=checkpoint.folder, local_files_only=True, **parts)
+    except NotImplementedError as error:  # casting weights that the file does not have
+        missing = reason(error)
+    else:
+        models = ((name, model) for name, model in pipe.components.items() if isinstance(model, nn.Module))
+        weights = ((f"{name}.{key}", weight) for name, model in models for key, weight in model.state_dict().items())
+        missing = next((name for name, weight in weights if weight.is_meta), None)
+    if missing:
         raise UserError(
-            f"The SDXL checkpoint {checkpoint.name!r} lacks weights of its configuration's models ({reason(error)}). "
-            "Give a whole checkpoint, and the configuration that belongs to it."
-        ) from error
+            f"The SDXL checkpoint {checkpoint.name!r} lacks weights of its configuration's models ({missing}). Give a "
+            "whole checkpoint, and the configuration that belongs to it."
+        )
+    return pipe
 
 
 @contextmanager
