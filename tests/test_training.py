@@ -215,7 +215,7 @@ def test_the_plan_is_said_before_the_run(world, tmp_path, capsys):
     train(config(world, tmp_path, max_steps=1))
     out = capsys.readouterr().out
     for part in (
-        "window 248",
+        "context length 248",
         "debias-clip",
         "18 to train on, 1 of them in each epoch's reserve; 6 held out",
         "1 of 8 pairs",
@@ -551,7 +551,7 @@ def test_bad_settings_are_named(world, tmp_path):
     refused("components is 8, but must be at least 1 and less than 7", components=8)
     refused("24 usable pairs less 20 held out leave 4", validation=20)
     refused("Unknown model 'ViT-B16'. Did you mean ViT-B-16", model="ViT-B16")
-    refused("batch normalisation", model="RN50-quickgelu")
+    refused("batch normalisation", model="RN50-quickgelu", pretrained="none")
     refused("keep_positions is 76, but must be at most 75", keep_positions=76)
     refused("'/nowhere.json' (is|are) not there", data="/nowhere.json")
     refused("Image folder '/nowhere' is not there", images="/nowhere")

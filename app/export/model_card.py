@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +22,10 @@ import debias_diffusion
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.report import escaped, weights_digest
 from debias_diffusion.files import read_json_object
+from debias_diffusion.methods import find_method
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.training import TrainConfig
+from debias_diffusion.training.config import method_settings
 
 # By it an exported folder is known as ours, and may be replaced.
 MARK = "exported by debias-diffusion"
@@ -102,7 +105,7 @@ def _made(exported: Exported, run: "_Run | None", base: tuple[str | None, str | 
     backbone = exported.backbone
     if run or _hub_repository(*base) or base[0] in open_clip.list_models():
         rows["base model"] = code(_public(base[0])) + (f", weights {code(_public(base[1]))}" if base[1] else "")
-        if base[0] in open_clip.list_models() and base[1] is None:
+        if base[0] in open_clip.list_models() and base[1] in (None, "none"):
             rows["base model"] += ", **random weights**: not trained before"
     if run:
         rows |= run.rows()
@@ -138,9 +141,11 @@ class _Run:
 
     def rows(self) -> dict[str, str]:
         settings, names = self.settings, {}
-        overrides = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling")
-        changed = ", ".join(f"{name} {settings[name]}" for name in overrides if settings.get(name) is not None)
+        changes = method_settings(settings)
+        changed = ", ".join(f"{name} {value}" for name, value in changes.items())
         names["recipe"] = code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")
+        with suppress(UserError):  # a method of another version
+            names["learned from"] = find_method(settings["recipe"], changes).describe()
         data = settings.get("data")
         if data:
             names["data"] = code(_public(data))

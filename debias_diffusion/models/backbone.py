@@ -111,12 +111,7 @@ class Backbone(nn.Module):
         return self.tokenizer(captions)
 
     def encode_image(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]
-
-        Features [batch, embed_dim], of an image tower that has done its work before, are returned as they are.
-        """
-        if images.ndim == 2:
-            return images
+        """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]"""
         return self.model.encode_image(self.normalise(images) if images.dtype == torch.uint8 else images)
 
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:

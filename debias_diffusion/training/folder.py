@@ -90,11 +90,12 @@ class RunFolder:
     def check_settings(self, settings: dict) -> None:
         """Raises UserError if the folder belongs to a run with other settings, and names them."""
         theirs = self.settings()
-        differing = [key for key in settings if settings[key] != theirs.get(key)]
+        # A run without settings of the method's own notes none.
+        differing = [key for key in {**settings, "method": None} if settings.get(key) != theirs.get(key)]
         if theirs and "base_model_sha256" not in theirs:  # a run of an earlier version, which did not note it
             differing = [key for key in differing if key != "base_model_sha256"]
         if theirs and differing:
-            changes = "; ".join(f"{key}: {theirs.get(key)!r} there, {settings[key]!r} here" for key in differing)
+            changes = "; ".join(f"{key}: {theirs.get(key)!r} there, {settings.get(key)!r} here" for key in differing)
             contents = (key.removesuffix("_sha256") for key in differing if key.endswith("_sha256"))
             replaced = "".join(f" The {name.replace('_', ' ')} is another one, by its contents." for name in contents)
             raise UserError(
