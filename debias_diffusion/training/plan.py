@@ -139,7 +139,7 @@ def print_plan(
     chunks = f" in chunks of {config.chunk}" if config.chunk else ""
     rest = f"; the last {batches.remainder} pairs fill no step" if batches.remainder else ""
     towers = "text tower, with cached image features" if config.freeze_image_tower else "both towers"
-    chosen = " (--validation auto)" if config.validation == "auto" else ""
+    chosen = " (auto: 1,000, of small data a tenth; --validation)" if config.validation == "auto" else ""
     lines = {
         "model": f"{config.model}, {weights} weights; context length {backbone.context_length}: the first "
         f"{stretched['keep']} positions kept, the others times {stretched['factor']}; {backbone.loss} loss",
