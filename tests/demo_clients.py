@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from debias_diffusion.app.demo import launch
-from debias_diffusion.app.demo.scenes import random_scene
+from debias_diffusion.app.demo.toy_scenes import random_scene
 
 LONG = random_scene(3).caption
 LARGE = "a " * 10_000  # 10,000 tokens, of which an answer has half a megabyte

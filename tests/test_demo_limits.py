@@ -15,10 +15,11 @@ from gradio import queueing
 from gradio.server_messages import HeartbeatMessage, ProcessCompletedMessage
 from tiny_sdxl import build_tiny_sdxl
 
-from debias_diffusion.app.demo import guard, launch, waiting
+from debias_diffusion.app.demo import fair_queue, guard, launch
+from debias_diffusion.app.demo.checks import check
 from debias_diffusion.app.demo.drawing import check_budget
-from debias_diffusion.app.demo.models import Models
-from debias_diffusion.app.demo.requests import BUDGET, check
+from debias_diffusion.app.demo.models import DemoModels
+from debias_diffusion.app.demo.request import BUDGET
 from debias_diffusion.app.demo.visitors import visitor
 from debias_diffusion.errors import UserError
 
@@ -32,8 +33,8 @@ def demo():
 
 
 @pytest.fixture(scope="module")
-def models() -> Models:
-    return Models("toy/sdxl", launch.AppConfig().encoders, torch.device("cpu"))
+def models() -> DemoModels:
+    return DemoModels("toy/sdxl", launch.AppConfig().encoders, torch.device("cpu"))
 
 
 def kept(page) -> dict[str, int]:
@@ -67,7 +68,7 @@ def test_guards_lean_on_what_gradio_has(demo):
     """What is changed here of gradio has to be there, and used: else the guards would do nothing, without a word."""
     page, _ = demo
     queue = page._queue
-    assert type(queue) is waiting.Queue and isinstance(queue.pending_messages_per_session, waiting._Mailboxes)
+    assert type(queue) is fair_queue.Queue and isinstance(queue.pending_messages_per_session, fair_queue._Mailboxes)
     assert type(page.app) is guard.Server and type(page.app.middleware_stack) is guard.Guard
     for name in ("push", "send_message", "start", "broadcast_estimations"):
         assert callable(getattr(queueing.Queue, name))
@@ -87,7 +88,7 @@ def test_an_answer_is_kept_for_who_fetches_it_later(demo):
 
 def test_answers_that_nobody_fetches_are_forgotten(demo, monkeypatch):
     page, url = demo
-    monkeypatch.setattr(waiting, "UNREAD", 1.0)
+    monkeypatch.setattr(fair_queue, "UNREAD", 1.0)
     visitor = Visitor(url)
     assert {visitor.abandon("tokens", [LARGE, False]) for _ in range(20)} == {200}
     visitor.abandon("generate", drawing(encoders=["toy/clip"]))
@@ -103,7 +104,7 @@ def test_answers_that_nobody_fetches_are_forgotten(demo, monkeypatch):
 def test_a_drawing_that_nobody_waits_for_ends(demo, monkeypatch):
     page, url = demo
     steps = counted_steps(monkeypatch)
-    monkeypatch.setattr(waiting, "UNREAD", 0.5)
+    monkeypatch.setattr(fair_queue, "UNREAD", 0.5)
     visitor = Visitor(url)
     visitor.abandon("generate", drawing(steps=100, prompt=LONG * 20))
     wait_until(lambda: steps)
@@ -114,7 +115,7 @@ def test_a_drawing_that_nobody_waits_for_ends(demo, monkeypatch):
 
 def test_answers_that_wait_take_a_bounded_part_of_memory(demo, monkeypatch):
     page, url = demo
-    monkeypatch.setattr(waiting, "MOST_UNREAD", 2_000_000)
+    monkeypatch.setattr(fair_queue, "MOST_UNREAD", 2_000_000)
     visitor, most = Visitor(url), 0
     for _ in range(30):
         event = visitor.call("tokens", [LARGE, False]).json()["event_id"]
@@ -126,7 +127,7 @@ def test_answers_that_wait_take_a_bounded_part_of_memory(demo, monkeypatch):
 
 def test_sessions_are_bounded_and_those_that_are_read_are_kept(demo, monkeypatch):
     page, url = demo
-    monkeypatch.setattr(waiting, "MOST_SESSIONS", 5)
+    monkeypatch.setattr(fair_queue, "MOST_SESSIONS", 5)
     visitor = Visitor(url)
     with ThreadPoolExecutor(1) as pool:
         patient = pool.submit(Visitor(url).ask, "generate", drawing(steps=100))
@@ -177,7 +178,7 @@ def test_a_cancel_in_the_end_of_an_answer_leaves_nothing(demo, monkeypatch):
 
 def test_a_mailbox_gives_back_what_was_put_in():
     async def through() -> list:
-        box = waiting.Mailbox()
+        box = fair_queue.Mailbox()
         outputs = [{"data": [{"a": 1.5, "b": "ü", "c": [None, True, 2**63 - 1]}]}, {}, {"error": "x"}]
         for output in outputs:
             box.put_nowait(ProcessCompletedMessage(output=output, success=True))
@@ -257,7 +258,7 @@ def test_a_visitor_cannot_fill_the_queue_and_others_come_in_between(monkeypatch)
         statuses = [one.abandon("generate", drawing()) for _ in range(5)]
         assert statuses == [200] * 4 + [429]
         refused = one.call("generate", drawing())
-        assert "4 requests that wait here, and 4 places are left" in refused.json()["detail"]
+        assert "4 waiting requests, and the 4 places left" in refused.json()["detail"]
         assert [other.abandon("generate", drawing()) for _ in range(3)] == [200, 200, 429]
         assert third.abandon("generate", drawing()) == 200
         waiting_names = [visitor(event.request.client) for event in page._queue._waiting()]
@@ -308,7 +309,7 @@ def test_a_request_beyond_the_budget_is_told_before_it_begins(models, changes, s
 
 
 def test_larger_images_take_more_of_the_budget(tmp_path):
-    models = Models(str(build_tiny_sdxl(tmp_path / "base")), ["original"], torch.device("cpu"))
+    models = DemoModels(str(build_tiny_sdxl(tmp_path / "base")), ["original"], torch.device("cpu"))
     request = check(replace(models.defaults, prompt="a red ring", steps=10, height=128, width=64), models)
     check_budget(models, request, 20)
     with pytest.raises(UserError, match="takes 20 steps .10 steps x 1 images x 1 encoders x 2.0 for the size"):

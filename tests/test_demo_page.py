@@ -32,11 +32,12 @@ from PIL.PngImagePlugin import PngInfo
 from tiny_sdxl import build_tiny_sdxl
 
 from debias_diffusion.app.demo import device, launch, markup
+from debias_diffusion.app.demo.analysis import Movement, PromptTokens, Token, attention, movement, tokens
 from debias_diffusion.app.demo.drawing import Drawn, Step, draw
-from debias_diffusion.app.demo.models import Models
-from debias_diffusion.app.demo.reading import Moved, Token, Tokens, attention, movement, tokens
-from debias_diffusion.app.demo.requests import Request, request_of_png
-from debias_diffusion.app.demo.scenes import random_scene
+from debias_diffusion.app.demo.models import DemoModels
+from debias_diffusion.app.demo.request import Request
+from debias_diffusion.app.demo.restore import request_of_png
+from debias_diffusion.app.demo.toy_scenes import random_scene
 from debias_diffusion.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,10 +68,10 @@ def files(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models() -> Models:
+def models() -> DemoModels:
     """The same models as the demo's, to draw alone with."""
     config = launch.AppConfig()
-    return Models(config.base, config.encoders, launch.pick_device("cpu"))
+    return DemoModels(config.base, config.encoders, launch.pick_device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def generate(client: Client, prompt: str = LONG, **settings) -> list[dict]:
     return client.predict(prompt, api_name="/generate", **(QUICK | settings))
 
 
-def alone(models: Models, prompt: str = LONG, **changes) -> list[bytes]:
+def alone(models: DemoModels, prompt: str = LONG, **changes) -> list[bytes]:
     """The files that the same settings give without any demo."""
     settings = QUICK | changes
     request = replace(models.defaults, prompt=prompt, **settings | {"encoders": tuple(settings["encoders"])})
@@ -159,7 +160,7 @@ def test_what_is_read_is_told(client, models):
     found = client.predict(LONG, ["toy/clip", "toy/debias-clip"], api_name="/attention")
     expected = attention(models, LONG, ["toy/clip", "toy/debias-clip"])
     assert found["attention"] == expected
-    assert [Moved(**row) for row in found["movement"]] == movement(models, LONG, ["toy/clip", "toy/debias-clip"])
+    assert [Movement(**row) for row in found["movement"]] == movement(models, LONG, ["toy/clip", "toy/debias-clip"])
     single = client.predict("A red ring.", api_name="/attention")
     assert single["movement"] == [] and list(single["attention"]) == models.labels
 
@@ -249,7 +250,7 @@ def test_closing_a_drawing_returns_at_once_and_the_next_waits_for_its_end(models
 
 def test_memory_that_does_not_suffice_is_told_and_frees_the_device(models):
     mine = device.Device(models)
-    with pytest.raises(UserError, match="memory of cpu does not suffice"), mine.alone():
+    with pytest.raises(UserError, match="cpu is out of memory"), mine.alone():
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
     with mine.alone() as same:
         assert same is models
@@ -303,7 +304,7 @@ def test_models_of_ones_own(files, tmp_path):
         (picture,) = client.predict("A red cat.", steps=1, height=32, width=48, api_name="/generate")
         with Image.open(BytesIO(base64.b64decode(picture["png"]))) as image:
             assert image.size == (48, 32)
-        with pytest.raises(AppError, match="twice the model's own"):
+        with pytest.raises(AppError, match="twice the model's native"):
             client.predict("A red cat.", steps=1, height=8000, width=8000, api_name="/generate")
         with pytest.raises(AppError, match="multiple of 8"):
             client.predict("A red cat.", steps=1, height=33, width=48, api_name="/generate")
@@ -399,7 +400,7 @@ WRITES = ["upload", "upload/", "/upload", "process_recording", "component_server
 @pytest.mark.parametrize("path", [*(f"gradio_api/{path}" for path in WRITES), *WRITES])
 def test_what_writes_or_fetches_is_closed(url, path, files):
     response = httpx.post(url + path, files={"files": ("a.png", b"x"), "video": ("a.mp4", b"x")})
-    assert (response.status_code, response.text) == (403, "This is closed here.")
+    assert (response.status_code, response.text) == (403, "This path is closed.")
     for path in ("gradio_api/proxy=http://127.0.0.1/", "gradio_api/file=/a/gradio_api/b", "file=x"):
         assert httpx.get(url + path).status_code == 403
     assert written(files) == []
@@ -433,7 +434,7 @@ def test_no_file_is_fetched(url, files):
     file = {"path": "http://127.0.0.1/a.png", "meta": {"_type": "gradio.FileData"}}
     for value in (file, [file], {"a": [1, {"b": file}]}):
         response = httpx.post(f"{url}gradio_api/run/tokens", json={"data": [value, False]})
-        assert response.json()["error"] == "No files are taken here."
+        assert response.json()["error"] == "Files are not accepted."
     assert written(files) == []
 
 
@@ -563,13 +564,13 @@ def shown() -> dict[str, str]:
     return {
         "message": markup.message(HOSTILE),
         "note": markup.note(HOSTILE),
-        "tokens": markup.count_tokens(Tokens((Token(HOSTILE, 1, "further"),), 75, 246, 1)),
+        "tokens": markup.token_list(PromptTokens((Token(HOSTILE, 1, "further"),), 75, 246, 1)),
         "progress": markup.progress(Step(HOSTILE, 1, 1, 2, 0.5), request),
         "original": markup.original(scene, b"png"),
         "drawn": markup.drawn(picture, [(HOSTILE, True), (HOSTILE, False)]),
         "waiting": markup.waiting(HOSTILE),
         "attention": markup.attention({HOSTILE: looked}),
-        "movement": markup.movement([Moved(HOSTILE, HOSTILE, {HOSTILE: 0.5})]),
+        "movement": markup.movement([Movement(HOSTILE, HOSTILE, {HOSTILE: 0.5})]),
     }
 
 
@@ -582,8 +583,8 @@ def test_text_from_outside_stays_text(name):
 
 
 def test_tokens_are_shown_by_sentence_and_window():
-    its = Tokens((Token("a ", 1, "original"), Token("b", 1, "long"), Token("c", 2, "further")), 75, 246, 2)
-    html = markup.count_tokens(its)
+    its = PromptTokens((Token("a ", 1, "original"), Token("b", 1, "long"), Token("c", 2, "further")), 75, 246, 2)
+    html = markup.token_list(its)
     assert "<strong>3 tokens</strong> in 2 sentences" in html
     assert '<li value="1"><span class="token original">a </span><span class="token long">b</span></li>' in html
     assert '<li value="2"><span class="token further">c</span></li>' in html
@@ -592,8 +593,8 @@ def test_tokens_are_shown_by_sentence_and_window():
 def test_progress_says_which_encoder_and_step():
     request = Request(prompt="", encoders=("a", "b", "c"), images=2)
     html = markup.progress(Step("b", 2, 7, 20, 0.625), request)
-    assert "Encoder 2 of 3, picture 2 of 2, step 7 of 20" in html and 'value="0.625"' in html
-    assert "picture" not in markup.progress(Step("b", 1, 7, 20, 0.5), replace(request, images=1))
+    assert "Encoder 2 of 3, image 2 of 2, step 7 of 20" in html and 'value="0.625"' in html
+    assert "image" not in markup.progress(Step("b", 1, 7, 20, 0.5), replace(request, images=1))
 
 
 # ---- as a Space

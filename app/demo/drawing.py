@@ -17,8 +17,9 @@ from debias_diffusion.pipelines.memory import is_out_of_memory
 
 from ..generate.png_settings import png_info, settings_text
 from ..generate.prompts import cleaned
-from .models import Models
-from .requests import SAME, Request, check, unweighted
+from .checks import check, unweighted
+from .models import DemoModels
+from .request import SHARED_SETTINGS, Request
 
 _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 
@@ -78,7 +79,7 @@ class _BrokenOffError(Exception):
 
 
 def draw(
-    models: Models, request: Request, cancelled: Callable[[], bool], budget: int | None = None
+    models: DemoModels, request: Request, cancelled: Callable[[], bool], budget: int | None = None
 ) -> Iterator[Step | Drawn]:
     """Draws what a request asks for: the first picture by each encoder, then the second by each, and so on.
 
@@ -118,7 +119,7 @@ def draw(
         drawing.join()
 
 
-def check_budget(models: Models, request: Request, budget: int) -> None:
+def check_budget(models: DemoModels, request: Request, budget: int) -> None:
     """Raises UserError for a request that takes more denoising steps than it may, before any is taken.
 
     A step of an image larger than the base's own counts as often as it is larger. A step with a prompt of more
@@ -130,7 +131,7 @@ def check_budget(models: Models, request: Request, budget: int) -> None:
         budget: steps of all images by all encoders together.
     """
     pixels = max(1.0, request.height * request.width / math.prod(models.size))
-    lengths = [max(1.0, _positions(models, request, label) / models.long_window) for label in request.encoders]
+    lengths = [max(1.0, _positions(models, request, label) / models.longest_context) for label in request.encoders]
     steps = request.steps * request.images * pixels * sum(lengths)
     if steps <= budget:
         return
@@ -145,16 +146,16 @@ def check_budget(models: Models, request: Request, budget: int) -> None:
     )
 
 
-def _positions(models: Models, request: Request, label: str) -> int:
+def _positions(models: DemoModels, request: Request, label: str) -> int:
     """Positions of a prompt's embeddings, or of all the pieces that an encoder reads it in, whichever are more."""
     pipe = models.pipeline(label, request)
     texts = [cleaned(its, request.weighting) for its in (request.prompt, request.negative_prompt) if its]
     layouts = [pipe.prompt_layout(text, do_classifier_free_guidance=False) for text in texts]
     pieces = max(max(layout.windows) for layout in layouts)
-    return max(pieces * (models.short_window - 2) + 2, *(layout.positions for layout in layouts))
+    return max(pieces * (models.stock_context - 2) + 2, *(layout.positions for layout in layouts))
 
 
-def _work(models: Models, request: Request, stop_if_asked: Callable, report: Callable) -> None:
+def _work(models: DemoModels, request: Request, stop_if_asked: Callable, report: Callable) -> None:
     """Reports what is drawn; at the end, whatever happens, None or what went wrong."""
     end = None
     try:
@@ -175,7 +176,7 @@ def _work(models: Models, request: Request, stop_if_asked: Callable, report: Cal
 
 
 @torch.no_grad()
-def _draw_all(models: Models, request: Request, stop_if_asked: Callable, report: Callable) -> None:
+def _draw_all(models: DemoModels, request: Request, stop_if_asked: Callable, report: Callable) -> None:
     encoded: dict[str, _Encoded] = {}
     places = [(image, label) for image in range(request.images) for label in request.encoders]
     for place, (image, label) in enumerate(places):
@@ -191,7 +192,7 @@ def _draw_all(models: Models, request: Request, stop_if_asked: Callable, report:
         report(_draw_one(models, request, label, image, encoded[label], progress))
 
 
-def _encode(models: Models, request: Request, label: str) -> _Encoded:
+def _encode(models: DemoModels, request: Request, label: str) -> _Encoded:
     pipe = models.pipeline(label, request)
     guided = request.guidance_scale > 1
     texts = {"prompt": cleaned(request.prompt, request.weighting)}
@@ -205,19 +206,24 @@ def _encode(models: Models, request: Request, label: str) -> _Encoded:
     return _Encoded(pipe, embeddings, layout, _read(models, request, label, layout))
 
 
-def _read(models: Models, request: Request, label: str, layout: PromptLayout) -> str:
+def _read(models: DemoModels, request: Request, label: str, layout: PromptLayout) -> str:
     """How much of the prompt the first encoder reads."""
     encoder, text = models.encoders[label], unweighted(request.prompt, request.weighting)
     total = len(encoder.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    room = min(encoder.window, models.short_window) - 2
+    room = min(encoder.context_length, models.stock_context) - 2
     if total > room and models.cuts(label, request.long_prompts):
         return f"reads the first {room:,} of {total:,} tokens"
-    windows = layout.windows[0]
-    return f"reads all {total:,} tokens in {'one piece' if windows == 1 else f'{windows} windows'}"
+    chunks = layout.windows[0]
+    return f"reads all {total:,} tokens" + (f" in {chunks} chunks" if chunks > 1 else " at once")
 
 
 def _draw_one(
-    models: Models, request: Request, label: str, image: int, encoded: _Encoded, progress: Callable[[int, int], None]
+    models: DemoModels,
+    request: Request,
+    label: str,
+    image: int,
+    encoded: _Encoded,
+    progress: Callable[[int, int], None],
 ) -> Drawn:
     pipe = encoded.pipe
     # A new one, because schedulers count steps and keep past ones.
@@ -245,14 +251,14 @@ def _draw_one(
     return Drawn(label, image + 1, seed, picture, file, encoded.read)
 
 
-def settings_of(models: Models, request: Request, label: str, picture: int, layout: PromptLayout) -> dict:
+def settings_of(models: DemoModels, request: Request, label: str, picture: int, layout: PromptLayout) -> dict:
     """What made a picture, as `debias-diffusion generate` writes it, and what else the request asked for.
 
     Args:
         picture: its number among the encoder's, from 1.
         layout: how the prompt was read.
     """
-    return {name: getattr(request, name) for name in SAME} | {
+    return {name: getattr(request, name) for name in SHARED_SETTINGS} | {
         "negative_prompt": request.negative_prompt or None,
         "prompt_2": None,
         "seed": request.seed + picture - 1,
