@@ -28,7 +28,7 @@ from gradio_client import Client
 from machine import machine
 from tqdm import tqdm
 
-from debias_diffusion.app.demo.drawing import draw
+from debias_diffusion.app.demo.live_generation import draw
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.toy_scenes import random_scene
 from debias_diffusion.devices import pick_device

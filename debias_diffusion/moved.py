@@ -8,6 +8,7 @@ from importlib.util import spec_from_loader
 
 MOVED = {
     "app.contact_sheet": "app.generate.contact_sheet",
+    "app.demo.drawing": "app.demo.live_generation",
     "app.demo.examples": "app.demo.example_prompts",
     "app.demo.reading": "app.demo.analysis",
     "app.demo.requests": "app.demo.checks",

@@ -3,7 +3,7 @@
 import pytest
 
 from debias_diffusion.app.demo import device
-from debias_diffusion.app.demo.drawing import Step, draw
+from debias_diffusion.app.demo.live_generation import Step, draw
 
 
 def counted_steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:

@@ -21,7 +21,7 @@ from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from debias_diffusion.app.demo import device, launch
-from debias_diffusion.app.demo.drawing import Step
+from debias_diffusion.app.demo.live_generation import Step
 from debias_diffusion.app.demo.toy_scenes import random_scene
 from debias_diffusion.app.generate.png_settings import read_settings
 
@@ -122,7 +122,7 @@ def test_tokens_are_counted_while_typing(page):
     asked = []
     page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
     prompt = page.get_by_label("Prompt", exact=True)
-    prompt.press_sequentially("A large red ring. ", delay=60)
+    prompt.press_sequentially("A large red ring. ", delay=20)
     expect(page.locator("#tokens")).to_contain_text("5 tokens in 1 sentence")
     assert len(asked) < 9  # and not one for each of 18 keys
     prompt.fill(LONG)

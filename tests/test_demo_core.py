@@ -25,7 +25,7 @@ from transformers import CLIPTextModelWithProjection
 
 from debias_diffusion.app.demo.analysis import attention, movement, tokens
 from debias_diffusion.app.demo.checks import check, unweighted
-from debias_diffusion.app.demo.drawing import Drawn, Step, as_png, check_budget, draw, settings_of
+from debias_diffusion.app.demo.live_generation import Drawn, Step, as_png, check_budget, draw, settings_of
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.request import BUDGET
 from debias_diffusion.app.demo.restore import MOST_PNG, request_of_png
@@ -358,7 +358,7 @@ def test_out_of_memory_is_told_and_harms_nothing(folders, monkeypatch):
     before = pictures(models, steps=1)[0]
     with monkeypatch.context() as patch:
         patch.setattr(vae, "decode", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("of 3 GiB")))
-        with pytest.raises(UserError, match="memory of cpu does not suffice .of 3 GiB.*smaller"):
+        with pytest.raises(UserError, match="cpu is out of memory .of 3 GiB.*smaller"):
             pictures(models, steps=1)
     assert vae.dtype == torch.float16
     assert same(pictures(models, steps=1)[0].image, before.image)

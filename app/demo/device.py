@@ -8,7 +8,7 @@ import torch
 
 from debias_diffusion.errors import UserError, reason
 
-from .drawing import Drawn, Step, draw
+from .live_generation import Drawn, Step, draw
 from .models import DemoModels
 from .request import BUDGET, Request
 
@@ -21,7 +21,7 @@ class Device:
 
     Args:
         models: the demo's models.
-        budget: denoising steps of one request, as `drawing.check_budget` counts them.
+        budget: denoising steps of one request, as `live_generation.check_budget` counts them.
     """
 
     def __init__(self, models: DemoModels, budget: int = BUDGET):
@@ -44,7 +44,7 @@ class Device:
                 ) from error
 
     def draw(self, request: Request) -> Iterator[Step | Drawn]:
-        """As `drawing.draw`. Closing the iterator returns at once; its current step ends in another thread.
+        """As `live_generation.draw`. Closing the iterator returns at once; its current step ends in another thread.
 
         Raises:
             UserError: the request cannot be drawn.

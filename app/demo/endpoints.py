@@ -14,7 +14,7 @@ from debias_diffusion.errors import UserError, reason
 
 from .analysis import attention, movement, tokens
 from .device import Device
-from .drawing import Drawn
+from .live_generation import Drawn
 from .request import LongPrompts
 from .restore import request_of_png
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from math import sqrt
 
 from .analysis import Movement, PromptTokens
-from .drawing import Drawn, Step
+from .live_generation import Drawn, Step
 from .request import Request
 from .toy_scenes import ToyScene
 

@@ -16,10 +16,10 @@ from debias_diffusion.errors import UserError
 from . import markup
 from .analysis import attention, movement, tokens
 from .device import Device
-from .drawing import Step
 from .endpoints import TURN, add_endpoints, decoded
 from .example_prompts import examples
 from .guard import INTERNAL_ERROR, Blocks
+from .live_generation import Step
 from .models import DemoModels
 from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request
 from .restore import request_of_png
