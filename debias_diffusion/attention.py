@@ -4,13 +4,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import UserError
 from .interchange.text_encoders import TextEncoder
 from .models.backbone import Backbone
-from .models.text_tower import before_attention, block_forward
+from .models.blocks import before_attention, block_forward, causal_attention
 from .tokens import TokenBatch
 
 
@@ -85,13 +84,8 @@ def _backbone_last_layer(backbone: Backbone, rows: Tensor) -> tuple[Tensor, Tens
     hidden_states = tower.token_embedding(rows) + tower.positional_embedding[: rows.shape[1]]
     *blocks, last = tower.transformer.resblocks
     for block in blocks:
-        hidden_states = block_forward(block, hidden_states, _attend_causally)
+        hidden_states = block_forward(block, hidden_states, causal_attention)
     return before_attention(last, hidden_states)[:2]
-
-
-def _attend_causally(*query_key_value: Tensor) -> Tensor:
-    parts = (part.transpose(1, 2) for part in query_key_value)
-    return F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)
 
 
 def _transformers_last_layer(encoder: TextEncoder, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ Here rather than in the evaluation because training watches it.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -52,9 +52,13 @@ def recall_at_k(
 
 
 def recall_ranks(
-    image_features: Tensor, text_features: Tensor, block: int = 1024, image_of: Sequence[int] | None = None
+    image_features: Tensor,
+    text_features: Tensor,
+    block: int = 1024,
+    image_of: Sequence[int] | None = None,
+    candidates: Mapping[str, Sequence[Sequence[int]]] | None = None,
 ) -> dict[str, Tensor]:
-    """The rank, from 1, of each query's partner among all candidates, by cosine similarity.
+    """The rank, from 1, of each query's partner among its candidates, by cosine similarity.
 
     Text to image, each caption is a query and its image the one partner. Image to text, each image is a query, and one
     of its captions among the k is enough: its most similar one counts.
@@ -68,21 +72,61 @@ def recall_ranks(
         text_features: [M, D]
         block: images, and captions, compared at once; memory grows with block * block, never with N * M.
         image_of: the row of each caption's image, [M], each image at least once; None: row i is image i's, N = M.
+        candidates: the rows that each query chooses among, a partner of its own with them: "text_to_image" has M lists
+            of images, "image_to_text" N lists of captions. Only the directions named are ranked, and images without
+            captions may stand among the candidates. None: both directions, each query among all.
 
     Returns:
         {"text_to_image": int64 [M], "image_to_text": int64 [N]}
 
     Raises:
-        UserError: shapes do not fit or are empty, an image has no caption, or a feature is not finite.
+        UserError: shapes do not fit or are empty, an image has no caption, a feature is not finite, or a query's
+            candidates are not rows, repeat one, or lack its partner.
     """
-    owners = _owners(image_features, text_features, image_of)
+    owners = _owners(image_features, text_features, image_of, every_image=candidates is None)
     if not all(part.isfinite().all() for features in (image_features, text_features) for part in features.split(block)):
         raise UserError("Features are NaN or infinite, so there is no nearest one. Check the model's weights.")
-    text_ranks, image_ranks = _ranks(image_features, text_features, owners, block)
-    return {"text_to_image": text_ranks, "image_to_text": image_ranks}
+    if candidates is None:
+        text_ranks, image_ranks = _ranks(image_features, text_features, owners, block)
+        return {"text_to_image": text_ranks, "image_to_text": image_ranks}
+    sides = {"text_to_image": (text_features, image_features), "image_to_text": (image_features, text_features)}
+    if not candidates.keys() <= sides.keys():
+        raise UserError(f"Candidates are for {sorted(candidates)}. Name only {' and '.join(sides)}.")
+    return {
+        direction: _ranks_among(direction, *sides[direction], owners, rows, block)
+        for direction, rows in candidates.items()
+    }
 
 
-def _owners(image_features: Tensor, text_features: Tensor, image_of: Sequence[int] | None) -> Tensor:
+def _ranks_among(
+    direction: str, queries: Tensor, gallery: Tensor, owners: Tensor, candidates: Sequence[Sequence[int]], block: int
+) -> Tensor:
+    """The rank, from 1, of each query's best partner among its own candidates, [queries], last among equals."""
+    counts = torch.tensor([len(rows) for rows in candidates], device=owners.device)
+    rows = torch.tensor([row for rows in candidates for row in rows], dtype=torch.long, device=owners.device)
+    if len(counts) != len(queries) or not ((rows >= 0) & (rows < len(gallery))).all():
+        raise UserError(
+            f"The candidates of {direction} must be {len(queries)} lists, one a query, of rows from 0 to "
+            f"{len(gallery) - 1}; got {len(counts)} lists."
+        )
+    # One entry for each query and candidate, [sum of counts].
+    asking = torch.arange(len(queries), device=owners.device).repeat_interleave(counts)
+    is_partner = owners[asking] == rows if direction == "text_to_image" else owners[rows] == asking
+    pairs = zip(asking.split(block), rows.split(block), strict=True)
+    similarity = torch.cat([(_unit(queries[a]) * _unit(gallery[r])).sum(dim=1) for a, r in pairs])
+    best = similarity.new_full((len(queries),), -torch.inf)
+    best.scatter_reduce_(0, asking[is_partner], similarity[is_partner], "amax")
+    repeated = len(torch.stack([asking, rows]).unique(dim=1).T) < len(rows)
+    if repeated or best.isneginf().any():
+        fault = "repeat a row" if repeated else f"of query {int(best.isneginf().nonzero()[0])} lack its partner"
+        raise UserError(f"The candidates of {direction} {fault}. Name each candidate once, the partner too.")
+    harder = ~is_partner & (similarity >= best[asking] - TIE)
+    return torch.ones_like(best, dtype=torch.long).index_add_(0, asking, harder.long())
+
+
+def _owners(
+    image_features: Tensor, text_features: Tensor, image_of: Sequence[int] | None, every_image: bool = True
+) -> Tensor:
     """The row of each caption's image, [M]. Raises UserError when the features do not fit it."""
     shapes = f"image features {tuple(image_features.shape)} and text features {tuple(text_features.shape)}"
     fit = image_features.ndim == text_features.ndim == 2 and image_features.shape[1] == text_features.shape[1]
@@ -92,7 +136,9 @@ def _owners(image_features: Tensor, text_features: Tensor, image_of: Sequence[in
             f"Recall got {shapes}. Both must be [N, D] with the same N >= 1 and D, or [N, D] and [M, D] with image_of."
         )
     owners = torch.arange(texts) if image_of is None else torch.as_tensor(image_of, dtype=torch.long, device="cpu")
-    if owners.shape != (texts,) or not torch.equal(owners.unique(), torch.arange(images)):
+    named = owners.unique()
+    fits = torch.equal(named, torch.arange(images)) if every_image else bool(((named >= 0) & (named < images)).all())
+    if owners.shape != (texts,) or not fits:
         raise UserError(
             f"Recall got {shapes} and image_of of {len(owners)} rows. It must name the image of each caption, "
             f"from 0 to {images - 1}, and each image at least once."

@@ -42,6 +42,10 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
             f"This text tower was trained with {backbone.pooling} pooling, and a CLIPModel pools at EOT: its text "
             "features would be others. Export it as transformers or open_clip."
         )
+    if backbone.image_attention is not None:
+        raise UserError(
+            "The attention in the image tower was replaced; a CLIPModel has the plain one. Export it as open_clip."
+        )
     text, vision = text_config(backbone), _vision_config(backbone)
     processor = CLIPProcessor(_image_processor(backbone), backbone.tokenizer.tokenizer)
     state = text_to_transformers(text_state(backbone.text.tower))

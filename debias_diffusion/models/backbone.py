@@ -8,7 +8,8 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import open_clip
@@ -22,12 +23,14 @@ from torchvision.transforms import Compose, PILToTensor
 
 from ..errors import UserError, near_matches, reason
 from ..tokens import CaptionTokenizer, TokenBatch
+from .blocks import Attention, block_numbers
 from .families import Family, find_family
+from .image_tower import ImageTower
 from .model_files import build_empty, check_bounds, check_finite, explain_failure, read_config
 from .positions import FACTOR, KEEP, stretch_positions
 from .shipped import shipped
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions
-from .weights import find_weights, load_weights, read_state, save_tensors
+from .weights import find_weights, load_weights, read_state, save_tensors, weights_digest
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -117,7 +120,53 @@ class Backbone(nn.Module):
         """
         if images.ndim == 2:
             return images
-        return self.model.encode_image(self.normalise(images) if images.dtype == torch.uint8 else images)
+        images = self.normalise(images) if images.dtype == torch.uint8 else images
+        if self.image_attention is None:
+            return self.model.encode_image(images)
+        if not self.image.attends:
+            raise UserError(
+                f"This model was saved with other attention in its image tower, {self.image_attention}. Replace it "
+                "again first (`Backbone.replace_image_attention`)."
+            )
+        return self.image(images)
+
+    @cached_property
+    def image(self) -> ImageTower:
+        """The image tower block by block, sharing `model`'s weights. Raises UserError for a ResNet and for timm's."""
+        return ImageTower(self.model.visual)
+
+    @property
+    def image_attention(self) -> dict | None:
+        """Describes the replaced attention of the image tower; None for the plain one."""
+        return self.config.get("debias_diffusion", {}).get("image_attention")
+
+    def replace_image_attention(self, attends: Mapping[int, Attention], description: dict) -> None:
+        """Gives blocks of the image tower another attention, in `encode_image` too.
+
+        open_clip itself knows nothing of it: a saved folder that it loads has the plain attention there.
+
+        Args:
+            attends: by number of the block; all other blocks have the plain one.
+            description: JSON values that tell this attention from any other. They are written into `config`, so that
+                caches, evaluations and saved folders differ from the plain model's.
+
+        Raises:
+            UserError: no block or description is given, a block is none, or the image tower is a ResNet or timm's.
+        """
+        if not attends or not description:
+            raise UserError("replace_image_attention needs at least one block and a description.")
+        numbers = block_numbers(self.image.visual.transformer, attends)
+        self.image.attends = dict(zip(numbers, attends.values(), strict=True))
+        self.config["debias_diffusion"] = self.config.get("debias_diffusion", {}) | {"image_attention": description}
+
+    def image_fingerprint(self) -> dict:
+        """Everything but the image that decides its features, as JSON values: part of the key of a cache of them."""
+        fingerprint = {
+            "weights": weights_digest(self.model.visual),
+            "vision_cfg": self.config["model_cfg"]["vision_cfg"],
+            "preprocess": str(self.preprocess),
+        }
+        return fingerprint | ({} if self.image_attention is None else {"attention": self.image_attention})
 
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [batch, 3, height, width] to floats, as torchvision's ToTensor and Normalize do it, to the last bit."""

@@ -1,16 +1,25 @@
 """Text towers: one that computes what its causal mask does not hide and nothing else, and one without a mask."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from ..errors import UserError
 from ..tokens import TokenBatch
+from .blocks import (
+    Attention,
+    after_attention,
+    before_attention,
+    block_forward,  # noqa: F401 (its import path of earlier releases)
+    block_numbers,
+    causal_attention,
+    run_block,
+    stack_states,
+)
 
 # Captions of like length attend together, in at most so many groups without and so many with pads in front: more
 # would waste calls, fewer would waste padding.
@@ -19,45 +28,6 @@ _GROUPS = 8
 # Where the text feature is read: at EOT (at the last slot where there is no causal mask), or as the mean of all states
 # from SOT to EOT without pads (DeBias-CLIP, section E.2).
 POOLINGS = ("eot", "average")
-
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def before_attention(block: ResidualAttentionBlock, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[..., width] -> query, key and value, each [..., heads, width / heads]"""
-    attention = block.attn
-    qkv = F.linear(block.ln_1(hidden_states), attention.in_proj_weight, attention.in_proj_bias)
-    return tuple(part.unflatten(-1, (attention.num_heads, -1)) for part in qkv.chunk(3, dim=-1))
-
-
-def after_attention(block: ResidualAttentionBlock, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """What went into the block [..., width] and the attended values [..., heads, width / heads] -> what comes out"""
-    hidden_states = hidden_states + block.ls_1(block.attn.out_proj(attended.flatten(-2)))
-    return hidden_states + block.ls_2(block.mlp(block.ln_2(hidden_states)))
-
-
-def block_forward(
-    block: ResidualAttentionBlock,
-    hidden_states: torch.Tensor,
-    attend: Attention,
-    rows: torch.Tensor | None = None,
-    before: Callable = before_attention,
-    after: Callable = after_attention,
-) -> torch.Tensor:
-    """One transformer block with its attention given as a function.
-
-    Args:
-        block: open_clip's block, whose weights are used where they are.
-        hidden_states: [..., width], any leading shape.
-        attend: (query, key, value), each [..., heads, width / heads], to the attended values of the same shape.
-        rows: which of the rows [rows, width] are wanted. `attend` then gets the queries of these alone; keys and values
-            are still of all.
-        before, after: what stands before and after the attention, perhaps compiled.
-    """
-    query, key, value = before(block, hidden_states)
-    if rows is not None:
-        query, hidden_states = query.index_select(0, rows), hidden_states.index_select(0, rows)
-    return after(block, hidden_states, attend(query, key, value))
 
 
 @dataclass(frozen=True)
@@ -180,27 +150,58 @@ class TextTower:
 
     def __call__(self, tokens: TokenBatch) -> torch.Tensor:
         """[batch, embed_dim] features of the captions, projected, not normalised."""
-        tower = self.tower
-        layout = _Layout(tokens, tokens.ids.device)
+        return self.encode(tokens)[0]
+
+    def encode(self, tokens: TokenBatch, blocks: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features, and the states of EOT after some blocks.
+
+        Args:
+            blocks: numbers from 0, or from -1 for the last block.
+
+        Returns:
+            features [batch, embed_dim], projected, not normalised; states [batch, len(blocks), width], before the
+            final norm.
+        """
+        tower, layout = self.tower, _Layout(tokens, tokens.ids.device)
+        numbers, eot_states = block_numbers(tower.transformer, blocks), {}
         ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
         # [longest prefix + sum of lengths, width]
         hidden_states = tower.token_embedding(ids) + tower.positional_embedding[layout.positions]
-        *blocks, last = tower.transformer.resblocks
-        for block in blocks:
+        last = len(tower.transformer.resblocks) - 1
+        for block in range(last):
             hidden_states = self._run(block, hidden_states, partial(_attend, layout))
+            if block in numbers:
+                eot_states[block] = hidden_states.index_select(0, layout.last)
         if self.pooling == "average":
             hidden_states = self._run(last, hidden_states, partial(_attend, layout))
-            return self.project(_average(tokens, layout, tower.ln_final(hidden_states)))
-        # Of what the last block gives, only EOT is read.
-        hidden_states = self._run(last, hidden_states, partial(_attend_last, layout), layout.last)
-        return self.project(tower.ln_final(hidden_states).index_select(0, layout.back))
+            pooled = _average(tokens, layout, tower.ln_final(hidden_states))
+            eot_states[last] = hidden_states.index_select(0, layout.last)
+        else:  # of the last block's output only EOT is read
+            eot_states[last] = self._run(last, hidden_states, partial(_attend_last, layout), layout.last)
+            pooled = tower.ln_final(eot_states[last]).index_select(0, layout.back)
+        features = self.project(pooled)
+        states = [eot_states[number].index_select(0, layout.back) for number in numbers]
+        return features, stack_states(states, features, hidden_states.shape[-1])
 
-    def _run(self, block: nn.Module, hidden_states: torch.Tensor, attend: Attention, rows=None) -> torch.Tensor:
-        run = partial(block_forward, before=self._before, after=self._after)
-        if self.tower.transformer.grad_checkpointing and torch.is_grad_enabled():
-            # A block draws no random numbers whose state would have to be kept.
-            return checkpoint(run, block, hidden_states, attend, rows, use_reentrant=False, preserve_rng_state=False)
-        return run(block, hidden_states, attend, rows)
+    def penultimate_states(self, tokens: TokenBatch, pad: int) -> torch.Tensor:
+        """`hidden_states[-2]` of transformers' CLIPTextModel, as SDXL's UNet reads it: of every token, pads included.
+
+        Args:
+            pad: the id that fills a row after EOT: EOT itself for SDXL's first encoder, 0 for its second. Pads before
+                a text stay as they are.
+
+        Returns:
+            [batch, context_length, width], after the block before the last, without the final norm.
+        """
+        tower = self.tower
+        hidden_states = tower.token_embedding(replace(tokens, pad=pad).padded()) + tower.positional_embedding
+        for block in range(len(tower.transformer.resblocks) - 1):
+            hidden_states = self._run(block, hidden_states, causal_attention)
+        return hidden_states
+
+    def _run(self, block: int, hidden_states: torch.Tensor, attend: Attention, *rows: torch.Tensor) -> torch.Tensor:
+        transformer, parts = self.tower.transformer, {"before": self._before, "after": self._after}
+        return run_block(transformer, block, hidden_states, attend, *rows, **parts)
 
     def checkpoint_activations(self) -> None:
         """Keeps only what goes into each block for the backward pass, which computes the rest again."""
@@ -226,17 +227,35 @@ class PaddedTextTower(TextTower):
     may be left out, and no two captions share anything.
     """
 
-    def __call__(self, tokens: TokenBatch) -> torch.Tensor:
-        """[batch, embed_dim] features of the captions, projected, not normalised."""
-        tower = self.tower
-        hidden_states = tower.token_embedding(tokens.padded()) + tower.positional_embedding
-        states = tower.ln_final(tower.transformer(hidden_states))
+    def encode(self, tokens: TokenBatch, blocks: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features, and the states of the last slot, which is the pooled one here, after some blocks."""
+        transformer = self.tower.transformer
+        numbers, after_blocks = block_numbers(transformer, blocks), {}
+        hidden_states = self.tower.token_embedding(tokens.padded()) + self.tower.positional_embedding
+        if numbers:
+            indices = sorted(set(numbers))
+            hidden_states, intermediates = transformer.forward_intermediates(hidden_states, indices=indices)
+            after_blocks = dict(zip(indices, intermediates, strict=True))
+        else:
+            hidden_states = transformer(hidden_states)
+        features = self.project(self._pool(self.tower.ln_final(hidden_states), tokens))
+        states = [after_blocks[number][:, -1] for number in numbers]
+        return features, stack_states(states, features, hidden_states.shape[-1])
+
+    def _pool(self, states: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
         if self.pooling == "eot":
-            return self.project(states[:, -1])
+            return states[:, -1]
         slots, start = torch.arange(states.shape[1]), tokens.n_prefix[:, None]
         inside = (start <= slots) & (slots < start + tokens.lengths[:, None])
         sums = (inside.to(states)[..., None] * states).sum(dim=1)
-        return self.project(sums / tokens.lengths.to(states)[:, None])
+        return sums / tokens.lengths.to(states)[:, None]
+
+    def penultimate_states(self, tokens: TokenBatch, pad: int) -> torch.Tensor:
+        """Raises UserError: SDXL's UNet reads the states of a causal text tower."""
+        raise UserError(
+            "This text tower has no causal mask, and SDXL's UNet reads the hidden states of a CLIPTextModel, which has "
+            "one. Give a CLIP, for example ViT-L-14."
+        )
 
     def compile(self, **options) -> None:
         """Compiles the blocks as one: each batch has the same number of slots."""
