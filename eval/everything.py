@@ -11,9 +11,9 @@ from debias_diffusion.errors import UserError
 
 from .common.inputs import check_output
 from .merged_report import ReportConfig, evaluate_report
-from .pictures.generation import GenerationConfig, check_generation, evaluate_generation, load_networks
+from .pictures.generation import GenerationConfig, evaluate_generation, load_networks
 from .text_image.attention import AttentionConfig, evaluate_attention
-from .text_image.classification import ClassificationConfig, check_classification, evaluate_classification
+from .text_image.classification import ClassificationConfig, evaluate_classification
 from .text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from .text_image.robustness import RobustnessConfig, evaluate_robustness
 
@@ -88,13 +88,11 @@ def evaluate_all(config: AllConfig) -> Path:
     # what is wrong with the later ones is told now, not after the others
     if base is not None:
         pictures = _generation(config, base, common)
-        check_generation(pictures)
         load_networks(pictures, torch.device("cpu"))
         work["generation"] = lambda: evaluate_generation(pictures)
     if config.classification is not None:
         options = {"dataset": config.classification, "data": config.classification_data}
         classes = ClassificationConfig(**(common | options))
-        check_classification(classes)
         work["classification"] = lambda: evaluate_classification(classes)
     for number, (name, evaluate) in enumerate(work.items(), 1):
         print(f"\n[{number}/{len(work)}] {name}", flush=True)

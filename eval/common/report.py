@@ -1,4 +1,4 @@
-"""What every evaluation leaves behind: one JSON of settings, versions, digests and numbers, and a small table."""
+"""The result of an evaluation: a JSON file of settings, versions, digests and numbers, tables and figures."""
 
 import hashlib
 import os
@@ -17,11 +17,11 @@ from debias_diffusion.files import sha256, whole_file, write_json
 from debias_diffusion.models.weights import weights_digest  # noqa: F401
 
 PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
-PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of pictures
+PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of generated images
 
 
 def versions() -> dict[str, str]:
-    """The versions of this package and of the libraries that decide the numbers."""
+    """The versions of this package and of the libraries that affect the numbers."""
     return {package: version(package) for package in PACKAGES}
 
 
@@ -40,16 +40,15 @@ def digest(path: str | os.PathLike) -> str:
 def write_report(
     evaluation: str, config, *, digests: dict, left_out: Iterable[BadRecord], seconds: float, **numbers
 ) -> dict:
-    """Writes what an evaluation found to `config.output`/`evaluation`.json, and returns it.
+    """Writes the report of an evaluation to `config.output`/`evaluation`.json, and returns it.
 
     Args:
         evaluation: its name.
         config: its settings, a dataclass.
         digests: of data and weights: "data" and, by label, "encoders".
-        left_out: the records that could not be used.
+        left_out: the bad records.
         seconds: how long it took.
-        numbers: what was found: by label "encoders"; between encoders "compared", as `encoders.compare` has it;
-            "notes", for whoever reads the numbers.
+        numbers: by label "encoders"; between encoders "compared", see `encoders.compare`; "notes" on the numbers.
     """
     report = {
         "evaluation": evaluation,
@@ -66,11 +65,11 @@ def write_report(
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers to read, on a console or a page.
+    """Numbers for people, on a console or a page.
 
     Attributes:
-        header: of the columns; the first says what the table is of.
-        rows: the first of each says whose numbers follow; None is a missing one.
+        header: of the columns; the first is the title of the table.
+        rows: the first cell of each names it; None is a missing number.
     """
 
     header: Sequence[str]
@@ -80,7 +79,7 @@ class Table:
         return table(self.header, self.rows)
 
     def markdown(self) -> str:
-        """As Markdown in which no cell can end its table or hold HTML."""
+        """The table in Markdown; no cell can end it or hold HTML."""
         lines = [[escaped(cell) for cell in row] for row in (self.header, *self.cells())]
         lines.insert(1, ["---", *["--:"] * (len(self.header) - 1)])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -91,17 +90,17 @@ class Table:
 
 
 def escaped(text: str) -> str:
-    """Text in one line that Markdown shows as it is."""
+    """Text in one line, escaped for Markdown."""
     return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", " ".join(text.split()))
 
 
 def compared_tables(compared: Sequence[dict]) -> list[Table]:
-    """`encoders.compare`'s differences as a table, of points where the scores are percentages; none where none are."""
+    """A table of the differences of `encoders.compare`, in points if the scores are percentages; none without any."""
     rows = []
     for line in compared:
         p = None if line["p"] is None else f"{line['p']:.4f}"
         rows.append([f"{line['a']} - {line['b']}, {line['score']}", line["difference"], line["low"], line["high"], p])
-    return [Table(["difference", "found", "95% from", "to", "p"], rows)] if rows else []
+    return [Table(["comparison", "difference", "95% from", "to", "p"], rows)] if rows else []
 
 
 def interval(ends: Sequence[float], digits: int = 1) -> str:
@@ -110,9 +109,9 @@ def interval(ends: Sequence[float], digits: int = 1) -> str:
 
 
 def show(report: dict, tables: Iterable[Table], figures: Mapping[str, Figure]) -> None:
-    """Prints tables and notes, and saves figures in the evaluation's output folder, by their files' names."""
-    for its in tables:
-        print(f"\n{its}")
+    """Prints tables and notes, and saves figures in the evaluation's output folder; `figures` is by file name."""
+    for shown in tables:
+        print(f"\n{shown}")
     for note in report["notes"]:
         print(f"Note: {note}")
     for name, figure in figures.items():
@@ -121,14 +120,14 @@ def show(report: dict, tables: Iterable[Table], figures: Mapping[str, Figure]) -
 
 
 def save_picture(figure: Figure, file: str | os.PathLike | BinaryIO) -> None:
-    """Saves a figure as PNG. A dollar sign is itself, not the beginning of a formula: names hold any."""
+    """Saves a figure as PNG. A dollar sign in a name begins no formula."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)
     figure.savefig(file, format="png")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> str:
-    """A plain text table: fractions with two decimals, right-aligned; a missing number is a dash."""
+    """A plain text table: numbers right-aligned with two decimals; a missing one is a dash."""
     cells = [list(header)] + [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
