@@ -165,7 +165,7 @@ def test_an_interrupted_evaluation_continues_and_ends_equal(finished, tmp_path, 
         ({"images_at_once": 0}, "images_at_once=0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_bad": 2.0}, "max_bad is 2.0"),
-        ({"base": "nowhere"}, "The base model 'nowhere' is not there"),
+        ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"images": "."}, "0 of 3 pairs"),
         ({"limit": 1, "own_features": "toy/features"}, "1 of 1 pairs.*at least 2"),
         ({"own_features": "no/such/folder"}, "no/such/folder.*Give own_features a folder"),
@@ -225,11 +225,17 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
     for label, its in toy["encoders"].items():
         folder = Path(toy["settings"]["output"], "pictures", label.replace("/", "-"))
         right = objects_right([folder / f"{index:06}.png" for index in range(6)], scenes)
-        pairs = [(told[i][place], ok) for i, objects in enumerate(right) for place, ok in objects.items()]
-        assert its["scores"]["objects_right"]["value"] == pytest.approx(100 * np.mean([ok for _, ok in pairs]))
-        for line in its["scores"]["objects_right_by_sentence"]:
-            of_sentence = [ok for sentence, ok in pairs if sentence + 1 == line["sentence"]]
-            assert (line["value"], line["objects"]) == (pytest.approx(100 * np.mean(of_sentence)), len(of_sentence))
+        by_sentence = {}
+        for objects, sentences in zip(right, told, strict=True):
+            for place, is_right in objects.items():
+                by_sentence.setdefault(sentences[place] + 1, []).append(100 * is_right)
+        every = [value for values in by_sentence.values() for value in values]
+        assert its["scores"]["objects_right"]["value"] == pytest.approx(np.mean(every))
+        lines = its["scores"]["objects_right_by_sentence"]
+        assert [line["sentence"] for line in lines] == sorted(by_sentence)
+        for line in lines:
+            values = by_sentence[line["sentence"]]
+            assert (line["objects"], line["value"]) == (len(values), pytest.approx(np.mean(values)))
     scores = {line["score"] for line in toy["compared"]}
     assert scores == {"objects_right", "objects_right_late"}
     assert "objects correct, %" in str(tables(toy)[0])
@@ -270,10 +276,10 @@ def test_objects_of_a_picture_succeed_together():
     for name in ("objects_right", "objects_right_late"):
         assert numbers[name]["value"] == pytest.approx(np.mean(every))
         assert numbers[name]["high"] - numbers[name]["value"] == pytest.approx(half, rel=0.15)
-    every_b = [100 * picture["top"] for picture in b]
-    assert found["objects_right"] == paired_difference(every, every_b)  # as if each image had one object
-    with pytest.raises(ValueError, match="same objects"):
-        compare_objects(a, b[:-1], told[:-1])
+    expected = paired_difference(every, [100 * picture["top"] for picture in b])  # as if each image had one object
+    assert found["objects_right"] == pytest.approx(expected)
+    with pytest.raises(ValueError, match="with the same objects"):
+        compare_objects(a, [{"top": True}, *b[1:]], told)
     assert compare_objects(a, a, told)["objects_right"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
     assert [line["sentence"] for line in numbers["objects_right_by_sentence"]] == list(range(1, 10))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data, read_captions
+from debias_diffusion.data.bad_records import check_max_bad, check_share, print_left_out
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
 
@@ -26,8 +27,7 @@ def check_settings(config: Any, with_encoders: bool = True) -> None:
         check_encoders(config.encoders)
     if config.batch_size < 1:
         raise UserError(f"batch_size={config.batch_size} is not allowed. Give a whole number from 1.")
-    if not 0 <= getattr(config, "max_bad", 0) <= 1:
-        raise UserError(f"max_bad is {config.max_bad}, but must be in [0, 1].")
+    check_max_bad(getattr(config, "max_bad", 0))
     limit = getattr(config, "limit", None)
     if limit not in (None, "auto") and limit < 1:
         raise UserError(f"limit={limit} leaves nothing to evaluate. Give a number of pairs from 1, or null for all.")
@@ -114,20 +114,3 @@ def _read_benchmark(name: str, root: str, limit: int | None, max_bad: float) -> 
     first = dict(zip(reversed(used.image_of), reversed(used.captions), strict=True))  # the earliest is set last
     records = [Record(image, image, first[position]) for position, image in enumerate(used.images)]
     return Pairs(records, used.source, used.captions, used.image_of, used.bad, used.digest())
-
-
-def check_share(bad: Sequence[BadRecord], count: int, max_bad: float) -> None:
-    """Raises UserError if more than one, and more than the share `max_bad`, of `count` records are bad."""
-    if len(bad) > max(1, max_bad * count):
-        raise UserError(
-            f"{len(bad)} of {count} records cannot be used, more than the share of {max_bad:g} that --max-bad allows. "
-            f"The first: {bad[0]}."
-        )
-
-
-def print_left_out(bad: Sequence[BadRecord]) -> None:
-    """Prints the first five bad records, and how many more there are."""
-    for record in bad[:5]:
-        print(f"left out {record}")
-    if len(bad) > 5:
-        print(f"left out {len(bad) - 5} more; the report names all")

@@ -1,6 +1,5 @@
 """Images generated from captions with several text encoders, and their scores (Table S7)."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -14,14 +13,14 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes, toy_scene
-from debias_diffusion.data.dataset import read_or_bad
+from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import sha256
+from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import labels
-from ..common.inputs import check_settings, check_share, print_left_out, read_pairs
+from ..common.inputs import check_settings, read_pairs
 from ..common.processes import Processes
 from ..common.report import Table, compared_tables, show, write_report
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
@@ -183,11 +182,9 @@ class _Generation:
     @cached_property
     def _shown(self) -> str:
         """Digest of the captions, and of what shows that the files of the reference images have changed."""
-        total = hashlib.sha256()
-        for record in self.records:
-            total.update(self.pairs.images.stamp(record.image))
-            total.update(record.caption.encode("utf-8", "surrogatepass") + b"\0")
-        return total.hexdigest()
+        stamp = self.pairs.images.stamp
+        captions = ((record, record.caption.encode("utf-8", "surrogatepass")) for record in self.records)
+        return bytes_digest(stamp(record.image) + caption + b"\0" for record, caption in captions)
 
     def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
         """The scores of one encoder's images."""
@@ -269,7 +266,7 @@ def _reference(record: Record, images: ImageSource) -> Image.Image:
 
 
 def _files_digest(files: Sequence[Path]) -> str:
-    return hashlib.sha256("\n".join(map(sha256, files)).encode()).hexdigest()
+    return bytes_digest(["\n".join(map(sha256, files)).encode()])
 
 
 def _compared(

@@ -1,6 +1,5 @@
 """The attention from EOT to every position of long captions (Figures 1b and S6 to S8 of the paper)."""
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -19,18 +18,20 @@ from transformers import CLIPTokenizer
 from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_eot, eot_attention
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
+from debias_diffusion.files import bytes_digest
 from debias_diffusion.interchange import best_of_run, load_text_encoder, load_two_tower
 from debias_diffusion.interchange.load import model_and_weights
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.backbone import CONFIG_FILE, Backbone
 from debias_diffusion.models.shipped import shipped
+from debias_diffusion.models.weights import weights_digest
 from debias_diffusion.tokens import CaptionTokenizer
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import labels
 from ..common.inputs import Pairs, check_settings, check_source, read_source
 from ..common.intervals import mean_interval
-from ..common.report import Table, show, weights_digest, write_report
+from ..common.report import Table, show, write_report
 from .robustness import edit_caption
 
 # By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
@@ -134,7 +135,7 @@ class Reader:
 
 
 def _digest_of(content: list) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return bytes_digest([json.dumps(content).encode()])
 
 
 def load_reader(name: str, device: torch.device) -> Reader:

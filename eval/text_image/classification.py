@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, Record
+from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, near_matches
@@ -32,7 +33,7 @@ from debias_diffusion.retrieval import TIE, encode_texts
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import TwoTower, compare, of_each
-from ..common.inputs import check_settings, check_share, print_left_out
+from ..common.inputs import check_settings
 from ..common.intervals import paired_difference
 from ..common.report import Table, compared_tables, interval, show, write_report
 from .image_features import ImageFeatures

@@ -1,6 +1,5 @@
 """Features of an evaluation's images, encoded and cached in pieces."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,8 +7,9 @@ import torch
 from torch import Tensor
 
 from debias_diffusion.data import BadRecord, ImageSource, Record
-from debias_diffusion.data.dataset import read_or_bad
+from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.errors import UserError
+from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_readable, none_readable
 
 from ..common.cache import ResultCache
@@ -52,7 +52,7 @@ class ImageFeatures:
     ):
         self.records, self.images, self.cache = records, images, cache
         self.batch_size, self.device = batch_size, device
-        self.digest = self._stamps()
+        self.digest = bytes_digest(map(self._stamp, records))
         self._first: list[int] | None = None
 
     def encode(self, encoder: TwoTower) -> Encoded:
@@ -100,11 +100,8 @@ class ImageFeatures:
             return image
         return BadRecord(record.image, "unreadable image", f"{record.image}: it could not be read when it was encoded")
 
-    def _stamps(self) -> str:
-        total = hashlib.sha256()
-        for record in self.records:
-            try:
-                total.update(self.images.stamp(record.image))
-            except (OSError, ValueError):
-                total.update(f"no {record.image}\n".encode("utf-8", "surrogatepass"))
-        return total.hexdigest()
+    def _stamp(self, record: Record) -> bytes:
+        try:
+            return self.images.stamp(record.image)
+        except (OSError, ValueError):
+            return f"no {record.image}\n".encode("utf-8", "surrogatepass")

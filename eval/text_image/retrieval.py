@@ -1,6 +1,5 @@
 """Recall of image-caption retrieval, in both directions."""
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.devices import pick_device
+from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import TwoTower, compare, of_each
-from ..common.inputs import check_settings, check_share, check_source, print_left_out, read_source
+from ..common.inputs import check_settings, check_source, read_source
 from ..common.intervals import mean_interval, paired_difference
 from ..common.report import Table, compared_tables, interval, show, write_report
 from .image_features import ImageFeatures
@@ -136,7 +137,7 @@ class Evaluation:
     def depends(self, encoder: TwoTower, readable: Readable) -> dict:
         """Everything that affects a result of this encoder on this data, for the cache."""
         texts = [readable.good, readable.captions, readable.image_of]
-        digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+        digest = bytes_digest([json.dumps(texts).encode()])
         return encoder.depends | {"pixels": self._images.digest, "texts": digest}
 
     def write(self, encoders: dict[str, dict], compared: list[dict], notes: Sequence[str] = (), **more) -> dict:

@@ -3,7 +3,6 @@
 The edits are those of the DeBias-CLIP paper, Figures 1a, 2, 3, 4 and S1 to S5, and all sentences in random order.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from debias_diffusion.files import bytes_digest
 from debias_diffusion.methods.sampling import draw_generator, join_sentences
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 from debias_diffusion.sentences import split_sentences
@@ -186,7 +186,7 @@ def _rank(evaluation: Evaluation, encoder: TwoTower, readable: Readable, texts: 
         }
 
     # The key holds the texts, not the edit's name: if two edits give the same texts, they are encoded once.
-    digest = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+    digest = bytes_digest(["\0".join(texts).encode("utf-8", "surrogatepass")])
     depends = evaluation.depends(encoder, readable) | {"edited": digest}
     return evaluation.cache.result("robustness", depends, compute)
 

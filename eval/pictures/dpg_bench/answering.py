@@ -13,6 +13,7 @@ from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import changed_settings, write_text
+from debias_diffusion.models.model_files import may_be_hub_id
 
 from .questions import DpgBench, Proposition
 
@@ -93,6 +94,8 @@ class VqaModel:
 
     def __init__(self, model: str, device: torch.device):
         try:
+            if not os.path.isdir(model) and not may_be_hub_id(model):
+                raise ValueError("it is not there")
             self.processor = AutoProcessor.from_pretrained(model)
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModelForVisualQuestionAnswering.from_pretrained(

@@ -1,6 +1,5 @@
 """`evaluate dpg-bench`: generates or finds images, asks about them, and writes the report."""
 
-import hashlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,14 +11,15 @@ from typing import Literal
 import numpy as np
 from matplotlib.figure import Figure
 
+from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import sha256
+from debias_diffusion.files import bytes_digest, path_digest, sha256
 from debias_diffusion.tokens import clip_tokenizer
 
 from ...common.encoders import labels
-from ...common.inputs import check_settings, print_left_out
+from ...common.inputs import check_settings
 from ...common.processes import Processes
-from ...common.report import Table, compared_tables, digest, interval, show, write_report
+from ...common.report import Table, compared_tables, interval, show, write_report
 from ..drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .answering import Answers, Ask, Key, VqaModel, ask_missing, find_pictures
 from .questions import band, read_dpg_bench, token_position
@@ -187,7 +187,7 @@ class _DpgBench:
 
     def _report(self, digests: dict, started: float) -> dict:
         config, bench = self.config, self.bench
-        vqa = digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
+        vqa = path_digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
         tokenizer = clip_tokenizer(77)
         bands = {
             (item, proposition.number): band(token_position(proposition.words, bench.prompts[item], tokenizer))
@@ -221,10 +221,8 @@ class _DpgBench:
 
 
 def _digest_by_prompt(files: Mapping[str, list[Path]]) -> str:
-    total = hashlib.sha256()
-    for item, of_prompt in sorted(files.items()):
-        total.update(f"{item}\0{' '.join(map(sha256, of_prompt))}\n".encode())
-    return total.hexdigest()
+    lines = (f"{item}\0{' '.join(map(sha256, of_prompt))}\n" for item, of_prompt in sorted(files.items()))
+    return bytes_digest(line.encode() for line in lines)
 
 
 def tables(report: dict) -> list[Table]:

@@ -1,7 +1,6 @@
 """The published files of DPG-Bench: prompts and propositions, and where in its prompt a proposition is mentioned."""
 
 import csv
-import hashlib
 import io
 import re
 from bisect import bisect_right
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from debias_diffusion.data import BadRecord
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import open_regular, sha256
+from debias_diffusion.files import bytes_digest, open_regular, sha256
 from debias_diffusion.tokens import clean
 
 COLUMNS = (
@@ -113,10 +112,8 @@ def read_dpg_bench(data: str) -> DpgBench:
         del prompts[item]
     if not propositions:
         raise UserError(f"{str(file)!r} has no usable row. The first: {bad[0] if bad else 'it has no rows'}.")
-    total = hashlib.sha256(sha256(file).encode())
-    for item, path in texts.items():
-        total.update(f"{item}\0{sha256(path)}\n".encode())
-    return DpgBench(prompts, propositions, bad, total.hexdigest())
+    lines = [sha256(file), *(f"{item}\0{sha256(path)}\n" for item, path in texts.items())]
+    return DpgBench(prompts, propositions, bad, bytes_digest(line.encode() for line in lines))
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
