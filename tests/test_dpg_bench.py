@@ -51,23 +51,7 @@ from debias_diffusion.tokens import clip_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    "is",
-    "there",
-    "a",
-    "the",
-    "truck",
-    "red",
-    "cat",
-    "?",
-    "yes",
-    "no",
-]
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] is there a the truck red cat ? yes no".split()
 PROMPTS = {
     "0": "A red truck stands in front of a tree.",
     "drawtext1": "Two cats, both black, sleep on a sofa.",
@@ -241,17 +225,9 @@ def test_position_is_that_of_the_last_word_read():
 
 
 def test_bands_cover_every_position():
-    assert [band(position) for position in (1, 19, 20, 75, 76, 111, 112, 400)] == [
-        "1-19",
-        "1-19",
-        "20-39",
-        "60-75",
-        "76-111",
-        "76-111",
-        "112 and on",
-        "112 and on",
-    ]
-    assert band(None) == "not in the prompt"
+    names = {1: "1-19", 19: "1-19", 20: "20-39", 75: "60-75", 76: "76-111", 111: "76-111", 112: "112 and on"}
+    assert {position: band(position) for position in names} == names
+    assert band(400) == "112 and on" and band(None) == "not in the prompt"
 
 
 # Scores --------------------------------------------------------------------------------------------------------------

@@ -107,28 +107,6 @@ def test_what_a_whole_evaluation_leaves(finished, encoder, dino, capsys):
     assert "DINO score (" in str(tables(report)[0]) and list(figures(report)) == ["generation.png"]
 
 
-def test_what_is_finished_is_not_done_again(finished, monkeypatch):
-    before = report_of(finished)
-    output = Path(finished["output"])
-    files = {path: path.stat().st_mtime_ns for folder in ("pictures", "parts") for path in (output / folder).rglob("*")}
-
-    def work(*_):
-        raise AssertionError("pictures are scored again")
-
-    monkeypatch.setattr(ImageScores, "__call__", work)
-    monkeypatch.setattr(ImageScores, "of_references", work)
-    assert evaluate_generation(GenerationConfig(**finished)) == before == report_of(finished)
-    assert {path: path.stat().st_mtime_ns for path in files} == files
-    # One encoder fewer: its numbers are those of before.
-    alone = evaluate_generation(GenerationConfig(**finished | {"encoders": finished["encoders"][:1]}))
-    assert alone["encoders"]["original"] == before["encoders"]["original"] and alone["compared"] == []
-    # Another picture is scored anew.
-    picture = output / "pictures" / "original" / "000002.png"
-    picture.write_bytes((output / "pictures" / "original" / "000000.png").read_bytes())
-    with pytest.raises(AssertionError, match="scored again"):
-        evaluate_generation(GenerationConfig(**finished))
-
-
 def test_an_interrupted_evaluation_continues_and_ends_equal(finished, tmp_path, monkeypatch):
     config = GenerationConfig(**finished | {"output": str(tmp_path / "out")})
     save, saved = Image.Image.save, []
@@ -150,6 +128,28 @@ def test_an_interrupted_evaluation_continues_and_ends_equal(finished, tmp_path, 
         assert resumed["encoders"][label]["pictures"] == whole["encoders"][label]["pictures"]
     assert resumed["compared"] == whole["compared"]
     assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+def test_what_is_finished_is_not_done_again(finished, monkeypatch):
+    before = report_of(finished)
+    output = Path(finished["output"])
+    files = {path: path.stat().st_mtime_ns for folder in ("pictures", "parts") for path in (output / folder).rglob("*")}
+
+    def work(*_):
+        raise AssertionError("pictures are scored again")
+
+    monkeypatch.setattr(ImageScores, "__call__", work)
+    monkeypatch.setattr(ImageScores, "of_references", work)
+    assert evaluate_generation(GenerationConfig(**finished)) == before == report_of(finished)
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    # One encoder fewer: its numbers are those of before.
+    alone = evaluate_generation(GenerationConfig(**finished | {"encoders": finished["encoders"][:1]}))
+    assert alone["encoders"]["original"] == before["encoders"]["original"] and alone["compared"] == []
+    # Another picture is scored anew.
+    picture = output / "pictures" / "original" / "000002.png"
+    picture.write_bytes((output / "pictures" / "original" / "000000.png").read_bytes())
+    with pytest.raises(AssertionError, match="scored again"):
+        evaluate_generation(GenerationConfig(**finished))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
             assert (line["objects"], line["value"]) == (len(values), pytest.approx(np.mean(values)))
     scores = {line["score"] for line in toy["compared"]}
     assert scores == {"objects_right", "objects_right_late"}
-    assert "objects correct, %" in str(tables(toy)[0])
+    assert "objects right, %" in str(tables(toy)[0])
     assert len(figures(toy)["generation.png"].axes) == 3  # both scores, and sentence by sentence
 
 

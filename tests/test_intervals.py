@@ -17,6 +17,7 @@ def test_an_interval_of_many_values_is_the_normal_one():
     assert mean_interval(values) == pytest.approx([values.mean() - half, values.mean() + half], abs=0.05 * half)
 
 
+@pytest.mark.filterwarnings("error")
 def test_published_intervals_come_out_again():
     """The same groups are drawn as by the plain loop of earlier releases, bit for bit."""
     random = np.random.default_rng(7)

@@ -6,10 +6,11 @@ fail together. The bootstrap is `scipy.stats.bootstrap`. The randomization test 
 and 0.4 s for 5,000), and an evaluation makes dozens of tests.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.stats import bootstrap
+from scipy.stats import DegenerateDataWarning, bootstrap
 
 SAMPLES = 10_000
 LEVEL = (2.5, 97.5)  # percentiles that hold 95%
@@ -89,16 +90,10 @@ def drawn_ratios(above: np.ndarray, below: np.ndarray, seed: int = 0) -> np.ndar
     if len(above) == 1:  # which scipy refuses
         return np.full(SAMPLES, _ratio(above, below, axis=0))
     batch = max(1, 500_000 // len(above))  # about 10 MB at once
-    resampled = bootstrap(
-        (above, below),
-        _ratio,
-        n_resamples=SAMPLES,
-        batch=batch,
-        vectorized=True,
-        paired=True,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
+    how = {"n_resamples": SAMPLES, "batch": batch, "vectorized": True, "paired": True, "method": "percentile"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # samples with nan, which are expected
+        resampled = bootstrap((above, below), _ratio, rng=np.random.default_rng(seed), **how)
     return resampled.bootstrap_distribution
 
 

@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -105,6 +107,37 @@ def show(report: dict, tables: Iterable[Table], figures: Mapping[str, Figure]) -
     for name, figure in figures.items():
         with whole_file(Path(report["settings"]["output"]) / name) as unfinished:
             save_picture(figure, unfinished)
+
+
+def draw_bars(
+    axes: Axes,
+    groups: Mapping[str, tuple[Sequence[float], Sequence[Sequence[float]]]],
+    names: Sequence[str],
+    digits: int = 0,
+) -> None:
+    """Bars with 95% intervals, side by side for each name, a colour for each label.
+
+    Args:
+        groups: {label: (values [N], intervals [N, 2])}
+        names: below the bars, [N].
+        digits: of the numbers on the bars.
+    """
+    width = 0.8 / len(groups)
+    for index, (label, (values, intervals)) in enumerate(groups.items()):
+        places = np.arange(len(names)) + (index - (len(groups) - 1) / 2) * width
+        errors = {"yerr": error_lengths(values, intervals), "capsize": 2, "error_kw": {"linewidth": 0.8}}
+        bars = axes.bar(places, values, width, label=label, **errors)
+        axes.bar_label(bars, fmt=f"%.{digits}f", fontsize=7, padding=2)
+    axes.set_xticks(np.arange(len(names)), names)
+
+
+def error_lengths(values: Sequence[float], intervals: Sequence[Sequence[float]]) -> np.ndarray:
+    """How far intervals reach below and above their values, [2, N], as matplotlib's error bars need it.
+
+    At least 0: rounding may put the mean of a skewed sample just outside its interval.
+    """
+    values, (low, high) = np.asarray(values), np.asarray(intervals).T
+    return np.maximum([values - low, high - values], 0)
 
 
 def save_picture(figure: Figure, file: str | os.PathLike | BinaryIO) -> None:

@@ -76,7 +76,7 @@ def _series(scores: Mapping[str, dict], titles: Mapping[str, str]) -> dict[str, 
         for label, numbers in scores.items()
     }
     series = {
-        "objects correct, %, by the sentence that first mentions them": objects,
+        "objects right, %, by the sentence that first mentions them": objects,
         f"{titles.get('clip_score')}, by sentence": {label: line for label, line in sentences.items() if line},
     }
     return {title: lines for title, lines in series.items() if lines}

@@ -11,14 +11,13 @@ from ..common.intervals import mean_interval, paired_difference
 from .networks import Picture, open_picture
 
 LATE = 4  # number, from 0, of the first sentence that lies beyond what the opening says
-Correct = list[dict[str, bool]]  # of each image, by place, whether the object there is correct
-Mentions = Sequence[
-    dict[str, int]
-]  # of each image, by place, the sentence, from 0, that first mentions the object there
+# Of each image, by place: whether the object there is correct, and the sentence, from 0, that first mentions it.
+Correct = list[dict[str, bool]]
+Mentions = Sequence[dict[str, int]]
 
 # By name, and for tables; in percent of the objects that prompts name.
 SCORES = {
-    "objects_right": "objects correct, %",
+    "objects_right": "objects right, %",
     "objects_right_late": f"first mentioned in sentence {LATE + 1} or later, %",
 }
 _FIRST = {"objects_right": 0, "objects_right_late": LATE}

@@ -20,7 +20,7 @@ from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import TwoTower, compare, of_each
 from ..common.inputs import check_settings, check_source, read_source
 from ..common.intervals import mean_interval, paired_difference
-from ..common.report import Table, compared_tables, interval, show, write_report
+from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from .image_features import ImageFeatures
 
 DIRECTIONS = ("text_to_image", "image_to_text")
@@ -159,18 +159,12 @@ def plot(encoders: dict[str, dict]) -> Figure:
     """Bars of recall at k with 95% intervals: a panel for each direction, a colour for each encoder."""
     # Without pyplot, which would keep the figure and may open a window.
     figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=150)
-    width = 0.8 / len(encoders)
     for axes, direction in zip(figure.subplots(1, 2, sharey=True), DIRECTIONS, strict=True):
-        for index, (label, numbers) in enumerate(encoders.items()):
-            heights = numbers["recall_percent"][direction]
-            places = np.arange(len(heights)) + (index - (len(encoders) - 1) / 2) * width
-            ends = np.array([numbers["interval_percent"][direction][k] for k in heights]).T  # [2, ks]
-            values = np.array(list(heights.values()))
-            # Rounding may put the mean of a skewed sample just outside its interval.
-            error = np.maximum([values - ends[0], ends[1] - values], 0)
-            bars = axes.bar(places, values, width, yerr=error, capsize=2, label=label, error_kw={"linewidth": 0.8})
-            axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
-        axes.set_xticks(np.arange(len(heights)), list(heights))
+        both = {
+            label: [list(numbers[name][direction].values()) for name in ("recall_percent", "interval_percent")]
+            for label, numbers in encoders.items()
+        }
+        draw_bars(axes, both, [f"R@{k}" for k in KS], digits=1)
         axes.set(title=direction.replace("_", " "), ylim=(0, 115))
     figure.axes[0].set_ylabel("recall (%), with 95% intervals")
     figure.axes[1].legend(fontsize="small", loc="upper left")

@@ -19,7 +19,7 @@ from debias_diffusion.sentences import split_sentences
 
 from ..common.encoders import TwoTower, compare
 from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from ..common.report import Table, compared_tables, interval, show
+from ..common.report import Table, compared_tables, draw_bars, error_lengths, interval, show
 from .retrieval import DIRECTIONS, Evaluation, Readable, RetrievalConfig, hits
 
 PADDING = "This is a photo."  # Figures 2 and S2
@@ -330,29 +330,23 @@ def plot(encoders: dict[str, dict]) -> Figure:
     return figure
 
 
-def _values(numbers: dict, direction: str, edits: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """R@1 [E] and its interval's lengths below and above it, [2, E]"""
-    values = np.array([numbers["recall_at_1_percent"][edit][direction] for edit in edits])
-    ends = np.array([numbers["interval_percent"][edit][direction] for edit in edits]).T
-    # Rounding may put the mean of a skewed sample just outside its interval.
-    return values, np.maximum([values - ends[0], ends[1] - values], 0)
+def _values(numbers: dict, direction: str, edits: Sequence[str]) -> tuple[list[float], list[list[float]]]:
+    """R@1 under each edit, [E], and its intervals, [E, 2]"""
+    recall, intervals = (numbers[name] for name in ("recall_at_1_percent", "interval_percent"))
+    return [recall[edit][direction] for edit in edits], [intervals[edit][direction] for edit in edits]
 
 
 def _bars(axes: Axes, encoders: dict[str, dict], direction: str, edits: Sequence[str]) -> None:
-    width = 0.84 / len(encoders)
-    for index, (label, numbers) in enumerate(encoders.items()):
-        values, error = _values(numbers, direction, edits)
-        places = np.arange(len(edits)) + (index - (len(encoders) - 1) / 2) * width
-        bars = axes.bar(places, values, width, yerr=error, capsize=2, label=label, error_kw={"linewidth": 0.8})
-        axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
-    axes.set_xticks(np.arange(len(edits)), [EDITS[edit].title for edit in edits])
+    groups = {label: _values(numbers, direction, edits) for label, numbers in encoders.items()}
+    draw_bars(axes, groups, [EDITS[edit].title for edit in edits])
     axes.margins(y=0.08)
 
 
 def _curves(axes: Axes, encoders: dict[str, dict], direction: str, edits: Sequence[str]) -> None:
     for label, numbers in encoders.items():
-        values, error = _values(numbers, direction, edits)
-        axes.errorbar(range(len(edits)), values, yerr=error, marker="o", markersize=3, capsize=2, label=label)
+        values, intervals = _values(numbers, direction, edits)
+        lengths = error_lengths(values, intervals)
+        axes.errorbar(range(len(edits)), values, yerr=lengths, marker="o", markersize=3, capsize=2, label=label)
     axes.set_xticks(range(len(edits)))
 
 
@@ -360,7 +354,7 @@ def _shares(axes: Axes, encoders: dict[str, dict], direction: str) -> None:
     for index, numbers in enumerate(encoders.values()):
         kept = numbers["kept_without_summary_percent"][direction]
         if kept["share"] is not None:
-            error = np.maximum([[kept["share"] - kept["low"]], [kept["high"] - kept["share"]]], 0)
+            error = error_lengths([kept["share"]], [[kept["low"], kept["high"]]])
             bars = axes.bar([index], [kept["share"]], color=f"C{index}", yerr=error, capsize=3)
             axes.bar_label(bars, fmt="%.0f%%", fontsize=9, padding=1)
     axes.set(xticks=[], ylim=(0, max(110, axes.get_ylim()[1])), ylabel="%")

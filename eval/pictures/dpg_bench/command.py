@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from debias_diffusion.data.bad_records import print_left_out
@@ -19,7 +18,7 @@ from debias_diffusion.tokens import clip_tokenizer
 from ...common.encoders import labels
 from ...common.inputs import check_settings
 from ...common.processes import Processes
-from ...common.report import Table, compared_tables, interval, show, write_report
+from ...common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from ..drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .answering import Answers, Ask, Key, VqaModel, ask_missing, find_pictures
 from .questions import band, read_dpg_bench, token_position
@@ -257,17 +256,13 @@ def plot(encoders: dict[str, dict]) -> Figure:
     # Without pyplot, which would keep the figure and may open a window.
     figure = Figure(figsize=(12, 4.2), layout="constrained", dpi=150)
     titles = {"by_category": "by category", "by_position": "by position in the prompt (CLIP tokens)"}
-    width = 0.8 / len(encoders)
     for axes, (group, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
-        for index, (label, numbers) in enumerate(encoders.items()):
-            values = np.array([member["holds_percent"] for member in numbers[group].values()])
-            ends = np.array([member["interval_percent"] for member in numbers[group].values()]).T  # [2, groups]
-            places = np.arange(len(values)) + (index - (len(encoders) - 1) / 2) * width
-            # Rounding may put the mean of a skewed sample just outside its interval.
-            error = np.maximum([values - ends[0], ends[1] - values], 0)
-            bars = axes.bar(places, values, width, yerr=error, capsize=2, label=label, error_kw={"linewidth": 0.8})
-            axes.bar_label(bars, fmt="%.0f" if len(encoders) > 1 else "%.1f", fontsize=7, padding=2)
-        axes.set_xticks(np.arange(len(values)), list(numbers[group]), rotation=30)
+        groups = {}
+        for label, numbers in encoders.items():
+            members = numbers[group].values()
+            groups[label] = [[member[name] for member in members] for name in ("holds_percent", "interval_percent")]
+        draw_bars(axes, groups, list(numbers[group]), digits=int(len(encoders) == 1))
+        axes.tick_params(axis="x", rotation=30)
         axes.set(title=title, ylim=(0, 115))
     figure.axes[0].set_ylabel("propositions that hold (%), 95% intervals")
     if len(encoders) > 1:
