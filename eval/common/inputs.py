@@ -98,12 +98,12 @@ def read_source(config: Any, only_captions: bool = False) -> Pairs:
 
 def read_pairs(data: str, images: str | None, limit: int | None, max_bad: float, only_captions: bool = False) -> Pairs:
     """The first `limit` usable pairs of `data`, see `data.open_data`; see `read_source`."""
-    found, source = (read_captions(data), None) if only_captions else open_data(data, images)
-    print_left_out(found.bad)
-    check_share(found.bad, len(found.records) + len(found.bad), max_bad)
-    records = found.records[:limit]
-    captions = [record.caption for record in records]
-    return Pairs(records, source, captions, list(range(len(records))), found.bad, data_digest(data, found))
+    captions, source = (read_captions(data), None) if only_captions else open_data(data, images)
+    print_left_out(captions.bad)
+    check_share(captions.bad, len(captions.records) + len(captions.bad), max_bad)
+    records = captions.records[:limit]
+    texts = [record.caption for record in records]
+    return Pairs(records, source, texts, list(range(len(records))), captions.bad, data_digest(data, captions))
 
 
 def _read_benchmark(name: str, root: str, limit: int | None, max_bad: float) -> Pairs:
