@@ -350,24 +350,17 @@ def _write(axes, column: int, line: int, text: str, **style) -> None:
     axes.text(column, line + 0.5, text, **style)
 
 
-def _evaluate(
-    config: AttentionConfig, reader: Reader, label: str, pairs: Pairs | None, cache: ResultCache
-) -> dict[str, dict]:
+def _evaluate(config: AttentionConfig, reader: Reader, label: str, pairs: Pairs | None, cache: ResultCache) -> dict:
     """The numbers of one encoder, from the cache where they are finished."""
     result = {}
     if pairs:
-        edits = {edit: [edit_caption(caption, edit) for caption in pairs.captions] for edit in EDITS}
         images = {"image_of": _digest_of(pairs.image_of)}
-        result["attention"] = {
-            edit: cache.result(
-                "attention",
-                reader.depends(captions) | images,
-                partial(
-                    look_at_captions, reader, captions, pairs.image_of, config.batch_size, title=f"{label}, {edit}"
-                ),
-            )
-            for edit, captions in edits.items()
-        }
+        look = partial(look_at_captions, reader, image_of=pairs.image_of, batch_size=config.batch_size)
+        result["attention"] = {}
+        for edit in EDITS:
+            captions = [edit_caption(caption, edit) for caption in pairs.captions]
+            compute = partial(look, captions, title=f"{label}, {edit}")
+            result["attention"][edit] = cache.result("attention", reader.depends(captions) | images, compute)
     if config.prompt is not None:
         depends = reader.depends([config.prompt])
         result["prompt"] = cache.result("prompt", depends, partial(look_at_prompt, reader, config.prompt))
