@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from PIL import Image
@@ -98,6 +99,7 @@ def toy_scene(record: Record) -> tuple[Scene, Caption]:
     return _scene_and_caption(*_locate(record.image))
 
 
+@lru_cache(2 * PAIRS)  # an evaluation reads a split several times, and writing the captions takes most of that time
 def _scene_and_caption(split: str, index: int) -> tuple[Scene, Caption]:
     if split.startswith(_SHORT):
         return short_prompt(split.removeprefix(_SHORT), index)
