@@ -47,7 +47,8 @@ class ToyScenes:
 
     def stamp(self, image: str) -> bytes:
         """16 bytes of the name and the picture's pixels. Raises ValueError for a name that is no scene of the split."""
-        return digest_of(image, self.open(image).tobytes().hex())
+        self._key(image)
+        return _stamp(image)
 
     def _key(self, image: str) -> tuple[str, int]:
         split, index = _locate(image)
@@ -99,11 +100,17 @@ def toy_scene(record: Record) -> tuple[Scene, Caption]:
     return _scene_and_caption(*_locate(record.image))
 
 
-@lru_cache(2 * PAIRS)  # an evaluation reads a split several times, and writing the captions takes most of that time
+# One command may read a split several times: captions and stamps are kept, which take most of that time.
+@lru_cache(2 * PAIRS)
 def _scene_and_caption(split: str, index: int) -> tuple[Scene, Caption]:
     if split.startswith(_SHORT):
         return short_prompt(split.removeprefix(_SHORT), index)
     return scene(split, index), caption(split, index)
+
+
+@lru_cache(2 * PAIRS)
+def _stamp(image: str) -> bytes:
+    return digest_of(image, render(_scene_and_caption(*_locate(image))[0]).tobytes().hex())
 
 
 def _locate(image: str) -> tuple[str, int]:
