@@ -228,7 +228,7 @@ def mentioned_in(right: Right, first_mentions: Sequence[dict[str, int]], wanted:
 
 
 def joined(by_encoder: dict[str, Right]) -> Right:
-    """Images of one prompt by several encoders as one image with all their objects, so that they count as one sample."""
+    """Images of one prompt by several encoders as one image with all their objects, which counts as one sample."""
     return [
         {
             (name, place): is_right

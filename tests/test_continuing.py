@@ -150,7 +150,7 @@ def test_a_bad_record_is_named_once_however_often_a_run_continues(bad_world, tmp
     assert same_weights(tmp_path / "run", tmp_path / "alone")
 
 
-def test_a_workers_error_is_told_without_its_traceback(bad_world, tmp_path):
+def test_a_workers_error_is_reported_without_its_traceback(bad_world, tmp_path):
     for index in range(6, 40):
         Path(bad_world[2], f"{index}.png").write_text("not an image")
     for index in (6, 16, 26, 36):  # `look_for_images` finds all
@@ -205,7 +205,7 @@ def with_an_entry_too_many(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (with_a_renamed_entry, "/exp_avg' is missing"),
         (with_a_lost_entry, "/exp_avg_sq' is missing"),
@@ -219,7 +219,7 @@ def with_an_entry_too_many(optimizer):
         ("[" * 100_000, "recursion"),
     ],
 )
-def test_damaged_checkpoints_without_checksums_are_named(world, stopped, damage, told):
+def test_damaged_checkpoints_without_checksums_are_named(world, stopped, damage, message):
     """As an earlier version wrote them, or with checksums made after the damage."""
     newest = stopped / "checkpoints" / NEWEST
     (newest / "SHA256SUMS").unlink()
@@ -229,7 +229,7 @@ def test_damaged_checkpoints_without_checksums_are_named(world, stopped, damage,
         optimizer = load_file(newest / "optimizer.safetensors")
         damage(optimizer)
         save_file(optimizer, newest / "optimizer.safetensors")
-    with pytest.raises(UserError, match=f"{NEWEST}' cannot be used: .*{told}.*continue from {OLDER}"):
+    with pytest.raises(UserError, match=f"{NEWEST}' cannot be used: .*{message}.*continue from {OLDER}"):
         continue_run(world, stopped)
 
 
