@@ -24,17 +24,17 @@ from machine import machine
 from torch import nn
 from tqdm import tqdm
 
+from debias_diffusion.eval.common.intervals import paired_difference
 from debias_diffusion.eval.common.report import digest, versions, weights_digest
-from debias_diffusion.eval.quickstart import LATE, paired_bootstrap
+from debias_diffusion.eval.pictures.toy_objects import LATE
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.interchange import import_text_encoder, stretch_text_encoder, to_transformers
 from debias_diffusion.models.backbone import load_backbone
-from debias_diffusion.models.shipped import shipped
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
-from debias_diffusion.toymodels.scores import GUIDANCE_SCALE, STEPS
 from debias_diffusion.toyworld.checker import objects_correct
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.pairs import write_pairs
@@ -241,9 +241,13 @@ def joined(by_encoder: dict[str, Right]) -> Right:
 
 def compare(right: Right, default: Right) -> dict[str, float]:
     """Correct objects in percent, and the difference from the default in points with its 95% interval."""
-    results = [is_right for objects in right for is_right in objects.values()]
-    numbers = {"objects": len(results), "right": 100 * sum(results) / len(results)}
-    numbers |= {name: 100 * value for name, value in paired_bootstrap(right, default).items()}
+    values, default_values = (
+        [100 * value for objects in each for value in objects.values()] for each in (right, default)
+    )
+    images = [number for number, objects in enumerate(right) for _ in objects]
+    difference = paired_difference(values, default_values, images)
+    numbers = {"objects": len(values), "right": sum(values) / len(values)}
+    numbers |= {name: difference[name] for name in ("difference", "low", "high")}
     return {name: round(value, 2) for name, value in numbers.items()}
 
 

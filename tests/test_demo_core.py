@@ -28,8 +28,8 @@ from debias_diffusion.app.demo.reading import attention, movement, tokens
 from debias_diffusion.app.demo.requests import MOST_PNG, check, request_of_png, unweighted
 from debias_diffusion.app.demo.scenes import mark, random_scene
 from debias_diffusion.app.generate.command import GenerateConfig, generate
-from debias_diffusion.app.generate.command.png_settings import parameters, read_settings
-from debias_diffusion.app.generate.command.prompts import cleaned
+from debias_diffusion.app.generate.png_settings import parameters, read_settings
+from debias_diffusion.app.generate.prompts import cleaned
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.attention import load_reader, look_at_prompt
 from debias_diffusion.pipelines import PromptLayout
@@ -125,9 +125,9 @@ def test_original_is_the_base_as_it_is(folders, tiny):
         ("base", [], "at least one"),
         ("base", ["short"] * 2, "none twice"),
         ("base", ["original", "short", "long", "wide", "base"], "at most 4"),
-        ("base", ["wide"], "width 64, and the one of .* has width 32"),
+        ("base", ["wide"], "width 64, and the encoder of .* has width 32"),
         ("base", ["nowhere/at/all"], "not there"),
-        ("nowhere/at/all", ["short"], "base model .* is not there"),
+        ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
         ("toy/sdxl", ["toy/clipp"], "Did you mean toy/clip"),
     ],
 )

@@ -134,9 +134,14 @@ def test_old_import_paths_lead_to_the_new_modules():
     assert draw_generator is sampling.draw_generator
 
 
-def test_old_commands_lead_to_the_new_modules():
-    command = [sys.executable, "-m", "debias_diffusion.toyworld.build", "--help"]
-    assert "--weights" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_old_commands_lead_to_the_new_modules_and_only_pages_import_matplotlib():
+    code = (
+        "import atexit, runpy, sys; import debias_diffusion.app.generate.rendering, debias_diffusion.training; "
+        "atexit.register(lambda: print('matplotlib.figure' in sys.modules)); sys.argv = ['build', '--help']; "
+        "runpy.run_module('debias_diffusion.toyworld.build', run_name='__main__')"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "--weights" in printed and printed.endswith("\nFalse\n")
 
 
 def test_one_name_is_installed_and_the_package_lists_every_folder():

@@ -22,7 +22,7 @@ from debias_diffusion.eval.common.report import Table, digest, table, weights_di
 from debias_diffusion.eval.text_image import image_features, retrieval
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval, figures
 from debias_diffusion.models.backbone import Backbone, load_backbone
-from debias_diffusion.retrieval import encode_images, encode_pairs, recall_at_k
+from debias_diffusion.retrieval import encode_images, encode_pairs, recall_at_k, recall_ranks
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 
@@ -143,6 +143,77 @@ def test_duplicates_among_several_captions():
 def test_owners_that_do_not_fit_are_refused(image_of):
     with pytest.raises(UserError, match="from 0 to 1, and each image at least once"):
         recall_at_k(torch.ones(2, 4), torch.ones(3, 4), image_of=image_of)
+
+
+@st.composite
+def with_candidates(draw):
+    """Images, captions, the captions' images, and for every query some candidates with a partner among them."""
+    vectors = st.lists(st.integers(-2, 2), min_size=3, max_size=3)
+    image_of = draw(st.lists(st.integers(0, 3), min_size=1, max_size=8))
+    images, texts = (draw(st.lists(vectors, min_size=n, max_size=n)) for n in (5, len(image_of)))
+    asked = sorted(set(image_of))  # images with captions; the others only distract
+    of_texts = [[*draw(st.sets(st.integers(0, 4))) - {image}, image] for image in image_of]
+    of_images = []
+    for image in asked:
+        own = [row for row, owner in enumerate(image_of) if owner == image]
+        some = draw(st.sets(st.sampled_from(own), min_size=1))
+        of_images.append(sorted(some | draw(st.sets(st.integers(0, len(image_of) - 1)))))
+    return images, texts, image_of, of_texts, of_images
+
+
+@settings(max_examples=100, deadline=None)
+@given(with_candidates(), st.integers(1, 9))
+def test_ranks_among_candidates_equal_brute_force_with_ties_for_any_block(drawn, block):
+    images, texts, image_of, of_texts, of_images = drawn
+    images, texts = torch.tensor(images, dtype=torch.float32), torch.tensor(texts, dtype=torch.float32)
+    cosine = (
+        torch.nn.functional.normalize(images.double(), dim=1) @ torch.nn.functional.normalize(texts.double(), dim=1).T
+    )
+    got = recall_ranks(images, texts, block, image_of, {"text_to_image": of_texts})
+    assert got["text_to_image"].tolist() == [
+        1 + sum(cosine[image, text] >= cosine[image_of[text], text] - 1e-6 for image in rows if image != image_of[text])
+        for text, rows in enumerate(of_texts)
+    ]
+    asked = sorted(set(image_of))
+    owners = [asked.index(image) for image in image_of]
+    got = recall_ranks(images[asked], texts, block, owners, {"image_to_text": of_images})
+    for image, rows, rank in zip(asked, of_images, got["image_to_text"].tolist(), strict=True):
+        best = max(cosine[image, text] for text in rows if image_of[text] == image)
+        assert rank == 1 + sum(cosine[image, text] >= best - 1e-6 for text in rows if image_of[text] != image)
+
+
+def test_ranks_among_candidates_in_closed_form():
+    # Two images with a caption each; both captions say the same, and so does a third image.
+    images = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    texts = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    pairs = {"text_to_image": [[0, 1], [0, 1]]}
+    assert recall_ranks(images, texts, image_of=[0, 1], candidates=pairs)["text_to_image"].tolist() == [1, 2]
+    tied = {"text_to_image": [[0, 2], [1]]}
+    assert recall_ranks(images, texts, image_of=[0, 1], candidates=tied)["text_to_image"].tolist() == [2, 1]
+    both = pairs | {"image_to_text": [[0, 1], [1]]}
+    ranks = recall_ranks(images[:2], texts, candidates=both)
+    assert [ranks[name].tolist() for name in both] == [[1, 2], [2, 1]]
+    generator = torch.Generator().manual_seed(4)
+    images, texts = torch.randn(9, 4, generator=generator), torch.randn(9, 4, generator=generator)
+    everything = dict.fromkeys(("text_to_image", "image_to_text"), [list(range(9))] * 9)
+    among, plain = recall_ranks(images, texts, 4, candidates=everything), recall_ranks(images, texts)
+    assert all(torch.equal(among[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "message"),
+    [
+        ({"text_to_image": [[0, 1]]}, "must be 2 lists, one a query, of rows from 0 to 1; got 1"),
+        ({"text_to_image": [[0, 1], [1, 2]]}, "must be 2 lists"),
+        ({"text_to_image": [[0, 1], [0]]}, "of query 1 lack its partner"),
+        ({"image_to_text": [[0], []]}, "of query 1 lack its partner"),
+        ({"image_to_text": [[0], [1, 1]]}, "repeat a row"),
+        ({"images": [[0], [1]]}, "Name only text_to_image and image_to_text"),
+    ],
+)
+def test_candidates_that_do_not_fit_are_refused(candidates, message):
+    with pytest.raises(UserError, match=message):
+        recall_ranks(torch.eye(2), torch.eye(2), candidates=candidates)
 
 
 def test_recall_in_closed_form():

@@ -1,7 +1,6 @@
 """On-disk cache of image features: computed once, used in every epoch and by every run that can share them."""
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,12 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ..data import BadRecord, ImageSource, Record
-from ..data.dataset import read_or_bad
+from ..data.bad_records import read_or_bad
 from ..data.workers import load_batches
 from ..errors import UserError
-from ..files import held, write_json
+from ..files import held, json_digest, write_json
 from ..models.backbone import Backbone
-from ..models.weights import weights_digest
 from .step import autocast
 
 STAMP = 16  # bytes that identify one version of an image file
@@ -32,13 +30,7 @@ _FORMAT = 2  # the first one had no checksums
 
 def cache_key(backbone: Backbone, precision: str) -> dict:
     """Everything but the image that its features depend on."""
-    return {
-        "format": _FORMAT,
-        "weights": weights_digest(backbone.model.visual),
-        "vision_cfg": backbone.config["model_cfg"]["vision_cfg"],
-        "preprocess": str(backbone.preprocess),
-        "precision": precision,
-    }
+    return {"format": _FORMAT, **backbone.image_fingerprint(), "precision": precision}
 
 
 class FeatureCache:
@@ -55,8 +47,7 @@ class FeatureCache:
     """
 
     def __init__(self, folder: str | os.PathLike, key: dict, dim: int):
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        self.folder, self.key, self.dim = Path(folder) / digest[:32], key, dim
+        self.folder, self.key, self.dim = Path(folder) / json_digest(key)[:32], key, dim
         self.read()
 
     def read(self) -> None:

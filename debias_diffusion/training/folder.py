@@ -72,7 +72,7 @@ class RunFolder:
             return {}
         try:
             settings = json.loads(self._settings.read_text(encoding="utf-8"))
-            complete = "seed" in settings and 0 <= settings.get("max_bad", 0) < 1
+            complete = "seed" in settings and 0 <= settings.get("max_bad", 0) <= 1
             problem = None if complete else "no run wrote it"
             # Runs of earlier versions wrote neither.
             if {"sha256", "base_model_sha256"} & settings.keys() and settings.get("sha256") != json_digest(settings):

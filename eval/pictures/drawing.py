@@ -1,60 +1,73 @@
-"""Pictures drawn with several text encoders in one SDXL: the same noise for each, each in a folder of its own.
+"""Images of several text encoders in one SDXL checkpoint, from equal noise, in a folder for each encoder.
 
-A run that was killed goes on with the pictures that are missing, several processes share them, and either way the
-pictures are those of one uninterrupted run, bit for bit: which pictures are drawn together depends on nothing else.
+A killed run continues with the missing images, and several processes share them. Either way the images equal those of
+one uninterrupted run, bit for bit.
 """
 
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import StableDiffusionXLPipeline
-from diffusers.utils import logging as diffusers_logging
+from PIL import Image
 from tqdm import tqdm
-from transformers import CLIPTextConfig
 
-from debias_diffusion.errors import FailedError, UserError, reason
+from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import changed_settings, read_json_object, whole_file, write_json
-from debias_diffusion.interchange import best_of_run, load_text_encoder
-from debias_diffusion.interchange.load import model_and_weights
+from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
-from debias_diffusion.models.shipped import shipped
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.checked import generate_images
-from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, default_size, load_sdxl
+from debias_diffusion.pipelines.loading import (
+    check_base,
+    check_same_width,
+    default_dtype,
+    default_size,
+    first_encoder_width,
+    load_sdxl,
+    model_digest,
+    quiet_diffusers,
+)
 from debias_diffusion.pipelines.memory import check_memory, explain_memory
+from debias_diffusion.pipelines.rendering import (
+    ImagePrompt,
+    Sampling,
+    plan_batches,
+    read_layout,
+    render_batch,
+    replace_encoder,
+    runtime_settings,
+)
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
-from debias_diffusion.toymodels.scores import GUIDANCE_SCALE, STEPS
 
 from ..common.processes import Processes
-from ..common.report import digest
 
-ORIGINAL = "original"  # in place of an encoder: the base's own
+ORIGINAL = "original"  # instead of an encoder: the checkpoint's own
 _SETTINGS, _DRAWN = "settings.json", "drawn.json"
-# What "auto" means for any base, and for toy/sdxl: its own settings, and as many small pictures as fill two cores.
+# "auto" for any checkpoint, and for toy/sdxl: its own settings, and as many small images as fill two cores.
 _AUTO = {"steps": (30, STEPS), "guidance_scale": (7.0, GUIDANCE_SCALE), "images_at_once": (1, 20)}
 
 
 @dataclass(frozen=True)
 class DrawingSettings:
-    """How pictures are drawn.
+    """How images are rendered.
 
     Attributes:
-        base: SDXL folder in diffusers' layout, hub id, or toy/sdxl.
+        base: SDXL checkpoint, see `find_checkpoint`.
         steps: denoising steps.
         guidance_scale: how strongly prompts are followed; 1 is no guidance.
-        images_at_once: pictures drawn together, of prompts of like length. Other numbers round differently.
+        images_at_once: batch size, of prompts of equal length. Other sizes round differently.
         prefix: put before each prompt.
-        windows: encoders with the window of the base's second one read long prompts in several windows, as this
-            package's pipelines do. Without it they are cut there, at 77 tokens, as stock SDXL does.
-        seed: added to each picture's own number, for the noise that it starts from.
+        windows: encoders with the context length of the checkpoint's second one read long prompts in several chunks, as
+            this package's pipelines do. Without it prompts are cut there, at 77 tokens, as in stock SDXL.
+        seed: added to the number of each image for the seed of its noise.
     """
 
     base: str
@@ -67,10 +80,10 @@ class DrawingSettings:
 
     @classmethod
     def of(cls, config: Any) -> "DrawingSettings":
-        """The fields of this name of an evaluation's configuration, with what "auto" means for its base.
+        """The fields of an evaluation's configuration, with "auto" resolved for its checkpoint.
 
         Raises:
-            UserError: a number is too small or too large, or the base is none.
+            UserError: a number is too small or too large, or there is no such SDXL checkpoint.
         """
         is_toy = config.base != shipped(config.base)
         settings = {name: getattr(config, name) for name in cls.__dataclass_fields__}
@@ -85,12 +98,12 @@ class DrawingSettings:
 
 @dataclass(frozen=True)
 class Subject:
-    """One picture to draw.
+    """One image to render.
 
     Attributes:
-        name: of its file, without .png; may begin with a folder's.
-        prompt: what is on it.
-        number: the settings' seed + this is the seed of the noise that it starts from, the same on every device.
+        name: file name without .png; may begin with a folder's name.
+        prompt: what to render.
+        number: plus the seed of the settings, the seed of its noise, equal on every device.
     """
 
     name: str
@@ -99,7 +112,7 @@ class Subject:
 
 
 def folder_names(labels: Sequence[str]) -> dict[str, str]:
-    """A folder's name for each label, without what file systems and shells give a meaning to, of at most 200 bytes."""
+    """A folder name for each label: at most 200 bytes, without characters special to file systems and shells."""
     plain = {label: re.sub(r"[^\w.-]+", "-", label).strip(".-") or "encoder" for label in labels}
     for label, name in plain.items():
         while len(os.fsencode(name)) + len(f"-{len(plain)}") > 200:
@@ -112,84 +125,67 @@ def folder_names(labels: Sequence[str]) -> dict[str, str]:
     return plain
 
 
-def model_digest(model: str) -> str:
-    """The digest of a model's files, of `MODEL:FILE` behind the model's name.
-
-    A hub id, or a tag of open_clip's, is its own, because its files lie wherever the hub's cache put them.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    model = best_of_run(shipped(model)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
-    try:
-        if (named := model_and_weights(model)) and os.path.exists(named[1]):
-            return f"{named[0]}:{digest(named[1])}"
-        return digest(model) if os.path.exists(model) else model
-    except OSError as error:
-        raise UserError(f"The model {model!r} cannot be read ({reason(error)}). Give another one.") from error
-
-
 class Drawing:
-    """Draws with one encoder after the other. The base's other models are loaded once, and only when they are needed.
+    """Renders with one encoder after the other. The checkpoint's other models are loaded once, on demand.
 
     Args:
-        settings: how.
-        processes: who shares the work; all must make the same calls.
-        data: digest of where the prompts come from.
+        settings: how to render.
+        processes: share the work; all must make the same calls.
+        data: digest of the source of the prompts.
 
     Attributes:
-        digests: of the base, and of the encoders so far, by name; in the main process.
+        digests: of the checkpoint, and of the encoders so far, by name; in the main process.
     """
 
     def __init__(self, settings: DrawingSettings, processes: Processes, data: str | None = None):
         self.settings, self.processes, self.data = settings, processes, data
         self.dtype = default_dtype(processes.device)
+        self.sampling = Sampling(settings.steps, settings.guidance_scale)
         self.digests = {"base": None, "encoders": {}}
         self._pipe: StableDiffusionXLLongPromptPipeline | None = None
 
     def check(self, encoders: Sequence[str], folders: Sequence[Path], subjects: Sequence[Subject]) -> None:
-        """What can be known before anything is drawn, of all encoders.
+        """Checks all encoders before anything is rendered.
 
         Raises:
-            UserError: an encoder that has pictures to draw cannot be loaded or does not fit the base, a seed is out of
-                range, or a folder holds pictures made with other settings.
+            UserError: an encoder with missing images cannot be loaded or does not fit the checkpoint, a seed is out of
+                range, or a folder holds images of other settings.
         """
 
-        def look() -> None:
+        def check_all() -> None:
             self._check_seeds(subjects)
             for encoder, folder in zip(encoders, folders, strict=True):
-                _check_same_settings(folder, self._decides(encoder))
+                _check_same_settings(folder, self._settings_record(encoder))
                 if _missing(folder, subjects) and encoder != ORIGINAL:
                     self._load_encoder(encoder)
 
-        self.processes.from_main(look)
+        self.processes.from_main(check_all)
 
     def draw(self, encoder: str, folder: Path, subjects: Sequence[Subject], title: str) -> list[Path]:
-        """Draws what is missing; what is there stays.
+        """Renders the missing images of a folder.
 
         Args:
-            encoder: what takes the place of SDXL's first text encoder, anything `load_text_encoder` takes; or
-                `ORIGINAL`.
-            folder: gets `{name}.png` of each subject, and `settings.json`, everything that decides what they look like.
-            subjects: all that this folder is for, whether drawn or not.
-            title: for the progress bar.
+            encoder: replaces SDXL's first text encoder, anything `load_text_encoder` takes; or `ORIGINAL`.
+            folder: gets `{name}.png` of each subject, and `settings.json` with every setting that affects the images.
+            subjects: all images of the folder, finished or not.
+            title: of the progress bar.
 
         Returns:
-            The pictures' files, in the order of `subjects`.
+            The image files, in the order of `subjects`.
 
         Raises:
-            UserError: the folder holds pictures made with other settings, the models cannot be loaded, or memory does
-                not suffice.
-            FailedError: values of some pictures are no finite numbers. These are not written, and all others are.
+            UserError: the folder holds images of other settings, the models cannot be loaded, or memory does not
+                suffice.
+            FailedError: some images have values that are not finite. These are not written, all others are.
         """
 
         def begin() -> set[str]:
             self._check_seeds(subjects)
-            decides = self._decides(encoder)
-            _check_same_settings(folder, decides)
+            record = self._settings_record(encoder)
+            _check_same_settings(folder, record)
             missing = _missing(folder, subjects)
             if missing:
-                write_json(folder / _SETTINGS, decides)
+                write_json(folder / _SETTINGS, record)
                 for leftover in folder.rglob(".*.tmp"):  # of processes that were killed
                     if not leftover.is_dir():
                         leftover.unlink()
@@ -206,8 +202,8 @@ class Drawing:
         if seeds:
             check_seeds(min(seeds), max(seeds))
 
-    def _decides(self, encoder: str) -> dict:
-        """Everything that decides what a picture looks like, besides its prompt and seed."""
+    def _settings_record(self, encoder: str) -> dict:
+        """Every setting that affects an image, besides its prompt and seed."""
         if self.digests["base"] is None:
             self.digests["base"] = model_digest(self.settings.base)
         known = self.digests["encoders"]
@@ -219,124 +215,89 @@ class Drawing:
             "base": self.digests["base"],
             "encoder": known[encoder],
             **{name: getattr(self.settings, name) for name in names},
-            "device": self.processes.device.type,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            **runtime_settings(self.processes.device, self.dtype),
         }
 
     def _draw(self, encoder: str, folder: Path, subjects: Sequence[Subject], missing: set[str], title: str) -> None:
-        own, pipe, batches, failed = self.processes, None, [], []
+        processes, pipe, batches, failed = self.processes, None, [], []
+        prompts = [
+            # Cleaned like training captions.
+            ImagePrompt(clean(self.settings.prefix + subject.prompt), self.settings.seed + subject.number)
+            for subject in subjects
+        ]
 
         def load() -> None:
             nonlocal pipe, batches
             pipe = self._load(encoder)
-            batches = [
-                batch
-                for batch in _batches(pipe, self._prompts(subjects), self.settings)
-                if any(subjects[place].name in missing for place in batch)
-            ]
-            at_once = max(map(len, batches), default=1)
-            check_memory(self.settings.base, own.device, self.dtype, *default_size(self.settings.base), at_once)
+            layouts = {index: read_layout(pipe, prompt, self.sampling) for index, prompt in enumerate(prompts)}
+            wanted = {index for index, subject in enumerate(subjects) if subject.name in missing}
+            batches = plan_batches(prompts, layouts, self.settings.images_at_once, wanted)
+            size = default_size(self.settings.base)
+            check_memory(self.settings.base, processes.device, self.dtype, *size, max(map(len, batches), default=1))
 
-        own.together(load)
-        if own.is_main:
-            _note(folder, **_cuts(pipe, self._prompts(subjects)))
-        several = f", {own.count} processes" if own.count > 1 else ""
-        with _errors_only(), tqdm(desc=f"draw{several}, {title}", total=len(missing), disable=not own.is_main) as bar:
-            for start in range(0, len(batches), own.count):
-                now, started = batches[start : start + own.count], time.monotonic()
+        def render_own(batches_now: Sequence[Sequence[int]]) -> None:
+            if processes.index < len(batches_now):
+                batch = batches_now[processes.index]
+                images = render_batch(pipe, [prompts[index] for index in batch], self.sampling)
+                failed.extend(_write_missing(images, [subjects[index] for index in batch], folder, missing))
 
-                def draw_own(now: Sequence[Sequence[int]] = now) -> None:
-                    if own.index < len(now):
-                        batch = [subjects[place] for place in now[own.index]]
-                        failed.extend(self._draw_batch(pipe, batch, folder, missing))
-
-                # In step, so that what one process meets ends all of them soon.
-                own.together(draw_own)
-                if own.is_main:
+        processes.together(load)
+        if processes.is_main:
+            _note(folder, **_cuts(pipe, prompts))
+        several = f", {processes.count} processes" if processes.count > 1 else ""
+        bar = tqdm(desc=f"render{several}, {title}", total=len(missing), disable=not processes.is_main)
+        with quiet_diffusers(), bar:  # it warns of every prompt that it cuts
+            for start in range(0, len(batches), processes.count):
+                batches_now, started = batches[start : start + processes.count], time.monotonic()
+                # In step, so that a failure in one process ends all of them soon.
+                processes.together(partial(render_own, batches_now))
+                if processes.is_main:
                     _note(folder, time.monotonic() - started)
-                bar.update(sum(subjects[place].name in missing for batch in now for place in batch))
+                bar.update(sum(subjects[index].name in missing for batch in batches_now for index in batch))
 
-        own.together(lambda: _raise_if_any(failed, len(subjects), encoder, self.dtype))
-
-    def _draw_batch(
-        self, pipe: StableDiffusionXLPipeline, batch: Sequence[Subject], folder: Path, missing: set[str]
-    ) -> list[str]:
-        """Draws all of a batch, because others in it round differently, and writes those that are missing.
-
-        Returns:
-            the missing ones that there is no image of, with the reason
-        """
-        failed = []
-        images = generate_images(
-            pipe,
-            self._prompts(batch),
-            num_inference_steps=self.settings.steps,
-            guidance_scale=self.settings.guidance_scale,
-            # One generator an image, so that it does not matter what is drawn with it; on the CPU, because every
-            # device's own draws other numbers.
-            generator=[torch.Generator("cpu").manual_seed(self.settings.seed + subject.number) for subject in batch],
-        )
-        for subject, image in zip(batch, images, strict=True):
-            if subject.name in missing and isinstance(image, str):
-                failed.append(f"{subject.name} ({image})")
-            elif subject.name in missing:
-                with whole_file(_file(folder, subject)) as unfinished:
-                    image.save(unfinished, format="PNG")
-        return failed
-
-    def _prompts(self, subjects: Sequence[Subject]) -> list[str]:
-        """As captions were cleaned for training."""
-        return [clean(self.settings.prefix + subject.prompt) for subject in subjects]
+        processes.together(lambda: _raise_if_failed(failed, len(subjects), encoder, self.dtype))
 
     def _load(self, encoder: str) -> StableDiffusionXLPipeline:
-        """The base with an encoder, reading prompts as `DrawingSettings.windows` says."""
+        """The SDXL checkpoint with an encoder, reading prompts as `DrawingSettings.windows` says."""
         if self._pipe is None:
             self._pipe = load_sdxl(self.settings.base, None, self.processes.device, self.dtype)
-        parts = dict(self._pipe.components)
+        text_encoder, tokenizer = self._pipe.text_encoder, self._pipe.tokenizer
         if encoder != ORIGINAL:
-            text_encoder, parts["tokenizer"] = self._load_encoder(encoder)
-            parts["text_encoder"] = text_encoder.to(self.processes.device, self.dtype)
-        window, window_2 = (parts[name].config.max_position_embeddings for name in ("text_encoder", "text_encoder_2"))
-        cut = window == window_2 and not self.settings.windows
+            text_encoder, tokenizer = self._load_encoder(encoder)
+            text_encoder.to(self.processes.device, self.dtype)
+        lengths = [part.config.max_position_embeddings for part in (text_encoder, self._pipe.text_encoder_2)]
+        cut = lengths[0] == lengths[1] and not self.settings.windows
         cls = StableDiffusionXLPipeline if cut else StableDiffusionXLLongPromptPipeline
-        zeros = self._pipe.config.force_zeros_for_empty_prompt
-        pipe = cls(**parts, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
+        return replace_encoder(self._pipe, text_encoder, tokenizer, cls)
 
     def _load_encoder(self, encoder: str) -> tuple[torch.nn.Module, Any]:
-        """The text encoder and its tokenizer. Raises UserError for one that does not fit."""
+        """The text encoder and its tokenizer. Raises UserError unless it has the replaced encoder's width."""
         text_encoder, tokenizer = load_text_encoder(encoder)
-        try:
-            own = CLIPTextConfig.from_pretrained(shipped(self.settings.base), subfolder="text_encoder")
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"The base model {self.settings.base!r} has no readable text_encoder/config.json. Give a whole SDXL "
-                "folder."
-            ) from error
-        check_same_width(encoder, text_encoder.config.hidden_size, self.settings.base, own.hidden_size)
+        width = first_encoder_width(self.settings.base)
+        check_same_width(encoder, text_encoder.config.hidden_size, self.settings.base, width)
         return text_encoder, tokenizer
 
 
-def _batches(pipe: StableDiffusionXLPipeline, prompts: Sequence[str], settings: DrawingSettings) -> list[list[int]]:
-    """The prompts' places in batches of one length, so that none is padded further than it would be alone."""
-    groups: dict[int, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        positions = 0  # stock SDXL makes all prompts equally long
-        if isinstance(pipe, StableDiffusionXLLongPromptPipeline):
-            guided = settings.guidance_scale > 1
-            positions = pipe.prompt_layout(prompt, do_classifier_free_guidance=guided).positions
-        groups.setdefault(positions, []).append(place)
-    size = settings.images_at_once
-    return sorted(group[i : i + size] for group in groups.values() for i in range(0, len(group), size))
+def _write_missing(
+    images: Sequence[Image.Image | str], batch: Sequence[Subject], folder: Path, missing: set[str]
+) -> list[str]:
+    """Writes the missing images of a batch. Returns those that there is no image of, with the reason."""
+    failed = []
+    for subject, image in zip(batch, images, strict=True):
+        if subject.name in missing and isinstance(image, str):
+            failed.append(f"{subject.name} ({image})")
+        elif subject.name in missing:
+            with whole_file(_file(folder, subject)) as unfinished:
+                image.save(unfinished, format="PNG")
+    return failed
 
 
-def _raise_if_any(failed: Sequence[str], count: int, encoder: str, dtype: torch.dtype) -> None:
-    """Raises FailedError where there is no image of a subject."""
+def _raise_if_failed(failed: Sequence[str], count: int, encoder: str, dtype: torch.dtype) -> None:
+    """Raises FailedError if images could not be rendered."""
     if failed:
         raise FailedError(
-            f"{len(failed):,} of {count:,} images by {encoder!r} were not drawn, the first: {failed[0]}. Where values "
-            "are not finite, weights of the encoder or of the base model are damaged, or too large for "
+            f"{len(failed):,} of {count:,} images by {encoder!r} were not rendered, the first: {failed[0]}. Where "
+            "values are not finite, weights of the encoder or of the SDXL checkpoint are damaged, or too large for "
             f"{str(dtype).removeprefix('torch.')}. Give another encoder. The other images are kept."
         )
 
@@ -346,16 +307,16 @@ def _file(folder: Path, subject: Subject) -> Path:
 
 
 def _missing(folder: Path, subjects: Sequence[Subject]) -> set[str]:
-    """The names of the pictures that are not there, or are damaged."""
+    """The names of the images that do not exist or are damaged."""
     return {subject.name for subject in subjects if png_damage(_file(folder, subject))}
 
 
 def how_drawn(folder: Path) -> dict:
-    """What is noted of a folder's pictures.
+    """How the images of a folder were rendered.
 
     Returns:
-        "cut_at": the tokens at which prompts were cut, with those around a text, or None; "prompts_cut": how many were;
-        "seconds" of drawing, in whichever runs did it, without the loading of models.
+        "cut_at": the number of tokens, BOS and EOS included, at which prompts were cut, or None; "prompts_cut": how
+        many were; "seconds" of rendering in all runs, without the loading of models.
     """
     return {"cut_at": None, "prompts_cut": 0, "seconds": 0.0} | read_json_object(folder / _DRAWN)
 
@@ -365,28 +326,17 @@ def _note(folder: Path, seconds: float = 0.0, **numbers) -> None:
     write_json(folder / _DRAWN, before | numbers | {"seconds": round(before["seconds"] + seconds, 3)})
 
 
-def _cuts(pipe: StableDiffusionXLPipeline, prompts: Sequence[str]) -> dict:
+def _cuts(pipe: StableDiffusionXLPipeline, prompts: Sequence[ImagePrompt]) -> dict:
     """ "cut_at" and "prompts_cut" of `how_drawn`"""
     if isinstance(pipe, StableDiffusionXLLongPromptPipeline):
         return {"cut_at": None, "prompts_cut": 0}
-    window = pipe.text_encoder.config.max_position_embeddings
-    counts = [len(pipe.tokenizer(prompt, verbose=False)["input_ids"]) for prompt in prompts]
-    return {"cut_at": window, "prompts_cut": sum(count > window for count in counts)}
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Keeps diffusers from warning of every prompt that it was asked to cut."""
-    before = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        diffusers_logging.set_verbosity(before)
+    context_length = pipe.text_encoder.config.max_position_embeddings
+    counts = [len(pipe.tokenizer(prompt.prompt, verbose=False)["input_ids"]) for prompt in prompts]
+    return {"cut_at": context_length, "prompts_cut": sum(count > context_length for count in counts)}
 
 
 def _check_same_settings(folder: Path, settings: dict) -> None:
-    """Refuses a folder whose pictures were made with other settings."""
+    """Raises UserError for a folder of images with other settings."""
     file = folder / _SETTINGS
     if not file.exists():
         if any(folder.rglob("*.png")):
@@ -396,5 +346,5 @@ def _check_same_settings(folder: Path, settings: dict) -> None:
     if before != settings:
         raise UserError(
             f"The images in {str(folder)!r} were made with other settings: {changed_settings(before, settings)}. Give "
-            "another output, go back to those settings, or remove the folder."
+            "another output, return to those settings, or remove the folder."
         )

@@ -1,0 +1,220 @@
+"""The images of one `generate` run: their settings, how their prompts are read, and rendering what is missing."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+from tqdm import tqdm
+
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.pipelines import PromptLayout
+from debias_diffusion.pipelines.loading import (
+    PIPELINES,
+    STRETCH,
+    Part,
+    check_base,
+    default_dtype,
+    default_size,
+    load_pipeline,
+    model_digest,
+)
+from debias_diffusion.pipelines.memory import check_memory
+from debias_diffusion.pipelines.rendering import (
+    ImagePrompt,
+    Sampling,
+    plan_batches,
+    read_layout,
+    render_batch,
+    render_in_low_memory,
+    runtime_settings,
+)
+
+from .config import GenerateConfig
+from .png_settings import settings_text, write_png
+from .prompts import LeftOut, Prompt, cleaned, print_left_out
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """One image to render.
+
+    Attributes:
+        prompt: its entry in the file of prompts.
+        where: that entry, in words.
+        path: its file.
+        settings: every setting that affects it, as its file records them.
+    """
+
+    prompt: Prompt
+    where: str
+    path: Path
+    settings: dict
+
+
+class Studio:
+    """The settings of a run and its models, which are loaded on demand.
+
+    Raises:
+        UserError: there is no such checkpoint or device.
+    """
+
+    def __init__(self, config: GenerateConfig, device: torch.device):
+        self.config = config
+        self.device = device
+        self.kind = check_base(config.base, tuple(PIPELINES))
+        self.dtype = getattr(torch, config.dtype) if config.dtype else default_dtype(device)
+        height, width = default_size(config.base)
+        self.sampling = Sampling(config.steps, config.guidance_scale, config.height or height, config.width or width)
+
+    def load(self, part: Part = "all") -> DiffusionPipeline:
+        config = self.config
+        pipe = load_pipeline(config.base, config.encoder, self.device, self.dtype, config.encoder_2, part)
+        pipe.set_progress_bar_config(disable=config.several)
+        if config.strict or config.weighting:
+            pipe.set_long_prompt(strict=config.strict, weighting=config.weighting)
+        return pipe
+
+    def settings(self) -> dict:
+        """What all images of the run have in common and what decides how they look; reads no models."""
+        config = vars(self.config)
+        names = ("base", "encoder", "encoder_2", "steps", "guidance_scale", "weighting")
+        return {name: config[name] for name in names} | {
+            # An encoder that was trained further under the same name is another one.
+            "encoder_sha256": _sha256(self.config.encoder),
+            "encoder_2_sha256": _sha256(self.config.encoder_2),
+            "height": self.sampling.height,
+            "width": self.sampling.width,
+            **runtime_settings(self.device, self.dtype),
+        }
+
+    def check_memory(self, images: int) -> None:
+        """Raises UserError where that many images at once cannot fit the memory."""
+        size = self.sampling.height, self.sampling.width
+        check_memory(self.config.base, self.device, self.dtype, *size, images)
+
+    def image_prompt(self, settings: dict) -> ImagePrompt:
+        """What an image with these settings is rendered from."""
+        names = ("prompt", "negative_prompt", "prompt_2")
+        texts = {name: settings[name] and cleaned(settings[name], self.config.weighting) for name in names}
+        return ImagePrompt(seed=settings["seed"], **texts)
+
+    def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
+        """How a prompt is read.
+
+        Raises:
+            UserError: its weights cannot be used; under `strict`, prompt or negative prompt need a second chunk.
+        """
+        try:
+            layout = read_layout(pipe, prompt, self.sampling)
+            windows = [layout.windows]
+            if self.sampling.guided and prompt.negative_prompt is not None:
+                turned = {"prompt": prompt.negative_prompt, "negative_prompt": prompt.prompt}
+                turned |= {} if prompt.prompt_2 is None else {"negative_prompt_2": prompt.prompt_2}
+                windows.append(pipe.prompt_layout(**turned).windows)
+        except ValueError as error:
+            raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
+        if self.config.strict and max(map(max, windows)) > 1:
+            raise UserError(
+                f"With its {layout.tokens} tokens it takes {_chunks(max(windows))}, and --strict allows one chunk."
+            )
+        return layout
+
+
+def _sha256(encoder: str | None) -> str | None:
+    """sha256 of an encoder's files, of `MODEL:FILE` the file's.
+
+    None for none, and for a hub id or an open_clip tag, whose files lie wherever a cache put them.
+    """
+    if encoder is None or encoder == STRETCH:
+        return None
+    sha256 = model_digest(encoder).rpartition(":")[2]
+    return sha256 if re.fullmatch("[0-9a-f]{64}", sha256) else None
+
+
+def _chunks(counts: Sequence[int]) -> str:
+    names = ["of the first text encoder", "of the second"] if len(counts) > 1 else ["of the text encoder"]
+    counts = [f"{count} chunk{'s' * (count > 1)}" if not i else str(count) for i, count in enumerate(counts)]
+    return ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
+
+
+def render_missing(
+    studio: Studio, tasks: Sequence[ImageTask], missing: set[Path], left_out: list[LeftOut]
+) -> list[LeftOut]:
+    """Renders the images whose files are missing, and adds to `left_out` the prompts that cannot be read.
+
+    Returns:
+        the images with values that are not finite, see `generate_images`; no files are written for them
+
+    Raises:
+        UserError: no prompt can be read, or the largest batch cannot fit the memory.
+    """
+    config, sampling = studio.config, studio.sampling
+    pipe = studio.load("encoders" if config.low_memory else "all")
+    prompts = [studio.image_prompt(task.settings) for task in tasks]
+    layouts = _layouts(studio, pipe, tasks, prompts, left_out)
+    wanted = {index for index, task in enumerate(tasks) if task.path in missing}
+    batches = plan_batches(prompts, layouts, config.batch, wanted)
+    studio.check_memory(max(map(len, batches), default=1))
+    sampler = type(pipe.scheduler).__name__
+    texts = [[prompts[index] for index in batch] for batch in batches]
+    if config.low_memory:
+        rendered = render_in_low_memory(pipe, studio.load, texts, sampling, config.several)
+    else:
+        rendered = (render_batch(pipe, batch, sampling) for batch in texts)
+    failed = []
+    with tqdm(total=len(wanted), desc="render", unit="image", disable=not config.several) as bar:
+        for batch, images in zip(batches, rendered, strict=True):
+            for index, image in zip(batch, images, strict=True):
+                task = tasks[index]
+                if index not in wanted:
+                    continue
+                bar.update()
+                if isinstance(image, str):
+                    failed.append(LeftOut(f"{task.where}, seed {task.settings['seed']}", image))
+                    continue
+                settings = task.settings | layouts[index]._asdict()
+                write_png(image, task.path, settings_text(settings, sampler))
+    return failed
+
+
+def _layouts(
+    studio: Studio,
+    pipe: DiffusionPipeline,
+    tasks: Sequence[ImageTask],
+    prompts: Sequence[ImagePrompt],
+    left_out: list[LeftOut],
+) -> dict[int, PromptLayout]:
+    """How the prompt of each image is read, by the image's index; prints it."""
+    by_number: dict[int, PromptLayout | LeftOut] = {}
+    for task, prompt in zip(tasks, prompts, strict=True):
+        if task.prompt.number not in by_number:
+            try:
+                by_number[task.prompt.number] = studio.layout(pipe, prompt)
+            except UserError as error:
+                by_number[task.prompt.number] = LeftOut(task.where, str(error))
+    unreadable = [entry for entry in by_number.values() if isinstance(entry, LeftOut)]
+    readable = [layout for layout in by_number.values() if not isinstance(layout, LeftOut)]
+    if not studio.config.several and unreadable:
+        raise UserError(unreadable[0].reason)
+    if not readable:
+        raise UserError(f"No prompt can be rendered. {unreadable[0].where.capitalize()}: {unreadable[0].reason}")
+    print_left_out(unreadable)
+    left_out += unreadable
+    _print_layouts(readable, studio.config.several)
+    layouts = {index: by_number[task.prompt.number] for index, task in enumerate(tasks)}
+    return {index: layout for index, layout in layouts.items() if not isinstance(layout, LeftOut)}
+
+
+def _print_layouts(layouts: Sequence[PromptLayout], several: bool) -> None:
+    if not several:
+        [layout] = layouts
+        print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({_chunks(layout.windows)})")
+        return
+    counts = sorted(Counter(layout.positions for layout in layouts).items())
+    print(
+        "Positions: " + ", ".join(f"{positions} for {count:,} prompt{'s' * (count > 1)}" for positions, count in counts)
+    )
