@@ -241,9 +241,7 @@ def joined(by_encoder: dict[str, Right]) -> Right:
 
 def compare(right: Right, default: Right) -> dict[str, float]:
     """Correct objects in percent, and the difference from the default in points with its 95% interval."""
-    values, default_values = (
-        [100 * value for objects in each for value in objects.values()] for each in (right, default)
-    )
+    values, default_values = ([100 * x for objects in each for x in objects.values()] for each in (right, default))
     images = [number for number, objects in enumerate(right) for _ in objects]
     difference = paired_difference(values, default_values, images)
     numbers = {"objects": len(values), "right": sum(values) / len(values)}

@@ -140,12 +140,8 @@ class _Run:
 
     def rows(self) -> dict[str, str]:
         """The table of how it was trained: name to Markdown."""
-        settings, rows = self.settings, {}
-        changes = method_settings(settings)
-        changed = ", ".join(f"{name} {value}" for name, value in changes.items())
-        rows["recipe"] = code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")
-        with suppress(UserError):  # a method of another version
-            rows["learned from"] = find_method(settings["recipe"], changes).describe()
+        settings = self.settings
+        rows = _recipe(settings)
         if settings.get("data"):
             digest = settings.get("data_sha256")
             rows["data"] = code(_public(settings["data"])) + (f", sha256 {code(digest)}" if digest else "")
@@ -173,11 +169,14 @@ class _Run:
         ]
 
 
-def _recipe(settings: Mapping) -> str:
-    """The recipe of a run and the settings that override it."""
-    names = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling")
-    changed = ", ".join(f"{name} {settings[name]}" for name in names if settings.get(name) is not None)
-    return code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")
+def _recipe(settings: Mapping) -> dict[str, str]:
+    """The recipe of a run with the settings that override it, and what it learns from: name to Markdown."""
+    changes = method_settings(settings)
+    changed = ", ".join(f"{name} {value}" for name, value in changes.items())
+    rows = {"recipe": code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")}
+    with suppress(UserError):  # a method of another version
+        rows["learned from"] = find_method(settings["recipe"], changes).describe()
+    return rows
 
 
 def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:
