@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_training import config, log, losses, run_in_two_processes, same_weights, without_clock
-from tiny_clip import save_tiny_clip
-from tiny_data import make_tiny_data
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.errors import UserError
@@ -24,13 +22,6 @@ SETTINGS = dict(recipe="predicting", method={"alpha": 0.75}, max_steps=5)
 NEWEST = "checkpoints/step-00000005"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """(base model, data file, image folder)"""
-    folder = tmp_path_factory.mktemp("world")
-    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)

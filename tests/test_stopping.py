@@ -12,20 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 from test_training import command_of_two_processes, config, log, same_weights, wait_for_step, without_clock
-from tiny_clip import save_tiny_clip
 from tiny_data import make_tiny_data
 
 from debias_diffusion.training import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the processes that are started here, to the last bit
 SETTINGS = dict(checkpoint_every=1000, max_steps=40, eval_every=1000)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """(base model, data file, image folder)"""
-    folder = tmp_path_factory.mktemp("world")
-    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)
 
 
 @pytest.fixture(scope="module")
