@@ -228,7 +228,7 @@ def mentioned_in(right: Right, first_mentions: Sequence[dict[str, int]], wanted:
 
 
 def joined(by_encoder: dict[str, Right]) -> Right:
-    """Images of one prompt by several encoders as one image with all their objects, which counts as one sample."""
+    """Images of one prompt by several encoders as one image with all their objects: one sample."""
     return [
         {
             (name, place): is_right
@@ -241,9 +241,11 @@ def joined(by_encoder: dict[str, Right]) -> Right:
 
 def compare(right: Right, default: Right) -> dict[str, float]:
     """Correct objects in percent, and the difference from the default in points with its 95% interval."""
-    values, default_values = ([100 * x for objects in each for x in objects.values()] for each in (right, default))
-    images = [number for number, objects in enumerate(right) for _ in objects]
-    difference = paired_difference(values, default_values, images)
+    values, default_values = (
+        [100 * is_right for objects in images for is_right in objects.values()] for images in (right, default)
+    )
+    image_numbers = [number for number, objects in enumerate(right) for _ in objects]
+    difference = paired_difference(values, default_values, image_numbers)
     numbers = {"objects": len(values), "right": sum(values) / len(values)}
     numbers |= {name: difference[name] for name in ("difference", "low", "high")}
     return {name: round(value, 2) for name, value in numbers.items()}

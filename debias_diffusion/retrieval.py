@@ -187,8 +187,8 @@ def encode_images(
 
     Args:
         progress: whether to show a progress bar, or its title.
-        read: turns an opened image into a tensor; None: `backbone.preprocess`.
-        encode: a batch of these tensors to features [batch, D]; None: `backbone.encode_image`.
+        read: turns an opened image into the input of `encode`; None: `backbone.preprocess`.
+        encode: a batch of these to features [batch, D]; None: `backbone.encode_image`.
 
     Raises:
         UserError: none of the images can be read.

@@ -141,7 +141,11 @@ class _Run:
     def rows(self) -> dict[str, str]:
         """The table of how it was trained: name to Markdown."""
         settings = self.settings
-        rows = _recipe(settings)
+        changes = method_settings(settings)
+        changed = ", ".join(f"{name} {value}" for name, value in changes.items())
+        rows = {"recipe": code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")}
+        with suppress(UserError):  # a method of another version
+            rows["learned from"] = find_method(settings["recipe"], changes).describe()
         if settings.get("data"):
             digest = settings.get("data_sha256")
             rows["data"] = code(_public(settings["data"])) + (f", sha256 {code(digest)}" if digest else "")
@@ -167,16 +171,6 @@ class _Run:
             f"On {best['pairs']} pairs held out of the training data, with whole captions. This model is the best of "
             f"the training run above by this measure:\n\n{table}"
         ]
-
-
-def _recipe(settings: Mapping) -> dict[str, str]:
-    """The recipe of a run with the settings that override it, and what it learns from: name to Markdown."""
-    changes = method_settings(settings)
-    changed = ", ".join(f"{name} {value}" for name, value in changes.items())
-    rows = {"recipe": code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")}
-    with suppress(UserError):  # a method of another version
-        rows["learned from"] = find_method(settings["recipe"], changes).describe()
-    return rows
 
 
 def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:

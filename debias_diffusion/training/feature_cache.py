@@ -29,7 +29,7 @@ _FORMAT = 2  # the first one had no checksums
 
 
 def cache_key(backbone: Backbone, precision: str) -> dict:
-    """Everything but the image that its features depend on."""
+    """Everything but the image itself that its features depend on."""
     return {"format": _FORMAT, **backbone.image_fingerprint(), "precision": precision}
 
 
