@@ -30,7 +30,7 @@ from debias_diffusion.eval.pictures.generation import _reference, _with_readable
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
-from debias_diffusion.training.check import _Everything
+from debias_diffusion.training.check import _CheckedRecords
 from debias_diffusion.training.feature_cache import FrozenTower, cached_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -277,7 +277,7 @@ def test_whatever_an_image_raises_its_record_is_named_and_the_others_go_on(three
     dataset = CaptionDataset(records, images, backbone.read_pixels, TOKENIZER, RECIPE, 0, lambda epoch: [2])
     bad.append(dataset[(0, 1, 0)].bad)
     assert dataset[(0, 1, 0)].sample_id == "2"
-    everything = _Everything(records, images, TOKENIZER)
+    everything = _CheckedRecords(records, images, TOKENIZER)
     bad.append([fault for *_, fault in (everything[index] for index in range(3)) if fault])
     cache = folder / "cache"
     tower = FrozenTower(backbone, Accelerator(cpu=True), "fp32")
@@ -299,7 +299,7 @@ def test_what_no_image_causes_is_not_taken_for_a_bad_image(three, error):
     with pytest.raises(type(error)):
         dataset[(0, 1, 0)]
     with pytest.raises(type(error)):
-        _Everything(records, images, TOKENIZER)[1]
+        _CheckedRecords(records, images, TOKENIZER)[1]
     with pytest.raises(type(error)):
         _with_readable_reference(records, images)
 
