@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tiny_clip import save_tiny_clip
+from tiny_data import make_tiny_data
 
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
@@ -309,9 +310,16 @@ def another_clip(tmp_path_factory) -> str:
     return save_tiny_clip(tmp_path_factory.mktemp("another-clip"), seed=5)
 
 
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory) -> dict:
+    """Settings that name twelve tiny images."""
+    data, images = make_tiny_data(tmp_path_factory.mktemp("squares"), 12)
+    return {"data": data, "images": images}
+
+
 def settings_of(tmp_path, *encoders, **changes) -> RetrievalConfig:
-    own = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "output": str(tmp_path / "out"), "batch_size": 4}
-    return RetrievalConfig(list(encoders), **(own | changes))
+    settings = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "output": str(tmp_path / "out"), "batch_size": 4}
+    return RetrievalConfig(list(encoders), **(settings | changes))
 
 
 def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, another_clip, tmp_path, capsys):
@@ -354,7 +362,7 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, anothe
     assert [line["difference"] for line in compared] == pytest.approx(differences)
 
 
-def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, tmp_path, monkeypatch):
+def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, squares, tmp_path, monkeypatch):
     """Neither by a run that was killed with the second encoder, nor by one of another limit, batch or output name."""
     encoded = []
     for name in ("encode_image", "encode_text"):
@@ -365,7 +373,7 @@ def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, tmp_path, m
             return original(self, batch)
 
         monkeypatch.setattr(Backbone, name, counted)
-    config = settings_of(tmp_path, tiny_clip, another_clip)
+    config = settings_of(tmp_path, tiny_clip, another_clip, **squares)
     monkeypatch.setattr(image_features, "PIECE", 5)  # 12 images in pieces
     with monkeypatch.context() as patch:
         patch.setattr(retrieval, "encode_texts", killed_at_the_second_encoder(retrieval.encode_texts))
@@ -396,75 +404,68 @@ def killed_at_the_second_encoder(function):
     return work
 
 
-def test_an_image_that_has_changed_is_read_again(tiny_clip, tmp_path):
-    entries = json.loads(PHOTOGRAPHS.read_text())[:3]
-    for entry in entries:
-        shutil.copy(Path(skimage.data_dir) / entry["image"], tmp_path / entry["image"])
-    (tmp_path / "data.json").write_text(json.dumps(entries))
-    config = settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), images=str(tmp_path), max_bad=1)
-    assert evaluate_retrieval(config)["images"] == 3
-    (tmp_path / entries[1]["image"]).write_text("no image")
-    changed = evaluate_retrieval(config)
+@pytest.fixture
+def three(tiny_clip, squares, tmp_path) -> RetrievalConfig:
+    """Settings of three images in a folder that a test may change."""
+    shutil.copytree(squares["images"], tmp_path / "images")
+    own = {"data": squares["data"], "images": str(tmp_path / "images"), "limit": 3, "max_bad": 1}
+    return settings_of(tmp_path, tiny_clip, **own)
+
+
+def test_an_image_that_has_changed_is_read_again(three):
+    assert evaluate_retrieval(three)["images"] == 3
+    Path(three.images, "1.png").write_text("no image")
+    changed = evaluate_retrieval(three)
     assert changed["images"] == 2 and [bad["kind"] for bad in changed["left_out"]] == ["unreadable image"]
-    again = evaluate_retrieval(config)  # now from what is kept
-    assert again == changed
+    assert evaluate_retrieval(three) == changed  # now from the cache
 
 
-def test_ranks_are_of_the_images_that_were_read(tiny_clip, tmp_path):
-    entries = json.loads(PHOTOGRAPHS.read_text())[:3]
-    for entry in entries:
-        shutil.copy(Path(skimage.data_dir, entry["image"]), tmp_path)
-    (tmp_path / "data.json").write_text(json.dumps(entries))
-    config = settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), images=str(tmp_path), max_bad=1)
-    image = tmp_path / entries[1]["image"]
+def test_ranks_are_of_the_images_that_were_read(three):
+    image = Path(three.images, "1.png")
     whole, before = image.read_bytes(), image.stat()
     image.write_bytes(bytes(len(whole)))
     os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))  # as where a network drive failed
-    assert evaluate_retrieval(config)["images"] == 2
+    assert evaluate_retrieval(three)["images"] == 2
     image.write_bytes(whole)
     os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))
-    for piece in (tmp_path / "out" / "parts").glob("images-*"):
+    for piece in Path(three.output, "parts").glob("images-*"):
         piece.unlink()
-    assert evaluate_retrieval(config)["images"] == 3
+    assert evaluate_retrieval(three)["images"] == 3
 
 
-def test_a_piece_without_any_readable_image_is_no_end(tiny_clip, tmp_path, monkeypatch):
+def test_a_piece_without_any_readable_image_is_no_end(three, monkeypatch):
     monkeypatch.setattr(image_features, "PIECE", 2)
-    entries = json.loads(PHOTOGRAPHS.read_text())[:5]
     for index in (2, 3):
-        entries[index]["image"] = f"no-such-{index}.png"
-    (tmp_path / "data.json").write_text(json.dumps(entries))
-    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), max_bad=0.5))
+        Path(three.images, f"{index}.png").unlink()
+    report = evaluate_retrieval(replace(three, limit=5))
     assert report["images"] == 3 and len(report["left_out"]) == 2
 
 
-def test_a_data_file_with_too_many_faults_is_refused(tiny_clip, tmp_path):
-    entries = json.loads(PHOTOGRAPHS.read_text())[:3]
+def test_a_data_file_with_too_many_bad_records_is_refused(three, tmp_path):
+    entries = json.loads(Path(three.data).read_text())[:3]
     (tmp_path / "data.json").write_text(json.dumps([*entries, {"image": "a.png"}, {"image": "b.png"}]))
-    config = settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), limit=2)
+    config = replace(three, data=str(tmp_path / "data.json"), limit=2, max_bad=0.01)
     with pytest.raises(UserError, match="2 of 5 records cannot be used.*--max-bad"):
         evaluate_retrieval(config)
     assert evaluate_retrieval(replace(config, max_bad=0.4))["images"] == 2
 
 
-def test_identical_entries_never_score_at_rank_one(tiny_clip, tmp_path):
-    entry = json.loads(PHOTOGRAPHS.read_text())[0]
-    data = tmp_path / "data.json"
-    data.write_text(json.dumps([entry] * 7))
-    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, data=str(data)))
+def test_identical_entries_never_score_at_rank_one(three, tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps(json.loads(Path(three.data).read_text())[:1] * 7))
+    report = evaluate_retrieval(replace(three, data=str(tmp_path / "data.json"), limit=None))
     recalls = next(iter(report["encoders"].values()))["recall_percent"]
     assert recalls["text_to_image"] == recalls["image_to_text"] == {"R@1": 0.0, "R@5": 0.0, "R@10": 100.0}
 
 
-def test_names_are_no_formulas(tiny_clip, tmp_path):
+def test_names_are_no_formulas(tiny_clip, squares, tmp_path):
     name = tmp_path / r"$\x$"
     shutil.copytree(tiny_clip, name)
-    report = evaluate_retrieval(settings_of(tmp_path, str(name), data=str(PHOTOGRAPHS), images=skimage.data_dir))
+    report = evaluate_retrieval(settings_of(tmp_path, str(name), **squares))
     assert list(report["encoders"]) == [r"$\x$"] and (tmp_path / "out" / "retrieval.png").is_file()
 
 
-def test_the_picture_shows_the_numbers(tiny_clip, another_clip, tmp_path):
-    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, another_clip))
+def test_the_figure_shows_the_numbers(tiny_clip, another_clip, squares, tmp_path):
+    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, another_clip, **squares))
     (figure,) = figures(report).values()
     for axes, direction in zip(figure.axes, ("text_to_image", "image_to_text"), strict=True):
         heights = [bar.get_height() for bar in axes.patches]
@@ -495,6 +496,16 @@ def test_unusable_settings_are_refused(tiny_clip, tmp_path, monkeypatch, change,
     with pytest.raises(UserError, match=message):
         evaluate_retrieval(RetrievalConfig(**({"output": "out"} | config | change)))
     assert not (tmp_path / "out" / "retrieval.json").exists()
+
+
+def test_settings_check_themselves_before_anything_is_read():
+    with pytest.raises(UserError, match="batch_size=0"):
+        RetrievalConfig(["toy/clip"], "out", data="nowhere.json", batch_size=0)
+    config = RetrievalConfig(["toy/clip"], "out", data="nowhere.json")
+    with pytest.raises(UserError, match="Unknown toy model 'toy/klip'"):
+        replace(config, encoders=["toy/klip"])
+    with pytest.raises(UserError, match="dataset is 'coco' with root None"):
+        replace(config, data=None, dataset="coco")
 
 
 def test_an_output_that_cannot_be_a_folder_is_told_first(tiny_clip, tmp_path):

@@ -52,8 +52,8 @@ def test_the_shipped_two_towers_show_the_cure():
 
 @pytest.mark.slow
 def test_in_the_quickstart_debias_clip_loses_fewer_points_than_long_clip(tmp_path):
-    """The quickstart as people run it, but for the number of pictures."""
-    page = quickstart(QuickstartConfig(output=str(tmp_path / "quickstart"), prompts=20))
+    """The quickstart as people run it, but for the number of images and of scenes to search among."""
+    page = quickstart(QuickstartConfig(output=str(tmp_path / "quickstart"), prompts=20, scenes=300))
     assert page.read_text().count("<img") > 10
     recall = json.loads((page.parent / "report.json").read_text())["retrieval"]
     for edit in ("move4", "remove"):

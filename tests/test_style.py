@@ -18,16 +18,13 @@ LEFTOVERS = """
     app/demo/models.py app/demo/page.py app/demo/reading.py app/demo/requests.py app/demo/scenes.py
     app/demo/waiting.py app/quickstart.py debias_diffusion/data/json_list.py
     debias_diffusion/data/retrieval_sets.py debias_diffusion/data/shards.py
-    debias_diffusion/methods/objectives.py debias_diffusion/models/model_files.py debias_diffusion/sentences.py
+    debias_diffusion/models/model_files.py debias_diffusion/sentences.py
     debias_diffusion/tokens.py debias_diffusion/toymodels/clip.py debias_diffusion/toymodels/feature_network.py
     debias_diffusion/toymodels/scores.py debias_diffusion/toymodels/unet.py debias_diffusion/toymodels/vae.py
     debias_diffusion/toyworld/checker.py debias_diffusion/toyworld/grammar.py
-    debias_diffusion/toyworld/scenes.py debias_diffusion/training/check.py debias_diffusion/training/loop.py
-    debias_diffusion/training/step.py eval/common/cache.py eval/common/inputs.py eval/common/processes.py
-    eval/common/report.py eval/pictures/dpg_bench.py eval/pictures/figures.py eval/pictures/generation.py
-    eval/pictures/networks.py eval/pictures/scores.py eval/pictures/toy_objects.py eval/story.py
-    eval/text_image/attention.py eval/text_image/classification.py eval/text_image/retrieval.py
-    eval/text_image/robustness.py pipelines/checked.py pipelines/custom_pipeline.py pipelines/long_prompt.py
+    debias_diffusion/toyworld/scenes.py
+    eval/story.py
+    pipelines/checked.py pipelines/custom_pipeline.py pipelines/long_prompt.py
     pipelines/weighting.py
 """.split()
 # Every folder of a command has these.
