@@ -64,8 +64,8 @@ class _LostError(Exception):
         self.step, self.images = step, images
 
 
-def _not_finite(what: str) -> str:
-    return f"its {what} are not finite (NaN or infinite)"
+def _not_finite(values: str) -> str:
+    return f"its {values} are not finite (NaN or infinite)"
 
 
 def _finite_rows(tensor: torch.Tensor) -> list[bool]:
