@@ -7,8 +7,8 @@ BIN := .venv/bin
 quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
 	$(BIN)/debias-diffusion quickstart
 
-test: .venv/installed  ## the tests, except those marked slow
-	$(BIN)/python -m pytest -m "not slow"
+test: .venv/installed  ## the tests, except those marked slow; files of tests side by side, one for each core
+	$(BIN)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 4 --dist loadfile
 
 slow: .venv/installed  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow

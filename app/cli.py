@@ -1,7 +1,7 @@
 """`debias-diffusion`: quickstart, train, export, generate, shards, evaluate, app.
 
-Each command's options are the fields of one dataclass, whose docstring is their help. Values come from YAML
-(`--config file.yaml`) and from the command line, the later the stronger.
+Each command's options are the fields of one dataclass; its docstring is their help. Values come from YAML
+(`--config file.yaml`) and from the command line; the last one given counts.
 """
 
 import argparse
@@ -12,144 +12,82 @@ import os
 import re
 import sys
 import warnings
+from importlib import import_module
 from importlib.metadata import version
 
 from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.files import explain_full_disk
 
-# command -> (summary, the function that gives (dataclass of options, what runs them)), or further commands. Functions,
-# because importing what a command needs takes seconds, and only one command runs.
-
-
-def _quickstart():
-    from .quickstart import QuickstartConfig, quickstart
-
-    return QuickstartConfig, quickstart
-
-
-def _train():
-    from debias_diffusion.training import TrainConfig, train
-
-    return TrainConfig, train
-
-
-def _export():
-    from .export.command import ExportConfig, export
-
-    return ExportConfig, export
-
-
-def _generate():
-    from .generate.command import GenerateConfig, generate
-
-    return GenerateConfig, lambda config: print(f"Wrote {generate(config)}")
-
-
-def _shards():
-    from .shards import ShardsConfig, write_shards
-
-    return ShardsConfig, write_shards
-
-
-def _app():
-    from .demo.launch import AppConfig, run_app
-
-    return AppConfig, run_app
-
-
-def _retrieval():
-    from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
-
-    return RetrievalConfig, evaluate_retrieval
-
-
-def _robustness():
-    from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
-
-    return RobustnessConfig, evaluate_robustness
-
-
-def _generation():
-    from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
-
-    return GenerationConfig, evaluate_generation
-
-
-def _attention():
-    from debias_diffusion.eval.text_image.attention import AttentionConfig, evaluate_attention
-
-    return AttentionConfig, evaluate_attention
-
-
-def _classification():
-    from debias_diffusion.eval.text_image.classification import ClassificationConfig, evaluate_classification
-
-    return ClassificationConfig, evaluate_classification
-
-
-def _dpg_bench():
-    from debias_diffusion.eval.pictures.dpg_bench import DpgBenchConfig, evaluate_dpg_bench
-
-    return DpgBenchConfig, evaluate_dpg_bench
-
-
-def _all():
-    from debias_diffusion.eval.everything import AllConfig, evaluate_all
-
-    return AllConfig, evaluate_all
-
-
-def _report():
-    from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
-
-    return ReportConfig, evaluate_report
-
-
+# command: (summary, "module:dataclass of options:function"), or (summary, further commands). Modules are named, not
+# imported, because an import takes seconds and only one command runs.
 EVALUATIONS = {
-    "all": ("all of these that the given things allow, and one page of them", _all),
-    "retrieval": ("recall of retrieval with whole captions", _retrieval),
-    "robustness": ("how shortsighted? Recall when sentences are moved, removed or come late", _robustness),
-    "attention": ("how much the end of a text attends to each of its positions", _attention),
-    "classification": ("zero-shot top-1 on ImageNet, its variants and CIFAR", _classification),
-    "dpg-bench": ("what pictures of DPG-Bench's dense prompts show of what was asked", _dpg_bench),
-    "generation": ("FID, DINO score and others of pictures drawn from captions", _generation),
-    "report": ("one page of any number of results", _report),
+    "all": ("every evaluation that the options allow, and one page of all", "eval.everything:AllConfig:evaluate_all"),
+    "retrieval": (
+        "retrieval recall with whole captions",
+        "eval.text_image.retrieval:RetrievalConfig:evaluate_retrieval",
+    ),
+    "robustness": (
+        "how shortsighted? Recall when sentences are moved, removed or come late",
+        "eval.text_image.robustness:RobustnessConfig:evaluate_robustness",
+    ),
+    "attention": (
+        "how much EOT attends to each position of a text",
+        "eval.text_image.attention:AttentionConfig:evaluate_attention",
+    ),
+    "classification": (
+        "zero-shot top-1 on ImageNet, its variants and CIFAR",
+        "eval.text_image.classification:ClassificationConfig:evaluate_classification",
+    ),
+    "dpg-bench": (
+        "how much of DPG-Bench's dense prompts the generated images show",
+        "eval.pictures.dpg_bench:DpgBenchConfig:evaluate_dpg_bench",
+    ),
+    "generation": (
+        "FID, DINO score and others of images generated from captions",
+        "eval.pictures.generation:GenerationConfig:evaluate_generation",
+    ),
+    "report": ("one page of any number of results", "eval.merged_report:ReportConfig:evaluate_report"),
 }
 COMMANDS = {
-    "quickstart": ("train, draw and compare in a small world, in minutes and without downloads", _quickstart),
-    "train": ("fine-tune a CLIP model on long captions, so that its text encoder reads all of them", _train),
-    "export": ("write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers", _export),
-    "generate": ("draw pictures from prompts of any length", _generate),
-    "shards": ("write pairs as WebDataset shards of small images, which are trained on faster", _shards),
-    "app": ("a page to try encoders on: what each makes of a prompt, and what it reads of it", _app),
+    "quickstart": (
+        "train, generate and compare in a toy world: minutes, no downloads",
+        "app.quickstart:QuickstartConfig:quickstart",
+    ),
+    "train": (
+        "fine-tune CLIP so that its text encoder reads long captions to the end",
+        "training:TrainConfig:train",
+    ),
+    "export": (
+        "write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers",
+        "app.export.command:ExportConfig:export",
+    ),
+    "generate": ("generate images from prompts of any length", "app.generate.command:GenerateConfig:generate"),
+    "shards": (
+        "write pairs as WebDataset shards of small images, which train faster",
+        "app.shards:ShardsConfig:write_shards",
+    ),
+    "app": (
+        "a page for trying encoders: what each makes of a prompt, and what it reads of it",
+        "app.demo.launch:AppConfig:run_app",
+    ),
     "evaluate": ("measure what an encoder reads: " + ", ".join(EVALUATIONS), EVALUATIONS),
 }
 
-# What needs no flag, where a command has it without a default.
-POSITIONAL = {"prompt": "what to draw, in up to 20,000 characters", "folder": "folder with what `evaluate` wrote"}
+# Options without a default that may be given without a flag, and their help.
+POSITIONAL = {"prompt": "what to generate, in up to 20,000 characters", "folder": "folder with what `evaluate` wrote"}
 
-
-# What the path that was given is to blame for, and no fault of the program's.
-_PATHS_FAULT = {
-    errno.EACCES,
-    errno.EEXIST,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOTDIR,
-    errno.ENOTEMPTY,
-    errno.EPERM,
-    errno.EROFS,
+# Errors of the path that the user gave, not of the program.
+_PATH_ERRORS = {
+    getattr(errno, name)
+    for name in "EACCES EEXIST EFBIG EIO EISDIR ELOOP ENAMETOOLONG ENOTDIR ENOTEMPTY EPERM EROFS".split()
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs one command. Exits with one message on stderr and 2 for whatever the user got wrong, 1 for what failed.
+    """Runs one command.
 
-    When nobody reads its output any more (`| head`), a command does its work to the end, and its exit code is that of
-    the work: what is written to files is not lost with what is printed.
+    Exits with 2 and one message on stderr if the user made a mistake, with 1 if the work failed, with 130 on Ctrl-C. If
+    nobody reads the output any more (`| head`), the command still finishes its work and exits with the work's code.
     """
     _survive_closed_pipes()
     try:
@@ -158,12 +96,12 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         _fail(str(error), error.exit_code)
     except MemoryError as error:
-        _fail(f"The machine's memory does not suffice ({reason(error)}).", exit_code=1)
+        _fail(f"Out of memory ({reason(error)}).", exit_code=1)
     except OSError as error:
-        if error.errno not in _PATHS_FAULT:
+        if error.errno not in _PATH_ERRORS:
             raise
         place = f": {str(error.filename)!r}" if error.filename else ""
-        _fail(f"A file or folder cannot be used ({error.strerror}{place}). Give another path, or mend this one.")
+        _fail(f"A file or folder cannot be used ({error.strerror}{place}). Fix it, or give another path.")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         _leave(130)
@@ -172,12 +110,12 @@ def main(arguments: list[str] | None = None) -> None:
 
         if not is_lost_connection(error):
             raise
-        print("error: Another process of this run has failed; it says why.", file=sys.stderr)
+        print("error: Another process of this run has failed; its own message says why.", file=sys.stderr)
         _leave(1)
 
 
 def _run(program: str, commands: dict, arguments: list[str]) -> None:
-    """Finds the command in the first argument, or prints what there is to choose from."""
+    """Runs the command named by the first argument, or lists the commands."""
     first = arguments[0] if arguments else "--help"
     if first in ("-h", "--help"):
         print(f"usage: {program} COMMAND [options]\n")
@@ -193,13 +131,14 @@ def _run(program: str, commands: dict, arguments: list[str]) -> None:
     elif isinstance(commands[first][1], dict):
         _run(f"{program} {first}", commands[first][1], arguments[1:])
     else:
-        options, command = commands[first][1]()
+        summary, (module, options, function) = commands[first][0], commands[first][1].split(":")
+        module = import_module(f"debias_diffusion.{module}")
         _quiet_libraries()
-        command(_parse(f"{program} {first}", commands[first][0], options, arguments[1:]))
+        getattr(module, function)(_parse(f"{program} {first}", summary, getattr(module, options), arguments[1:]))
 
 
 def _parse(program: str, summary: str, options: type, arguments: list[str]):
-    """The command line as an instance of the dataclass `options`."""
+    """Reads the command line into the dataclass `options`."""
     from jsonargparse import ActionConfigFile, ArgumentParser
 
     class Parser(ArgumentParser):
@@ -211,25 +150,23 @@ def _parse(program: str, summary: str, options: type, arguments: list[str]):
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
     positional = {name for name in POSITIONAL if name in fields and fields[name].default is dataclasses.MISSING}
     for name in positional:
-        # Without a default, which would take the place of one from YAML.
+        # A default would replace the value from YAML.
         parser.add_argument(name, type=str, nargs="?", default=argparse.SUPPRESS, help=POSITIONAL[name])
     parser.add_class_arguments(options, as_group=False, skip=positional)
     flags = [name for name, field in fields.items() if field.type in (bool, "bool")]
     lists = [name for name, field in fields.items() if field.type in (list[str], "list[str]")]
     try:
         values = parser.parse_args(_normalise(arguments, flags, lists)).as_dict()
-    except (ValueError, OverflowError, RecursionError) as error:  # of files and numbers that no parser takes
+    except (ValueError, OverflowError, RecursionError) as error:  # from files and numbers that break the parsers
         _fail(f"The options cannot be read: {reason(error)}. `{program} --help` lists them.")
-    missing = next(
-        (name for name in positional if values.get(name) is None and fields[name].type in (str, "str")), None
-    )
-    if missing:
-        _fail(f"{missing} is missing: give `{program} {missing.upper()}`, the {POSITIONAL[missing]}.")
+    for name in positional:
+        if values.get(name) is None and fields[name].type in (str, "str"):
+            _fail(f"{name} is missing: give `{program} {name.upper()}`, the {POSITIONAL[name]}.")
     return options(**{name: values.get(name) for name in fields})
 
 
 def _explain(message: str, program: str, known: list[str]) -> str:
-    """A parser's message in one line: the nearest option where one is unknown, the type where a value does not fit."""
+    """Rewrites a parser's message as one line that names the nearest option, or the expected type."""
     message = re.sub(r"\s+", " ", message).strip()
     patterns = (
         r"[Uu]nrecognized arguments: --([\w-]+)",
@@ -246,8 +183,8 @@ def _explain(message: str, program: str, known: list[str]) -> str:
     wrong = re.search(r'Parser key "(\w+)".*(?:Given|Got) value: (.*)', message)
     if wrong and "list" in types:
         return (
-            f"{wrong[1]} must be names with commas between them, got {wrong[2]!r}. One with a comma or bracket is "
-            f"given in quotes: --{wrong[1]} '[\"a,b\"]'."
+            f"{wrong[1]} must be names with commas between them, got {wrong[2]!r}. Quote a name that contains a comma "
+            f"or bracket: --{wrong[1]} '[\"a,b\"]'."
         )
     if wrong and types:
         expected = " or ".join("null" if name == "NoneType" else name for name in types)
@@ -256,11 +193,8 @@ def _explain(message: str, program: str, known: list[str]) -> str:
 
 
 def _normalise(arguments: list[str], flags: list[str], lists: list[str]) -> list[str]:
-    """`--check-data` as `--check_data=true`: dashes and underscores both work, and a flag needs no value.
-
-    What is a list is given with commas: `--encoders a,b` as `--encoders=[a,b]`.
-    """
-    normalised, is_list = [], False  # whether this argument is the value of a list
+    """Turns `--check-data` into `--check_data=true`, and the list `--encoders a,b` into `--encoders=[a,b]`."""
+    normalised, is_list = [], False  # is_list: this argument is the value of a list option
     for position, argument in enumerate(arguments):
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
@@ -281,13 +215,13 @@ def _bracketed(value: str) -> str:
 
 
 def _fail(message: str, exit_code: int = 2):
-    """One message, no traceback."""
+    """Exits with one message and no traceback."""
     print(f"error: {message}", file=sys.stderr)
     _leave(exit_code)
 
 
 def _leave(code: int):
-    if "torch" in sys.modules:  # else there are no other processes either, and its import would take seconds
+    if "torch" in sys.modules:  # without it there are no other processes, and importing it takes seconds
         from debias_diffusion.process_group import leave
 
         leave(code)
@@ -295,39 +229,30 @@ def _leave(code: int):
 
 
 class _Console(io.FileIO):
-    """Standard output, or errors. Once nobody reads it any more, what is written to it is dropped."""
+    """Standard output or error that drops what is written once nobody reads it any more."""
 
     def write(self, data) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
             return len(data)
 
 
 def _survive_closed_pipes() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # it was closed before the program began
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to the end
+        if stream is None:  # closed before the program began
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - stays open
         elif stream is getattr(sys, f"__{name}__"):
             stream.flush()
-            setattr(
-                sys,
-                name,
-                io.TextIOWrapper(
-                    io.BufferedWriter(_Console(stream.fileno(), "w", closefd=False)),
-                    encoding=stream.encoding,
-                    errors=stream.errors,
-                    line_buffering=stream.line_buffering,
-                ),
-            )
+            raw = io.BufferedWriter(_Console(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, None, stream.line_buffering))
 
 
 def _quiet_libraries() -> None:
-    """Keeps libraries' remarks to developers off a user's screen; our own messages and progress bars stay."""
+    """Hides the libraries' warnings and progress bars; our messages and progress bars stay."""
     import transformers
 
     warnings.filterwarnings("ignore", category=FutureWarning)

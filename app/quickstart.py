@@ -1,53 +1,62 @@
-"""The whole chain in the toy world: train both recipes, export, measure retrieval, draw, score, report.
+"""The whole chain in the toy world: `train`, `export` and `evaluate all` in a row, and one page of the results.
 
-Nothing that is shown was made before: every number and picture comes from the run itself. Heavy libraries are imported
-by the stages that need them, so that a run with nothing left to do is quick.
+Each command continues where it was stopped, so the quickstart does too. It only remembers which settings made each
+folder, and removes a folder when they change.
 """
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+import shutil
+import time
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.report import digest, table, versions
-from debias_diffusion.eval.quickstart import ENCODERS, TRAINED
-from debias_diffusion.files import write_json
+from debias_diffusion.eval.everything import EVALUATE, AllConfig, settings_of_all
+from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
+from debias_diffusion.eval.story import EDITS, SHORT_FOLDER, SHORT_PROMPTS, claims, numbers
+from debias_diffusion.files import held, read_json_object, write_json
 from debias_diffusion.limits import check_seeds, check_steps
 from debias_diffusion.models.shipped import shipped
-from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
-from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, scene
+from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
+from debias_diffusion.toymodels.scores import GUIDANCE_SCALE
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.training import train
 
-from .stages import Stage, Stages
+from .export.command import ExportConfig, export
 
-EDITS = ("keep", "move2", "move4", "remove")
-COMPARED = (("debias-clip", "long-clip"), ("debias-clip", "clip"))
-SHORT_PROMPTS = 60  # at most
-EXAMPLES = 8  # the first of each family of scenes, not the best ones
-_AT_ONCE = 20  # pictures drawn
+MOST_SCENES = 1000  # of a split of the toy world
+MOST_SHORT_PROMPTS = 60
+IMAGES_AT_ONCE = 20
 _SPLITS = ("development", "test")
+_MARKER = "quickstart.json"
+_RESULTS = "evaluation"
+_EARLIER_RELEASES = ("stages", "retrieval", "pictures")
 
 
 @dataclass
 class QuickstartConfig:
-    """Train DeBias-CLIP and Long-CLIP in a small world, draw with both and the original, and compare all three.
+    """Train DeBias-CLIP and Long-CLIP in a toy world, and compare the images that both and the original CLIP give.
 
     Attributes:
-        output: Folder for everything: data, models, encoders (long-clip/ and debias-clip/), pictures, report.json and
-            report.html. A run that was stopped continues there; what has not changed is not done again.
-        seed: Of the training and of the noise that pictures start from.
-        split: Scenes that retrieval and prompts are of: test, or development to choose settings by; test-2 and the like
-            are further ones.
-        scenes: Scenes that retrieval chooses among.
-        prompts: Long prompts drawn with each encoder, at least 2.
-        trained_on: Pairs of picture and long caption in the training.
+        output: Folder for everything: data, training runs, exported encoders (long-clip/ and debias-clip/), results
+            with generated images (evaluation/), report.json and report.html. A run that was stopped continues there;
+            only what a changed setting affects is made anew.
+        seed: Of the training, and of the noise that images start from.
+        split: Scenes for retrieval and prompts: test, or development to choose settings by; test-2 and the like are
+            more of them.
+        scenes: Scenes that retrieval searches among, at most 1000.
+        prompts: Long prompts drawn with each encoder, from 2 to 1000.
+        trained_on: Pairs of image and long caption in the training.
         steps: Training steps.
         learning_rate: Peak learning rate of the training.
         batch: Pairs a step, at least 4.
-        short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1, of both recipes. null leaves each its own.
-        drawing_steps: Denoising steps of a picture.
+        short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1, for both recipes. null leaves each its own.
+        drawing_steps: Denoising steps of an image.
     """
 
     output: str = "runs/quickstart"
@@ -65,42 +74,44 @@ class QuickstartConfig:
 
 @dataclass(frozen=True)
 class Models:
-    """Folders of the models that everything starts from: base CLIP, SDXL, and the network that scores pictures."""
+    """Folders or names of the base model, the SDXL checkpoint, and the network behind the FID and DINO scores."""
 
-    clip: str
-    sdxl: str
-    features: str
+    clip: str = "toy/clip"
+    sdxl: str = "toy/sdxl"
+    features: str = "toy/features"
 
 
-def quickstart(config: QuickstartConfig) -> Path:
-    """Does what is not done yet, and prints what was found.
+def quickstart(config: QuickstartConfig, models: Models | None = None) -> Path:
+    """Runs every command that is not finished yet, and prints a summary.
+
+    Args:
+        models: those that come with the package, unless given.
 
     Returns:
-        report.html
+        The path of report.html.
 
     Raises:
-        UserError: a setting cannot be used, the output folder is something else's, or the toy models are missing.
+        UserError: a setting cannot be used, the output folder holds something else, or the toy models are missing.
     """
     _check(config)
-    return run_quickstart(config, Models(*map(shipped, ("toy/clip", "toy/sdxl", "toy/features"))))
-
-
-def run_quickstart(config: QuickstartConfig, models: Models) -> Path:
-    """`quickstart` with models of one's own."""
-    work = _Quickstart(config, models)
-    with work.done.owned("quickstart"):
-        work.done.run(work.stages())
-    _print_summary(json.loads((work.output / "report.json").read_text(encoding="utf-8")))
-    print(f"\nReport: {work.output / 'report.html'}")
-    return work.output / "report.html"
+    run = _Quickstart(config, models or Models())
+    with _owned(run.output):
+        run.remove_outdated()
+        report = run.run()
+    _print_summary(report)
+    print(f"\nReport: {run.output / 'report.html'}")
+    return run.output / "report.html"
 
 
 def _check(config: QuickstartConfig) -> None:
     least = {"seed": 0, "scenes": 1, "prompts": 2, "steps": 1, "batch": 4, "drawing_steps": 1}
     for name, number in (least | {"trained_on": config.batch}).items():
         if getattr(config, name) < number:
-            why = ", the batch" if name == "trained_on" else ""
-            raise UserError(f"{name} is {getattr(config, name)}, but must be at least {number}{why}.")
+            reason = ", the batch" if name == "trained_on" else ""
+            raise UserError(f"{name} is {getattr(config, name)}, but must be at least {number}{reason}.")
+    for name in ("scenes", "prompts"):
+        if getattr(config, name) > MOST_SCENES:
+            raise UserError(f"{name} is {getattr(config, name)}, but must be at most {MOST_SCENES}, all of a split.")
     check_steps(config.drawing_steps)
     check_seeds(config.seed, config.seed + config.prompts)
     if config.split.partition("-")[0] not in _SPLITS:
@@ -114,290 +125,197 @@ def _check(config: QuickstartConfig) -> None:
         raise UserError(f"short_weight is {config.short_weight}, but must be from 0 to 1, or null.")
 
 
-class _Quickstart:
-    """The stages, each of which finds its inputs in the output folder.
+@contextmanager
+def _owned(output: Path):
+    """Makes the output folder and holds it for this process alone.
 
-    Args:
-        config: the settings.
-        models: what to start from.
+    Raises:
+        UserError: it holds something else, cannot be made, or another quickstart works in it.
+    """
+    try:
+        if not (output / _MARKER).exists() and output.exists() and any(output.iterdir()):
+            raise UserError(
+                f"The output folder {str(output)!r} is not empty, and not made by quickstart. Give another one."
+            )
+        write_json(output / _MARKER, read_json_object(output / _MARKER) | {"made_by": "quickstart"})
+    except OSError as error:
+        raise UserError(
+            f"The output folder {str(output)!r} cannot be used ({error.strerror}). Give another one."
+        ) from error
+    with held(output, f"Another quickstart is working in {str(output)!r}. Wait for it, or give another output folder."):
+        yield
+
+
+class _Quickstart:
+    """One run.
 
     Attributes:
         output: the output folder.
-        done: its stages, with what they found.
+        results: the folder of what `evaluate` writes.
+        digests: of the models to start from.
     """
 
     def __init__(self, config: QuickstartConfig, models: Models):
         self.config, self.models = config, models
         self.output = Path(config.output)
-        self.done = Stages(self.output)
-        self.digests = {f"toy/{name}": digest(folder) for name, folder in asdict(models).items()}
+        self.results = self.output / _RESULTS
+        self.digests = {f"toy/{name}": digest(shipped(model)) for name, model in asdict(models).items()}
 
-    def stages(self) -> list[Stage]:
-        """In the order in which they are done."""
-        stages = [
-            Stage(
-                "data-training",
-                "draw scenes to train on",
-                partial(self._write_pairs, "training"),
-                self._reads("trained_on"),
-                leaves=("data/training",),
-            ),
-            Stage(
-                "data-evaluation",
-                "draw scenes to search among",
-                partial(self._write_pairs, "evaluation"),
-                self._reads("split", "scenes"),
-                leaves=("data/evaluation",),
-            ),
-        ]
-        stages += [self._training(recipe) for recipe in TRAINED]
-        stages += [self._export_of(recipe) for recipe in TRAINED]
-        stages += [self._retrieval_of(encoder) for encoder in ENCODERS]
-        stages += [self._drawing_with(encoder) for encoder in ENCODERS]
-        exports = tuple(f"export-{recipe}" for recipe in TRAINED)
-        drawn = tuple(f"generate-{encoder}" for encoder in ENCODERS)
-        return [
-            *stages,
-            Stage(
-                "short-prompts",
-                "draw short prompts with all three",
-                self._draw_short_prompts,
-                self._reads("seed", "split", "prompts", "drawing_steps", "toy/sdxl"),
-                exports,
-                ("pictures/short",),
-            ),
-            Stage("scores", "score pictures", self._score, self._reads("toy/features"), drawn, ("pictures/originals",)),
-            Stage(
-                "report",
-                "write the report",
-                self._report,
-                after=(*(stage.name for stage in stages), "short-prompts", "scores"),
-                leaves=("report.json", "report.html"),
-            ),
-        ]
+    # ---- what settings made which folder
 
-    def _training(self, recipe: str) -> Stage:
-        reads = self._reads("steps", "learning_rate", "batch", "short_weight", "seed", "toy/clip")
-        work = partial(self._train, recipe)
-        return Stage(f"train-{recipe}", f"fine-tune {recipe}", work, reads, ("data-training",), (f"training/{recipe}",))
+    def made_with(self) -> dict[str, dict]:
+        """By folder in the output: everything that decides its content."""
+        known = asdict(self.config) | self.digests | {"version": version("debias-diffusion")}
 
-    def _export_of(self, recipe: str) -> Stage:
-        work = partial(self._export, recipe)
-        return Stage(f"export-{recipe}", f"export {recipe}", work, {}, (f"train-{recipe}",), (recipe,))
+        def pick(*names: str) -> dict:
+            return {name: known[name] for name in ("version", *names)}
 
-    def _retrieval_of(self, encoder: str) -> Stage:
-        trained = (f"train-{encoder}",) if encoder in TRAINED else ()
-        return Stage(
-            f"retrieval-{encoder}",
-            f"retrieval with {encoder}",
-            partial(self._retrieve, encoder),
-            {} if trained else self._reads("toy/clip"),
-            ("data-evaluation", *trained),
-            (f"retrieval/{encoder}",),
-        )
-
-    def _drawing_with(self, encoder: str) -> Stage:
-        return Stage(
-            f"generate-{encoder}",
-            f"draw long prompts with {encoder}",
-            partial(self._draw_long_prompts, encoder),
-            self._reads("seed", "split", "prompts", "drawing_steps", "toy/sdxl"),
-            (f"export-{encoder}",) if encoder in TRAINED else (),
-            (f"pictures/{encoder}",),
-        )
-
-    def _reads(self, *names: str) -> dict:
-        """Settings by name, and digests of models."""
-        known = asdict(self.config) | self.digests
-        return {name: known[name] for name in names}
-
-    # What the stages do.
-
-    def _write_pairs(self, purpose: str) -> dict:
-        from debias_diffusion.toymodels.fine_tuning import VALIDATION
-        from debias_diffusion.toyworld.pairs import write_pairs
-
-        config, folder = self.config, self.output / "data" / purpose
-        if purpose == "training":
-            write_pairs(folder, VALIDATION, config.trained_on)
-        else:
-            write_pairs(folder, 0, config.scenes, config.split)
-        return {}
-
-    def _pairs(self, purpose: str) -> tuple[Path, Path]:
-        """(data file, image folder)"""
-        from debias_diffusion.toyworld.pairs import DATA, IMAGES
-
-        folder = self.output / "data" / purpose
-        return folder / DATA, folder / IMAGES
-
-    def _train(self, recipe: str) -> dict:
-        from debias_diffusion.toymodels.fine_tuning import toy_training
-        from debias_diffusion.training import train
-
-        names = ("steps", "batch", "learning_rate", "short_weight", "seed")
-        settings = {name: getattr(self.config, name) for name in names}
-        output = self.output / "training" / recipe
-        if train(toy_training(recipe, self.models.clip, *self._pairs("training"), output, **settings)) is None:
-            raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
-        return {}
-
-    def _trained(self, encoder: str) -> str:
-        """The two-tower of an encoder, as a folder."""
-        return str(self.output / "training" / encoder / "last") if encoder in TRAINED else self.models.clip
-
-    def _export(self, recipe: str) -> dict:
-        from .export.command import ExportConfig, export
-
-        folder = export(ExportConfig(self._trained(recipe), str(self.output / recipe)))
-        return {"digest": digest(folder)}
-
-    def _retrieve(self, encoder: str) -> dict:
-        from debias_diffusion.eval.text_image.robustness import RobustnessConfig, recall_at_1
-
-        data, images = map(str, self._pairs("evaluation"))
-        output = str(self.output / "retrieval" / encoder)
-        config = RobustnessConfig([self._trained(encoder)], output, data, images, limit=None)
-        (recall,) = recall_at_1(config, EDITS).values()
+        training = pick("trained_on", "steps", "learning_rate", "batch", "short_weight", "seed", "toy/clip")
+        images = pick("split", "seed", "drawing_steps", "toy/clip", "toy/sdxl")
+        image_folders = (f"{_RESULTS}/pictures", f"{_RESULTS}/{SHORT_FOLDER}/pictures")
         return {
-            edit: {"t2i_r1": values["text_to_image"], "i2t_r1": values["image_to_text"]}
-            for edit, values in recall.items()
+            "data": pick("trained_on"),
+            **dict.fromkeys(image_folders, images),
+            **{
+                folder: training
+                for recipe in RECIPES
+                for folder in (f"training/{recipe}", recipe, *(f"{images}/{recipe}" for images in image_folders))
+            },
         }
 
-    def _draw_long_prompts(self, encoder: str) -> dict:
-        prompts = {index: its.text for index, (_, its) in enumerate(self._long_prompts)}
-        return {"pictures": len(self._draw(encoder, prompts, f"pictures/{encoder}"))}
+    def remove_outdated(self) -> None:
+        """Removes the folders that other settings, models or releases made, so that results never mix.
 
-    @cached_property
-    def _long_prompts(self) -> list[tuple[Scene, Caption]]:
-        split = self.config.split
-        return [(scene(split, index), caption(split, index)) for index in range(self.config.prompts)]
+        Raises:
+            UserError: a folder's place is a link that leads out of the output.
+        """
+        marker = read_json_object(self.output / _MARKER)
+        before, now = marker.get("made_with", {}), self.made_with()
+        outdated = [folder for folder in now if before.get(folder) != now[folder]]
+        if not before:
+            outdated += _EARLIER_RELEASES
+        if removed := [folder for folder in outdated if self._remove(folder)]:
+            print(f"Settings, models or the release have changed since; made anew: {', '.join(removed)}")
+        # "train-long-clip" is the time of "training/long-clip", and so on.
+        commands = {"data": "data-training"} | {recipe: f"export-{recipe}" for recipe in RECIPES}
+        commands |= {f"training/{recipe}": f"train-{recipe}" for recipe in RECIPES}
+        stale = [commands.get(folder) for folder in outdated]
+        seconds = {name: took for name, took in marker.get("seconds", {}).items() if name not in stale}
+        self._write_marker(made_with=now, seconds=seconds)
 
-    def _draw(self, encoder: str, prompts: dict[int, str], folder: str) -> list[Path]:
-        """Pictures of the prompts, by the original as stock SDXL draws them, by the others from all they say."""
-        from debias_diffusion.eval.common.processes import Processes
-        from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
-        from debias_diffusion.toymodels.scores import GUIDANCE_SCALE
+    def _remove(self, folder: str) -> bool:
+        """Whether there was anything to remove."""
+        path = self.output / folder
+        if not path.parent.resolve().is_relative_to(self.output.resolve()):
+            raise UserError(f"{str(path)!r} leads out of the output folder, so it is not removed. Remove the link.")
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            return False
+        return True
 
-        settings = DrawingSettings(self.models.sdxl, self.config.drawing_steps, GUIDANCE_SCALE, _AT_ONCE)
-        subjects = [Subject(f"{index:06}", text, self.config.seed + index) for index, text in prompts.items()]
-        text_encoder = str(self.output / encoder) if encoder in TRAINED else ORIGINAL
-        return Drawing(settings, Processes()).draw(text_encoder, self.output / folder / "images", subjects, encoder)
+    def _write_marker(self, **content) -> None:
+        marker = self.output / _MARKER
+        write_json(marker, read_json_object(marker) | {"version": version("debias-diffusion")} | content)
 
-    def _encoder_digest(self, recipe: str) -> str:
-        return self.done.found[f"export-{recipe}"]["digest"]
+    # ---- the commands
 
-    def _draw_short_prompts(self) -> dict:
-        count = min(SHORT_PROMPTS, self.config.prompts)
-        pairs = [short_prompt(self.config.split, index) for index in range(count)]
-        prompts = {index: its.text for index, (_, its) in enumerate(pairs)}
-        shares = {}
-        for encoder in ENCODERS:
-            right = _objects_right(self._draw(encoder, prompts, f"pictures/short/{encoder}"), [its for its, _ in pairs])
-            results = [is_right for picture in right for is_right in picture.values()]
-            shares[encoder] = sum(results) / len(results)
-        return shares
-
-    def _pictures(self, encoder: str) -> list[Path]:
-        return [self.output / "pictures" / encoder / "images" / f"{i:06}.png" for i in range(self.config.prompts)]
-
-    def _originals(self) -> list[Path]:
-        return [self.output / "pictures" / "originals" / f"{i:06}.png" for i in range(self.config.prompts)]
-
-    def _score(self) -> dict:
-        from debias_diffusion.devices import pick_device
-        from debias_diffusion.eval.pictures.networks import ClsFeatures
-        from debias_diffusion.eval.pictures.scores import dino_score, fid
-        from debias_diffusion.eval.quickstart import objects_correct_by_sentence, paired_bootstrap
-
-        scenes, told = [its for its, _ in self._long_prompts], [its.first_told() for _, its in self._long_prompts]
-        self._write_originals(scenes)
-        network = ClsFeatures(self.models.features, pick_device(None))
-        originals = network(self._originals(), 100)
-        generation, right = {}, {}
-        for encoder in ENCODERS:
-            features = network(self._pictures(encoder), 100)
-            right[encoder] = _objects_right(self._pictures(encoder), scenes)
-            generation[encoder] = {
-                "fid": fid(features, originals),
-                "dino": dino_score(features, originals),
-                **objects_correct_by_sentence(right[encoder], told),
-                "n": len(scenes),
-            }
-        bootstrap = {f"{a} - {b}": paired_bootstrap(right[a], right[b]) for a, b in COMPARED}
-        return {"generation": generation, "bootstrap": bootstrap}
-
-    def _write_originals(self, scenes: Sequence[Scene]) -> None:
-        from debias_diffusion.toymodels.vae import SIZE
-        from debias_diffusion.toyworld.render import render
-
-        self._originals()[0].parent.mkdir(parents=True, exist_ok=True)
-        for path, its in zip(self._originals(), scenes, strict=True):
-            render(its, SIZE).save(path)
-
-    def _report(self) -> dict:
-        from debias_diffusion.eval.quickstart import expectations
-        from debias_diffusion.eval.quickstart_report import write_report
-
-        found = self.done.found
-        report = {
-            "retrieval": {encoder: found[f"retrieval-{encoder}"] for encoder in ENCODERS},
-            **found["scores"],
-            "short_prompts": found["short-prompts"],
+    def run(self) -> dict:
+        """Runs the commands one after the other, and returns the content of report.json."""
+        evaluations = self._evaluations()
+        work = {"data-training": ("draw scenes to train on", self._pairs)}
+        work |= {f"train-{recipe}": (f"train {recipe}", partial(self._train, recipe)) for recipe in RECIPES}
+        work |= {f"export-{recipe}": (f"export {recipe}", partial(self._export, recipe)) for recipe in RECIPES}
+        work |= {
+            name: (f"evaluate {name}", partial(EVALUATE[evaluation], settings))
+            for name, (evaluation, settings) in evaluations.items()
         }
-        report |= {
-            "expectations": expectations(report),
-            "seconds": dict(self.done.seconds),
+        page = ReportConfig(str(self.results), str(self.output))
+        work["report"] = ("write the report", partial(evaluate_report, page))
+        results, seconds = {}, read_json_object(self.output / _MARKER).get("seconds", {})
+        for number, (name, (title, command)) in enumerate(work.items(), 1):
+            print(f"[{number}/{len(work)}] {title}", flush=True)
+            started = time.monotonic()
+            with open(self.output / "log.txt", "a", encoding="utf-8") as log, redirect_stdout(log):
+                results[name] = command()
+            if name in evaluations:
+                seconds[name] = results[name]["seconds"]  # over all runs
+            else:  # a finished command takes only a moment when it is started again
+                seconds[name] = max(seconds.get(name, 0), round(time.monotonic() - started, 1))
+            self._write_marker(seconds=seconds)
+        found = numbers(results["generation"], results["robustness"], results[SHORT_FOLDER])
+        report = found | {
+            "expectations": claims(found),
+            "seconds": {name: seconds[name] for name in work if name != "report"},
             "settings": asdict(self.config),
-            "digests": self.digests | {recipe: self._encoder_digest(recipe) for recipe in TRAINED},
+            "digests": self.digests | {recipe: digest(self.output / recipe) for recipe in RECIPES},
             "versions": versions(),
         }
         write_json(self.output / "report.json", report)
-        shown = range(0, self.config.prompts, ARRANGEMENTS)[:EXAMPLES]
-        write_report(self.output, report, [self._example(index) for index in shown])
-        return {}
+        return report
 
-    def _example(self, index: int):
-        from PIL import Image
+    def _pairs(self) -> tuple[Path, Path]:
+        """(data file, image folder)"""
+        return write_pairs(self.output / "data", VALIDATION, self.config.trained_on)
 
-        from debias_diffusion.eval.quickstart_report import Example, ExampleThing
+    def _train(self, recipe: str) -> None:
+        names = ("steps", "batch", "learning_rate", "short_weight", "seed")
+        settings = {name: getattr(self.config, name) for name in names}
+        output = self.output / "training" / recipe
+        if train(toy_training(recipe, self.models.clip, *self._pairs(), output, **settings)) is None:
+            raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
 
-        its, prompt = self._long_prompts[index]
-        drawn = {encoder: self._pictures(encoder)[index] for encoder in ENCODERS}
-        right = {encoder: _objects_right([path], [its])[0] for encoder, path in drawn.items()}
-        told = prompt.first_told()
-        things = [
-            ExampleThing(
-                f"{thing.size} {thing.colour} {thing.kind}, {thing.place}",
-                told[thing.place],
-                {encoder: right[encoder][thing.place] for encoder in ENCODERS},
+    def _export(self, recipe: str) -> None:
+        export(ExportConfig(str(self.output / "training" / recipe), str(self.output / recipe)))
+
+    def _evaluations(self) -> dict[str, tuple[str, Any]]:
+        """By name, an evaluation of `EVALUATE` and its settings: those of `evaluate all`, and one of short prompts."""
+        config, models = self.config, self.models
+        encoders = [models.clip, *(str(self.output / "training" / recipe) for recipe in RECIPES)]
+        settings = settings_of_all(
+            AllConfig(
+                encoders,
+                str(self.results),
+                f"toy/{config.split}",
+                limit=config.scenes,
+                base=models.sdxl,
+                dino=models.features,
+                own_features=models.features,
             )
-            for thing in its.things
-        ]
-        return Example(
-            [sentence.text for sentence in prompt.sentences],
-            Image.open(self._originals()[index]),
-            {encoder: Image.open(path) for encoder, path in drawn.items()},
-            things,
         )
-
-
-def _objects_right(pictures: Sequence[Path], scenes: Sequence[Scene]) -> list[dict[str, bool]]:
-    from debias_diffusion.eval.pictures.toy_objects import objects_right
-
-    return objects_right(pictures, scenes)
+        images = replace(
+            settings["generation"],
+            limit=config.prompts,
+            seed=config.seed,
+            steps=config.drawing_steps,
+            guidance_scale=GUIDANCE_SCALE,
+            images_at_once=IMAGES_AT_ONCE,
+        )
+        short = replace(
+            images,
+            output=str(self.results / SHORT_FOLDER),
+            data=SHORT_PROMPTS + config.split,
+            limit=min(MOST_SHORT_PROMPTS, config.prompts),
+            dino=None,
+            own_features=None,
+        )
+        evaluations = {name: (name, its) for name, its in settings.items()}
+        return evaluations | {"generation": ("generation", images), SHORT_FOLDER: ("generation", short)}
 
 
 def _print_summary(report: dict) -> None:
-    for name, direction in (("text to image", "t2i_r1"), ("image to text", "i2t_r1")):
-        rows = [[encoder, *(report["retrieval"][encoder][edit][direction] for edit in EDITS)] for encoder in ENCODERS]
-        print("\n" + table([f"R@1 in percent, {name}", *EDITS], rows))
+    for title, direction in (("text to image", "t2i_r1"), ("image to text", "i2t_r1")):
+        rows = [
+            [encoder, *(edits[edit][direction] for edit in EDITS)] for encoder, edits in report["retrieval"].items()
+        ]
+        print("\n" + table([f"R@1 in percent, {title}", *EDITS], rows))
     rows = []
-    for encoder in ENCODERS:
-        its = report["generation"][encoder]
-        shares = [100 * its["objects_correct"], 100 * report["short_prompts"][encoder]]
-        rows.append([encoder, *shares, its["fid"], its["dino"]])
-    print("\n" + table(["pictures", "objects right, %", "short prompts, %", "FID", "DINO"], rows) + "\n")
+    for encoder, scores in report["generation"].items():
+        shares = [100 * scores["objects_correct"], 100 * report["short_prompts"][encoder]]
+        rows.append([encoder, *shares, scores["fid"], scores["dino"]])
+    print("\n" + table(["images", "objects right, %", "short prompts, %", "FID", "DINO"], rows) + "\n")
     for line in report["expectations"]:
         verdict = {True: "met", False: "not met", None: "open"}[line["met"]]
         print(f"{verdict:>7}: {line['expectation']}\n         {line['found']}")

@@ -23,8 +23,9 @@ from machine import machine
 from torch import nn
 from tqdm import tqdm
 
+from debias_diffusion.eval.common.intervals import paired_difference
 from debias_diffusion.eval.common.report import digest, versions, weights_digest
-from debias_diffusion.eval.quickstart import LATE, paired_bootstrap
+from debias_diffusion.eval.pictures.toy_objects import LATE
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.interchange import import_text_encoder, stretch_text_encoder, to_transformers
 from debias_diffusion.models.backbone import load_backbone
@@ -240,10 +241,12 @@ def together(of_each: dict[str, Right]) -> Right:
 
 def compare(right: Right, default: Right) -> dict[str, float]:
     """Objects drawn right, in percent, and how many points more than by default, with the ends of a 95% interval."""
-    results = [is_right for its in right for is_right in its.values()]
-    found = {"objects": len(results), "right": 100 * sum(results) / len(results)}
-    found |= {name: 100 * value for name, value in paired_bootstrap(right, default).items()}
-    return {name: round(value, 2) for name, value in found.items()}
+    values, default_values = ([100 * x for its in pictures for x in its.values()] for pictures in (right, default))
+    pictures = [number for number, its in enumerate(right) for _ in its]
+    difference = paired_difference(values, default_values, pictures)
+    numbers = {"objects": len(values), "right": sum(values) / len(values)}
+    numbers |= {name: difference[name] for name in ("difference", "low", "high")}
+    return {name: round(value, 2) for name, value in numbers.items()}
 
 
 def compare_all(found: dict[tuple[str, str], dict], told: Sequence[dict[str, int]]) -> list[dict]:

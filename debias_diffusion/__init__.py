@@ -1,4 +1,4 @@
-"""CLIP text encoders that read long prompts to the end: how they are learned, and how they leave."""
+"""CLIP text encoders that read long prompts to the end: training, and import and export."""
 
 from importlib import import_module
 
@@ -15,7 +15,7 @@ keep_old_names()
 
 
 def __getattr__(name: str):
-    # On first use, because the libraries behind some names take seconds to import.
+    # Imported on first use, because some of the libraries take seconds to import.
     if name in _HOMES:
         return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

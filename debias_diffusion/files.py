@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Files and folders that a kill leaves whole or not at all, locks, and digests."""
 
 import errno
 import hashlib
@@ -8,8 +8,9 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,18 +20,19 @@ from safetensors import SafetensorError
 
 from .errors import UserError
 
-_MACHINE = platform.node()[:32].replace(os.sep, "-")  # folders may be shared by several
+_MACHINE = platform.node()[:32].replace(os.sep, "-")  # machines may share folders
+_TEMPORARY = re.compile(rf"\..+\.{re.escape(_MACHINE)}-(\d+)\.tmp", re.DOTALL)  # a file that `whole_file` is writing
 _LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Opens a regular file for reading; links are followed. Never waits, as `open` does for a FIFO.
+    """Opens a regular file for reading. Follows links, and never blocks, as `open` does on a FIFO.
 
     Raises:
-        OSError: it cannot be opened, or is a folder, FIFO, device or socket.
+        OSError: the file cannot be opened, or is a folder, FIFO, device or socket.
     """
-    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (it is handed back open)
-    # Asked of what is open, because another file may have taken its place at `path` in the meantime.
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (returned open)
+    # Checked on the open file, because another one may have replaced it at `path` in the meantime.
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file, but a FIFO or device", os.fspath(path))
@@ -42,17 +44,38 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
-def sha256(path: str | os.PathLike) -> str:
-    """A file's sha256, in hexadecimal."""
+def bytes_digest(parts: Iterable) -> str:
+    """sha256, in hexadecimal, of bytes (or memory that holds them), one part after the other."""
     total = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            total.update(chunk)
+    for part in parts:
+        total.update(part)
     return total.hexdigest()
 
 
+def sha256(path: str | os.PathLike) -> str:
+    """sha256, in hexadecimal, of a file."""
+    with open(path, "rb") as file:
+        return bytes_digest(iter(lambda: file.read(1 << 20), b""))
+
+
+def path_digest(path: str | os.PathLike) -> str:
+    """sha256, in hexadecimal, of a file, or of the names and contents of a folder's files, except hidden ones."""
+    path = Path(path)
+    if path.is_file():
+        return sha256(path)
+    files = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*"))
+    visible = ((name, file) for name, file in files if not re.search(r"(^|/)\.", name) and file.is_file())
+    return bytes_digest(f"{name}\0{sha256(file)}\n".encode() for name, file in visible)
+
+
+def json_digest(values: dict) -> str:
+    """sha256, in hexadecimal, of JSON values in any order. A value named "sha256" does not count."""
+    values = {name: value for name, value in values.items() if name != "sha256"}
+    return bytes_digest([json.dumps(values, sort_keys=True).encode()])
+
+
 def write_json(path: str | os.PathLike, content) -> None:
-    """Writes `content` to `path` so that a killed run leaves the old file or the new one, never half of one.
+    """Writes `content` to `path`. A kill leaves the old file or the new one, never half of one.
 
     Raises:
         ValueError: `content` holds NaN or an infinity, which JSON does not have.
@@ -61,20 +84,20 @@ def write_json(path: str | os.PathLike, content) -> None:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Writes `text` to `path` as UTF-8, so that a killed run leaves the old file or the new one, never half of one."""
+    """Writes `text` to `path` as UTF-8. A kill leaves the old file or the new one, never half of one."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """A file to write, which takes its place at `path` only when it is complete and on the disk.
+    """Gives a temporary file to write, which replaces `path` once it is complete and on the disk.
 
-    After a failure or a kill `path` is as it was.
+    After a failure or a kill `path` is as it was. The first write to a folder removes what killed processes left there.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path)
+    _remove_leftovers(path.parent.absolute())
     temporary = hidden_beside(path, f".{_MACHINE}-{os.getpid()}.tmp")
     new_file(temporary).close()
     try:
@@ -86,17 +109,17 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Removes what killed processes of this machine left of `path`. Other processes may be writing it right now."""
-    beginning = hidden_beside(path, f".{_MACHINE}-").name
-    for name in os.listdir(path.parent):
-        process = name.removeprefix(beginning).removesuffix(".tmp")
-        if name == f"{beginning}{process}.tmp" and process.isdecimal() and not psutil.pid_exists(int(process[:9])):
-            path.with_name(name).unlink(missing_ok=True)
+@lru_cache(maxsize=1024)  # once a process, because listing a folder of many images before each write would be quadratic
+def _remove_leftovers(folder: Path) -> None:
+    """Removes the temporary files of this machine's dead processes. Others may be writing there right now."""
+    for name in os.listdir(folder):
+        temporary = _TEMPORARY.fullmatch(name)
+        if temporary and not psutil.pid_exists(int(temporary[1][:9])):
+            (folder / name).unlink(missing_ok=True)
 
 
 def hidden_beside(path: Path, suffix: str) -> Path:
-    """The hidden file `.NAME.SUFFIX` beside `path`, with a digest for a name that leaves no room for the suffix."""
+    """The hidden file `.NAME` + `suffix` beside `path`; a name too long for the suffix is replaced by its digest."""
     name = f".{path.name}{suffix}"
     if len(os.fsencode(name)) > _LONGEST_NAME:
         name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:32]}{suffix}"
@@ -104,29 +127,23 @@ def hidden_beside(path: Path, suffix: str) -> Path:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Opens a file to write that is not there yet.
+    """Creates a file and opens it for writing.
 
-    What stands in its place, as a killed run leaves it, is removed first. It is never written through: a symbolic link
-    of a name that can be guessed would lead to any file.
+    Whatever has its name, as a killed run may leave it, is removed first and never written through: a symbolic link
+    under a name that can be guessed could lead to any file.
     """
     path.unlink(missing_ok=True)
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), "wb")
 
 
 def read_json_object(path: str | os.PathLike) -> dict:
-    """A JSON object; empty where there is none that can be read."""
+    """The JSON object in a file; empty if there is no readable one."""
     try:
         with open_regular(path) as file:
             content = json.loads(file.read().decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def json_digest(values: dict) -> str:
-    """sha256, in hexadecimal, of JSON values, whatever their order, but for one that is called "sha256" itself."""
-    values = {name: value for name, value in values.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def changed_settings(before: dict, now: dict) -> str:
@@ -137,10 +154,10 @@ def changed_settings(before: dict, now: dict) -> str:
 
 @contextmanager
 def held(folder: Path, by_another: str) -> Iterator[None]:
-    """Holds a folder for this process alone.
+    """Locks a folder for this process.
 
     Raises:
-        UserError: another process holds it; `by_another` is what to say then. Or its lock is no file of ours.
+        UserError: another process has the lock (`by_another` is the message), or `.lock` is no regular file.
     """
     file = folder / ".lock"
     if file.is_symlink() or (file.exists() and not file.is_file()):
@@ -162,10 +179,9 @@ def held(folder: Path, by_another: str) -> Iterator[None]:
 
 @contextmanager
 def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """A folder to fill, which takes its place at `path` only when it is complete and on the disk.
+    """Gives a temporary folder to fill, which replaces `path` once it is complete and on the disk.
 
-    What stood at `path` before is replaced. After a failure `path` is as it was; after a kill between the two renames
-    `restore_folder` puts the old one back.
+    After a failure `path` is as it was. After a kill between the two renames `restore_folder` puts the old folder back.
     """
     path = Path(path)
     restore_folder(path)
@@ -186,7 +202,7 @@ def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder; of a link the link alone."""
+    """Removes a folder, or a link but not what it points to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -202,9 +218,9 @@ def _unfinished(path: Path) -> Path:
 
 
 def restore_folder(path: str | os.PathLike) -> None:
-    """Mends what a kill in `whole_folder` left, while nobody else writes there.
+    """Repairs what a kill in `whole_folder` left. Nobody else may write there meanwhile.
 
-    The old folder is put back if it was moved away and the new one had not taken its place; what was unfinished goes.
+    Puts the old folder back if the new one had not replaced it yet, and removes an unfinished one.
     """
     path = Path(path)
     if _old(path).exists() and not path.exists():
@@ -214,7 +230,7 @@ def restore_folder(path: str | os.PathLike) -> None:
 
 
 def remove_folder(path: str | os.PathLike) -> None:
-    """Removes a folder that `whole_folder` has made; a kill leaves all or nothing of it at `path`."""
+    """Removes a folder that `whole_folder` made. A kill leaves all of it at `path` or nothing."""
     path = Path(path)
     os.replace(path, _unfinished(path))
     shutil.rmtree(_unfinished(path))
@@ -230,22 +246,21 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def explain_full_disk() -> Iterator[None]:
-    """Turns a full disk, or a limit on files' sizes, into a UserError that says what is safe and what to do."""
+    """Turns a full disk, or a limit on file sizes, into a UserError that says what is safe and what to do."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        # safetensors tells an operating system's error only in words
-        told = re.search(r"os error (\d+)", str(error))
-        number = getattr(error, "errno", None) or (told and int(told[1]))
+        in_words = re.search(r"os error (\d+)", str(error))  # safetensors has no errno
+        number = getattr(error, "errno", None) or (in_words and int(in_words[1]))
         if number in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"No space left on the disk ({error}). What was complete before is unharmed: make room and start the "
-                "same command again."
+                f"No space left on the disk ({error}). Everything completed before is unharmed: make room and start "
+                "the same command again."
             ) from error
         if number == errno.EFBIG:
             raise UserError(
-                f"A file would have become larger than allowed ({error}). What was complete before is unharmed: raise "
-                "the limit on the size of files (`ulimit -f unlimited`), or take a file system without one, and start "
-                "the same command again."
+                f"A file would have become larger than allowed ({error}). Everything completed before is unharmed: "
+                "raise the limit on the size of files (`ulimit -f unlimited`), or use a file system without one, and "
+                "start the same command again."
             ) from error
         raise

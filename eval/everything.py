@@ -1,8 +1,9 @@
-"""Every evaluation that the given things allow, in one command, and the page of them."""
+"""Every evaluation that the settings allow, in one command, and one page of all results."""
 
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,13 @@ from .text_image.classification import ClassificationConfig, check_classificatio
 from .text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from .text_image.robustness import RobustnessConfig, evaluate_robustness
 
+EVALUATE = {
+    "retrieval": evaluate_retrieval,
+    "robustness": evaluate_robustness,
+    "attention": evaluate_attention,
+    "generation": evaluate_generation,
+    "classification": evaluate_classification,
+}
 TOYS = ("toy/clip", "toy/long-clip", "toy/debias-clip")
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
 
@@ -67,7 +75,7 @@ class AllConfig:
 
 
 def evaluate_all(config: AllConfig) -> Path:
-    """Runs what the settings allow, one evaluation after the other, and writes one page of all.
+    """Runs every evaluation that the settings allow, one after the other, and writes one page of all results.
 
     Returns:
         The path of report.html.
@@ -75,31 +83,38 @@ def evaluate_all(config: AllConfig) -> Path:
     Raises:
         UserError: a setting cannot be used.
     """
+    settings = settings_of_all(config)
+    for number, (name, evaluation) in enumerate(settings.items(), 1):
+        print(f"\n[{number}/{len(settings)}] {name}", flush=True)
+        EVALUATE[name](evaluation)
+    return evaluate_report(ReportConfig(config.output))
+
+
+def settings_of_all(config: AllConfig) -> dict[str, Any]:
+    """The settings of each evaluation that `config` allows, by its name in `EVALUATE`, in the order to run them.
+
+    Raises:
+        UserError: a setting cannot be used, or a network cannot be loaded, which should not stop a run later.
+    """
     check_output(config.output)
     _check(config)
     common = {name: getattr(config, name) for name in ("encoders", "output", "data", "batch_size", "device")}
     pairs = common | {"images": config.images, "limit": config.limit}
-    work = {
-        "retrieval": lambda: evaluate_retrieval(RetrievalConfig(**pairs)),
-        "robustness": lambda: evaluate_robustness(RobustnessConfig(**pairs)),
-        "attention": lambda: evaluate_attention(AttentionConfig(**common, limit=config.limit)),
+    settings = {
+        "retrieval": RetrievalConfig(**pairs),
+        "robustness": RobustnessConfig(**pairs),
+        "attention": AttentionConfig(**common, limit=config.limit),
     }
     base = _base(config)
-    # what is wrong with the later ones is told now, not after the others
     if base is not None:
-        pictures = _generation(config, base, common)
-        check_generation(pictures)
-        load_networks(pictures, torch.device("cpu"))
-        work["generation"] = lambda: evaluate_generation(pictures)
+        settings["generation"] = _generation(config, base, common)
+        check_generation(settings["generation"])
+        load_networks(settings["generation"], torch.device("cpu"))
     if config.classification is not None:
         options = {"dataset": config.classification, "data": config.classification_data}
-        classes = ClassificationConfig(**(common | options))
-        check_classification(classes)
-        work["classification"] = lambda: evaluate_classification(classes)
-    for number, (name, evaluate) in enumerate(work.items(), 1):
-        print(f"\n[{number}/{len(work)}] {name}", flush=True)
-        evaluate()
-    return evaluate_report(ReportConfig(config.output))
+        settings["classification"] = ClassificationConfig(**(common | options))
+        check_classification(settings["classification"])
+    return settings
 
 
 def _base(config: AllConfig) -> str | None:
@@ -117,7 +132,7 @@ def _generation(config: AllConfig, base: str, common: dict) -> GenerationConfig:
 
 
 def _check(config: AllConfig) -> None:
-    """What would otherwise come out after minutes."""
+    """Raises UserError for settings that would otherwise fail after minutes."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             "evaluate all runs in one process. To draw on several GPUs, run `accelerate launch -m "

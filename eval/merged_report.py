@@ -1,6 +1,5 @@
-"""One page of everything that was evaluated: tables and pictures, of several encoders and several runs side by side."""
+"""One page of all results: tables and figures of several encoders and runs side by side, and the toy world's story."""
 
-import base64
 import io
 import json
 from collections.abc import Iterable, Sequence
@@ -14,25 +13,25 @@ from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import whole_file, write_text
 
 from .common.inputs import check_output, print_left_out
-from .common.pages import write_page
+from .common.pages import png_url, write_page
 from .common.report import Table, escaped, save_picture
 from .pictures import dpg_bench, generation
+from .story import tell
 from .text_image import attention, classification, retrieval, robustness
 
 TEMPLATE = "merged_report.html.j2"
-# By the name in a result's "evaluation": what draws and tabulates it, the title of its section, and its settings. In
-# the order of the page.
+# By the name in a result's "evaluation": the module that draws and tabulates it, the title of its section, and its
+# settings. In the order of the page.
 EVALUATIONS = {
     "robustness": (robustness, "How shortsighted?", robustness.RobustnessConfig),
     "retrieval": (retrieval, "Retrieval with whole captions", retrieval.RetrievalConfig),
     "attention": (attention, "Where encoders look", attention.AttentionConfig),
-    "generation": (generation, "Pictures drawn from captions", generation.GenerationConfig),
+    "generation": (generation, "Images generated from captions", generation.GenerationConfig),
     "dpg_bench": (dpg_bench, "DPG-Bench: dense prompts", dpg_bench.DpgBenchConfig),
     "classification": (classification, "Zero-shot classification", classification.ClassificationConfig),
 }
-# Settings that may differ between results that stand in one table: places, speed, and whose numbers they are.
-_OF_NO_MATTER = ("encoders", "output", "device", "batch_size", "images_at_once", "max_bad", "data", "images", "root")
-
+# Settings that may differ between results in one table: paths, speed, and the encoders themselves.
+_IGNORED = ("encoders", "output", "device", "batch_size", "images_at_once", "max_bad", "data", "images", "root")
 _COUNTS = ("images", "captions", "classes", "prompts", "propositions")
 
 
@@ -41,7 +40,7 @@ class ReportConfig:
     """Settings of a report.
 
     Attributes:
-        folder: Folder with what `evaluate` wrote, at any depth.
+        folder: Folder with results of `evaluate`, at any depth.
         output: Folder for the pages, `report.md` and `report.html`. The default is the folder itself.
     """
 
@@ -51,12 +50,7 @@ class ReportConfig:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of an evaluation left.
-
-    Attributes:
-        file: the JSON.
-        report: what it holds.
-    """
+    """The result of one evaluation: its JSON file, and the report in it."""
 
     file: Path
     report: dict
@@ -66,23 +60,23 @@ class Result:
         return self.report["evaluation"]
 
     def comparable(self) -> str:
-        """The same for results whose numbers may stand in one table: of the same data, as much of it, and settings."""
+        """A key that is equal for results that fit in one table: same data, as much of it, and same settings."""
         digests = {name: value for name, value in self.report["digests"].items() if name != "encoders"}
-        settings = {name: value for name, value in self.report["settings"].items() if name not in _OF_NO_MATTER}
+        settings = {name: value for name, value in self.report["settings"].items() if name not in _IGNORED}
         counts = {name: self.report.get(name) for name in _COUNTS}  # fewer where images of one run cannot be read
         return json.dumps([self.evaluation, digests, settings, counts], sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says of one evaluation on one set of data.
+    """One evaluation on one set of data.
 
     Attributes:
         title: of the section.
-        about: what was evaluated on what, one fact each.
+        about: facts about the runs, one line each.
         tables: the numbers.
-        figures: pictures by their files' names, as PNG.
-        notes: what a reader must know of the numbers.
+        figures: PNG files by name.
+        notes: caveats for readers of the numbers.
     """
 
     title: str
@@ -93,16 +87,16 @@ class Section:
 
 
 def evaluate_report(config: ReportConfig) -> Path:
-    """Writes `report.md`, with its pictures in `report/`, and `report.html`, one file that needs nothing else.
+    """Writes `report.html`, one file that needs no other, and `report.md` with its figures in `report/`.
 
     Results of the same evaluation on the same data with the same settings stand in one table. Where two runs measured
-    the same weights under one name, the later one counts.
+    the same weights under one name, the later one counts. Results in the toy world are also told as a story.
 
     Returns:
         The path of report.html.
 
     Raises:
-        UserError: the folder is not there, or holds no results.
+        UserError: there is no such folder, or no result in it.
     """
     check_output(config.output or config.folder)
     folder, output = Path(config.folder), Path(config.output or config.folder)
@@ -110,39 +104,42 @@ def evaluate_report(config: ReportConfig) -> Path:
     print_left_out(bad)
     sections = [section(group) for group in grouped(results)]
     _write_markdown(output, sections)
-    _write_html(output, sections)
+    figures = [{name: png_url(png) for name, png in section.figures.items()} for section in sections]
+    story = tell([(result.file.parent, result.report) for result in results])
+    both = list(zip(sections, figures, strict=True))
+    write_page(output / "report.html", TEMPLATE, sections=both, has_story=story is not None, **(story or {}))
     print(f"{len(results)} results in {len(sections)} sections: {output / 'report.html'}, {output / 'report.md'}")
     return output / "report.html"
 
 
 def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
-    """The results in a folder, the oldest first, and the JSON files that claim to be one and are not.
+    """All results in a folder, the oldest first, and the JSON files that are named like results and are none.
 
     Raises:
         UserError: there is no such folder, or no result in it.
     """
     if not folder.is_dir():
-        raise UserError(f"The folder {str(folder)!r} is not there. Give what evaluations were given as --output.")
+        raise UserError(f"There is no folder {str(folder)!r}. Give the --output of earlier evaluations.")
     files = [file for name in EVALUATIONS for file in folder.rglob(f"{name}.json")]
-    found, bad = [], []
+    results, bad = [], []
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):
         try:
             result = Result(file, json.loads(file.read_text(encoding="utf-8")))
             EVALUATIONS[result.evaluation][0].tables(merged([result]))
-            found.append(result)
-        except Exception as error:  # any file may lie there: of an earlier version, or another program's
+            results.append(result)
+        except Exception as error:  # of an earlier version, or another program's
             bad.append(BadRecord(str(file.relative_to(folder)), "no result of this version", reason(error)))
-    if not found:
+    if not results:
         raise UserError(
             f"The folder {str(folder)!r} holds no results ({', '.join(f'{name}.json' for name in EVALUATIONS)})"
             + (f"; the first that cannot be used: {bad[0]}. " if bad else ". ")
-            + "Give what evaluations were given as --output."
+            + "Give the --output of earlier evaluations."
         )
-    return found, bad
+    return results, bad
 
 
 def grouped(results: Sequence[Result]) -> list[list[Result]]:
-    """The results that belong into one table each, in the order of the page."""
+    """Results that fit in one table each, in the order of the page."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(result.comparable(), []).append(result)
@@ -151,22 +148,22 @@ def grouped(results: Sequence[Result]) -> list[list[Result]]:
 
 
 def section(group: Sequence[Result]) -> Section:
-    """What the page says of comparable results."""
+    """The section of comparable results."""
     report = merged(group)
     module, title, _ = EVALUATIONS[report["evaluation"]]
     return Section(
-        f"{title}: {_data(report)}",
+        f"{title}: {_data_name(report)}",
         _about(group),
         module.tables(report),
-        {name: _png(figure) for name, figure in module.figures(report).items()} | _pictures_beside(module, group),
+        {name: _png(figure) for name, figure in module.figures(report).items()} | _saved_figures(module, group),
         report["notes"],
     )
 
 
 def merged(group: Sequence[Result]) -> dict:
-    """Comparable results as one: all their encoders, comparisons and notes.
+    """Comparable results as one, with the encoders, comparisons and notes of all.
 
-    Encoders of other weights under the same name are told apart by the folder of their result.
+    Different weights under one name get the folder of their result added to the name.
     """
     report = {**group[0].report, "encoders": {}, "compared": {}, "notes": []}
     digests: dict[str, str] = {}
@@ -174,8 +171,8 @@ def merged(group: Sequence[Result]) -> dict:
         names = {}
         for label, numbers in result.report["encoders"].items():
             digest, folder = result.report["digests"]["encoders"].get(label), result.file.parent
-            free = (label, f"{label} ({folder.name})", f"{label} ({folder})")
-            names[label] = next(name for name in free if digests.setdefault(name, digest) == digest)
+            candidates = (label, f"{label} ({folder.name})", f"{label} ({folder})")
+            names[label] = next(name for name in candidates if digests.setdefault(name, digest) == digest)
             report["encoders"][names[label]] = numbers
         for line in result.report["compared"]:
             line = {**line, "a": names[line["a"]], "b": names[line["b"]]}
@@ -184,7 +181,7 @@ def merged(group: Sequence[Result]) -> dict:
     return report | {"compared": list(report["compared"].values())}
 
 
-def _data(report: dict) -> str:
+def _data_name(report: dict) -> str:
     settings = report["settings"]
     data = settings.get("dataset") or settings.get("data")
     return Path(data).name if data and not data.startswith("toy/") else data or "one prompt"
@@ -209,32 +206,27 @@ def _png(figure: Figure) -> bytes:
     return content.getvalue()
 
 
-def _pictures_beside(module, group: Sequence[Result]) -> dict[str, bytes]:
-    """Pictures that a result's numbers are not enough to draw again, from beside it."""
+def _saved_figures(module, group: Sequence[Result]) -> dict[str, bytes]:
+    """Figures beside the results that cannot be drawn again from their numbers."""
     names = getattr(module, "PICTURES", ())
-    files = [(name, result.file.parent / name) for result in group for name in names]
+    files = [(number, name, result.file.parent / name) for number, result in enumerate(group) for name in names]
     return {
-        f"{result}-{name}" if len(group) > 1 else name: file.read_bytes()
-        for result, (name, file) in enumerate(files)
+        f"{number}-{name}" if len(group) > 1 else name: file.read_bytes()
+        for number, name, file in files
         if file.is_file()
     }
 
 
 def _write_markdown(output: Path, sections: Iterable[Section]) -> None:
     lines = ["# Evaluation", ""]
-    for number, its in enumerate(sections, 1):
-        lines += [f"## {escaped(its.title)}", ""]
-        for table in its.tables:
+    for number, section in enumerate(sections, 1):
+        lines += [f"## {escaped(section.title)}", ""]
+        for table in section.tables:
             lines += [table.markdown(), ""]
-        for name, content in its.figures.items():
-            picture = f"report/{number}-{name}"
-            with whole_file(output / picture) as unfinished:
+        for name, content in section.figures.items():
+            figure = f"report/{number}-{name}"
+            with whole_file(output / figure) as unfinished:
                 unfinished.write_bytes(content)
-            lines += [f"![{escaped(its.title)}]({picture})", ""]
-        lines += [f"- {escaped(text)}" for text in (*its.notes, *its.about)] + [""]
+            lines += [f"![{escaped(section.title)}]({figure})", ""]
+        lines += [f"- {escaped(text)}" for text in (*section.notes, *section.about)] + [""]
     write_text(output / "report.md", "\n".join(lines))
-
-
-def _write_html(output: Path, sections: Sequence[Section]) -> None:
-    pictures = [{name: base64.b64encode(content).decode() for name, content in its.figures.items()} for its in sections]
-    write_page(output / "report.html", TEMPLATE, sections=list(zip(sections, pictures, strict=True)))

@@ -7,6 +7,9 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
+# in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
+EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+
 
 def generate_images(pipe: DiffusionPipeline, *prompts: Sequence[str], **arguments) -> list[Image.Image | str]:
     """The images of a Stable Diffusion pipeline, each checked to be one.
@@ -21,7 +24,7 @@ def generate_images(pipe: DiffusionPipeline, *prompts: Sequence[str], **argument
     Returns:
         each image, or in words why there is none: "its embeddings are not finite (NaN or infinite)"
     """
-    given = [arguments[name] for name in _EMBEDDINGS if arguments.get(name) is not None]
+    given = [arguments[name] for name in EMBEDDINGS if arguments.get(name) is not None]
     if given and not any(embedded := [all(rows) for rows in zip(*map(_finite_rows, given), strict=True)]):
         return [_not_finite("embeddings")] * len(embedded)
     decoded: list[bool] = []
@@ -53,7 +56,6 @@ def generate_images(pipe: DiffusionPipeline, *prompts: Sequence[str], **argument
     ]
 
 
-_EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 _FLAGGED = "the base model's safety checker has blacked it out"
 
 

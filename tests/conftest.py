@@ -1,8 +1,9 @@
 import os
 
-# Nothing in the tests may reach a hub; and two cores are shared with worker processes.
+# Nothing in the tests may reach a hub. Cores are shared with worker processes, and with the tests beside these.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
 import pytest

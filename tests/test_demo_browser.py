@@ -23,7 +23,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from debias_diffusion.app.demo import device, launch
 from debias_diffusion.app.demo.drawing import Step
 from debias_diffusion.app.demo.scenes import random_scene
-from debias_diffusion.app.generate.command.png_settings import read_settings
+from debias_diffusion.app.generate.png_settings import read_settings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:

@@ -28,8 +28,8 @@ from debias_diffusion.app.demo.reading import attention, movement, tokens
 from debias_diffusion.app.demo.requests import MOST_PNG, check, request_of_png, unweighted
 from debias_diffusion.app.demo.scenes import mark, random_scene
 from debias_diffusion.app.generate.command import GenerateConfig, generate
-from debias_diffusion.app.generate.command.png_settings import parameters, read_settings
-from debias_diffusion.app.generate.command.prompts import cleaned
+from debias_diffusion.app.generate.png_settings import parameters, read_settings
+from debias_diffusion.app.generate.prompts import cleaned
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.attention import load_reader, look_at_prompt
 from debias_diffusion.pipelines import PromptLayout

@@ -22,6 +22,7 @@ from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures import drawing
 from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from debias_diffusion.eval.pictures.generation import GenerationConfig
+from debias_diffusion.files import _MACHINE
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.pipelines import memory
 
@@ -131,7 +132,7 @@ def test_what_is_missing_is_drawn_bit_for_bit_and_the_rest_stays(gone, together,
         (tmp_path / file.name).write_bytes(file.read_bytes())
     for place in gone:
         (tmp_path / f"{place:06}.png").unlink()
-    (tmp_path / ".000003.png.1.tmp").write_bytes(b"half an image")
+    (tmp_path / f".000003.png.{_MACHINE}-999999999.tmp").write_bytes(b"half an image")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.png")}
     files = drawn(tmp_path, base, long_encoder, images_at_once=2)
     assert [file.read_bytes() for file in files] == [file.read_bytes() for file in together]

@@ -19,9 +19,9 @@ from tiny_data import make_tiny_data
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import load_text_encoder
-from debias_diffusion.app.export.command import ExportConfig, export, hub, model_card
-from debias_diffusion.app.export.command import command as export_module
-from debias_diffusion.app.export.command.model_card import Exported, code
+from debias_diffusion.app.export import ExportConfig, export, hub, model_card
+from debias_diffusion.app.export import command as export_module
+from debias_diffusion.app.export.model_card import Exported, code
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
@@ -135,12 +135,12 @@ def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
 
 def test_comfyui_gets_no_encoder_that_it_would_run_otherwise(tmp_path, monkeypatch):
     # As LAION's ViT-L-14, at a tenth of its width.
-    monkeypatch.setitem(export_module._COMFYUIS, (64, 12), ("clip_l", "quick_gelu"))
+    monkeypatch.setitem(export_module._COMFYUI_ENCODERS, (64, 12), ("clip_l", "quick_gelu"))
     gelu = text_backbone(SMALL, 64, quick_gelu=False)
     write_file(to_transformers(gelu)[0], tmp_path / "gelu.safetensors")
     small_vocabulary = tiny_clip(tokenizer=byte_tokenizer(77))
     small_vocabulary.save(tmp_path / "toy")
-    with pytest.raises(UserError, match="a vocabulary of its own, of 514, and ComfyUI has only CLIP's, of 49408"):
+    with pytest.raises(UserError, match="has a vocabulary of 514, and ComfyUI knows only CLIP's of 49408"):
         export(ExportConfig(str(tmp_path / "toy"), str(tmp_path / "x.safetensors"), "comfyui"))
     with pytest.raises(UserError, match="runs every clip_l with the activation quick_gelu, .* trained with gelu"):
         export(ExportConfig(str(tmp_path / "gelu.safetensors"), str(tmp_path / "x.safetensors"), "comfyui"))
@@ -160,11 +160,11 @@ def test_nothing_of_anyone_else_is_overwritten(tmp_path, world):
     refused(tmp_path / "sdxl", "exists and is no exported encoder")
     file = tmp_path / "file.safetensors"
     file.write_text("mine")
-    refused(file, "exists and was not exported from here", "comfyui")
+    refused(file, "exists and is no file of an export", "comfyui")
     refused(file, "is a file. Give a new folder")
     refused(tmp_path / "sdxl", "must be a file that ends in .safetensors", "comfyui")
     (tmp_path / "d.safetensors").mkdir()
-    refused(tmp_path / "d.safetensors", "exists and was not exported from here", "comfyui")
+    refused(tmp_path / "d.safetensors", "exists and is no file of an export", "comfyui")
 
     # Its own it does overwrite, but not what was put there since.
     for output, to in ((tmp_path / "mine", "transformers"), (tmp_path / "mine.safetensors", "comfyui")):
@@ -174,7 +174,7 @@ def test_nothing_of_anyone_else_is_overwritten(tmp_path, world):
     export(ExportConfig(world.run, str(tmp_path / "mine"), "clip"))
     assert not (tmp_path / "mine" / "text_encoder").exists()
     (tmp_path / "mine" / "picture.png").touch()
-    refused(tmp_path / "mine", "would be written anew, and holds 'picture.png'")
+    refused(tmp_path / "mine", "would be replaced, but holds 'picture.png'")
 
 
 def test_an_export_that_fails_leaves_what_was_there(tmp_path, world, monkeypatch):
@@ -203,7 +203,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, world, monkeypatch
         ({"to": "comfyui", "push_to_hub": "me/x"}, "push_to_hub uploads folders, and comfyui is a file"),
         ({"push_to_hub": "x"}, "lacks the owner"),
         ({"push_to_hub": "me/x y"}, "is no name of a hub repository"),
-        ({"to": "clip", "projection": True}, "projection is a choice for transformers only"),
+        ({"to": "clip", "projection": True}, "projection is an option of transformers only"),
         ({"to": "comfyui", "scores": "x"}, "a file without one"),
     ],
 )
@@ -224,7 +224,7 @@ def test_the_card_says_what_the_run_left(tmp_path, world):
     assert "| recipe | `debias-clip` with `short_weight 0.25, components 3` |" in card
     digest = json.loads(Path(world.run, "settings.json").read_text())["data_sha256"]
     assert f"| data | `data.json`, sha256 `{digest}` |" in card
-    assert "248: the first 20 as they were, each other one stretched to 4" in card
+    assert "248: the first 20 kept, each other one stretched to 4" in card
     assert "debias-diffusion train --data data.json --model base --images images --short-weight 0.25 --comp" in card
     assert "--workers" not in card and "--output" not in card
     own = json.loads(Path(world.run, "best", "scores.json").read_text())
@@ -245,7 +245,7 @@ def test_the_card_says_what_the_run_left(tmp_path, world):
         assert f"evaluate {name} --encoders {encoders} --data data.json --images images --limit 10" in card
 
 
-def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_path, world):
+def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_path, world, best):
     def refused(model, scores, message):
         with pytest.raises(UserError, match=message):
             export(ExportConfig(str(model), str(tmp_path / "x"), scores=str(scores)))
@@ -255,11 +255,15 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
     refused(world.run, tmp_path, "holds none of robustness.json, retrieval.json")
     write_file(to_transformers(tiny_clip())[0], tmp_path / "alone.safetensors")
     refused(
-        tmp_path / "alone.safetensors", world.scores, "measured with a two-tower, and --model is a text encoder alone"
+        tmp_path / "alone.safetensors",
+        world.scores,
+        "with a two-tower model, and --model is a text encoder alone",
     )
+    exported = Exported("T", "u", "transformers", "feature-extraction", world.run, backbone=best)
     for content in ("[]", "{", '{"settings": {}}', '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'):
         (tmp_path / "retrieval.json").write_text(content)
-        refused(world.run, tmp_path, "is no result of `debias-diffusion evaluate retrieval`")
+        with pytest.raises(UserError, match="is no result of `debias-diffusion evaluate retrieval`"):
+            model_card.model_card(exported, str(tmp_path))
 
 
 def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
@@ -358,9 +362,7 @@ def test_a_finished_folder_is_uploaded_when_asked(tmp_path, world, monkeypatch, 
 
 def test_without_a_network_the_folder_is_whole_and_that_is_said(tmp_path, world):
     # The hub's own library, offline: HF_HUB_OFFLINE is set for all tests.
-    with pytest.raises(
-        UserError, match="is written and whole, but could not be uploaded to 'me/x': .*offline.*hf upload"
-    ):
+    with pytest.raises(UserError, match="is complete, but could not be uploaded to 'me/x': .*offline.*hf upload"):
         export(ExportConfig(world.run, str(tmp_path / "x"), push_to_hub="me/x"))
     assert load_text_encoder(tmp_path / "x")[0].config.max_position_embeddings == 248
 

@@ -20,8 +20,8 @@ from PIL import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from debias_diffusion.app import cli
-from debias_diffusion.app.generate.command import GenerateConfig, contact_sheet, drawing, generate
-from debias_diffusion.app.generate.command.png_settings import first_difference, read_settings, write_png
+from debias_diffusion.app.generate import GenerateConfig, contact_sheet, drawing, generate
+from debias_diffusion.app.generate.png_settings import first_difference, read_settings, write_png
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.common.report import digest
 from debias_diffusion.interchange import load_text_encoder

@@ -28,8 +28,7 @@ from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Sub
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation, figures, tables
 from debias_diffusion.eval.pictures.networks import ClsFeatures
 from debias_diffusion.eval.pictures.scores import PictureScores, dino_score
-from debias_diffusion.eval.pictures.toy_objects import compare_objects, objects_numbers, objects_right
-from debias_diffusion.eval.quickstart import LATE, objects_correct_by_sentence, paired_bootstrap
+from debias_diffusion.eval.pictures.toy_objects import LATE, compare_objects, objects_numbers, objects_right
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES
 
@@ -243,11 +242,17 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
     for label, its in toy["encoders"].items():
         folder = Path(toy["settings"]["output"], "pictures", label.replace("/", "-"))
         right = objects_right([folder / f"{index:06}.png" for index in range(6)], scenes)
-        expected = objects_correct_by_sentence(right, told)
-        assert its["scores"]["objects_right"]["value"] == pytest.approx(100 * expected["objects_correct"])
-        for line in its["scores"]["objects_right_by_sentence"]:
-            assert line["value"] == pytest.approx(100 * expected["objects_correct_by_sentence"][line["sentence"] - 1])
-            assert line["objects"] == expected["objects_by_sentence"][line["sentence"] - 1]
+        by_sentence = {}
+        for objects, sentences in zip(right, told, strict=True):
+            for place, is_right in objects.items():
+                by_sentence.setdefault(sentences[place] + 1, []).append(100 * is_right)
+        every = [value for values in by_sentence.values() for value in values]
+        assert its["scores"]["objects_right"]["value"] == pytest.approx(np.mean(every))
+        lines = its["scores"]["objects_right_by_sentence"]
+        assert [line["sentence"] for line in lines] == sorted(by_sentence)
+        for line in lines:
+            values = by_sentence[line["sentence"]]
+            assert (line["objects"], line["value"]) == (len(values), pytest.approx(np.mean(values)))
     scores = {line["score"] for line in toy["compared"]}
     assert scores == {"objects_right", "objects_right_late"}
     assert "objects right, %" in str(tables(toy)[0])
@@ -288,9 +293,9 @@ def test_objects_of_a_picture_succeed_together():
     for name in ("objects_right", "objects_right_late"):
         assert numbers[name]["value"] == pytest.approx(np.mean(every))
         assert numbers[name]["high"] - numbers[name]["value"] == pytest.approx(half, rel=0.15)
-    expected = paired_bootstrap(a, b)
-    assert found["objects_right"]["difference"] == pytest.approx(100 * expected["difference"])
-    assert found["objects_right"]["low"] == pytest.approx(100 * expected["low"], abs=2)
+    ahead = np.array([100 * x["top"] - 100 * y["top"] for x, y in zip(a, b, strict=True)], float)
+    assert found["objects_right"]["difference"] == pytest.approx(ahead.mean())
+    assert found["objects_right"]["low"] == pytest.approx(ahead.mean() - 1.96 * ahead.std() / np.sqrt(60), abs=2)
     assert compare_objects(a, a, told)["objects_right"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
     assert [line["sentence"] for line in numbers["objects_right_by_sentence"]] == list(range(1, 10))
 

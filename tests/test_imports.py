@@ -1,58 +1,150 @@
+"""Imports point one way: from `app` down to the core, and downwards inside each of these rooms."""
+
 import ast
+import subprocess
+import sys
+import warnings
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from debias_diffusion.moved import MOVED
+
 ROOT = Path(__file__).parent.parent
-# Each room may import itself and those after it.
-ROOMS = {"app": "app", "eval": "eval", "pipelines": "pipelines", "debias_diffusion": ""}
+PACKAGE = "debias_diffusion"
+ROOMS = ("app", "eval", "pipelines")
+# Each layer may import those before it. A name stands for a module, or for a package with all that is in it.
+LAYERS = (
+    ("moved", "errors", "limits", "png", "devices", "process_group"),
+    ("files",),
+    ("sentences", "tokens"),
+    ("toyworld",),
+    ("models",),
+    ("methods",),
+    ("interchange",),
+    ("data",),
+    ("retrieval", "attention"),
+    ("training",),
+    ("toymodels",),
+    ("pipelines",),
+    ("eval.common",),
+    ("eval.text_image", "eval.pictures"),
+    ("eval",),
+    ("app",),
+)
 
 
-def imported_rooms(path: Path, room: str) -> set[str]:
-    """The rooms that a module imports from."""
-    names = set()
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == PACKAGE else (PACKAGE, *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    module_name(path): path
+    for room in (PACKAGE, *ROOMS)
+    for path in (ROOT / room).rglob("*.py")
+    if "space" not in path.parts
+}
+
+
+def imports(name: str, path: Path) -> set[str]:
+    """The package's modules that a module imports, anywhere in it and whether or not only for type checkers."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            depth = len(path.relative_to(ROOT / room).parts)
-            assert node.level <= depth, f"{path} reaches out of its folder with a relative import"
-    rooms = set()
-    for name in names:
-        parts = name.split(".")
-        if parts[0] == "debias_diffusion":
-            rooms.add(parts[1] if len(parts) > 1 and parts[1] in ROOMS else "debias_diffusion")
-        assert parts[0] not in ("app", "eval", "pipelines"), f"{path} imports {name}: name it debias_diffusion.{name}"
-    return rooms
+            parts = package.split(".")[: -node.level + 1 or None] if node.level else []
+            source = ".".join([*parts, *filter(None, [node.module])])
+            assert node.level == 0 or len(parts) >= room_depth(name), f"{name} reaches out of its room with {source}"
+            found |= {f"{source}.{alias.name}" for alias in node.names}
+    top = {imported.partition(".")[0] for imported in found}
+    assert not top & set(ROOMS), f"{name}: name a room {PACKAGE}.{top & set(ROOMS)}"
+    return {module_of(imported) for imported in found if imported.startswith(f"{PACKAGE}.")} - {name, PACKAGE}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_point_one_way(room):
-    order = list(ROOMS)
-    modules = list((ROOT / room).rglob("*.py"))
-    assert modules
-    for path in modules:
-        backwards = imported_rooms(path, room) & set(order[: order.index(room)])
-        assert not backwards, f"{path.relative_to(ROOT)} imports from {backwards}"
+def room_depth(name: str) -> int:
+    return 2 if name.split(".")[1:2] and name.split(".")[1] in ROOMS else 1
 
 
-def test_the_rule_sees_what_it_forbids(tmp_path):
+def module_of(imported: str) -> str:
+    while imported not in MODULES:
+        assert "." in imported, imported
+        imported = imported.rpartition(".")[0]
+    return imported
+
+
+def layer(name: str) -> int | None:
+    """The number of a module's layer: the one that names it, or the innermost package around it."""
+    inner = name.removeprefix(f"{PACKAGE}.")
+    while inner:
+        for number, names in enumerate(LAYERS):
+            if inner in names:
+                return number
+        inner = inner.rpartition(".")[0]
+    return None
+
+
+GRAPH = {name: imports(name, path) for name, path in MODULES.items()}
+
+
+def test_every_module_has_a_layer_and_no_import_points_upward():
+    assert len(GRAPH) > 100
+    assert [name for name in GRAPH if layer(name) is None] == [PACKAGE]
+    upward = [
+        f"{name} imports {imported}"
+        for name, all_imported in GRAPH.items()
+        for imported in all_imported
+        if name != PACKAGE and layer(imported) > layer(name)
+    ]
+    assert not upward, "\n".join(sorted(upward))
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    inits = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    graph = {name: names - inits for name, names in GRAPH.items() if name not in inits}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_rules_see_what_they_forbid(tmp_path):
     module = tmp_path / "x.py"
-    module.write_text("from debias_diffusion.app import cli\nimport debias_diffusion.eval.common.report\n")
-    assert imported_rooms(module, "pipelines") == {"app", "eval"}
+    module.write_text("from debias_diffusion.app import cli\nif TYPE_CHECKING:\n    from .loading import load_sdxl\n")
+    assert imports(f"{PACKAGE}.pipelines.x", module) == {f"{PACKAGE}.app.cli", f"{PACKAGE}.pipelines.loading"}
+    module.write_text("from ...errors import UserError\n")
+    with pytest.raises(AssertionError, match="reaches out"):
+        imports(f"{PACKAGE}.eval.common.x", module)
+    assert layer(f"{PACKAGE}.eval.common.report") < layer(f"{PACKAGE}.eval.everything") < layer(f"{PACKAGE}.app.cli")
+
+
+def test_old_import_paths_lead_to_the_new_modules():
+    assert not {f"{PACKAGE}.{name}" for name in MOVED} & set(MODULES)
+    assert {f"{PACKAGE}.{name}" for name in MOVED.values()} <= set(MODULES)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from debias_diffusion.captions import draw_generator
+    assert "debias_diffusion.methods.sampling" in str(caught[-1].message)
+    from debias_diffusion.methods import sampling
+
+    assert draw_generator is sampling.draw_generator
+
+
+def test_old_commands_lead_to_the_new_modules_and_only_pages_import_matplotlib():
+    code = (
+        "import atexit, runpy, sys; import debias_diffusion.app.generate.drawing, debias_diffusion.training; "
+        "atexit.register(lambda: print('matplotlib.figure' in sys.modules)); sys.argv = ['build', '--help']; "
+        "runpy.run_module('debias_diffusion.toyworld.build', run_name='__main__')"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "--weights" in printed and printed.endswith("\nFalse\n")
 
 
 def test_one_name_is_installed_and_the_package_lists_every_folder():
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert all(name.split(".")[0] == "debias_diffusion" for name in setuptools["packages"])
-    folders = {
-        ".".join(["debias_diffusion", *path.parent.relative_to(ROOT).parts]).replace(
-            "debias_diffusion.debias_diffusion", "debias_diffusion"
-        )
-        for room in ROOMS
-        for path in (ROOT / room).rglob("__init__.py")
-    }
-    assert folders == set(setuptools["packages"])
+    assert {name for name, path in MODULES.items() if path.name == "__init__.py"} == set(setuptools["packages"])

@@ -36,7 +36,8 @@ def work(_):
         raise [UserError("A fault of one process."), KeyboardInterrupt(), RuntimeError("A bug.")][processes.index - 1]
 
 
-cli.COMMANDS["work"] = ("work", lambda: (Nothing, work))
+sys.modules["debias_diffusion.work"] = sys.modules["__main__"]
+cli.COMMANDS["work"] = ("work", "work:Nothing:work")
 cli.main(["work"])
 """
 

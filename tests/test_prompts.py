@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from debias_diffusion.app.generate.command import prompts
-from debias_diffusion.app.generate.command.prompts import MAX_SEED, Prompt, check_last_seed, parse_seed, read_prompts
+from debias_diffusion.app.generate import prompts
+from debias_diffusion.app.generate.prompts import MAX_SEED, Prompt, check_last_seed, parse_seed, read_prompts
 from debias_diffusion.errors import UserError
 
 

@@ -181,6 +181,8 @@ from debias_diffusion.data.workers import load_batches
 class Interrupting(SequentialSampler):  # is asked for its first index while the workers are being started
     def __iter__(self):
         os.kill(os.getpid(), signal.SIGINT)
+        while signal.SIGINT in signal.sigpending():  # until the other thread has taken it
+            time.sleep(0.01)
         return super().__iter__()
 
 def read():  # beside a thread that may take the signal, as a progress bar has one

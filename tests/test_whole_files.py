@@ -1,5 +1,6 @@
 """Files and folders that are written whole, whatever stands where they are written."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -9,7 +10,18 @@ import pytest
 from debias_diffusion import files
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.cache import Parts
-from debias_diffusion.files import held, hidden_beside, new_file, read_json_object, whole_file, whole_folder, write_json
+from debias_diffusion.files import (
+    held,
+    hidden_beside,
+    json_digest,
+    new_file,
+    path_digest,
+    read_json_object,
+    sha256,
+    whole_file,
+    whole_folder,
+    write_json,
+)
 
 
 def unfinished_of(path, process):
@@ -17,20 +29,35 @@ def unfinished_of(path, process):
     return hidden_beside(path, f".{files._MACHINE}-{process}.tmp")
 
 
-def test_what_a_killed_process_left_goes_when_the_file_is_written_again(tmp_path):
+def test_what_killed_processes_left_goes_when_their_folder_is_written_again_and_is_listed_once(tmp_path, monkeypatch):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    left = unfinished_of(tmp_path / "a.json", ended.pid)
+    left = [unfinished_of(tmp_path / name, ended.pid) for name in ("a.json", "b\n.json", "x" * 255)]
     kept = [
         unfinished_of(tmp_path / "a.json", os.getppid()),  # which lives, and may be writing it
-        unfinished_of(tmp_path / "b.json", ended.pid),
         tmp_path / f".a.json.another-machine-{ended.pid}.tmp",
         unfinished_of(tmp_path / "a.json", "x"),
+        tmp_path / f"a.json.{files._MACHINE}-{ended.pid}.tmp",  # of the user, because it is not hidden
     ]
-    for file in (left, *kept):
+    for file in (*left, *kept):
         file.write_text("half")
-    write_json(tmp_path / "a.json", [1])
-    assert sorted(os.listdir(tmp_path)) == sorted(["a.json", *(file.name for file in kept)])
+    listed, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: listed.append(folder) or listdir(folder))
+    for name in ("a.json", "b.json", "a.json"):
+        write_json(tmp_path / name, [1])
+    assert listed == [tmp_path]
+    assert sorted(listdir(tmp_path)) == sorted(["a.json", "b.json", *(file.name for file in kept)])
+
+
+def test_digests_stay_those_of_earlier_releases(tmp_path):
+    for name, content in {"a": b"1", "b/c": b"2", "b.d": b"3", ".hidden": b"4", "b/.e/f": b"5"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "broken").symlink_to("nowhere")
+    assert path_digest(tmp_path) == "f6cb6d95d881f8d666f3dc4e6c8e60fee933ab1fc52b4cfb5aaab8435e242548"
+    assert path_digest(tmp_path / "a") == sha256(tmp_path / "a") == hashlib.sha256(b"1").hexdigest()
+    values = {"b": [1, None], "a": "\u00e4", "sha256": "x"}
+    assert json_digest(values) == hashlib.sha256(rb'{"a": "\u00e4", "b": [1, null]}').hexdigest()
 
 
 def test_nothing_is_written_through_a_link(tmp_path):

@@ -7,20 +7,25 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 from PIL import Image
 
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines import PromptLayout, StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.checked import generate_images
 from debias_diffusion.pipelines.memory import is_out_of_memory
+from debias_diffusion.pipelines.rendering import (
+    Embeddings,
+    ImagePrompt,
+    Sampling,
+    encode,
+    read_layout,
+    render,
+    runtime_settings,
+)
 
 from ..generate.png_settings import png_info, settings_text
 from ..generate.prompts import cleaned
 from .models import Models
 from .requests import SAME, Request, check, unweighted
-
-_EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class _Encoded:
     """A prompt as one encoder reads it: what draws from it, and what it is drawn from."""
 
     pipe: StableDiffusionXLLongPromptPipeline
-    embeddings: dict[str, torch.Tensor]
+    sampling: Sampling
+    embeddings: Embeddings
     layout: PromptLayout
     read: str
 
@@ -174,7 +180,6 @@ def _work(models: Models, request: Request, stop_if_asked: Callable, report: Cal
     report(end)
 
 
-@torch.no_grad()
 def _draw_all(models: Models, request: Request, stop_if_asked: Callable, report: Callable) -> None:
     encoded: dict[str, _Encoded] = {}
     places = [(image, label) for image in range(request.images) for label in request.encoders]
@@ -187,22 +192,18 @@ def _draw_all(models: Models, request: Request, stop_if_asked: Callable, report:
         progress(0, request.steps)
         if label not in encoded:
             encoded[label] = _encode(models, request, label)
-            stop_if_asked()  # a long prompt takes its time
+            stop_if_asked()  # encoding a long prompt takes a while
         report(_draw_one(models, request, label, image, encoded[label], progress))
 
 
 def _encode(models: Models, request: Request, label: str) -> _Encoded:
     pipe = models.pipeline(label, request)
-    guided = request.guidance_scale > 1
-    texts = {"prompt": cleaned(request.prompt, request.weighting)}
-    if request.negative_prompt:
-        texts["negative_prompt"] = cleaned(request.negative_prompt, request.weighting)
-    layout = pipe.prompt_layout(**texts, do_classifier_free_guidance=guided)
-    found = pipe.encode_prompt(
-        **texts, device=models.device, num_images_per_prompt=1, do_classifier_free_guidance=guided
-    )
-    embeddings = {name: its for name, its in zip(_EMBEDDINGS, found, strict=True) if its is not None}
-    return _Encoded(pipe, embeddings, layout, _read(models, request, label, layout))
+    texts = [cleaned(text, request.weighting) for text in (request.prompt, request.negative_prompt)]
+    prompt = ImagePrompt(texts[0], negative_prompt=texts[1] if request.negative_prompt else None)
+    sampling = Sampling(request.steps, request.guidance_scale, request.height, request.width)
+    layout = read_layout(pipe, prompt, sampling)
+    embeddings = encode(pipe, [prompt], sampling)
+    return _Encoded(pipe, sampling, embeddings, layout, _read(models, request, label, layout))
 
 
 def _read(models: Models, request: Request, label: str, layout: PromptLayout) -> str:
@@ -223,23 +224,9 @@ def _draw_one(
     # A new one, because schedulers count steps and keep past ones.
     pipe.scheduler = models.make_scheduler(request.scheduler)
     seed = request.seed + image
-
-    def after_step(pipe, index: int, timestep, tensors: dict) -> dict:
-        progress(index + 1, pipe.num_timesteps)
-        return tensors
-
-    [picture] = generate_images(
-        pipe,
-        **encoded.embeddings,
-        height=request.height,
-        width=request.width,
-        num_inference_steps=request.steps,
-        guidance_scale=request.guidance_scale,
-        generator=torch.Generator("cpu").manual_seed(seed),
-        callback_on_step_end=after_step,
-    )
+    [picture] = render(pipe, encoded.embeddings, [seed], encoded.sampling, progress)
     if isinstance(picture, str):
-        raise UserError(f"The picture by {label} with the seed {seed} was not drawn: {picture}. Try other settings.")
+        raise UserError(f"The image by {label} with the seed {seed} was not rendered: {picture}. Try other settings.")
     settings = settings_of(models, request, label, image + 1, encoded.layout)
     file = as_png(picture, settings, type(pipe.scheduler).__name__)
     return Drawn(label, image + 1, seed, picture, file, encoded.read)
@@ -261,8 +248,7 @@ def settings_of(models: Models, request: Request, label: str, picture: int, layo
         "encoder": label,
         "encoders": list(request.encoders),
         "encoder_2": None,
-        "device": models.device.type,
-        "dtype": str(models.dtype).removeprefix("torch."),
+        **runtime_settings(models.device, models.dtype),
         **layout._asdict(),
     }
 

@@ -1,4 +1,4 @@
-"""`debias-diffusion export`: from a training run to what other programs load."""
+"""`debias-diffusion export`: from a training run to the formats of other programs."""
 
 from .command import ExportConfig, export
 

@@ -1,4 +1,4 @@
-"""From a training run, or any other text encoder, to what other programs load."""
+"""Exports a training run, or any other text encoder, for other programs."""
 
 import re
 from dataclasses import dataclass
@@ -32,23 +32,23 @@ from .model_card import MARK, Exported, model_card
 
 @dataclass
 class ExportConfig:
-    """Export a text encoder, or the two-tower it belongs to, for other programs.
+    """Export a text encoder, or both towers, for other programs.
 
     Attributes:
-        model: Folder of a training run (its best model is taken), an open_clip folder, or an open_clip model name.
-            Where the text encoder alone is wanted, also any other text encoder: a transformers folder, a file of
-            weights such as longclip-L.pt or clip_l.safetensors, or a hub id.
-        output: Folder to write, or for comfyui a file that ends in .safetensors. What another program wrote there is
-            never overwritten.
-        to: transformers is a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which diffusers loads
-            too; comfyui one file for ComfyUI; open_clip a folder for open_clip, and clip one for transformers'
-            CLIPModel, both with the image tower.
-        pretrained: Tag or file of weights, for a model given by name.
+        model: Folder of a training run (its best model is exported), an open_clip folder, or an open_clip model name.
+            For transformers and comfyui also any other text encoder: a transformers folder, a weights file such as
+            longclip-L.pt or clip_l.safetensors, or a hub id.
+        output: Folder to write; for comfyui a file that ends in .safetensors. Files of other programs are never
+            overwritten.
+        to: transformers writes a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which diffusers
+            loads too; comfyui writes one file for ComfyUI; open_clip and clip write folders with both towers, for
+            open_clip and for transformers' CLIPModel.
+        pretrained: Tag or file of the weights, for a model given by name.
         projection: Export a CLIPTextModelWithProjection, whose text_embeds are the trained features. SDXL's first
-            encoder must be without; its second, bigG, always is with.
-        scores: Folder of what `evaluate` wrote about this model, for the model card (README.md).
-        push_to_hub: owner/name of the Hugging Face hub's repository to upload the folder to. A new one is private. null
-            uploads nothing.
+            encoder must not have it; its second, bigG, always has.
+        scores: Folder with results of `evaluate` for this model, for the model card (README.md).
+        push_to_hub: owner/name of the Hugging Face repository to upload the folder to. A new repository is private.
+            null uploads nothing.
     """
 
     model: str
@@ -61,10 +61,10 @@ class ExportConfig:
 
 
 def export(config: ExportConfig) -> Path:
-    """Writes the folder or file, whole or not at all, and says what to do with it.
+    """Writes the folder or file, complete or not at all, and prints how to use it.
 
     Raises:
-        UserError: the model cannot be loaded, the format has no place for it, the output is something else's, or the
+        UserError: the model cannot be loaded, the format cannot hold it, the output belongs to something else, or the
             upload failed.
     """
     output = Path(config.output)
@@ -77,8 +77,8 @@ def export(config: ExportConfig) -> Path:
     return output
 
 
-# What may stand in a folder that is written anew; tokenizers' files go by their extension.
-_OURS = re.compile(
+# Files that an export may replace.
+_EXPORTED = re.compile(
     r"README\.md|pipeline\.py|text_encoder|tokenizer|scores\.json|"
     rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|config\.json|model\.safetensors|"
     r"(pre)?processor_config\.json|tokenizer(_config)?\.json|special_tokens_map\.json|vocab\.json|merges\.txt|"
@@ -87,7 +87,7 @@ _OURS = re.compile(
 
 
 def _check(config: ExportConfig, output: Path) -> None:
-    """Raises UserError for what can be known before anything is loaded."""
+    """Raises UserError for options and outputs that cannot work, before anything is loaded."""
     if config.push_to_hub is not None:
         if config.to == "comfyui":
             raise UserError(
@@ -96,14 +96,14 @@ def _check(config: ExportConfig, output: Path) -> None:
             )
         check_repository(config.push_to_hub)
     if config.projection and config.to != "transformers":
-        raise UserError(f"projection is a choice for transformers only; {config.to} keeps what there is.")
+        raise UserError(f"projection is an option of transformers only; {config.to} keeps the model as it is.")
     if config.to == "comfyui":
         if config.scores:
-            raise UserError("scores go into a model card, and comfyui is a file without one. Leave them out.")
+            raise UserError("scores go into a model card, and comfyui is a file without one. Leave out --scores.")
         if output.suffix != ".safetensors":
             raise UserError(f"The output {config.output!r} must be a file that ends in .safetensors.")
         if output.exists() and (output.is_dir() or written_metadata(output).get("written_by") != WRITTEN_BY):
-            raise UserError(f"The output {config.output!r} exists and was not exported from here. Give a new file.")
+            raise UserError(f"The output {config.output!r} exists and is no file of an export. Give a new file.")
         return
     if output.is_file():
         raise UserError(f"The output {config.output!r} is a file. Give a new folder.")
@@ -112,9 +112,9 @@ def _check(config: ExportConfig, output: Path) -> None:
     card = output / "README.md"
     if not card.is_file() or MARK not in card.read_text(encoding="utf-8", errors="replace"):
         raise UserError(f"The output {config.output!r} exists and is no exported encoder. Give a new folder.")
-    if foreign := sorted(file.name for file in output.iterdir() if not _OURS.fullmatch(file.name)):
+    if foreign := sorted(file.name for file in output.iterdir() if not _EXPORTED.fullmatch(file.name)):
         raise UserError(
-            f"The output {config.output!r} would be written anew, and holds {foreign[0]!r}, which is not of an export. "
+            f"The output {config.output!r} would be replaced, but holds {foreign[0]!r}, which is no file of an export. "
             "Move it away, or give a new folder."
         )
 
@@ -124,7 +124,7 @@ _BOTH_TOWERS = ("open_clip", "clip")  # formats
 
 @dataclass
 class _Source:
-    """What is exported: a two-tower, or a text encoder alone with its tokenizer."""
+    """The model to export: two towers, or a text encoder alone with its tokenizer."""
 
     backbone: Backbone | None = None
     alone: tuple[TextEncoder, CLIPTokenizer] | None = None
@@ -133,7 +133,7 @@ class _Source:
         return text_config(self.backbone) if self.backbone else self.alone[0].config
 
     def text_encoder(self, projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
-        """With its projection if that is asked for, and for bigG."""
+        """The text encoder with its tokenizer; bigG always keeps its projection."""
         if self.backbone:
             return to_transformers(self.backbone, projection or keeps_projection(self.backbone))
         if projection and not isinstance(self.alone[0], CLIPTextModelWithProjection):
@@ -161,16 +161,16 @@ def _load(config: ExportConfig) -> _Source:
 
 def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:
     encoder, tokenizer = source.text_encoder(config.projection)
-    kind, width, window = _sizes(encoder)
-    is_first = kind == "CLIPTextModel"  # what SDXL's first encoder is
+    kind, width, length = _sizes(encoder)
+    is_first = kind == "CLIPTextModel"  # the class of SDXL's first encoder
     with whole_folder(output) as folder:
         write_text_encoder(encoder, tokenizer, folder)
         if is_first:
             write_custom_pipeline(folder / "pipeline.py")
         use = _USE_TRANSFORMERS.format(kind=kind) + (_USE_PIPELINE if is_first else "")
-        title = f"A CLIP text encoder that reads {window} tokens"
+        title = f"A CLIP text encoder that reads {length} tokens"
         _write_card(config, source, folder, title, use, "transformers", "feature-extraction")
-    print(f"Wrote {output}: a {kind} of width {width} that reads {window} tokens.")
+    print(f"Wrote {output}: a {kind} of width {width} that reads {length} tokens.")
     option = "encoder-2" if is_bigg(encoder.config) else "encoder"
     print(f"Next: debias-diffusion generate 'a long prompt' --base SDXL_FOLDER --{option} {output}")
 
@@ -179,36 +179,37 @@ def _comfyui(config: ExportConfig, source: _Source, output: Path) -> None:
     sizes = source.text_config()
     if sizes.vocab_size != VOCABULARY:
         raise UserError(
-            f"{config.model!r} has a vocabulary of its own, of {sizes.vocab_size}, and ComfyUI has only CLIP's, of "
-            f"{VOCABULARY}. Export it as transformers."
+            f"{config.model!r} has a vocabulary of {sizes.vocab_size}, and ComfyUI knows only CLIP's of {VOCABULARY}. "
+            "Export it with --to transformers."
         )
-    known = _COMFYUIS.get((sizes.hidden_size, sizes.num_hidden_layers))
+    known = _COMFYUI_ENCODERS.get((sizes.hidden_size, sizes.num_hidden_layers))
     if known and known[1] != sizes.hidden_act:
         raise UserError(
             f"ComfyUI runs every {known[0]} with the activation {known[1]}, whatever the file says, and this one was "
-            f"trained with {sizes.hidden_act}: its pictures would be wrong without a word. Use it with diffusers, or "
+            f"trained with {sizes.hidden_act}: ComfyUI would silently produce wrong images. Use it with diffusers, or "
             "train from OpenAI's weights (ViT-L-14-quickgelu)."
         )
     encoder, _ = source.text_encoder()
-    _, width, window = _sizes(encoder)
-    write_file(encoder, output, {"note": _TRIMMED, "exported_with": f"debias-diffusion {version('debias-diffusion')}"})
-    print(f"Wrote {output}: a text encoder of width {width} that reads {window} tokens, for ComfyUI.")
+    _, width, length = _sizes(encoder)
+    program = f"debias-diffusion {version('debias-diffusion')}"
+    write_file(encoder, output, {"note": _COMFYUI_NOTE, "exported_with": program})
+    print(f"Wrote {output}: a text encoder of width {width} that reads {length} tokens, for ComfyUI.")
     if not known:
         print(f"ComfyUI has no text encoder of width {width} and {sizes.num_hidden_layers} blocks to load it into.")
     print(
         "Next: put it into ComfyUI/models/text_encoders, and choose it in DualCLIPLoader together with SDXL's clip_g."
     )
-    print(_TRIMMED)
+    print(_COMFYUI_NOTE)
 
 
-# The text encoders that ComfyUI has: (width, blocks) -> its name for it, the activation it runs it with.
-_COMFYUIS = {
+# Text encoders that ComfyUI knows: (width, blocks) -> (ComfyUI's name, the activation it runs).
+_COMFYUI_ENCODERS = {
     (768, 12): ("clip_l", "quick_gelu"),
     (1024, 24): ("clip_h", "gelu"),
     (1280, 32): ("clip_g", "gelu"),
 }
-_TRIMMED = (
-    "ComfyUI's SDXL cuts the states of both text encoders to the shorter of the two, so its pictures differ from those "
+_COMFYUI_NOTE = (
+    "ComfyUI's SDXL cuts the states of both text encoders to the shorter of the two, so its images differ from those "
     "of debias-diffusion's pipelines."
 )
 
@@ -221,7 +222,7 @@ def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
         _write_card(config, source, folder, title, _USE_OPEN_CLIP, "open_clip", "zero-shot-image-classification")
     print(f"Wrote {output}: both towers, for open_clip.create_model('local-dir:{output}').")
     if backbone.pooling != "eot":
-        print(f"It was trained with {backbone.pooling} pooling, of which open_clip knows nothing: it pools at EOT.")
+        print(f"It was trained with {backbone.pooling} pooling, which open_clip lacks: open_clip pools at EOT.")
 
 
 def _clip(config: ExportConfig, source: _Source, output: Path) -> None:
@@ -234,7 +235,7 @@ def _clip(config: ExportConfig, source: _Source, output: Path) -> None:
 
 
 def _sizes(encoder: TextEncoder) -> tuple[str, int, int]:
-    """(class, width, window)"""
+    """(class, width, context length)"""
     return type(encoder).__name__, encoder.config.hidden_size, encoder.config.max_position_embeddings
 
 

@@ -6,7 +6,7 @@ from debias_diffusion.errors import UserError, reason
 
 
 def check_repository(name: str) -> None:
-    """Raises UserError unless `name` is one that the hub allows, with its owner."""
+    """Raises UserError unless `name` is a repository name that the hub allows, with its owner."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -18,12 +18,12 @@ def check_repository(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str) -> str:
-    """Uploads a folder as the hub repository `name`, a new one being private. Returns its address.
+    """Uploads a folder as the hub repository `name` and returns its address.
 
-    A repository that exists keeps its visibility, and its other files.
+    A new repository is private. An existing one keeps its visibility and its other files.
 
     Raises:
-        UserError: it cannot be made or written; says that the folder here is whole.
+        UserError: the repository cannot be created or written. The message says that the local folder is complete.
     """
     from huggingface_hub import HfApi
 
@@ -32,8 +32,8 @@ def push_folder(folder: Path, name: str) -> str:
         address = hub.create_repo(name, private=True, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Exported by debias-diffusion")
         return str(address)
-    except Exception as error:  # no network, no token, no right to write, whatever the library makes of it
+    except Exception as error:  # no network, no token, no write access: the library has many types for them
         raise UserError(
-            f"The folder {str(folder)!r} is written and whole, but could not be uploaded to {name!r}: {reason(error)}. "
-            f"Log in with `hf auth login`, look at the network, and run `hf upload {name} {folder}`."
+            f"The folder {str(folder)!r} is complete, but could not be uploaded to {name!r}: {reason(error)}. "
+            f"Log in with `hf auth login`, check the network, and run `hf upload {name} {folder}`."
         ) from error

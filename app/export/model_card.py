@@ -1,7 +1,7 @@
-"""The README.md of an exported folder, as the Hugging Face hub shows it: what is known of the weights, nothing else.
+"""The README.md of an exported folder: a model card with what is known about the weights.
 
-What is known comes from the training run's own files, from what `evaluate` wrote, and from open_clip's table of
-pretrained weights. Absolute paths are reduced to their last part: a card is read by others.
+The facts come from the files of the training run, from results of `evaluate` and from open_clip's table of pretrained
+weights. Cards get published, so an absolute path is reduced to its last part.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import open_clip
-import yaml
+from huggingface_hub import ModelCardData
 
 import debias_diffusion
 from debias_diffusion.errors import UserError
@@ -24,7 +24,7 @@ from debias_diffusion.files import read_json_object
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.training import TrainConfig
 
-# By it an exported folder is known as ours, and may be replaced.
+# Marks a folder as written by an export, so a later export may replace it.
 MARK = "exported by debias-diffusion"
 
 _SETTINGS = "settings.json"
@@ -33,16 +33,16 @@ _KEY = "debias_diffusion"  # of open_clip_config.json
 
 @dataclass(frozen=True)
 class Exported:
-    """What a card describes.
+    """The model that a card describes.
 
     Attributes:
-        title: its first line.
-        use: Markdown that says how to load it.
+        title: first line of the card.
+        use: Markdown that shows how to load the model.
         library: the hub's library_name.
         task: the hub's pipeline_tag.
-        model: what was exported, as the user named it.
-        pretrained: the weights named with it.
-        backbone: the two-tower it comes from; None for a text encoder alone.
+        model: the exported model, as the user named it.
+        pretrained: weights given with the name.
+        backbone: the two-tower model it comes from; None for a text encoder alone.
     """
 
     title: str
@@ -55,25 +55,24 @@ class Exported:
 
 
 def model_card(exported: Exported, scores: str | None = None) -> str:
-    """The card, with YAML front matter.
+    """Returns the card, with YAML front matter.
 
     Args:
-        scores: folder of results that `evaluate` wrote.
+        scores: folder with results of `evaluate`.
 
     Raises:
-        UserError: `scores` holds no results, broken ones, or those of other weights.
+        UserError: `scores` holds no results, broken results, or results of other weights.
     """
     run = _Run.find(exported.model)
     measured = [*(run.scores() if run else []), *(_read_scores(scores, exported.backbone) if scores else [])]
     base = (run.settings.get("model"), run.settings.get("pretrained")) if run else (exported.model, exported.pretrained)
-    front = {
-        "license": "unknown",
-        "library_name": exported.library,
-        "pipeline_tag": exported.task,
-        "tags": ["clip", "long-prompts", "text-encoder", "debias-diffusion"],
-    }
-    if repository := _hub_repository(*base):
-        front["base_model"] = repository
+    front = ModelCardData(
+        license="unknown",
+        library_name=exported.library,
+        pipeline_tag=exported.task,
+        tags=["clip", "long-prompts", "text-encoder", "debias-diffusion"],
+        base_model=_hub_repository(*base),
+    )
     sections = [
         f"# {exported.title}\n\n{_line(exported)}",
         f"## How to load it\n\n{exported.use}",
@@ -81,12 +80,12 @@ def model_card(exported: Exported, scores: str | None = None) -> str:
         *(["## Scores\n\n" + "\n\n".join(measured)] if measured else []),
         f"## Licence\n\n{_LICENCE}",
     ]
-    return f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n" + "\n\n".join(sections) + "\n"
+    return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
 _LICENCE = (
-    "The licence and the terms of the base model and of the training data apply to these weights. They are not known "
-    "to the program that wrote this card, hence `license: unknown` above: look them up and set it before you publish."
+    "The licences and terms of the base model and of the training data apply to these weights. The program that wrote "
+    "this card does not know them, hence `license: unknown` above: look them up and set it before you publish."
 )
 
 
@@ -94,7 +93,7 @@ def _line(exported: Exported) -> str:
     text = f"From {code(_public(exported.model))}"
     if exported.pretrained:
         text += f" with the weights {code(_public(exported.pretrained))}"
-    return f"{text}, {MARK}. Nothing of debias-diffusion is needed to load it."
+    return f"{text}, {MARK}. It loads without debias-diffusion."
 
 
 def _made(exported: Exported, run: "_Run | None", base: tuple[str | None, str | None]) -> str:
@@ -103,82 +102,82 @@ def _made(exported: Exported, run: "_Run | None", base: tuple[str | None, str | 
     if run or _hub_repository(*base) or base[0] in open_clip.list_models():
         rows["base model"] = code(_public(base[0])) + (f", weights {code(_public(base[1]))}" if base[1] else "")
         if base[0] in open_clip.list_models() and base[1] is None:
-            rows["base model"] += ", **random weights**: not trained before"
+            rows["base model"] += ", **random weights**: not pretrained"
     if run:
         rows |= run.rows()
     positions = backbone.config.get(_KEY, {}) if backbone else {}
     if "keep" in positions and "factor" in positions:
         rows["positions"] = (
-            f"{backbone.context_length}: the first {positions['keep']} as they were, each other one stretched to "
+            f"{backbone.context_length}: the first {positions['keep']} kept, each other one stretched to "
             f"{positions['factor']}"
         )
     if backbone and backbone.pooling != "eot":
-        rows["pooling"] = f"{backbone.pooling}, which other programs do not know: they read the feature at EOT"
+        rows["pooling"] = f"{backbone.pooling}; other programs lack it and pool at EOT"
     rows["exported with"] = f"debias-diffusion {version('debias-diffusion')}" + (f", {_commit()}" if _commit() else "")
     table = _table(["", ""], list(rows.items()))
     return table if run is None else f"{table}\n\n```bash\n{run.command()}\n```"
 
 
 class _Run:
-    """What a training run left beside the model that is exported."""
+    """The training run that an exported model comes from."""
 
     def __init__(self, folder: Path, settings: dict, model: Path):
         self.folder, self.settings, self.model = folder, settings, model
 
     @classmethod
     def find(cls, model: str) -> "_Run | None":
-        """The run that `model`, its folder or the best/ or last/ in it, belongs to."""
-        given = Path(model)
-        for folder, inside in ((given, ("best", "last")), (given.parent, (given.name,))):
+        """Finds the run of `model`, which is the run's folder or its best/ or last/."""
+        path = Path(model)
+        for folder, names in ((path, ("best", "last")), (path.parent, (path.name,))):
             settings = read_json_object(folder / _SETTINGS)
-            taken = next((folder / name for name in inside if (folder / name / "scores.json").is_file()), None)
-            if "recipe" in settings and "model" in settings and taken:
-                return cls(folder, settings, taken)
+            weights = next((folder / name for name in names if (folder / name / "scores.json").is_file()), None)
+            if "recipe" in settings and "model" in settings and weights:
+                return cls(folder, settings, weights)
         return None
 
     def rows(self) -> dict[str, str]:
-        settings, names = self.settings, {}
-        overrides = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling")
-        changed = ", ".join(f"{name} {settings[name]}" for name in overrides if settings.get(name) is not None)
-        names["recipe"] = code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")
-        data = settings.get("data")
-        if data:
-            names["data"] = code(_public(data))
-            if settings.get("data_sha256"):
-                names["data"] += f", sha256 {code(settings['data_sha256'])}"
+        """The table of how it was trained: name to Markdown."""
+        settings = self.settings
+        rows = {"recipe": _recipe(settings)}
+        if settings.get("data"):
+            digest = settings.get("data_sha256")
+            rows["data"] = code(_public(settings["data"])) + (f", sha256 {code(digest)}" if digest else "")
         if "step" in (scores := read_json_object(self.model / "scores.json")):
-            names["steps"] = str(scores["step"])
-        for name in ("batch", "epochs", "learning_rate", "seed", "precision"):
-            if name in settings:
-                names[name.replace("_", " ")] = code(settings[name])
-        return names
+            rows["steps"] = str(scores["step"])
+        options = ("batch", "epochs", "learning_rate", "seed", "precision")
+        return rows | {name.replace("_", " "): code(settings[name]) for name in options if name in settings}
 
     def command(self) -> str:
         return _command("debias-diffusion train", self.settings, TrainConfig)
 
     def scores(self) -> list[str]:
-        """R@1 on held-out pairs, of the base model and of the one that is exported."""
-        own = read_json_object(self.model / "scores.json")
-        lines = [own] if "t2i_r1" in own else []
-        start = next((line for line in _lines(self.folder / "log.jsonl") if "t2i_r1" in line), None)
-        if lines and start and start.get("step") == 0:
-            lines.insert(0, start)
-        if not lines:
+        """R@1 on held-out pairs, of the base model and of the exported one."""
+        best = read_json_object(self.model / "scores.json")
+        if "t2i_r1" not in best:
             return []
+        start = next((line for line in _lines(self.folder / "log.jsonl") if "t2i_r1" in line), {})
+        lines = [start, best] if start.get("step") == 0 else [best]
         names = ["the base model" if line["step"] == 0 else f"this one, step {line['step']}" for line in lines]
         rows = [[name, line["t2i_r1"], line["i2t_r1"]] for name, line in zip(names, lines, strict=True)]
         table = _table(["R@1, percent", "text to image", "image to text"], rows)
         return [
-            f"On {own['pairs']} pairs held out of the training data, with whole captions, by the training run above, "
-            f"of which this model is the best by this measure:\n\n{table}"
+            f"On {best['pairs']} pairs held out of the training data, with whole captions. This model is the best of "
+            f"the training run above by this measure:\n\n{table}"
         ]
 
 
+def _recipe(settings: Mapping) -> str:
+    """The recipe of a run and the settings that override it."""
+    names = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling")
+    changed = ", ".join(f"{name} {settings[name]}" for name in names if settings.get(name) is not None)
+    return code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")
+
+
 def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:
-    """What `evaluate` left in `folder`, as Markdown, each with its command."""
+    """The results of `evaluate` in `folder` as Markdown, each with its command."""
     from debias_diffusion.eval.merged_report import EVALUATIONS
 
-    found = []
+    sections = []
     for name, (module, title, options) in EVALUATIONS.items():
         file = Path(folder) / f"{name}.json"
         if not file.is_file():
@@ -194,38 +193,37 @@ def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:
             raise
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`: {error!r}.") from error
-        found.append(f"{title}:\n\n{tables}\n{notes}".rstrip() + f"\n\n```bash\n{command}\n```")
-    if not found:
+        sections.append(f"{title}:\n\n{tables}\n{notes}".rstrip() + f"\n\n```bash\n{command}\n```")
+    if not sections:
         raise UserError(
-            f"The folder {folder!r} holds none of {', '.join(f'{name}.json' for name in EVALUATIONS)}. Give what "
-            "`debias-diffusion evaluate` was given as --output."
+            f"The folder {folder!r} holds none of {', '.join(f'{name}.json' for name in EVALUATIONS)}. Give the "
+            "--output of `debias-diffusion evaluate`."
         )
-    return found
+    return sections
 
 
 _OF_TWO_TOWERS = ("retrieval", "robustness", "classification")
 
 
 def _of_model(file: Path, report: dict, backbone: Backbone | None) -> dict:
-    """What a report says of the model that is exported, which it knows by the digest of its weights."""
+    """Reduces a report to the exported model, by the digest of its weights."""
     if backbone is None:
-        raise UserError(f"{str(file)!r} was measured with a two-tower, and --model is a text encoder alone. Give that.")
-    own = weights_digest(backbone)
-    encoders = {
-        label: numbers
-        for label, numbers in report["encoders"].items()
-        if report["digests"]["encoders"].get(label) == own
-    }
+        raise UserError(
+            f"{str(file)!r} was measured with a two-tower model, and --model is a text encoder alone. Give the "
+            "two-tower model, or leave out --scores."
+        )
+    digest, digests = weights_digest(backbone), report["digests"]["encoders"]
+    encoders = {label: numbers for label, numbers in report["encoders"].items() if digests.get(label) == digest}
     if not encoders:
         raise UserError(
-            f"{str(file)!r} was measured with other weights than those of --model. Evaluate these, or leave out "
-            "--scores."
+            f"{str(file)!r} was measured with other weights than those of --model. Evaluate that model, or "
+            "leave out --scores."
         )
     return report | {"encoders": encoders, "compared": []}
 
 
 def _command(program: str, settings: Mapping, options: type) -> str:
-    """The command that these settings came from; what has its default is left out, and so are places of one machine."""
+    """The command that gives these settings, without defaults and without paths of one machine."""
     words = [program]
     for field in dataclasses.fields(options):
         value = settings.get(field.name)
@@ -250,7 +248,7 @@ def _plain(value):
 
 
 def _hub_repository(model: str | None, pretrained: str | None) -> str | None:
-    """The hub repository of a base model, where its name or open_clip's table tells."""
+    """The hub repository of a base model, if its name or open_clip's table gives one."""
     if model is None:
         return None
     if model.startswith("hf-hub:"):
@@ -262,7 +260,7 @@ def _hub_repository(model: str | None, pretrained: str | None) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this package's own checkout; None where it is installed from elsewhere."""
+    """The commit of the checkout that runs; None if the package was installed another way."""
     root = Path(debias_diffusion.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
@@ -274,7 +272,7 @@ def _commit() -> str | None:
 
 
 def _public(name: str) -> str:
-    """A name or path as others may read it."""
+    """A name or path without the folders of this machine."""
     path = Path(name)
     if not path.is_absolute():
         return str(name)
@@ -282,7 +280,7 @@ def _public(name: str) -> str:
 
 
 def code(value) -> str:
-    """A value as Markdown's code, in one line, that can end neither the code nor a table's cell."""
+    """A value as one line of Markdown code that cannot end the code or a table cell."""
     text = "".join(character if character.isprintable() else " " for character in str(value))
     return f"`{text.replace('`', chr(39)).replace('|', '/')}`"
 

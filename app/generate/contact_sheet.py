@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
@@ -50,6 +49,8 @@ def write_contact_sheets(folder: Path, pictures: Sequence[tuple[Path, str, str]]
 
 
 def _page(pictures: Sequence[tuple[Path, str, str]]) -> Image.Image:
+    import matplotlib  # takes a second
+
     # DejaVu, which comes with matplotlib, has more scripts than Pillow's own font; what it lacks becomes a box.
     font = ImageFont.truetype(os.path.join(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), _FONT_SIZE)
     line_height = math.ceil(1.3 * _FONT_SIZE)

@@ -1,52 +1,50 @@
-"""The models of a run, and how its pictures are drawn with them: in batches of one length, in low memory or not."""
+"""The images of one `generate` run: their settings, how their prompts are read, and rendering what is missing."""
 
-import gc
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from diffusers import DiffusionPipeline
-from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.eval.pictures.drawing import model_digest
 from debias_diffusion.pipelines import PromptLayout
-from debias_diffusion.pipelines.checked import generate_images
 from debias_diffusion.pipelines.loading import (
     PIPELINES,
-    SDXL,
     STRETCH,
     Part,
     check_base,
     default_dtype,
     default_size,
     load_pipeline,
+    model_digest,
 )
 from debias_diffusion.pipelines.memory import check_memory
+from debias_diffusion.pipelines.rendering import (
+    ImagePrompt,
+    Sampling,
+    plan_batches,
+    read_layout,
+    render_batch,
+    render_in_low_memory,
+    runtime_settings,
+)
 
+from .config import GenerateConfig
 from .png_settings import settings_text, write_png
 from .prompts import LeftOut, Prompt, cleaned, print_left_out
-
-if TYPE_CHECKING:
-    from .command import GenerateConfig
-
-ENCODED_AT_ONCE = 500  # pictures whose embeddings are kept under low_memory: up to 4 MB each at 248 positions
-_EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument, on the CPU
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture to draw.
+    """One image to render.
 
     Attributes:
-        prompt: what is on it.
-        where: its prompt, in words.
+        prompt: its entry in the file of prompts.
+        where: that entry, in words.
         path: its file.
         settings: everything that decides what it looks like, as its file will say.
     """
@@ -58,18 +56,19 @@ class Picture:
 
 
 class Studio:
-    """The settings of a run, where it runs, and its models, loaded when they are asked for.
+    """The settings of a run and its models, which are loaded on demand.
 
     Raises:
-        UserError: there is no such base or device.
+        UserError: there is no such checkpoint or device.
     """
 
-    def __init__(self, config: "GenerateConfig", device: torch.device):
+    def __init__(self, config: GenerateConfig, device: torch.device):
         self.config = config
         self.device = device
         self.kind = check_base(config.base, tuple(PIPELINES))
         self.dtype = getattr(torch, config.dtype) if config.dtype else default_dtype(device)
-        self.guided = config.guidance_scale > 1
+        height, width = default_size(config.base)
+        self.sampling = Sampling(config.steps, config.guidance_scale, config.height or height, config.width or width)
 
     def load(self, part: Part = "all") -> DiffusionPipeline:
         config = self.config
@@ -80,64 +79,55 @@ class Studio:
         return pipe
 
     def settings(self) -> dict:
-        """What all pictures of the run have in common and what decides how they look; reads no models."""
+        """What all images of the run have in common and what decides how they look; reads no models."""
         config = vars(self.config)
         names = ("base", "encoder", "encoder_2", "steps", "guidance_scale", "weighting")
-        height, width = default_size(self.config.base)
         return {name: config[name] for name in names} | {
             # An encoder that was trained further under the same name is another one.
-            "encoder_sha256": _digest(self.config.encoder),
-            "encoder_2_sha256": _digest(self.config.encoder_2),
-            "height": self.config.height or height,
-            "width": self.config.width or width,
-            "device": self.device.type,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "encoder_sha256": _sha256(self.config.encoder),
+            "encoder_2_sha256": _sha256(self.config.encoder_2),
+            "height": self.sampling.height,
+            "width": self.sampling.width,
+            **runtime_settings(self.device, self.dtype),
         }
 
     def check_memory(self, images: int) -> None:
-        """Raises UserError where the memory surely does not suffice for so many pictures at once."""
-        height, width = default_size(self.config.base)
-        size = self.config.height or height, self.config.width or width
+        """Raises UserError where that many images at once cannot fit the memory."""
+        size = self.sampling.height, self.sampling.width
         check_memory(self.config.base, self.device, self.dtype, *size, images)
 
-    def texts(self, prompt: Prompt) -> dict[str, str | None]:
-        """A prompt's texts, cleaned as captions were cleaned for training, SDXL's own encoders included."""
-        negative = self.config.negative_prompt if prompt.negative is None else prompt.negative
-        texts = {"prompt": prompt.text, "negative_prompt": negative}
-        if prompt.second is not None:
-            texts["prompt_2"] = prompt.second
-        return {name: None if text is None else cleaned(text, self.config.weighting) for name, text in texts.items()}
+    def image_prompt(self, settings: dict) -> ImagePrompt:
+        """What an image with these settings is rendered from."""
+        names = ("prompt", "negative_prompt", "prompt_2")
+        texts = {name: settings[name] and cleaned(settings[name], self.config.weighting) for name in names}
+        return ImagePrompt(seed=settings["seed"], **texts)
 
-    def layout(self, pipe: DiffusionPipeline, prompt: Prompt) -> PromptLayout:
+    def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
         """How a prompt is read.
 
         Raises:
-            UserError: it needs a second window, under `strict`; or its weights cannot be used.
+            UserError: its weights cannot be used; under `strict`, prompt or negative prompt need a second chunk.
         """
-        texts = self.texts(prompt)
         try:
-            layout = pipe.prompt_layout(**texts, do_classifier_free_guidance=self.guided)
+            layout = read_layout(pipe, prompt, self.sampling)
             windows = [layout.windows]
-            if self.guided and texts["negative_prompt"] is not None:
-                turned = {"prompt": texts["negative_prompt"], "negative_prompt": texts["prompt"]}
-                turned |= {"negative_prompt_2": texts["prompt_2"]} if "prompt_2" in texts else {}
+            if self.sampling.guided and prompt.negative_prompt is not None:
+                turned = {"prompt": prompt.negative_prompt, "negative_prompt": prompt.prompt}
+                turned |= {} if prompt.prompt_2 is None else {"negative_prompt_2": prompt.prompt_2}
                 windows.append(pipe.prompt_layout(**turned).windows)
         except ValueError as error:
             raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
         if self.config.strict and max(map(max, windows)) > 1:
             raise UserError(
-                f"With its {layout.tokens} tokens it takes {_windows(max(windows))}, and --strict allows one window."
+                f"With its {layout.tokens} tokens it takes {_chunks(max(windows))}, and --strict allows one chunk."
             )
         return layout
 
 
-def _digest(encoder: str | None) -> str | None:
+def _sha256(encoder: str | None) -> str | None:
     """sha256 of an encoder's files, of `MODEL:FILE` the file's.
 
-    None for none, and for a hub id or a tag of open_clip's, whose files lie wherever a cache put them.
-
-    Raises:
-        UserError: a file cannot be read.
+    None for none, and for a hub id or an open_clip tag, whose files lie wherever a cache put them.
     """
     if encoder is None or encoder == STRETCH:
         return None
@@ -145,164 +135,84 @@ def _digest(encoder: str | None) -> str | None:
     return sha256 if re.fullmatch("[0-9a-f]{64}", sha256) else None
 
 
-def _windows(windows: Sequence[int]) -> str:
-    names = ["of the first text encoder", "of the second"] if len(windows) > 1 else ["of the text encoder"]
-    counts = [f"{count} window{'s' * (count > 1)}" if not i else str(count) for i, count in enumerate(windows)]
+def _chunks(counts: Sequence[int]) -> str:
+    names = ["of the first text encoder", "of the second"] if len(counts) > 1 else ["of the text encoder"]
+    counts = [f"{count} chunk{'s' * (count > 1)}" if not i else str(count) for i, count in enumerate(counts)]
     return ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
 
 
 def draw(studio: Studio, pictures: Sequence[Picture], missing: set[Path], left_out: list[LeftOut]) -> list[LeftOut]:
-    """Draws the pictures whose files are missing, and adds to `left_out` the prompts that cannot be read.
+    """Renders the images whose files are missing, and adds to `left_out` the prompts that cannot be read.
 
     Returns:
-        the pictures of which nothing came that could be written, see `generate_images`
+        the images with values that are not finite, see `generate_images`; no files are written for them
 
     Raises:
-        UserError: no prompt can be read, or memory cannot suffice for the largest batch.
+        UserError: no prompt can be read, or the largest batch cannot fit the memory.
     """
-    low_memory = studio.config.low_memory
-    pipe = studio.load("encoders" if low_memory else "all")
-    layouts = _layouts(studio, pipe, pictures, left_out)
-    _print_layouts(studio, layouts)
-    batches = _batches(studio, pictures, layouts, missing)
+    config, sampling = studio.config, studio.sampling
+    pipe = studio.load("encoders" if config.low_memory else "all")
+    prompts = [studio.image_prompt(picture.settings) for picture in pictures]
+    layouts = _layouts(studio, pipe, pictures, prompts, left_out)
+    wanted = {index for index, picture in enumerate(pictures) if picture.path in missing}
+    batches = plan_batches(prompts, layouts, config.batch, wanted)
     studio.check_memory(max(map(len, batches), default=1))
-    failed = []
     sampler = type(pipe.scheduler).__name__
-    drawn = _encode_then_draw(studio, pipe, batches) if low_memory else _encode_and_draw(studio, pipe, batches)
-    with tqdm(total=len(missing), desc="draw", unit="picture", disable=not studio.config.several) as bar:
-        for batch, images in drawn:
-            for picture, image in zip(batch, images, strict=True):
-                if picture.path not in missing:
+    texts = [[prompts[index] for index in batch] for batch in batches]
+    if config.low_memory:
+        rendered = render_in_low_memory(pipe, studio.load, texts, sampling, config.several)
+    else:
+        rendered = (render_batch(pipe, batch, sampling) for batch in texts)
+    failed = []
+    with tqdm(total=len(wanted), desc="render", unit="image", disable=not config.several) as bar:
+        for batch, images in zip(batches, rendered, strict=True):
+            for index, image in zip(batch, images, strict=True):
+                picture = pictures[index]
+                if index not in wanted:
                     continue
                 bar.update()
                 if isinstance(image, str):
                     failed.append(LeftOut(f"{picture.where}, seed {picture.settings['seed']}", image))
                     continue
-                settings = picture.settings | layouts[picture.prompt.number]._asdict()
+                settings = picture.settings | layouts[index]._asdict()
                 write_png(image, picture.path, settings_text(settings, sampler))
     return failed
 
 
 def _layouts(
-    studio: Studio, pipe: DiffusionPipeline, pictures: Sequence[Picture], left_out: list[LeftOut]
+    studio: Studio,
+    pipe: DiffusionPipeline,
+    pictures: Sequence[Picture],
+    prompts: Sequence[ImagePrompt],
+    left_out: list[LeftOut],
 ) -> dict[int, PromptLayout]:
-    """How each prompt is read, by its number."""
-    layouts, unreadable = {}, []
-    for picture in {picture.prompt.number: picture for picture in pictures}.values():
-        try:
-            layouts[picture.prompt.number] = studio.layout(pipe, picture.prompt)
-        except UserError as error:
-            unreadable.append(LeftOut(picture.where, str(error)))
+    """How the prompt of each image is read, by the image's index; prints it."""
+    by_number: dict[int, PromptLayout | LeftOut] = {}
+    for picture, prompt in zip(pictures, prompts, strict=True):
+        if picture.prompt.number not in by_number:
+            try:
+                by_number[picture.prompt.number] = studio.layout(pipe, prompt)
+            except UserError as error:
+                by_number[picture.prompt.number] = LeftOut(picture.where, str(error))
+    unreadable = [entry for entry in by_number.values() if isinstance(entry, LeftOut)]
+    readable = [layout for layout in by_number.values() if not isinstance(layout, LeftOut)]
     if not studio.config.several and unreadable:
         raise UserError(unreadable[0].reason)
-    if not layouts:
-        raise UserError(f"No prompt can be drawn. {unreadable[0].where.capitalize()}: {unreadable[0].reason}")
+    if not readable:
+        raise UserError(f"No prompt can be rendered. {unreadable[0].where.capitalize()}: {unreadable[0].reason}")
     print_left_out(unreadable)
     left_out += unreadable
-    return layouts
+    _print_layouts(readable, studio.config.several)
+    layouts = {index: by_number[picture.prompt.number] for index, picture in enumerate(pictures)}
+    return {index: layout for index, layout in layouts.items() if not isinstance(layout, LeftOut)}
 
 
-def _print_layouts(studio: Studio, layouts: dict[int, PromptLayout]) -> None:
-    if not studio.config.several:
-        layout = layouts[0]
-        windows = _windows(layout.windows)
-        print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({windows})")
+def _print_layouts(layouts: Sequence[PromptLayout], several: bool) -> None:
+    if not several:
+        [layout] = layouts
+        print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({_chunks(layout.windows)})")
         return
-    counts = sorted(Counter(layout.positions for layout in layouts.values()).items())
+    counts = sorted(Counter(layout.positions for layout in layouts).items())
     print(
         "Positions: " + ", ".join(f"{positions} for {count:,} prompt{'s' * (count > 1)}" for positions, count in counts)
-    )
-
-
-def _batches(
-    studio: Studio, pictures: Sequence[Picture], layouts: dict[int, PromptLayout], missing: set[Path]
-) -> list[list[Picture]]:
-    """The pictures in batches of one length, so that none is padded further than it would be alone.
-
-    What is there already counts too, so that a run that goes on draws in the same batches: others would change the
-    last bits of a picture. Only batches that lack a picture are drawn.
-    """
-    groups: dict[tuple, list[Picture]] = {}
-    for picture in pictures:
-        if picture.prompt.number in layouts:
-            # In a batch either all or none have a negative prompt.
-            key = layouts[picture.prompt.number].positions, picture.settings["negative_prompt"] is None
-            groups.setdefault(key, []).append(picture)
-    size = studio.config.batch
-    batches = [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
-    batches = [batch for batch in batches if any(picture.path in missing for picture in batch)]
-    return sorted(batches, key=lambda batch: batch[0].prompt.number)
-
-
-def _encode_and_draw(
-    studio: Studio, pipe: DiffusionPipeline, batches: Sequence[list[Picture]]
-) -> Iterator[tuple[list[Picture], list[Image.Image | str]]]:
-    for batch in batches:
-        yield batch, _images(studio, pipe, batch, _encode(studio, pipe, batch))
-
-
-def _encode_then_draw(
-    studio: Studio, encoders: DiffusionPipeline, batches: Sequence[list[Picture]]
-) -> Iterator[tuple[list[Picture], list[Image.Image | str]]]:
-    """Like `_encode_and_draw`, with either the text encoders or the UNet in memory, never both.
-
-    In rounds, because the embeddings of thousands of prompts take more room than the encoders.
-    """
-    at_once = max(1, ENCODED_AT_ONCE // studio.config.batch)
-    for start in range(0, len(batches), at_once):
-        encoders = encoders or studio.load("encoders")
-        now = batches[start : start + at_once]
-        encoded = [
-            _encode(studio, encoders, batch)
-            for batch in tqdm(now, desc="encode", disable=not studio.config.several, leave=False)
-        ]
-        # Whoever else holds the pipeline holds no encoders.
-        encoders.register_modules(text_encoder=None, **({"text_encoder_2": None} if studio.kind == SDXL else {}))
-        encoders = None
-        _free_memory()
-        denoiser = studio.load("denoiser")
-        for batch, embeddings in zip(now, encoded, strict=True):
-            yield batch, _images(studio, denoiser, batch, embeddings)
-        del denoiser
-        _free_memory()
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    elif torch.backends.mps.is_available():
-        torch.mps.empty_cache()
-
-
-@torch.no_grad()
-def _encode(studio: Studio, pipe: DiffusionPipeline, batch: Sequence[Picture]) -> Embeddings:
-    texts = [studio.texts(picture.prompt) for picture in batch]
-    arguments = {"prompt": [text["prompt"] for text in texts]}
-    if texts[0]["negative_prompt"] is not None:
-        arguments["negative_prompt"] = [text["negative_prompt"] for text in texts]
-    if any("prompt_2" in text for text in texts):
-        arguments["prompt_2"] = [text.get("prompt_2", text["prompt"]) for text in texts]
-    embeddings = pipe.encode_prompt(
-        **arguments, device=studio.device, num_images_per_prompt=1, do_classifier_free_guidance=studio.guided
-    )
-    # Two from Stable Diffusion 1.5, four from SDXL; None where guidance does not ask for it.
-    named = zip(_EMBEDDINGS, embeddings, strict=False)
-    return {name: embedding.cpu() for name, embedding in named if embedding is not None}
-
-
-def _images(
-    studio: Studio, pipe: DiffusionPipeline, batch: Sequence[Picture], embeddings: Embeddings
-) -> list[Image.Image | str]:
-    config, first = studio.config, batch[0].settings
-    return generate_images(
-        pipe,
-        **{name: embedding.to(studio.device) for name, embedding in embeddings.items()},
-        height=first["height"],
-        width=first["width"],
-        num_inference_steps=config.steps,
-        guidance_scale=config.guidance_scale,
-        # One an image, so that it does not matter what it is drawn with; on the CPU, because every device's own
-        # generator draws other numbers from the same seed.
-        generator=[torch.Generator("cpu").manual_seed(picture.settings["seed"]) for picture in batch],
     )

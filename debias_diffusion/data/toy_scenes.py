@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from ..errors import UserError, near_matches
-from ..toyworld.grammar import Caption, caption
+from ..toyworld.grammar import Caption, caption, short_prompt
 from ..toyworld.render import render
 from ..toyworld.scenes import SPLITS, Scene, scene
 from .images import digest_of
@@ -17,7 +17,8 @@ from .sharegpt4v import Captions
 PAIRS = 1000  # as many as evaluations on ShareGPT4V take
 _PREFIX, _TRAINED_ON = "toy/", "train"
 _NAMES = tuple(_PREFIX + split for split in reversed(SPLITS) if split != _TRAINED_ON)
-_SPLIT = re.compile(rf"(?:{'|'.join(SPLITS)})(?:-[\w-]+)?")
+_SHORT = "short-"  # before a split: simpler scenes, captioned within 77 tokens
+_SPLIT = re.compile(rf"(?:{_SHORT})?(?:{'|'.join(SPLITS)})(?:-[\w-]+)?")
 _IMAGE = re.compile(r"([^/]+)/(\d+)", re.ASCII)
 
 
@@ -34,7 +35,7 @@ class ToyScenes:
 
     def open(self, image: str) -> Image.Image:
         """The RGB picture of 48 x 48 pixels. Raises ValueError for a name that is no scene of the split."""
-        return render(scene(*self._key(image)))
+        return render(_scene_and_caption(*self._key(image))[0])
 
     def is_there(self, image: str) -> bool:
         """Whether the split has such a scene."""
@@ -64,14 +65,15 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
 
     Args:
         name: `toy/test`, `toy/validation`, `toy/development`, or with a suffix, such as `toy/test-2`, which are other
-            scenes; `toy/train-2` and the like, but not `toy/train` itself.
+            scenes; `toy/train-2` and the like, but not `toy/train` itself. `toy/short-test` and the like: scenes of one
+            to three objects with captions of at most 77 tokens.
 
     Raises:
         UserError: there are no such scenes, or the toy models have learned from them.
     """
     name = os.fspath(name)
     split = name.removeprefix(_PREFIX)
-    if split == _TRAINED_ON:
+    if split.removeprefix(_SHORT) == _TRAINED_ON:
         raise UserError(
             f"The models that come with the package have learned from the scenes of {name!r}. Give "
             f"{', '.join(_NAMES)}, or others such as toy/test-2; to train a model, {name}-2 and the like."
@@ -83,7 +85,7 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
             "such as toy/test-2."
         )
     names = [f"{split}/{index:06}" for index in range(PAIRS)]
-    records = PackedRecords(Record(image, image, caption(*_locate(image)).text) for image in names)
+    records = PackedRecords(Record(image, image, _scene_and_caption(*_locate(image))[1].text) for image in names)
     return Captions(records, []), ToyScenes(name)
 
 
@@ -93,8 +95,13 @@ def toy_scene(record: Record) -> tuple[Scene, Caption]:
     Raises:
         ValueError: the record is of other data.
     """
-    key = _locate(record.image)
-    return scene(*key), caption(*key)
+    return _scene_and_caption(*_locate(record.image))
+
+
+def _scene_and_caption(split: str, index: int) -> tuple[Scene, Caption]:
+    if split.startswith(_SHORT):
+        return short_prompt(split.removeprefix(_SHORT), index)
+    return scene(split, index), caption(split, index)
 
 
 def _locate(image: str) -> tuple[str, int]:

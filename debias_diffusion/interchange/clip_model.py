@@ -254,7 +254,7 @@ def _preprocess(source: str | Path, image_size: int) -> PreprocessCfg:
     if mode is None or processor.resample not in _INTERPOLATIONS or not does_all:
         raise UserError(
             f"The image processor of {os.fspath(source)!r} (size {size}, crop {crop}, resample "
-            f"{processor.resample}) does what open_clip does not: it resizes images to {image_size} pixels here, by the "
+            f"{processor.resample}) does what open_clip does not: it resizes images to {image_size} pixels, by the "
             "shorter side with a crop or as a square, bilinear or bicubic, and normalises them."
         )
     return PreprocessCfg(

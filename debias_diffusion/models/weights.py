@@ -1,7 +1,6 @@
 """Files of weights for open_clip's two-towers: find them, check them first, and load them."""
 
 import collections
-import hashlib
 import os
 import zipfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..errors import UserError
+from ..files import bytes_digest
 from .positions import FACTOR, KEEP, stretched_length
 from .text_tower import set_positions
 
@@ -111,12 +111,14 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
 
 def weights_digest(module: nn.Module) -> str:
     """sha256 over the names, types, shapes and values of a module's state dict."""
-    total = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
-        # As bytes, because NumPy has no bfloat16.
-        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return total.hexdigest()
+
+    def parts():
+        for name, tensor in sorted(module.state_dict().items()):
+            yield f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode()
+            # As bytes, because NumPy has no bfloat16.
+            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+    return bytes_digest(parts())
 
 
 def _read_torch_zip(file: Path):

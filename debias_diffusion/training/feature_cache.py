@@ -1,7 +1,6 @@
 """Image features on disk: computed once, used in every epoch and every run that can share them."""
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -18,7 +17,7 @@ from ..data import BadRecord, ImageSource, Record
 from ..data.dataset import read_or_bad
 from ..data.workers import load_batches
 from ..errors import UserError
-from ..files import held, write_json
+from ..files import held, json_digest, write_json
 from ..models.backbone import Backbone
 from .step import autocast
 
@@ -47,8 +46,7 @@ class FeatureCache:
     """
 
     def __init__(self, folder: str | os.PathLike, key: dict, dim: int):
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        self.folder, self.key, self.dim = Path(folder) / digest[:32], key, dim
+        self.folder, self.key, self.dim = Path(folder) / json_digest(key)[:32], key, dim
         self.read()
 
     def read(self) -> None:

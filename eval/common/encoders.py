@@ -1,6 +1,5 @@
 """The encoders that an evaluation compares."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +12,11 @@ from typing import TypeVar
 import torch
 
 from debias_diffusion.errors import UserError
+from debias_diffusion.files import json_digest
 from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.shipped import shipped
-
-from .report import weights_digest
+from debias_diffusion.models.weights import weights_digest
 
 Result = TypeVar("Result")
 
@@ -51,7 +50,7 @@ def how_used(backbone: Backbone) -> dict:
     rules = {name: rule for name, rule in tokenizer.items() if name not in ("truncation", "padding")}
     return {
         "configuration": backbone.config,
-        "tokenizer": hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest(),
+        "tokenizer": json_digest(rules),
         "markers": asdict(backbone.tokenizer.markers),
     }
 

@@ -1,6 +1,5 @@
 """What every evaluation leaves behind: one JSON of settings, versions, digests and numbers, and a small table."""
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from debias_diffusion.data import BadRecord
-from debias_diffusion.files import sha256, whole_file, write_json
+from debias_diffusion.files import path_digest as digest  # noqa: F401 (as earlier releases name it)
+from debias_diffusion.files import whole_file, write_json
 from debias_diffusion.models.weights import weights_digest  # noqa: F401
 
 PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
@@ -23,18 +23,6 @@ PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of pictures
 def versions() -> dict[str, str]:
     """The versions of this package and of the libraries that decide the numbers."""
     return {package: version(package) for package in PACKAGES}
-
-
-def digest(path: str | os.PathLike) -> str:
-    """sha256 of a file, or of a folder: over the names and contents of its files, hidden ones left out."""
-    path = Path(path)
-    if path.is_file():
-        return sha256(path)
-    total = hashlib.sha256()
-    for name, file in sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*")):
-        if file.is_file() and not any(part.startswith(".") for part in name.split("/")):
-            total.update(f"{name}\0{digest(file)}\n".encode())
-    return total.hexdigest()
 
 
 def write_report(

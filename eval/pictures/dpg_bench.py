@@ -29,7 +29,7 @@ from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor, Pre
 from debias_diffusion.data import BadRecord
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import changed_settings, open_regular, sha256, write_text
+from debias_diffusion.files import changed_settings, open_regular, path_digest, sha256, write_text
 from debias_diffusion.models.model_files import may_be_hub_id
 from debias_diffusion.tokens import clean, clip_tokenizer
 
@@ -37,7 +37,7 @@ from ..common.encoders import check_encoders, compare, labels
 from ..common.inputs import check_batch_size, check_output, print_left_out
 from ..common.intervals import mean_interval, paired_difference
 from ..common.processes import Processes
-from ..common.report import Table, compared_tables, digest, interval, show, write_report
+from ..common.report import Table, compared_tables, interval, show, write_report
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 
 NAME = "dpg_bench"
@@ -782,7 +782,7 @@ class _DpgBench:
 
     def _report(self, digests: dict, started: float) -> dict:
         config, bench = self.config, self.bench
-        vqa = digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
+        vqa = path_digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
         tokenizer = clip_tokenizer(77)
         bands = {
             (item, proposition.number): band(token_position(proposition.words, bench.prompts[item], tokenizer))

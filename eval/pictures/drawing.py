@@ -7,34 +7,48 @@ pictures are those of one uninterrupted run, bit for bit: which pictures are dra
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import StableDiffusionXLPipeline
-from diffusers.utils import logging as diffusers_logging
+from PIL import Image
 from tqdm import tqdm
-from transformers import CLIPTextConfig
 
-from debias_diffusion.errors import FailedError, UserError, reason
+from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import changed_settings, read_json_object, whole_file, write_json
-from debias_diffusion.interchange import best_of_run, load_text_encoder
-from debias_diffusion.interchange.load import model_and_weights
+from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.checked import generate_images
-from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, default_size, load_sdxl
+from debias_diffusion.pipelines.loading import (
+    check_base,
+    check_same_width,
+    default_dtype,
+    default_size,
+    first_encoder_width,
+    load_sdxl,
+    model_digest,
+    quiet_diffusers,
+)
 from debias_diffusion.pipelines.memory import check_memory, explain_memory
+from debias_diffusion.pipelines.rendering import (
+    ImagePrompt,
+    Sampling,
+    plan_batches,
+    read_layout,
+    render_batch,
+    replace_encoder,
+    runtime_settings,
+)
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.scores import GUIDANCE_SCALE, STEPS
 
 from ..common.processes import Processes
-from ..common.report import digest
 
 ORIGINAL = "original"  # in place of an encoder: the base's own
 _SETTINGS, _DRAWN = "settings.json", "drawn.json"
@@ -112,23 +126,6 @@ def folder_names(labels: Sequence[str]) -> dict[str, str]:
     return plain
 
 
-def model_digest(model: str) -> str:
-    """The digest of a model's files, of `MODEL:FILE` behind the model's name.
-
-    A hub id, or a tag of open_clip's, is its own, because its files lie wherever the hub's cache put them.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    model = best_of_run(shipped(model)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
-    try:
-        if (named := model_and_weights(model)) and os.path.exists(named[1]):
-            return f"{named[0]}:{digest(named[1])}"
-        return digest(model) if os.path.exists(model) else model
-    except OSError as error:
-        raise UserError(f"The model {model!r} cannot be read ({reason(error)}). Give another one.") from error
-
-
 class Drawing:
     """Draws with one encoder after the other. The base's other models are loaded once, and only when they are needed.
 
@@ -144,6 +141,7 @@ class Drawing:
     def __init__(self, settings: DrawingSettings, processes: Processes, data: str | None = None):
         self.settings, self.processes, self.data = settings, processes, data
         self.dtype = default_dtype(processes.device)
+        self.sampling = Sampling(settings.steps, settings.guidance_scale)
         self.digests = {"base": None, "encoders": {}}
         self._pipe: StableDiffusionXLLongPromptPipeline | None = None
 
@@ -219,116 +217,81 @@ class Drawing:
             "base": self.digests["base"],
             "encoder": known[encoder],
             **{name: getattr(self.settings, name) for name in names},
-            "device": self.processes.device.type,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            **runtime_settings(self.processes.device, self.dtype),
         }
 
     def _draw(self, encoder: str, folder: Path, subjects: Sequence[Subject], missing: set[str], title: str) -> None:
-        own, pipe, batches, failed = self.processes, None, [], []
+        processes, pipe, batches, failed = self.processes, None, [], []
+        prompts = [
+            # Cleaned like training captions.
+            ImagePrompt(clean(self.settings.prefix + subject.prompt), self.settings.seed + subject.number)
+            for subject in subjects
+        ]
 
         def load() -> None:
             nonlocal pipe, batches
             pipe = self._load(encoder)
-            batches = [
-                batch
-                for batch in _batches(pipe, self._prompts(subjects), self.settings)
-                if any(subjects[place].name in missing for place in batch)
-            ]
-            at_once = max(map(len, batches), default=1)
-            check_memory(self.settings.base, own.device, self.dtype, *default_size(self.settings.base), at_once)
+            layouts = {index: read_layout(pipe, prompt, self.sampling) for index, prompt in enumerate(prompts)}
+            wanted = {index for index, subject in enumerate(subjects) if subject.name in missing}
+            batches = plan_batches(prompts, layouts, self.settings.images_at_once, wanted)
+            size = default_size(self.settings.base)
+            check_memory(self.settings.base, processes.device, self.dtype, *size, max(map(len, batches), default=1))
 
-        own.together(load)
-        if own.is_main:
-            _note(folder, **_cuts(pipe, self._prompts(subjects)))
-        several = f", {own.count} processes" if own.count > 1 else ""
-        with _errors_only(), tqdm(desc=f"draw{several}, {title}", total=len(missing), disable=not own.is_main) as bar:
-            for start in range(0, len(batches), own.count):
-                now, started = batches[start : start + own.count], time.monotonic()
+        def render_own(batches_now: Sequence[Sequence[int]]) -> None:
+            if processes.index < len(batches_now):
+                batch = batches_now[processes.index]
+                images = render_batch(pipe, [prompts[index] for index in batch], self.sampling)
+                failed.extend(_write_missing(images, [subjects[index] for index in batch], folder, missing))
 
-                def draw_own(now: Sequence[Sequence[int]] = now) -> None:
-                    if own.index < len(now):
-                        batch = [subjects[place] for place in now[own.index]]
-                        failed.extend(self._draw_batch(pipe, batch, folder, missing))
-
-                # In step, so that what one process meets ends all of them soon.
-                own.together(draw_own)
-                if own.is_main:
+        processes.together(load)
+        if processes.is_main:
+            _note(folder, **_cuts(pipe, prompts))
+        several = f", {processes.count} processes" if processes.count > 1 else ""
+        bar = tqdm(desc=f"draw{several}, {title}", total=len(missing), disable=not processes.is_main)
+        with quiet_diffusers(), bar:  # it warns of every prompt that it cuts
+            for start in range(0, len(batches), processes.count):
+                batches_now, started = batches[start : start + processes.count], time.monotonic()
+                # In step, so that a failure in one process ends all of them soon.
+                processes.together(partial(render_own, batches_now))
+                if processes.is_main:
                     _note(folder, time.monotonic() - started)
-                bar.update(sum(subjects[place].name in missing for batch in now for place in batch))
+                bar.update(sum(subjects[index].name in missing for batch in batches_now for index in batch))
 
-        own.together(lambda: _raise_if_any(failed, len(subjects), encoder, self.dtype))
-
-    def _draw_batch(
-        self, pipe: StableDiffusionXLPipeline, batch: Sequence[Subject], folder: Path, missing: set[str]
-    ) -> list[str]:
-        """Draws all of a batch, because others in it round differently, and writes those that are missing.
-
-        Returns:
-            the missing ones that there is no image of, with the reason
-        """
-        failed = []
-        images = generate_images(
-            pipe,
-            self._prompts(batch),
-            num_inference_steps=self.settings.steps,
-            guidance_scale=self.settings.guidance_scale,
-            # One generator an image, so that it does not matter what is drawn with it; on the CPU, because every
-            # device's own draws other numbers.
-            generator=[torch.Generator("cpu").manual_seed(self.settings.seed + subject.number) for subject in batch],
-        )
-        for subject, image in zip(batch, images, strict=True):
-            if subject.name in missing and isinstance(image, str):
-                failed.append(f"{subject.name} ({image})")
-            elif subject.name in missing:
-                with whole_file(_file(folder, subject)) as unfinished:
-                    image.save(unfinished, format="PNG")
-        return failed
-
-    def _prompts(self, subjects: Sequence[Subject]) -> list[str]:
-        """As captions were cleaned for training."""
-        return [clean(self.settings.prefix + subject.prompt) for subject in subjects]
+        processes.together(lambda: _raise_if_any(failed, len(subjects), encoder, self.dtype))
 
     def _load(self, encoder: str) -> StableDiffusionXLPipeline:
-        """The base with an encoder, reading prompts as `DrawingSettings.windows` says."""
+        """The SDXL checkpoint with an encoder, reading prompts as `DrawingSettings.windows` says."""
         if self._pipe is None:
             self._pipe = load_sdxl(self.settings.base, None, self.processes.device, self.dtype)
-        parts = dict(self._pipe.components)
+        text_encoder, tokenizer = self._pipe.text_encoder, self._pipe.tokenizer
         if encoder != ORIGINAL:
-            text_encoder, parts["tokenizer"] = self._load_encoder(encoder)
-            parts["text_encoder"] = text_encoder.to(self.processes.device, self.dtype)
-        window, window_2 = (parts[name].config.max_position_embeddings for name in ("text_encoder", "text_encoder_2"))
-        cut = window == window_2 and not self.settings.windows
+            text_encoder, tokenizer = self._load_encoder(encoder)
+            text_encoder.to(self.processes.device, self.dtype)
+        lengths = [part.config.max_position_embeddings for part in (text_encoder, self._pipe.text_encoder_2)]
+        cut = lengths[0] == lengths[1] and not self.settings.windows
         cls = StableDiffusionXLPipeline if cut else StableDiffusionXLLongPromptPipeline
-        zeros = self._pipe.config.force_zeros_for_empty_prompt
-        pipe = cls(**parts, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
+        return replace_encoder(self._pipe, text_encoder, tokenizer, cls)
 
     def _load_encoder(self, encoder: str) -> tuple[torch.nn.Module, Any]:
-        """The text encoder and its tokenizer. Raises UserError for one that does not fit."""
+        """The text encoder and its tokenizer. Raises UserError unless it has the replaced encoder's width."""
         text_encoder, tokenizer = load_text_encoder(encoder)
-        try:
-            own = CLIPTextConfig.from_pretrained(shipped(self.settings.base), subfolder="text_encoder")
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"The base model {self.settings.base!r} has no readable text_encoder/config.json. Give a whole SDXL "
-                "folder."
-            ) from error
-        check_same_width(encoder, text_encoder.config.hidden_size, self.settings.base, own.hidden_size)
+        width = first_encoder_width(self.settings.base)
+        check_same_width(encoder, text_encoder.config.hidden_size, self.settings.base, width)
         return text_encoder, tokenizer
 
 
-def _batches(pipe: StableDiffusionXLPipeline, prompts: Sequence[str], settings: DrawingSettings) -> list[list[int]]:
-    """The prompts' places in batches of one length, so that none is padded further than it would be alone."""
-    groups: dict[int, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        positions = 0  # stock SDXL makes all prompts equally long
-        if isinstance(pipe, StableDiffusionXLLongPromptPipeline):
-            guided = settings.guidance_scale > 1
-            positions = pipe.prompt_layout(prompt, do_classifier_free_guidance=guided).positions
-        groups.setdefault(positions, []).append(place)
-    size = settings.images_at_once
-    return sorted(group[i : i + size] for group in groups.values() for i in range(0, len(group), size))
+def _write_missing(
+    images: Sequence[Image.Image | str], batch: Sequence[Subject], folder: Path, missing: set[str]
+) -> list[str]:
+    """Writes the missing images of a batch. Returns those that there is no image of, with the reason."""
+    failed = []
+    for subject, image in zip(batch, images, strict=True):
+        if subject.name in missing and isinstance(image, str):
+            failed.append(f"{subject.name} ({image})")
+        elif subject.name in missing:
+            with whole_file(_file(folder, subject)) as unfinished:
+                image.save(unfinished, format="PNG")
+    return failed
 
 
 def _raise_if_any(failed: Sequence[str], count: int, encoder: str, dtype: torch.dtype) -> None:
@@ -365,24 +328,13 @@ def _note(folder: Path, seconds: float = 0.0, **numbers) -> None:
     write_json(folder / _DRAWN, before | numbers | {"seconds": round(before["seconds"] + seconds, 3)})
 
 
-def _cuts(pipe: StableDiffusionXLPipeline, prompts: Sequence[str]) -> dict:
+def _cuts(pipe: StableDiffusionXLPipeline, prompts: Sequence[ImagePrompt]) -> dict:
     """ "cut_at" and "prompts_cut" of `how_drawn`"""
     if isinstance(pipe, StableDiffusionXLLongPromptPipeline):
         return {"cut_at": None, "prompts_cut": 0}
-    window = pipe.text_encoder.config.max_position_embeddings
-    counts = [len(pipe.tokenizer(prompt, verbose=False)["input_ids"]) for prompt in prompts]
-    return {"cut_at": window, "prompts_cut": sum(count > window for count in counts)}
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Keeps diffusers from warning of every prompt that it was asked to cut."""
-    before = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        diffusers_logging.set_verbosity(before)
+    context_length = pipe.text_encoder.config.max_position_embeddings
+    counts = [len(pipe.tokenizer(prompt.prompt, verbose=False)["input_ids"]) for prompt in prompts]
+    return {"cut_at": context_length, "prompts_cut": sum(count > context_length for count in counts)}
 
 
 def _check_same_settings(folder: Path, settings: dict) -> None:

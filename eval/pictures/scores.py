@@ -35,11 +35,12 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from tqdm import tqdm
 
 from debias_diffusion.errors import UserError
+from debias_diffusion.files import path_digest
+from debias_diffusion.models.weights import weights_digest
 from debias_diffusion.sentences import split_sentences
 
 from ..common.encoders import how_used
 from ..common.intervals import mean_interval, paired_difference
-from ..common.report import digest, weights_digest
 from .networks import FID_FEATURES, RESIZE, ClsFeatures, InceptionFeatures, Picture, TwoTowerFeatures
 
 HALVES = 200
@@ -314,7 +315,7 @@ class PictureScores:
         self.clip = clip_score and TwoTowerFeatures(clip_score, device)
         self.titles = score_titles(dino=dino, dinov2=dinov2, own_features=own_features, clip_score=clip_score)
         self.digests = {
-            "inception_weights": self.inception and digest(self.inception.file),
+            "inception_weights": self.inception and path_digest(self.inception.file),
             **{option: weights_digest(self.networks[option].model) if name else None for option, name in named.items()},
             "clip_score": self.clip and weights_digest(self.clip.backbone),
         }

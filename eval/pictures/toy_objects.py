@@ -8,9 +8,9 @@ from debias_diffusion.toyworld.checker import objects_correct
 from debias_diffusion.toyworld.scenes import Scene
 
 from ..common.intervals import mean_interval, paired_difference
-from ..quickstart import LATE
 from .networks import Picture, open_picture
 
+LATE = 4  # number, from 0, of the first sentence that lies beyond what the opening says
 Right = list[dict[str, bool]]  # of each picture, by place, whether the object there was drawn right
 Told = Sequence[dict[str, int]]  # of each picture, by place, the sentence that first tells the object there, from 0
 

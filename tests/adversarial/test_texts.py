@@ -8,7 +8,7 @@ from adversarial.fuzzing import examples, fuzz, no_hang
 from hypothesis import given
 from hypothesis import strategies as st
 
-from debias_diffusion.app.generate.command.prompts import read_prompts
+from debias_diffusion.app.generate.prompts import read_prompts
 from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.dual_caption import find_recipe

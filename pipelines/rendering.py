@@ -1,0 +1,217 @@
+"""The one renderer: from prompts to embeddings to images. `generate`, the evaluations and the demo are its callers.
+
+An image depends on the models, its prompt and seed, the sampling, and its batch: batch-mates change the last bits. So
+batches are planned over all prompts of a run, finished or not, and each image has its own generator, on the CPU.
+"""
+
+import gc
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
+from PIL import Image
+from tqdm import tqdm
+
+from .checked import EMBEDDINGS, generate_images
+from .loading import Part
+from .long_prompt import LongPromptMixin, PromptLayout
+from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
+
+ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
+Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument, on the CPU
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """What one image is rendered from. Texts are as the pipeline reads them, cleaned like training captions.
+
+    Attributes:
+        prompt: what to render.
+        seed: of the noise, equal on every device.
+        negative_prompt: what to avoid; None for the checkpoint's default.
+        prompt_2: for SDXL's second text encoder; None for `prompt`.
+    """
+
+    prompt: str
+    seed: int = 0
+    negative_prompt: str | None = None
+    prompt_2: str | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How images are rendered: denoising steps, guidance scale (up to 1 is none), pixels (None is the model's size)."""
+
+    steps: int = 30
+    guidance_scale: float = 7.0
+    height: int | None = None
+    width: int | None = None
+
+    @property
+    def guided(self) -> bool:
+        """Whether a negative prompt has an effect."""
+        return self.guidance_scale > 1
+
+
+def runtime_settings(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Device and precision as every settings record of an image has them."""
+    return {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def replace_encoder(
+    pipe: StableDiffusionXLPipeline,
+    text_encoder: torch.nn.Module,
+    tokenizer,
+    cls: type[StableDiffusionXLPipeline] = StableDiffusionXLLongPromptPipeline,
+    **components,
+) -> StableDiffusionXLPipeline:
+    """A pipeline of class `cls` with another first text encoder, which shares the other models with `pipe`.
+
+    Args:
+        pipe: stays as it is.
+        text_encoder, tokenizer: the encoder, on the device and in the dtype of `pipe`.
+        cls: class of the result.
+        components: others to replace, by name.
+    """
+    components = {**pipe.components, "text_encoder": text_encoder, "tokenizer": tokenizer, **components}
+    zeros = pipe.config.force_zeros_for_empty_prompt
+    replaced = cls(**components, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
+    replaced.set_progress_bar_config(disable=True)
+    return replaced
+
+
+def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout | None:
+    """How `pipe` reads a prompt; None for a stock pipeline, which gives all prompts the same length."""
+    if not isinstance(pipe, LongPromptMixin):
+        return None
+    texts = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt}
+    if prompt.prompt_2 is not None:
+        texts["prompt_2"] = prompt.prompt_2
+    return pipe.prompt_layout(**texts, do_classifier_free_guidance=sampling.guided)
+
+
+def plan_batches(
+    prompts: Sequence[ImagePrompt], layouts: Mapping[int, PromptLayout | None], size: int, wanted: Collection[int]
+) -> list[list[int]]:
+    """Indices of prompts in batches of one length, so that none is padded further than it would be alone.
+
+    In a batch either all or no prompts have a negative prompt. Finished images keep their place in their batch, so that
+    a resumed run renders the rest with the same batch-mates, bit for bit.
+
+    Args:
+        prompts: all of the run.
+        layouts: of those that can be rendered, by index.
+        size: images in a batch at most.
+        wanted: indices of the images to render; batches without one are left out.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for index, layout in layouts.items():
+        key = layout and layout.positions, prompts[index].negative_prompt is None
+        groups.setdefault(key, []).append(index)
+    batches = [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
+    return sorted(batch for batch in batches if not set(wanted).isdisjoint(batch))
+
+
+@torch.no_grad()
+def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling) -> Embeddings:
+    """Embeddings of one batch, [batch, ...] each: two for SD 1.5, four for SDXL, half without guidance."""
+    arguments = {"prompt": [prompt.prompt for prompt in prompts]}
+    if prompts[0].negative_prompt is not None:
+        arguments["negative_prompt"] = [prompt.negative_prompt for prompt in prompts]
+    if any(prompt.prompt_2 is not None for prompt in prompts):
+        arguments["prompt_2"] = [prompt.prompt if prompt.prompt_2 is None else prompt.prompt_2 for prompt in prompts]
+    embeddings = pipe.encode_prompt(
+        **arguments, device=None, num_images_per_prompt=1, do_classifier_free_guidance=sampling.guided
+    )
+    named = zip(EMBEDDINGS, embeddings, strict=False)
+    return {name: embedding.cpu() for name, embedding in named if embedding is not None}
+
+
+def render(
+    pipe: DiffusionPipeline,
+    embeddings: Embeddings,
+    seeds: Sequence[int],
+    sampling: Sampling,
+    on_step: Callable[[int, int], None] | None = None,
+) -> list[Image.Image | str]:
+    """Images of one batch from its embeddings.
+
+    Args:
+        pipe: needs no text encoder.
+        embeddings: of `encode`.
+        seeds: of each image's noise.
+        sampling: how.
+        on_step: called after each step with the number of finished steps and of all. What it raises ends the rendering.
+
+    Returns:
+        each image, or in words why there is none, see `generate_images`
+    """
+
+    def after_step(pipe, index: int, timestep, tensors: dict) -> dict:
+        if on_step is not None:
+            on_step(index + 1, pipe.num_timesteps)
+        return tensors
+
+    return generate_images(
+        pipe,
+        **{name: embedding.to(pipe.device) for name, embedding in embeddings.items()},
+        height=sampling.height,
+        width=sampling.width,
+        num_inference_steps=sampling.steps,
+        guidance_scale=sampling.guidance_scale,
+        # On the CPU, because each kind of device draws other numbers from the same seed.
+        generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
+        callback_on_step_end=after_step,
+    )
+
+
+def render_batch(
+    pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling
+) -> list[Image.Image | str]:
+    """`encode`, then `render`."""
+    return render(pipe, encode(pipe, prompts, sampling), [prompt.seed for prompt in prompts], sampling)
+
+
+def render_in_low_memory(
+    encoders: DiffusionPipeline,
+    load: Callable[[Part], DiffusionPipeline],
+    batches: Sequence[Sequence[ImagePrompt]],
+    sampling: Sampling,
+    show_progress: bool = True,
+) -> Iterator[list[Image.Image | str]]:
+    """`render_batch` of each batch, with either the text encoders or the UNet in memory, never both.
+
+    In rounds, because the embeddings of thousands of prompts take more memory than the encoders.
+
+    Args:
+        encoders: pipeline of the text encoders alone. They are removed from it.
+        load: loads the part of the pipeline that is named.
+        batches: what to render.
+        sampling: how.
+        show_progress: of the encoding.
+    """
+    per_round = max(1, ENCODED_AT_ONCE // max(map(len, batches), default=1))
+    for start in range(0, len(batches), per_round):
+        encoders = encoders or load("encoders")
+        batches_now = batches[start : start + per_round]
+        bar = tqdm(batches_now, desc="encode", disable=not show_progress, leave=False)
+        encoded = [encode(encoders, batch, sampling) for batch in bar]
+        # The caller may hold the pipeline, too.
+        names = {"text_encoder", "text_encoder_2"} & encoders.components.keys()
+        encoders.register_modules(**dict.fromkeys(names))
+        encoders = None
+        _free_memory()
+        denoiser = load("denoiser")
+        for batch, embeddings in zip(batches_now, encoded, strict=True):
+            yield render(denoiser, embeddings, [prompt.seed for prompt in batch], sampling)
+        del denoiser
+        _free_memory()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
