@@ -29,12 +29,11 @@ from debias_diffusion.eval.pictures.toy_objects import LATE
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.interchange import import_text_encoder, stretch_text_encoder, to_transformers
 from debias_diffusion.models.backbone import load_backbone
-from debias_diffusion.models.shipped import shipped
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
-from debias_diffusion.toymodels.scores import GUIDANCE_SCALE, STEPS
 from debias_diffusion.toyworld.checker import objects_correct
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.pairs import write_pairs

@@ -8,7 +8,7 @@ from importlib.util import spec_from_loader
 
 MOVED = {
     "app.contact_sheet": "app.generate.contact_sheet",
-    "app.drawing": "app.generate.drawing",
+    "app.drawing": "app.generate.rendering",
     "app.hub": "app.export.hub",
     "app.model_card": "app.export.model_card",
     "app.pictures": "app.generate.png_settings",

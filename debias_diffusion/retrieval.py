@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from .data.dataset import read_or_bad
+from .data.bad_records import BadRecord, read_or_bad
 from .data.images import ImageSource
-from .data.sharegpt4v import BadRecord, Record
+from .data.records import Record
 from .errors import UserError
 from .models.backbone import Backbone
 

@@ -125,9 +125,9 @@ def test_original_is_the_base_as_it_is(folders, tiny):
         ("base", [], "at least one"),
         ("base", ["short"] * 2, "none twice"),
         ("base", ["original", "short", "long", "wide", "base"], "at most 4"),
-        ("base", ["wide"], "width 64, and the one of .* has width 32"),
+        ("base", ["wide"], "width 64, and the encoder of .* has width 32"),
         ("base", ["nowhere/at/all"], "not there"),
-        ("nowhere/at/all", ["short"], "base model .* is not there"),
+        ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
         ("toy/sdxl", ["toy/clipp"], "Did you mean toy/clip"),
     ],
 )

@@ -351,7 +351,7 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
         images.stamp("1.png")
     good, bad = _with_readable_original(records, images)
     assert good == [0, 2] and [(fault.where, fault.kind) for fault in bad] == [("1.png", "unreadable image")]
-    with pytest.raises(UserError, match=r"no usable sample. The first fault: s.tar, broken shard"):
+    with pytest.raises(UserError, match=r"no usable sample. The first fault: s.tar: broken shard"):
         read_shards(folder)
     with pytest.raises(UserError, match="are not there"):
         open_data(folder / "s.tar")
@@ -408,7 +408,7 @@ def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     assert not run.stderr
     assert "not a regular file" in image
     for line, name in ((shards, "1.tar"), (zero, "zero"), (pipe, "pipe.tar")):
-        assert f"no usable sample. The first fault: {name}, broken shard ([Errno 22] not a regular file" in line
+        assert f"no usable sample. The first fault: {name}: broken shard ([Errno 22] not a regular file" in line
     assert manifest == verified and "shards.json' is not what `debias-diffusion shards` writes" in manifest
     assert "0 images and 1 captions" in pairs
     assert "no entry that can be read. The first fault: caption/1.txt: unreadable file" in urban
@@ -420,7 +420,7 @@ import os, signal, sys, time
 from pathlib import Path
 from torch.utils.data import DataLoader
 from debias_diffusion.data import ImageFolder, Record
-from debias_diffusion.data.dataset import read_or_bad
+from debias_diffusion.data.bad_records import read_or_bad
 
 class Opened:
     def __init__(self, folder):

@@ -392,7 +392,10 @@ def test_a_tokenizer_that_makes_its_library_panic_is_refused(saved):
         file = saved(kind) / name
         content = json.loads(file.read_text())
         content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-        with replaced(file, json.dumps(content).encode()), pytest.raises(UserError, match=r"[Tt]okenizer|base model"):
+        with (
+            replaced(file, json.dumps(content).encode()),
+            pytest.raises(UserError, match=r"[Tt]okenizer|SDXL checkpoint"),
+        ):
             KINDS[kind][3](saved(kind))
         with pytest.raises(KeyboardInterrupt), interrupting(kind):
             KINDS[kind][3](saved(kind))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 from PIL import Image
@@ -11,12 +10,12 @@ from torch.utils.data import Dataset
 from ..errors import UserError
 from ..methods.dual_caption import Caption, Recipe
 from ..tokens import CaptionTokenizer, TokenBatch
-from .images import ImageSource, as_unreadable
-from .sharegpt4v import BadRecord, Record
+from .bad_records import BadRecord, read_or_bad
+from .images import ImageSource
+from .records import Record
 
 _ATTEMPTS = 20  # how many records in a row may be unreadable before a sample gives up
 
-T = TypeVar("T")
 Key = tuple[int, int, int]  # (epoch, index of the record, its place in the epoch)
 
 
@@ -90,28 +89,6 @@ class CaptionDataset(Dataset):
         reserve = self.reserve(epoch) if self.reserve else ()
         for attempt in range(min(_ATTEMPTS - 1, len(reserve))):
             yield self.records[int(reserve[(place + attempt) % len(reserve)])]
-
-
-def unreadable(record: Record, error: Exception) -> BadRecord:
-    """A record whose image cannot be used, with the kind of fault."""
-    fault = as_unreadable(error)
-    return BadRecord(record.image, fault.kind, f"{record.image}: {fault}")
-
-
-def read_or_bad(record: Record, read: Callable[[str], T]) -> T | BadRecord:
-    """What `read` makes of the record's image, or the record by name, whatever Exception that image leads to.
-
-    A damaged image makes decoders raise almost anything, so that no list of errors would be complete.
-
-    Raises:
-        UserError: `read` raised it; no image is the cause of one.
-    """
-    try:
-        return read(record.image)
-    except UserError:
-        raise
-    except Exception as error:
-        return unreadable(record, error)
 
 
 @dataclass(frozen=True)

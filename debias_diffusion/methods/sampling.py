@@ -8,11 +8,7 @@ import random
 from collections.abc import Callable
 
 from ..errors import UserError, near_matches
-
-
-def join_sentences(sentences: list[str]) -> str:
-    """The caption made of `sentences`: joined by one space, full stops kept."""
-    return " ".join(sentences)
+from ..sentences import join_sentences  # noqa: F401 (where earlier releases have it)
 
 
 def draw_generator(seed: int, epoch: int, sample_id: str) -> random.Random:

@@ -16,6 +16,8 @@ NAMES = {
     "toy/features": "a vision transformer for FID and DINO scores of toy images",
 }
 
+GUIDANCE_SCALE, STEPS = 5.0, 20  # for images from toy/sdxl
+
 
 def shipped(name: str | os.PathLike) -> str:
     """The folder of one of `NAMES`; any other name or path unchanged.

@@ -1,6 +1,5 @@
 """Reading all of a data set without training, and naming what is wrong with it."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,16 +9,14 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ..data import BadRecord, ImageSource, Record, is_shards, open_data, verify_shards
-from ..data.dataset import read_or_bad
+from ..data.bad_records import BAD_RECORDS, check_share, read_or_bad, report_bad, too_many
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer
 from .config import TrainConfig
 
-BAD_RECORDS = "bad-records.jsonl"
 _LOOKED_FOR = 200  # images whose presence is checked before a run
-_NAMED = 10  # bad records shown; all are in the file
 
 
 class _Everything(Dataset):
@@ -73,7 +70,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
         "and would be cut."
     )
     report_bad(bad + changed, Path(config.output))
-    check_share(len(bad), report["pairs"], config)
+    check_share(bad, report["pairs"], config.max_bad, continue_hint(config))
     return report
 
 
@@ -90,7 +87,7 @@ def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: flo
             f"The image folder {str(images.root)!r} holds none of the images, for example {missing[0]!r}. Give the "
             "folder that the data file's image paths start from. Links that lead out of it are not followed."
         )
-    if len(missing) > max(1, max_bad * len(looked_for)):
+    if too_many(len(missing), len(looked_for), max_bad):
         raise UserError(
             f"Of {len(looked_for)} images looked for in {str(images.root)!r}, {len(missing)} are missing, for example "
             f"{missing[0]!r}; --max-bad allows a share of {max_bad:g}. `train --check-data` names them all."
@@ -98,45 +95,9 @@ def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: flo
     return len(missing)
 
 
-def report_bad(bad: list[BadRecord], output: Path) -> None:
-    """Prints the bad records by kind and the first ten by name, and adds all to the output folder's file."""
-    if not bad:
-        return
-    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(record.kind for record in bad).most_common())
-    print(f"{len(bad)} records cannot be used ({kinds}):")
-    for record in bad[:_NAMED]:
-        print(f"  {record}")
-    BadRecordsFile(output).add(bad)
-    print(f"  all of them: {output / BAD_RECORDS}")
-
-
-class BadRecordsFile:
-    """The list of bad records in an output folder, in which each stands once, however often it is met."""
-
-    def __init__(self, output: Path):
-        self.path = output / BAD_RECORDS
-        self._lines: set[bytes] = set()
-        self._end = 0  # of what has been read of the file, to which other processes may add
-
-    def add(self, bad: Sequence[BadRecord]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b") as file:
-            file.seek(self._end)
-            written = file.read()
-            self._end += len(written)
-            self._lines.update(written.splitlines())
-            lines = dict.fromkeys(json.dumps(vars(record), ensure_ascii=False).encode() for record in bad)
-            new = [line for line in lines if line not in self._lines]
-            if new and written and not written.endswith(b"\n"):  # which a kill cut short
-                file.write(b"\n")
-            file.write(b"".join(line + b"\n" for line in new))
-
-
-def check_share(bad: int, records: int, config: TrainConfig) -> None:
-    """Raises UserError when more than the allowed share of records is unusable."""
-    if bad > config.max_bad * records:
-        raise UserError(
-            f"{bad} of {records} records cannot be used, more than the share of {config.max_bad:g} that --max-bad "
-            f"allows. They are named in {str(Path(config.output) / BAD_RECORDS)!r}. Mend the images where they "
-            "are, or start the same command with a larger --max-bad: the run continues."
-        )
+def continue_hint(config: TrainConfig) -> str:
+    """What to do when too many records of a run are bad."""
+    return (
+        f"They are named in {str(Path(config.output) / BAD_RECORDS)!r}. Mend the images where they are, or start the "
+        "same command with a larger --max-bad: the run continues."
+    )

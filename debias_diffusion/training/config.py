@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from ..data.bad_records import check_max_bad
 from ..errors import UserError, near_matches
 from ..methods.dual_caption import Recipe, find_recipe
 from ..models.positions import FACTOR, KEEP
@@ -130,7 +131,7 @@ class TrainConfig:
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         scale = self.initial_scale
         self._require("initial_scale", scale in (None, "auto") or 0 < scale <= 100, "in (0, 100], auto, or null")
-        self._require("max_bad", 0 <= self.max_bad < 1, "in [0, 1)")
+        check_max_bad(self.max_bad)
         for name in self.tracker_names():
             if name not in TRACKERS:
                 hint = near_matches(name, TRACKERS)

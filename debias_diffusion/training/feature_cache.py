@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ..data import BadRecord, ImageSource, Record
-from ..data.dataset import read_or_bad
+from ..data.bad_records import read_or_bad
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..files import held, json_digest, write_json

@@ -72,7 +72,7 @@ class RunFolder:
             return {}
         try:
             settings = json.loads(self._settings.read_text(encoding="utf-8"))
-            whole = "seed" in settings and 0 <= settings.get("max_bad", 0) < 1
+            whole = "seed" in settings and 0 <= settings.get("max_bad", 0) <= 1
             problem = None if whole else "it is not what a run writes"
             # Runs of earlier versions noted neither.
             if {"sha256", "base_model_sha256"} & settings.keys() and settings.get("sha256") != json_digest(settings):

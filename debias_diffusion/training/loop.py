@@ -11,15 +11,15 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..data import BadRecord, data_digest, open_data
+from ..data.bad_records import FEWEST, BadRecordsFile, check_count, check_share, printable, report_bad
 from ..data.dataset import Batch, CaptionDataset, Collate
-from ..data.sharegpt4v import printable
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..files import explain_full_disk
 from ..methods.objectives import check_components
 from ..retrieval import encode_images, encode_texts, recall_at_k
 from .batches import GlobalBatches
-from .check import BadRecordsFile, check_data, check_share, look_for_images, report_bad
+from .check import check_data, continue_hint, look_for_images
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .feature_cache import cached_images
@@ -91,7 +91,8 @@ class _Run:
         folder.check_settings(self.settings)
         if self.main and not folder.begun:
             report_bad(captions.bad, folder.path)
-        check_share(len(captions.bad), len(captions.records) + len(captions.bad), config)
+        everything = len(captions.records) + len(captions.bad)
+        check_share(captions.bad, everything, config.max_bad, continue_hint(config))
         self.backbone.to(accelerator.device).train()
         self.optimizer = Optimizer(
             self.backbone, config.weight_decay, config.betas, config.eps, precision=self.precision
@@ -137,7 +138,7 @@ class _Run:
         )
         if self.main:
             report_bad(bad, self.folder.path)
-        check_share(len(bad), len(self.all_records), config)
+        check_share(bad, len(self.all_records), config.max_bad, continue_hint(config))
         visual.to("cpu")
 
     def _train(self, request: StopRequest) -> Path | None:
@@ -250,10 +251,10 @@ class _Run:
             device = self.accelerator.device
             count = int(self.accelerator.reduce(torch.tensor(count, device=device), reduction="sum").item())
         state.replaced += count
-        seen = state.step * self.config.batch
-        # A few faults among the first samples say nothing about the share yet.
-        if count and state.replaced > max(10, self.config.max_bad * seen):
-            check_share(state.replaced, seen, self.config)
+        if count:
+            # The share of a few samples says nothing about the rest.
+            seen = max(state.step * self.config.batch, min(FEWEST, len(self.records)))
+            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config))
 
     def _measure_recall(self, state: TrainState) -> None:
         """R@1 on the held-out pairs; keeps the model if it is the best so far, the earlier of equals.
