@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_interchange import open_clip_states
 from tiny_clip import tiny_clip, tiny_siglip
 
 from debias_diffusion.errors import UserError
@@ -107,27 +108,18 @@ def test_a_tower_without_a_mask_is_pooled_likewise(pooling):
         assert_same_values_and_gradients(backbone, tokens, direction)
 
 
-def literal_states(backbone, tokens, at):
-    """Each block's output at one slot of every literal row, [batch, blocks, width], from open_clip's own forward."""
-    seen = []
-    blocks = getattr(backbone.model, "text", backbone.model).transformer.resblocks
-    hooks = [block.register_forward_hook(lambda *call: seen.append(call[2])) for block in blocks]
-    features = backbone.model.encode_text(tokens.padded())
-    for hook in hooks:
-        hook.remove()
-    return features, torch.stack([states[torch.arange(len(tokens)), at] for states in seen], dim=1)
-
-
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_states_of_eot_after_each_block_equal_the_padded_rows(beginning, pooling):
     tokens = batch_of(MANY, beginning, 0)
-    _, expected = literal_states(BACKBONE, tokens, tokens.n_prefix + tokens.lengths - 1)
-    expected_gradients = gradients(BACKBONE, expected[:, [2, 0, 2]].square().sum())
+    (_, *blocks), _ = open_clip_states(BACKBONE.model, tokens.padded())
+    eot = torch.arange(len(tokens)), tokens.n_prefix + tokens.lengths - 1
+    expected = torch.stack([blocks[block][eot] for block in (2, 0, 2)], dim=1)
+    expected_gradients = gradients(BACKBONE, expected.square().sum())
     with pooled(BACKBONE, pooling):
         features, states = BACKBONE.text.encode(tokens, blocks=[-1, 0, 2])
         assert torch.equal(features, BACKBONE.encode_text(tokens))
-    torch.testing.assert_close(states, expected[:, [2, 0, 2]], rtol=0, atol=1e-9)
+    torch.testing.assert_close(states, expected, rtol=0, atol=1e-9)
     for name, gradient in gradients(BACKBONE, states.square().sum()).items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-9, atol=1e-9, msg=name)
     assert BACKBONE.text.encode(tokens)[1].shape == (40, 0, 32)
@@ -139,9 +131,10 @@ def test_states_of_a_tower_without_a_mask_are_of_its_last_slot():
     backbone = tiny_siglip().double()
     tokens = backbone.tokenizer.batch(backbone.tokenizer.text_ids(["the cat", "", "a thing " * 40]), [5, 0, 0])
     features, states = backbone.text.encode(tokens, blocks=[1, 0, -1])
-    expected, rows = literal_states(backbone, tokens, -1)
+    (_, *rows), expected = open_clip_states(backbone.model, tokens.padded())
     torch.testing.assert_close(features, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(states, rows[:, [1, 0, 1]], rtol=0, atol=1e-12)
+    last_slots = torch.stack([rows[block][:, -1] for block in (1, 0, 1)], dim=1)
+    torch.testing.assert_close(states, last_slots, rtol=0, atol=1e-12)
     with pytest.raises(UserError, match="has no causal mask, and SDXL's UNet reads"):
         backbone.text.penultimate_states(tokens, 0)
 
@@ -167,14 +160,11 @@ def test_penultimate_states_equal_those_of_the_exported_encoder(pad):
 
 def test_pads_before_a_text_stay_in_the_penultimate_states():
     tokens = batch_of([(5, 0.1)], "SOT, pads, text", 0)
-    start, tower = int(tokens.n_prefix), BACKBONE.model
-    states = [BACKBONE.text.penultimate_states(tokens, pad) for pad in (0, 49407)]
-    torch.testing.assert_close(states[0][:, : start + 6], states[1][:, : start + 6], rtol=0, atol=1e-12)
-    seen = []
-    hook = tower.transformer.resblocks[-1].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
-    tower.encode_text(tokens.padded())
-    hook.remove()
-    torch.testing.assert_close(states[0], seen[0], rtol=0, atol=1e-12)
+    states, others = (BACKBONE.text.penultimate_states(tokens, pad) for pad in (0, 49407))
+    end = int(tokens.n_prefix) + 6
+    torch.testing.assert_close(others[:, :end], states[:, :end], rtol=0, atol=1e-12)
+    assert not torch.allclose(others[:, end:], states[:, end:], atol=1e-3)
+    torch.testing.assert_close(states, open_clip_states(BACKBONE.model, tokens.padded())[0][-2], rtol=0, atol=1e-12)
 
 
 def test_nothing_that_is_not_needed_is_computed():
