@@ -179,6 +179,7 @@ def encode_images(
     device: torch.device | str,
     progress: bool | str = True,
     read: Callable | None = None,
+    encode: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[int], list[BadRecord]]:
     """The image features [M, D] on the CPU, the indices of the M readable records, and the bad records.
 
@@ -186,12 +187,13 @@ def encode_images(
 
     Args:
         progress: whether to show a progress bar, or its title.
-        read: turns an opened image into the input of `backbone.encode_image`; None: `backbone.preprocess`.
+        read: turns an opened image into the input of `encode`; None: `backbone.preprocess`.
+        encode: a batch of these to features [batch, D]; None: `backbone.encode_image`.
 
     Raises:
         UserError: none of the images can be read.
     """
-    features, good, bad = encode_readable(backbone, records, images, batch_size, device, progress, read)
+    features, good, bad = encode_readable(backbone, records, images, batch_size, device, progress, read, encode)
     if not good:
         raise none_readable(records, images, bad)
     return features, good, bad
@@ -214,9 +216,10 @@ def encode_readable(
     device: torch.device | str,
     progress: bool | str = True,
     read: Callable | None = None,
+    encode: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[int], list[BadRecord]]:
     """`encode_images` without the error: features [0, 0] if none of the images can be read."""
-    read = read or backbone.preprocess
+    read, encode = read or backbone.preprocess, encode or backbone.encode_image
 
     def load(record: Record) -> Tensor | BadRecord:
         return read_or_bad(record, lambda image: read(images.open(image)))
@@ -233,7 +236,7 @@ def encode_readable(
             good += [start + place for place, image in enumerate(loaded) if not isinstance(image, BadRecord)]
             bad += [image for image in loaded if isinstance(image, BadRecord)]
             if batch:
-                features.append(backbone.encode_image(torch.stack(batch).to(device)).float().cpu())
+                features.append(encode(torch.stack(batch).to(device)).float().cpu())
     return torch.cat(features) if features else torch.empty(0, 0), good, bad
 
 

@@ -164,8 +164,8 @@ def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
         ({"encoder": "{tmp}/nowhere/else"}, "is not there"),
         (
             {"encoder": "{tmp}/wide"},
-            "has width 64 and the checkpoint's second encoder 40, together 104; its UNet reads 72. An encoder of width 32"
-            " fits.*ViT-L-14",
+            "has width 64 and the checkpoint's second encoder 40, together 104; its UNet reads 72. An encoder of "
+            "width 32 fits.*ViT-L-14",
         ),
     ],
 )

@@ -31,7 +31,7 @@ from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.check import _Everything
-from debias_diffusion.training.feature_cache import cached_images
+from debias_diffusion.training.feature_cache import FrozenTower, cached_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
@@ -280,7 +280,8 @@ def test_whatever_an_image_raises_its_record_is_named_and_the_others_go_on(three
     everything = _Everything(records, images, TOKENIZER)
     bad.append([fault for *_, fault in (everything[index] for index in range(3)) if fault])
     cache = folder / "cache"
-    bad.append(cached_images(backbone, records, images, cache, Accelerator(cpu=True), "fp32", 2, 0)[1])
+    tower = FrozenTower(backbone, Accelerator(cpu=True), "fp32")
+    bad.append(cached_images(tower, records, images, cache, batch=2)[1])
     bad.append(encode_images(backbone, records, images, 2, "cpu", progress=False)[2])
     bad.append(_with_readable_original(records, images)[1])
     with pytest.raises(UserError, match=r"cannot be read now: 1.png: .*Start the same command again"):

@@ -121,12 +121,7 @@ class Backbone(nn.Module):
         return self.tokenizer(captions)
 
     def encode_image(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]
-
-        Features [batch, embed_dim], of an image tower that has done its work before, are returned as they are.
-        """
-        if images.ndim == 2:
-            return images
+        """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]"""
         images = self.normalise(images) if images.dtype == torch.uint8 else images
         if self.image_attention is None:
             return self.model.encode_image(images)
