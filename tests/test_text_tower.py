@@ -16,7 +16,7 @@ from debias_diffusion.tokens import CaptionTokenizer, Markers
 BACKBONE = tiny_clip().double()
 BACKBONE.stretch(keep=5, factor=2)
 WITHOUT_SOT = CaptionTokenizer(BACKBONE.tokenizer.tokenizer, 149, Markers(sot=None, eot=49407, pad=7))
-# How rows begin: what all captions share, and what not.
+# How rows begin.
 BEGINNINGS = ["SOT, pads, text", "pads, SOT, text", "pads, text"]
 
 
@@ -47,18 +47,18 @@ def gradients(backbone, loss):
 
 
 def literal_features(backbone, tokens):
-    """open_clip's own forward on literal rows; for average pooling its parts, and the mean slot by slot."""
+    """open_clip's own forward on literal rows; for average pooling the mean slot by slot."""
     rows = tokens.padded()
     if backbone.pooling == "eot":
         return backbone.model.encode_text(rows)
     tower = getattr(backbone.model, "text", backbone.model)
     states = tower.transformer(tower.token_embedding(rows) + tower.positional_embedding, attn_mask=tower.attn_mask)
     means = []
-    for caption, its_states in enumerate(tower.ln_final(states)):
+    for caption, row_states in enumerate(tower.ln_final(states)):
         start = int(tokens.n_prefix[caption])
         counted = [0] if tokens.shared_sot else []
         counted += range(start, start + int(tokens.lengths[caption]))
-        means.append(sum(its_states[slot] for slot in counted) / len(counted))
+        means.append(sum(row_states[slot] for slot in counted) / len(counted))
     return backbone.text.project(torch.stack(means))
 
 
@@ -201,12 +201,12 @@ def assert_same_steps(plain, other, sizes, **tolerances):
         for backbone in (plain, other):
             features = torch.cat([backbone.encode_image(images), backbone.encode_text(tokens)])
             results.append((features, gradients(backbone, features.square().sum())))
-        (features, expected), (others, found) = results
-        torch.testing.assert_close(others, features, **tolerances)
-        assert found.keys() == expected.keys()
+        (features, expected), (other_features, other_gradients) = results
+        torch.testing.assert_close(other_features, features, **tolerances)
+        assert other_gradients.keys() == expected.keys()
         for name, gradient in expected.items():
             tolerance = tolerances["rtol"] * max(1.0, gradient.abs().max().item())
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=tolerance, msg=name)
+            torch.testing.assert_close(other_gradients[name], gradient, rtol=0, atol=tolerance, msg=name)
     assert plain.state_dict().keys() == other.state_dict().keys()
 
 
