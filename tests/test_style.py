@@ -16,7 +16,7 @@ LEFTOVERS = """
     app/demo/models.py app/demo/page.py app/demo/reading.py app/demo/requests.py app/demo/scenes.py
     app/demo/waiting.py app/quickstart.py debias_diffusion/data/json_list.py
     debias_diffusion/data/retrieval_sets.py debias_diffusion/data/shards.py
-    debias_diffusion/models/model_files.py debias_diffusion/sentences.py
+    debias_diffusion/sentences.py
     debias_diffusion/tokens.py debias_diffusion/toymodels/clip.py debias_diffusion/toymodels/feature_network.py
     debias_diffusion/toymodels/scores.py debias_diffusion/toymodels/unet.py debias_diffusion/toymodels/vae.py
     debias_diffusion/toyworld/checker.py debias_diffusion/toyworld/grammar.py
