@@ -164,8 +164,8 @@ def test_the_picture_is_the_pipelines(base, encoder, tmp_path):
         ({"encoder": "{tmp}/nowhere/else"}, "is not there"),
         (
             {"encoder": "{tmp}/wide"},
-            "has width 64 and the checkpoint's second encoder 40, together 104; its UNet reads 72. An encoder of width 32"
-            " fits.*ViT-L-14",
+            "has width 64 and the checkpoint's second encoder 40, together 104; its UNet reads 72. An encoder of width "
+            "32 fits.*ViT-L-14",
         ),
     ],
 )
@@ -900,7 +900,7 @@ def test_stable_diffusion_15(tmp_path, monkeypatch):
         ({"encoder_2": "stretch"}, "is a StableDiffusionPipeline, which has no second encoder. Leave encoder_2 out"),
         (
             {"prompt": None, "prompts": str(tmp_path / "p.jsonl"), "name": "x"},
-            "have a prompt_2, and the SDXL checkpoint",
+            "have a prompt_2, and the SDXL",
         ),
     ]:
         with pytest.raises(UserError, match=message):
