@@ -70,6 +70,7 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
     assert 75 < n_tokens <= 150
     assert printed == (
         f"Prompt: {n_tokens} tokens, encoded at 152 positions (1 chunk of the first text encoder, 2 of the second)\n"
+        f"Wrote {path}\n"
     )
     image = Image.open(path)
     assert image.size == (64, 64) and image.format == "PNG"
