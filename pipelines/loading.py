@@ -355,7 +355,8 @@ def vae_channels(checkpoint: Checkpoint) -> list[int]:
 
 def _config(checkpoint: Checkpoint, cls: type, subfolder: str) -> dict:
     problem = f"The SDXL checkpoint {checkpoint.name!r} has no readable {subfolder}/config.json"
-    if checkpoint.is_local and not (Path(checkpoint.folder) / subfolder / "config.json").is_file():
+    has_config = (Path(checkpoint.folder) / subfolder / "config.json").is_file()
+    if not has_config and (checkpoint.is_local or not may_be_hub_id(checkpoint.folder)):
         raise UserError(f"{problem}. Give a whole SDXL folder.")
     with explain_failure(problem, "Give a whole SDXL folder."):
         config = cls.load_config(checkpoint.folder, subfolder=subfolder)

@@ -125,7 +125,7 @@ def test_strict(ours, long):
     ours.set_long_prompt(strict=True)
     long.set_long_prompt(strict=True)
     try:
-        with pytest.raises(ValueError, match="a text of 123 tokens needs 2 windows .* 77 positions, and `strict`"):
+        with pytest.raises(ValueError, match="a text of 123 tokens takes 2 chunks .* 77 positions, and `strict`"):
             encode(ours, LONG)
         with pytest.raises(ValueError, match="a text of 123 tokens"):
             encode(ours, "cat", LONG)

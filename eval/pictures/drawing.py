@@ -22,7 +22,7 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import changed_settings, read_json_object, whole_file, write_json
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
-from debias_diffusion.models.shipped import shipped
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import (
     check_base,
@@ -46,7 +46,6 @@ from debias_diffusion.pipelines.rendering import (
 )
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
-from debias_diffusion.toymodels.scores import GUIDANCE_SCALE, STEPS
 
 from ..common.processes import Processes
 
