@@ -409,6 +409,19 @@ def test_of_a_training_run_the_model_counts_and_not_the_log(many, tmp_path):
     assert len(pictures(folder)) == 1
 
 
+def test_images_of_two_files_behind_a_models_name_are_not_mixed(tmp_path):
+    (tmp_path / "own.pt").write_bytes(b"some weights")
+    config = GenerateConfig("a star", **TOY | {"encoder": f"ViT-L-14-quickgelu:{tmp_path / 'own.pt'}"})
+    config.output, config.images_per_prompt = str(tmp_path / "out"), 2
+    texts = {"prompt": "a star", "negative_prompt": None, "prompt_2": None, "seed": 0}
+    settings = texts | rendering.Studio(config, torch.device("cpu")).settings()
+    (tmp_path / "out").mkdir()
+    write_png(Image.new("RGB", (48, 48)), tmp_path / "out" / "00000-0-a-star.png", {"settings": json.dumps(settings)})
+    (tmp_path / "own.pt").write_bytes(b"other weights")
+    with pytest.raises(UserError, match="00000-0-a-star.png .the prompt.: encoder_sha256 was"):
+        generate(config)
+
+
 def test_a_file_behind_a_models_name_counts(tmp_path):
     (tmp_path / "own.pt").write_bytes(b"some weights")
     for option in ("encoder", "encoder_2"):
@@ -510,7 +523,7 @@ def test_a_picture_that_no_contact_sheet_can_show_is_named(tmp_path):
     (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:500])
     Image.new("RGB", (8, 8)).save(tmp_path / "c.png", format="JPEG")  # no other reader is offered the file
     for name in ("b.png", "c.png"):
-        with pytest.raises(UserError, match=f"The picture .*{name}' cannot be read .* Remove it"):
+        with pytest.raises(UserError, match=f"The image .*{name}' cannot be read .* Remove it"):
             contact_sheet.write_contact_sheets(tmp_path, [(tmp_path / name, "", "")])
 
 

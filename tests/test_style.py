@@ -25,7 +25,7 @@ LEFTOVERS = """
     eval/common/report.py eval/pictures/dpg_bench.py eval/pictures/figures.py eval/pictures/generation.py
     eval/pictures/networks.py eval/pictures/scores.py eval/pictures/toy_objects.py eval/story.py
     eval/text_image/attention.py eval/text_image/classification.py eval/text_image/retrieval.py
-    eval/text_image/robustness.py pipelines/checked.py pipelines/custom_pipeline.py pipelines/long_prompt.py
+    eval/text_image/robustness.py pipelines/custom_pipeline.py pipelines/long_prompt.py
     pipelines/weighting.py
 """.split()
 # Every folder of a command has these.
