@@ -1,4 +1,4 @@
-"""Files of prompts: one a line, JSON lines, or CSV. Invalid entries are skipped and reported with their line numbers."""
+"""Files of prompts: one a line, JSON lines, or CSV. Invalid entries are skipped and reported with their lines."""
 
 import csv
 import io
