@@ -11,7 +11,7 @@ from diffusers.loaders.single_file_utils import DIFFUSERS_TO_LDM_MAPPING
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from debias_diffusion.app.demo.models import Models
+from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.generate import GenerateConfig, generate
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.processes import Processes
@@ -133,7 +133,7 @@ def test_generate_the_evaluations_and_the_demo_read_it(bases, tmp_path):
         images += drawing.draw(ORIGINAL, tmp_path / str(place), [Subject("a", "a red cat", 0)], "")
         assert drawing.digests["base"] == model_digest(str(base))
     assert images[0].read_bytes() == images[1].read_bytes()
-    demo = Models(file, [ORIGINAL], CPU)
+    demo = DemoModels(file, [ORIGINAL], CPU)
     assert demo.size == (64, 64) and demo.base == "sdxl.safetensors"
 
 
