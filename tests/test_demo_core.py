@@ -128,9 +128,9 @@ def test_original_is_the_base_as_it_is(folders, tiny):
         ("base", [], "at least one"),
         ("base", ["short"] * 2, "none twice"),
         ("base", ["original", "short", "long", "wide", "base"], "at most 4"),
-        ("base", ["wide"], "width 64, and the one of .* has width 32"),
+        ("base", ["wide"], "width 64, and the encoder of .* has width 32"),
         ("base", ["nowhere/at/all"], "not there"),
-        ("nowhere/at/all", ["short"], "base model .* is not there"),
+        ("nowhere/at/all", ["short"], "SDXL checkpoint .* is not there"),
         ("toy/sdxl", ["toy/clipp"], "Did you mean toy/clip"),
     ],
 )
@@ -888,3 +888,10 @@ def test_larger_images_take_more_of_the_budget(tiny):
     check_budget(tiny, request, 20)
     with pytest.raises(UserError, match="takes 20 steps .10 steps x 1 images x 1 encoders x 2.0 for the size"):
         check_budget(tiny, request, 19)
+
+
+def test_windows_is_the_old_name_of_chunks(tiny):
+    old, new = (ask(tiny, long_prompts=name) for name in ("windows", "chunks"))
+    with pytest.warns(FutureWarning, match='"windows" is now "chunks"'):
+        assert check(old, tiny) == check(new, tiny)
+    assert request_of_png(settings_with(long_prompts="windows"), tiny)[0].long_prompts == "chunks"
