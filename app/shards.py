@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data
-from debias_diffusion.data.dataset import read_or_bad
+from debias_diffusion.data.bad_records import BAD_RECORDS, check_max_bad, check_share, read_or_bad, report_bad
 from debias_diffusion.data.shards import MANIFEST, read_manifest
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import changed_settings, held, hidden_beside, new_file, sha256, write_json
-from debias_diffusion.training.check import BAD_RECORDS, report_bad
 
 
 @dataclass
@@ -57,8 +56,7 @@ class ShardsConfig:
             if value < least or (most is not None and value > most):
                 limit = f"at least {least}" if most is None else f"from {least} to {most}"
                 raise UserError(f"{name} is {value}, but must be {limit}.")
-        if not 0 <= self.max_bad <= 1:
-            raise UserError(f"max_bad is {self.max_bad}, but must be in [0, 1].")
+        check_max_bad(self.max_bad)
 
 
 def write_shards(config: ShardsConfig) -> Path:
@@ -202,12 +200,11 @@ class _Writer:
         (self.output / BAD_RECORDS).unlink(missing_ok=True)
         report_bad(bad, self.output)
         pairs = len(self.records) + len(self.bad)
-        if len(bad) > self.config.max_bad * pairs:
-            raise UserError(
-                f"{len(bad)} of {pairs} pairs cannot be used, more than the share of {self.config.max_bad:g} that "
-                f"--max-bad allows. They are named in {str(self.output / BAD_RECORDS)!r}. Mend them and give a new "
-                "output; or raise --max-bad, and the shards that are written will do."
-            )
+        advice = (
+            f"All are named in {str(self.output / BAD_RECORDS)!r}. Mend them and give a new output, or raise --max-bad "
+            "to keep the shards that are written."
+        )
+        check_share(bad, pairs, self.config.max_bad, advice)
         self._save(complete=True)
         samples, size = (sum(shard[name] for shard in shards) for name in ("samples", "bytes"))
         print(f"Wrote {samples} of {pairs} pairs in {len(shards)} shards, {size / 1e6:,.1f} MB, to {self.output}")

@@ -14,7 +14,7 @@ MOVED = {
     "app.demo.requests": "app.demo.checks",
     "app.demo.scenes": "app.demo.toy_scenes",
     "app.demo.waiting": "app.demo.fair_queue",
-    "app.drawing": "app.generate.drawing",
+    "app.drawing": "app.generate.rendering",
     "app.hub": "app.export.hub",
     "app.model_card": "app.export.model_card",
     "app.pictures": "app.generate.png_settings",

@@ -89,6 +89,11 @@ def split_sentences(caption: str) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
+def join_sentences(sentences: list[str]) -> str:
+    """The caption made of `sentences`: joined by one space, full stops kept."""
+    return " ".join(sentences)
+
+
 def _ends(caption: str, start: int, stop: int, end: int, space: str) -> bool:
     """Whether the stops from `stop` to `end`, the white space behind included, end the sentence begun at `start`."""
     if end == len(caption) or space.count("\n") > 1:

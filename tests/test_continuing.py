@@ -213,7 +213,7 @@ def with_an_entry_too_many(optimizer):
         (with_an_entry_too_many, "the optimizer has no 'x/step'"),
         ("{}", "state.json is that of step 0"),
         ('{"step": 4}', "state.json is that of step 4"),
-        ('{"step": 6, "best_r1": null}', "something else than numbers"),
+        ('{"step": 6, "best_r1": null}', "other values than numbers"),
         ("[1]", "must be a mapping"),
         ('{"step": 6, "x": 1}', "unexpected keyword argument"),
         ("[" * 100_000, "recursion"),

@@ -11,8 +11,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from debias_diffusion.data import ImageFolder, PackedRecords, Record, open_data, read_jsonl, read_sharegpt4v
+from debias_diffusion.data.bad_records import printable
 from debias_diffusion.data.dataset import CaptionDataset, Collate
-from debias_diffusion.data.sharegpt4v import printable
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
@@ -93,7 +93,7 @@ def test_bad_records_are_left_out_and_named(tmp_path):
         ("[" * 100_000, "is not JSON"),
         ('{"a": 1}', "holds a dict, not a list"),
         ("[]", "has 0 entries and none is usable"),
-        ("[1, 2]", "has 2 entries and none is usable.*entry 0, not an object"),
+        ("[1, 2]", "has 2 entries and none is usable.*entry 0: not an object"),
     ],
 )
 def test_files_of_another_shape_are_refused(tmp_path, content, message):
@@ -158,7 +158,7 @@ def test_a_jsonl_without_a_usable_line_is_refused(tmp_path):
         read_jsonl(tmp_path / "d.jsonl")
     for content, message in (
         ("", "has 0 entries"),
-        ("{}\n\nx", "has 2 entries and none is usable.*line 1, no image path"),
+        ("{}\n\nx", "has 2 entries and none is usable.*line 1: no image path"),
     ):
         (tmp_path / "d.jsonl").write_text(content)
         with pytest.raises(UserError, match=message):

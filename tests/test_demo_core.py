@@ -130,7 +130,7 @@ def test_original_is_the_base_as_it_is(folders, tiny):
         ("base", ["original", "short", "long", "wide", "base"], "at most 4"),
         ("base", ["wide"], "width 64, and the encoder of .* has width 32"),
         ("base", ["nowhere/at/all"], "not there"),
-        ("nowhere/at/all", ["short"], "SDXL checkpoint .* is not there"),
+        ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
         ("toy/sdxl", ["toy/clipp"], "Did you mean toy/clip"),
     ],
 )

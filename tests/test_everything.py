@@ -62,7 +62,7 @@ def test_pairs_of_ones_own_are_not_drawn_without_a_base(tmp_path):
         ({"classification_data": "cifar"}, "Give both"),
         ({"encoders": ["toy/clap"]}, "Did you mean"),
         ({"output": ""}, "There is no output"),
-        ({"base": "nowhere"}, "The base model 'nowhere' is not there"),
+        ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"dino": "no/such/folder"}, "no/such/folder"),
         ({"inception_weights": "x.pth"}, "x.pth"),
         ({"classification": "cifar-11", "classification_data": "cifar"}, "Did you mean cifar-10"),

@@ -182,7 +182,7 @@ def test_a_killed_evaluation_continues_and_ends_equal(tmp_path, base, encoder, d
         ({"images_at_once": 0}, "images_at_once=0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_bad": 2.0}, "max_bad is 2.0"),
-        ({"base": "nowhere"}, "The base model 'nowhere' is not there"),
+        ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"images": "."}, "0 of 3 pairs"),
         ({"limit": 1, "own_features": "toy/features"}, "1 of 1 pairs.*at least 2"),
         ({"own_features": "no/such/folder"}, "no/such/folder.*Give own_features a folder"),

@@ -31,7 +31,7 @@ from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.check import _Everything
-from debias_diffusion.training.feature_cache import cached_images
+from debias_diffusion.training.feature_cache import FrozenTower, cached_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
@@ -280,7 +280,8 @@ def test_whatever_an_image_raises_its_record_is_named_and_the_others_go_on(three
     everything = _Everything(records, images, TOKENIZER)
     bad.append([fault for *_, fault in (everything[index] for index in range(3)) if fault])
     cache = folder / "cache"
-    bad.append(cached_images(backbone, records, images, cache, Accelerator(cpu=True), "fp32", 2, 0)[1])
+    tower = FrozenTower(backbone, Accelerator(cpu=True), "fp32")
+    bad.append(cached_images(tower, records, images, cache, batch=2)[1])
     bad.append(encode_images(backbone, records, images, 2, "cpu", progress=False)[2])
     bad.append(_with_readable_original(records, images)[1])
     with pytest.raises(UserError, match=r"cannot be read now: 1.png: .*Start the same command again"):
@@ -351,7 +352,7 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
         images.stamp("1.png")
     good, bad = _with_readable_original(records, images)
     assert good == [0, 2] and [(fault.where, fault.kind) for fault in bad] == [("1.png", "unreadable image")]
-    with pytest.raises(UserError, match=r"no usable sample. The first fault: s.tar, broken shard"):
+    with pytest.raises(UserError, match=r"no usable sample. The first fault: s.tar: broken shard"):
         read_shards(folder)
     with pytest.raises(UserError, match="are not there"):
         open_data(folder / "s.tar")
@@ -408,7 +409,7 @@ def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     assert not run.stderr
     assert "not a regular file" in image
     for line, name in ((shards, "1.tar"), (zero, "zero"), (pipe, "pipe.tar")):
-        assert f"no usable sample. The first fault: {name}, broken shard ([Errno 22] not a regular file" in line
+        assert f"no usable sample. The first fault: {name}: broken shard ([Errno 22] not a regular file" in line
     assert manifest == verified and "shards.json' is not what `debias-diffusion shards` writes" in manifest
     assert "0 images and 1 captions" in pairs
     assert "no entry that can be read. The first fault: caption/1.txt: unreadable file" in urban
@@ -420,7 +421,7 @@ import os, signal, sys, time
 from pathlib import Path
 from torch.utils.data import DataLoader
 from debias_diffusion.data import ImageFolder, Record
-from debias_diffusion.data.dataset import read_or_bad
+from debias_diffusion.data.bad_records import read_or_bad
 
 class Opened:
     def __init__(self, folder):

@@ -32,9 +32,10 @@ from debias_diffusion.data import (
     read_sharegpt4v,
     sharegpt4v,
 )
+from debias_diffusion.data.captions import LONGEST_CAPTION
 from debias_diffusion.data.json_list import BrokenList, NotAList, read_list
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
-from debias_diffusion.data.sharegpt4v import INDEX, LONGEST_CAPTION
+from debias_diffusion.data.sharegpt4v import INDEX
 from debias_diffusion.errors import UserError
 from debias_diffusion.training import TrainConfig, train
 
@@ -416,7 +417,7 @@ def test_an_index_is_never_believed_of_other_content_code_or_shape(tmp_path, par
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert "cow" in open_data(path, tmp_path, cache)[0].records[0].caption and len(parsed) == 2
     (tmp_path / "d.jsonl").write_bytes(path.read_bytes())
-    with pytest.raises(UserError, match="line 1, not an object"):
+    with pytest.raises(UserError, match="line 1: not an object"):
         open_data(tmp_path / "d.jsonl", tmp_path, cache)
     assert len(parsed) == 3
     open_data(path, tmp_path, cache)

@@ -25,7 +25,8 @@ from torchvision.transforms import Compose, PILToTensor, Resize
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, shrink, write_shards
 from debias_diffusion.data import ShardImages, data_digest, open_data, read_shards, verify_shards
-from debias_diffusion.data.dataset import CaptionDataset, Collate, unreadable
+from debias_diffusion.data.bad_records import unreadable
+from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.data.images import UnreadableImage
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
@@ -211,7 +212,7 @@ def test_unusable_pairs_are_left_out_counted_and_named(folder, tmp_path, capsys)
     entries = json.loads(Path(folder[0]).read_text())
     entries[4]["conversations"][1]["value"] = " "
     Path(folder[0]).write_text(json.dumps(entries))
-    with pytest.raises(UserError, match=r"4 of 7 pairs cannot be used, more than the share of 0.01.*bad-records.jsonl"):
+    with pytest.raises(UserError, match=r"4 of 7 records cannot be used, .* share of 0.01.*bad-records.jsonl"):
         written(folder, tmp_path / "shards")
     with pytest.raises(UserError, match="not finished"):
         open_data(str(tmp_path / "shards"))
@@ -626,7 +627,7 @@ def test_what_cannot_be_opened_is_refused_with_what_to_do(folder, tmp_path):
         with pytest.raises(UserError, match=message):
             open_data(*arguments)
     (tmp_path / "bad.tar").write_bytes(b"no tar at all" * 99)
-    with pytest.raises(UserError, match=r"no usable sample. The first fault: bad.tar, broken shard"):
+    with pytest.raises(UserError, match=r"no usable sample. The first fault: bad.tar: broken shard"):
         open_data(str(tmp_path / "bad.tar"))
 
 

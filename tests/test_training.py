@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from poisoned_training import poisoned_by
 from safetensors.torch import load_file
-from tiny_clip import save_tiny_clip, tiny_siglip
+from tiny_clip import CONFIG, registered, save_tiny_clip, tiny_siglip
 from tiny_data import make_tiny_data
 from torch.utils.data import DataLoader
 
@@ -31,6 +31,8 @@ from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.training import TrainConfig, loop, train
 from debias_diffusion.training.batches import GlobalBatches
+from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.setup import held_out_count
 
 STEPS = 7
 
@@ -215,7 +217,7 @@ def test_the_plan_is_said_before_the_run(world, tmp_path, capsys):
     train(config(world, tmp_path, max_steps=1))
     out = capsys.readouterr().out
     for part in (
-        "window 248",
+        "context length 248",
         "debias-clip",
         "18 to train on, 1 of them in each epoch's reserve; 6 held out",
         "1 of 8 pairs",
@@ -500,12 +502,12 @@ def test_captions_that_cannot_be_used_are_named_once_and_too_many_stop_the_run(w
     entries = json.loads(Path(data).read_text())
     entries[9]["conversations"][1]["value"] = " "
     Path(data).write_text(json.dumps(entries))
-    settings = config((world[0], data, images), tmp_path / "run", max_steps=1)
+    settings = config((world[0], data, images), tmp_path / "run", max_steps=1, max_bad=0)
     with pytest.raises(UserError, match="1 of 24 records cannot be used"):
         train(settings)
     named = (tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()
     assert [json.loads(line)["where"] for line in named] == ["entry 9"]
-    settings = replace(settings, max_bad=0.1, output=str(tmp_path / "allowed"))
+    settings = replace(settings, max_bad=0.01, output=str(tmp_path / "allowed"))
     for _ in range(2):
         train(settings)
     assert len((tmp_path / "allowed" / "bad-records.jsonl").read_text().splitlines()) == 1
@@ -518,7 +520,7 @@ def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
     Path(images, "7.png").write_text("not an image")
     with pytest.raises(UserError, match=r"1 of 24 records cannot be used.*--max-bad"):
-        train(config((world[0], data, images), tmp_path / "run", check_data=True))
+        train(config((world[0], data, images), tmp_path / "run", check_data=True, max_bad=0))
     assert "7.png: unreadable image" in capsys.readouterr().out
     assert len((tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()) == 1
     assert not (tmp_path / "run" / "log.jsonl").exists()
@@ -551,11 +553,46 @@ def test_bad_settings_are_named(world, tmp_path):
     refused("components is 8, but must be at least 1 and less than 7", components=8)
     refused("24 usable pairs less 20 held out leave 4", validation=20)
     refused("Unknown model 'ViT-B16'. Did you mean ViT-B-16", model="ViT-B16")
-    refused("batch normalisation", model="RN50-quickgelu")
+    refused("batch normalisation", model="RN50-quickgelu", pretrained="none")
     refused("keep_positions is 76, but must be at most 75", keep_positions=76)
+    refused("'ViT-B-16' is a name without weights. Give --pretrained with a tag: .*laion2b.*or none", model="ViT-B-16")
+    refused("brings its own weights; leave out pretrained='none'", pretrained="none")
     refused("'/nowhere.json' (is|are) not there", data="/nowhere.json")
     refused("Image folder '/nowhere' is not there", images="/nowhere")
     refused("holds none of the images, for example '6.png'", images=str(tmp_path))
+
+
+def test_random_weights_are_asked_for_and_runs_begun_without_asking_resume(world, tmp_path):
+    with registered(tmp_path / "configs", Tiny=CONFIG):
+        settings = config(("Tiny", *world[1:]), tmp_path / "run", max_steps=3, pretrained="none")
+        train(settings)
+        run, before = RunFolder(tmp_path / "run"), (tmp_path / "run" / "last").stat().st_mtime_ns
+        run.claim({name: value for name, value in run.settings().items() if name != "sha256"} | {"pretrained": None})
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000003")
+        train(replace(settings, pretrained=None))
+        assert (tmp_path / "run" / "last").stat().st_mtime_ns > before
+        with pytest.raises(UserError, match=r"'Tiny' is a name without weights.*\(no tags for this model\)"):
+            train(replace(settings, pretrained=None, output=str(tmp_path / "other")))
+
+
+def test_toy_scenes_are_trained_on_at_the_defaults(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loop._Run, "_train", lambda run, request: run._print_plan(0))  # 9 steps of 256 would take long
+    train(TrainConfig(data="toy/train-2", model="toy/clip", output=str(tmp_path), workers=0))
+    assert "900 to train on, 9 of them in each epoch's reserve; 100 held out (auto" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("records", "held_out"), [(1_200_000, 1000), (10_000, 1000), (9_999, 999), (24, 2), (5, 0)])
+def test_held_out_pairs_are_the_first_thousand_but_at_most_a_tenth(world, tmp_path, records, held_out):
+    assert held_out_count(config(world, tmp_path, validation="auto"), records) == held_out
+    assert held_out_count(config(world, tmp_path, validation=1000), records) == 1000
+
+
+def test_a_run_keeps_the_held_out_pairs_it_began_with(world, finished, tmp_path):
+    """As runs begun when the default was a number."""
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "last")
+    train(config(world, tmp_path / "run", validation="auto"))
+    assert same_weights(tmp_path / "run", finished)
 
 
 def test_compiling_without_a_compiler_is_refused(world, tmp_path, monkeypatch):

@@ -15,10 +15,17 @@ from debias_diffusion.eval.pictures.drawing import ORIGINAL
 from debias_diffusion.eval.text_image.attention import Reader
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, default_size, load_sdxl
+from debias_diffusion.pipelines.loading import (
+    check_base,
+    check_same_width,
+    default_dtype,
+    default_size,
+    find_checkpoint,
+    load_sdxl,
+)
 from debias_diffusion.tokens import CaptionTokenizer
-from debias_diffusion.toymodels.scores import GUIDANCE_SCALE, STEPS
 
 from ..generate.png_settings import SAMPLERS
 from .request import LongPrompts, Request
@@ -99,7 +106,7 @@ class DemoModels:
         _check_names(encoders)
         check_base(base)
         self.device, self.dtype = device, dtype or default_dtype(device)
-        self.is_toy, self.size, (self.base,) = base == TOY, default_size(base), labels([base])
+        self.is_toy, self.size, (self.base,) = base == TOY, default_size(base), labels([find_checkpoint(base).weights])
         loaded = {name: load_text_encoder(name) for name in encoders if name != ORIGINAL}
         pipe = load_sdxl(base, None, device, self.dtype)
         width = pipe.text_encoder.config.hidden_size

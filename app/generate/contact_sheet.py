@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
-from debias_diffusion.data.sharegpt4v import printable
+from debias_diffusion.data.bad_records import printable
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.png import UNREADABLE
 

@@ -7,9 +7,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from debias_diffusion.data.sharegpt4v import printable
+from debias_diffusion.data import bad_records
+from debias_diffusion.data.bad_records import printable
 from debias_diffusion.errors import UserError
 from debias_diffusion.tokens import clean
 
@@ -82,12 +84,7 @@ class PromptFile:
     over_lines: list[tuple[int, int]]
 
 
-def print_left_out(left_out: Sequence[LeftOut]) -> None:
-    """Says what is left out and why, the first five by name."""
-    for entry in left_out[:5]:
-        print(f"Left out: {entry}")
-    if len(left_out) > 5:
-        print(f"Left out: {len(left_out) - 5:,} more; left-out.jsonl names all")
+print_left_out = partial(bad_records.print_left_out, listed_in="left-out.jsonl")
 
 
 def check_text(name: str, text: str) -> None:

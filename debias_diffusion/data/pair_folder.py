@@ -8,9 +8,9 @@ from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import open_regular
+from .captions import Captions, folded, is_text, sort_out, utf8
 from .images import ImageFolder
-from .records import PackedRecords
-from .sharegpt4v import Captions, Record, folded, is_text, sort_out, utf8
+from .records import PackedRecords, Record
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTION = "txt"

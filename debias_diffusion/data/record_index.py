@@ -9,7 +9,7 @@ import numpy as np
 
 from ..files import open_regular, whole_file
 
-_RULES = ("json_list.py", "sharegpt4v.py")  # the code that decides which records can be used
+_RULES = ("captions.py", "json_list.py", "sharegpt4v.py")  # the code that decides which records can be used
 
 
 class RecordIndex(NamedTuple):

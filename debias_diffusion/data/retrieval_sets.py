@@ -14,8 +14,9 @@ from PIL import Image
 
 from ..errors import UserError, near_matches
 from ..files import open_regular
+from .bad_records import BadRecord
+from .captions import answer_of, fold, is_text, sort_out
 from .images import ImageFolder, ImageSource
-from .sharegpt4v import BadRecord, answer_of, fold, is_text, sort_out
 
 CAPTIONS = 5  # of each image of COCO, which has up to seven; published numbers use the first five
 SHAREGPT4V_HELD_OUT = 1000  # its first entries, which nobody trains on

@@ -19,9 +19,10 @@ from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import open_regular, sha256
+from .bad_records import BadRecord, refused
+from .captions import Captions, caption_of, folded, is_text, utf8
 from .images import LARGEST, decode_image, digest_of, image_errors, path_inside
-from .records import PackedRecords
-from .sharegpt4v import BadRecord, Captions, Record, caption_of, folded, is_text, utf8
+from .records import PackedRecords, Record
 
 MANIFEST = "shards.json"  # what `debias-diffusion shards` leaves beside its shards
 
@@ -126,8 +127,8 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
     bad += [BadRecord(name, "missing shard", f"{expected[name]} samples") for name in missing]
     if not records:
         raise UserError(
-            f"{os.fspath(data)!r} has {len(names)} shards and no usable sample. The first fault: {bad[0].where}, "
-            f"{bad[0].kind} ({bad[0].detail}). A sample is an image (key.jpg) and a caption (key.txt or key.json)."
+            f"{os.fspath(data)!r} has {len(names)} shards and no usable sample. The first fault: {bad[0]}. "
+            "A sample is an image (key.jpg) and a caption (key.txt or key.json)."
             if bad
             else f"{os.fspath(data)!r} has {len(names)} shards, and they are empty. Give others."
         )
@@ -186,8 +187,7 @@ def _read_shard(images: ShardImages, shard: str, expected: int | None) -> tuple[
             records.append(_record(f"{Path(shard).stem}/{sample}", parts))
         except ValueError as error:
             if broken is None or sample != key:  # which may have been whole before the break
-                kind, _, detail = str(error).partition(": ")
-                bad.append(BadRecord(f"{shard}/{sample}", kind, detail))
+                bad.append(refused(f"{shard}/{sample}", error))
     if broken is not None:
         missing = "" if expected is None else f"; {expected - len(records)} of {expected} samples are missing"
         bad.append(BadRecord(shard, "broken shard", f"{broken}{missing}"))

@@ -1,59 +1,33 @@
-"""ShareGPT4V's JSON: a list of {"image": path, "conversations": [question, {"value": caption}]}; and one line each."""
+"""Data files: a JSON list in ShareGPT4V's layout, or JSON lines."""
 
 import hashlib
 import io
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple
 from pathlib import Path
 from typing import BinaryIO
 
 from tqdm import tqdm
 
 from ..errors import UserError
-from ..files import open_regular
+from ..files import bytes_digest, open_regular
+from .bad_records import BadRecord, refused
+from .captions import Captions, caption_of, check_caption, fold, is_text
 from .json_list import BrokenList, NotAList, read_list
 from .record_index import RecordIndex, load_index, save_index
 from .records import InFile, InMemory, PackedRecords, Record, as_places, changed, stamp
 
 SHAPE = '[{"image": "a/b.jpg", "conversations": [{"value": "question"}, {"value": "caption"}]}, ...]'
 LINE_SHAPE = '{"image": "a/b.jpg", "caption": "caption"}'
-LONGEST_CAPTION = 32_768  # characters: thirty times the average; drawing from it takes at most about 0.1 s
-INDEX = "records-index"  # the file in a cache folder
+INDEX = "records-index"  # file in a cache folder
 
 _IN_MEMORY = 64 << 20  # bytes: a larger data file stays on the disk
-_PIECE = 4 << 20  # bytes read at once
-_ANSWERS, _QUESTIONS = ("gpt", "assistant"), ("human", "user", "system")
-
-
-@dataclass(frozen=True)
-class BadRecord:
-    """A record that was left out: where it stands, which kind of fault, and what was found."""
-
-    where: str
-    kind: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{printable(self.where)}: {self.kind} ({printable(self.detail)})"
-
-
-def printable(text: str) -> str:
-    """Text from data, without what would move a terminal's cursor or change its colours."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
-
-
-@dataclass(frozen=True)
-class Captions:
-    """What data hold: the usable `records` in their order, and the `bad` ones; `sha256` of the file they came from."""
-
-    records: Sequence[Record]
-    bad: list[BadRecord]
-    sha256: str | None = field(default=None, compare=False)
+_CHUNK = 4 << 20  # bytes read at once
 
 
 # (number, start, end, value or ValueError("kind: detail")) of each entry or line
@@ -61,16 +35,18 @@ Parts = Iterable[tuple[int, int, int, object]]
 
 
 def read_sharegpt4v(path: str | os.PathLike, cache: str | os.PathLike | None = None) -> Captions:
-    """Reads a data file in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`).
+    """Reads a JSON list in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`).
 
-    Newlines and other runs of white space in captions become one space. A record without an image path, with an empty
-    caption or with one of more than 32,768 characters is left out and named in `bad`; so is one that is not UTF-8.
+    Runs of white space in captions become one space. An entry is bad if it has no image path, no caption, one of more
+    than 32,768 characters, or is not UTF-8.
 
-    A large file stays on the disk and is read where a record is asked for, from then on only as long as it does not
-    change; `cache` is a folder that keeps where its records lie, so that it need not be parsed again.
+    A large file stays on the disk. Its records are read from it when they are needed, and it must not change meanwhile.
+
+    Args:
+        cache: folder that keeps the records' places in a large file, so that it is parsed once.
 
     Raises:
-        UserError: the file is missing, is not JSON, is not a list of such records, or holds no usable one.
+        UserError: the file is missing, is not JSON, is not a list, or has no usable entry.
     """
     path = Path(path)
     if path.is_dir():
@@ -90,13 +66,12 @@ def read_sharegpt4v(path: str | os.PathLike, cache: str | os.PathLike | None = N
 
 
 def read_jsonl(path: str | os.PathLike, cache: str | os.PathLike | None = None) -> Captions:
-    """Reads a data file of one JSON object a line: {"image": path, "caption": text}, or as in ShareGPT4V's layout.
+    """Reads JSON lines of {"image": path, "caption": text}, or as in ShareGPT4V's layout.
 
-    Blank lines are passed over. A line that is not JSON, or no such record, is left out and named in `bad`. For large
-    files and `cache` see `read_sharegpt4v`.
+    Blank lines are skipped. For bad lines, large files and `cache` see `read_sharegpt4v`.
 
     Raises:
-        UserError: the file is missing, or holds no usable line.
+        UserError: the file is missing, or has no usable line.
     """
     return _read(Path(path), f"{LINE_SHAPE} in each line", "line", _lines, cache)
 
@@ -104,7 +79,7 @@ def read_jsonl(path: str | os.PathLike, cache: str | os.PathLike | None = None) 
 def _read(
     path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts], cache: str | os.PathLike | None
 ) -> Captions:
-    """Reads a data file; `parts` parses it, and `label` is what its parts are called."""
+    """Reads a data file: `parts` parses it, `label` names a part in messages."""
     try:
         with ExitStack() as opened:
             file = opened.enter_context(open_regular(path))
@@ -114,7 +89,7 @@ def _read(
                 if stamp(file) != before:
                     raise changed(path)
                 content = InFile(path, index.sha256, (file, before))
-                opened.pop_all()  # it stays open as long as its records are in use
+                opened.pop_all()  # stays open as long as its records are in use
             else:
                 raw = file.read()
                 content, index = InMemory(raw), _make_index(io.BytesIO(raw), size, label, parts)
@@ -125,21 +100,22 @@ def _read(
             f"Data file {str(path)!r} cannot be read ({error.strerror}). It must have the shape {shape}"
         ) from error
     bad = [BadRecord(*fault) for fault in index.bad]
-    captions = Captions(PackedRecords.at(content, index.places, _record_at), bad, index.sha256)
-    return _require_some(captions, path, shape)
+    if not len(index.places):
+        first = f" The first fault: {bad[0]}." if bad else ""
+        raise UserError(
+            f"Data file {str(path)!r} has {len(bad)} entries and none is usable.{first} It must have the shape {shape}"
+        )
+    return Captions(PackedRecords.at(content, index.places, _record_at), bad, index.sha256)
 
 
 def _kept_index(
     file: BinaryIO, size: int, label: str, parts: Callable[[BinaryIO], Parts], cache: str | os.PathLike | None
 ) -> RecordIndex:
-    """The index from the cache, if it is of this very content; else a new one, which is kept there."""
-    known = load_index(Path(cache, INDEX)) if cache else None
-    if known is not None and known.label == label:
-        total = hashlib.sha256()
-        while chunk := file.read(_PIECE):
-            total.update(chunk)
-        if total.hexdigest() == known.sha256:
-            return known
+    """The cached index, if the file's content is the same; else a new one, which is written to the cache."""
+    cached = load_index(Path(cache, INDEX)) if cache else None
+    if cached is not None and cached.label == label:
+        if bytes_digest(iter(lambda: file.read(_CHUNK), b"")) == cached.sha256:
+            return cached
         file.seek(0)
     index = _make_index(file, size, label, parts)
     if cache:
@@ -157,21 +133,20 @@ def _make_index(file: BinaryIO, size: int, label: str, parts: Callable[[BinaryIO
                 _fields(value)
                 places.extend((start, end))
             except ValueError as error:
-                kind, _, detail = str(error).partition(": ")
-                bad.append((f"{label} {number}", kind, detail))
+                bad.append(astuple(refused(f"{label} {number}", error)))
         return RecordIndex(sha256(), label, as_places(places), bad)
 
 
 @contextmanager
 def _hashed(file: BinaryIO, size: int) -> Iterator[tuple[BinaryIO, Callable[[], str]]]:
-    """(what reads the file, the sha256 of all that it has read), with a bar for a large one.
+    """Gives (reader of `file`, function that returns the sha256 of the bytes read so far), with a bar if it is large.
 
-    Hashing lets go of Python's lock, so that it costs no time where there is a second core.
+    Hashing runs in a thread and releases Python's lock, so it costs no time if there is a second core.
     """
     bar = tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=size <= _IN_MEMORY)
     with ThreadPoolExecutor(1) as thread, bar:
         reader = _Hashed(file, thread, bar)
-        yield io.BufferedReader(reader, _PIECE), reader.sha256
+        yield io.BufferedReader(reader, _CHUNK), reader.sha256
 
 
 class _Hashed(io.RawIOBase):
@@ -185,7 +160,7 @@ class _Hashed(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         count = self._file.readinto(buffer)
-        self._last.result()  # no more than one piece waits
+        self._last.result()  # at most one chunk waits
         self._last = self._thread.submit(self._total.update, bytes(memoryview(buffer)[:count]))
         self._bar.update(count)
         return count
@@ -213,42 +188,10 @@ def _lines(file: BinaryIO) -> Parts:
 
 
 def _line(path: Path, at: int) -> int:
-    """The number, from 1, of the line in which a byte lies."""
+    """The number, from 1, of the line that byte `at` is in."""
     with open_regular(path) as file:
-        pieces = iter(lambda: file.read(min(_PIECE, at - file.tell())), b"")
-        return 1 + sum(piece.count(b"\n") for piece in pieces)
-
-
-def sort_out(
-    parts: Iterable[tuple[str, object]], read: Callable[..., Record], collect: Callable[[Iterable], Sequence] = list
-) -> Captions:
-    """The records that `read` makes of `parts`, which are (where it stands, part), as `collect` keeps them.
-
-    What `read` refuses, by ValueError("kind: detail"), is bad.
-    """
-    bad = []
-
-    def good() -> Iterator[Record]:
-        for where, part in parts:
-            try:
-                record = read(part)
-            except ValueError as error:
-                kind, _, detail = str(error).partition(": ")
-                bad.append(BadRecord(where, kind, detail))
-            else:
-                yield record
-
-    return Captions(collect(good()), bad)
-
-
-def _require_some(captions: Captions, path: Path, shape: str) -> Captions:
-    bad = captions.bad
-    if not captions.records:
-        first = f" The first fault: {bad[0].where}, {bad[0].kind} ({bad[0].detail})." if bad else ""
-        raise UserError(
-            f"Data file {str(path)!r} has {len(bad)} entries and none is usable.{first} It must have the shape {shape}"
-        )
-    return captions
+        chunks = iter(lambda: file.read(min(_CHUNK, at - file.tell())), b"")
+        return 1 + sum(chunk.count(b"\n") for chunk in chunks)
 
 
 def _parse(line: bytes | bytearray):
@@ -256,18 +199,18 @@ def _parse(line: bytes | bytearray):
     try:
         return json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", error)  # JSONDecodeError's own words would speak of a line 1
+        reason = getattr(error, "msg", error)  # JSONDecodeError's text would name a line 1
         raise ValueError(f"bad line of JSON: {reason}, it begins {line[:40]!r}") from None
 
 
 def _record_at(raw: bytes | bytearray) -> Record:
-    """The record of an entry or line that can be used."""
+    """The record of a usable entry or line."""
     image, caption = _fields(_parse(raw))
     return Record(sample_id=image, image=image, caption=fold(caption))
 
 
 def _fields(entry) -> tuple[str, str]:
-    """(image, caption as it stands there) of one entry. Raises ValueError("kind: detail") for one of another shape."""
+    """(image, caption before folding) of an entry. Raises ValueError("kind: detail") if it has another shape."""
     if not isinstance(entry, dict):
         raise ValueError(f"not an object: found {type(entry).__name__}")
     image = entry.get("image")
@@ -277,78 +220,3 @@ def _fields(entry) -> tuple[str, str]:
     caption = caption_of(entry, where)
     check_caption(caption, where)
     return image, caption
-
-
-def caption_of(entry: dict, where: str):
-    """An entry's "caption", or the answer among its "conversations".
-
-    Raises:
-        ValueError("kind: `where`"): there is none.
-    """
-    caption = entry.get("caption")
-    if caption is None:
-        try:
-            caption = answer_of(entry)
-        except (LookupError, TypeError):
-            raise ValueError(f"no caption: {where}") from None
-    return caption
-
-
-def answer_of(entry: dict):
-    """The second turn of an entry's "conversations"; the first of "gpt" or "assistant", where roles say so.
-
-    Raises:
-        LookupError, TypeError: there is none.
-    """
-    turns = entry["conversations"]
-    if len(turns) > 1 and _role(turns[1]) in _ANSWERS:
-        return turns[1]["value"]
-    roles = [_role(turn) for turn in turns]
-    answers = [turn for turn, role in zip(turns, roles, strict=True) if role in _ANSWERS]
-    if not answers and roles[1] in _QUESTIONS:
-        raise LookupError("no turn is an answer")
-    return (answers[0] if answers else turns[1])["value"]
-
-
-def _role(turn) -> str | None:
-    role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
-    return role.lower() if isinstance(role, str) else None
-
-
-def check_caption(caption, where: str) -> None:
-    """Raises ValueError("kind: `where`") unless `caption` is text, not empty and not absurdly long."""
-    if not isinstance(caption, str) or not caption.strip():
-        raise ValueError(f"empty or non-text caption: {where}")
-    if len(caption) > LONGEST_CAPTION and (length := len(fold(caption))) > LONGEST_CAPTION:
-        raise ValueError(f"absurdly long caption: {where}: {length} characters, at most {LONGEST_CAPTION} are read")
-
-
-def fold(caption: str) -> str:
-    """`caption` with runs of white space made one space."""
-    return " ".join(caption.split())
-
-
-def folded(caption, where: str) -> str:
-    """`caption` with runs of white space made one space. Raises as `check_caption`."""
-    check_caption(caption, where)
-    return fold(caption)
-
-
-def utf8(content: bytes, where: str) -> str:
-    """A caption file's text. Raises ValueError("kind: `where` is ...") unless it is UTF-8, with or without its mark."""
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"bad caption file: {where} is not UTF-8 ({error.reason})") from None
-
-
-def is_text(value) -> bool:
-    """Whether `value` is text that is not empty and can be written (JSON can name half a surrogate pair)."""
-    return isinstance(value, str) and value != "" and (value.isascii() or _can_be_written(value))
-
-
-def _can_be_written(text: str) -> bool:
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..files import sha256
+from .captions import Captions
 from .images import ImageFolder, ImageSource
 from .pair_folder import read_pair_folder
 from .shards import MANIFEST, read_shards
-from .sharegpt4v import Captions, read_jsonl, read_sharegpt4v
+from .sharegpt4v import read_jsonl, read_sharegpt4v
 from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
 
 

@@ -10,9 +10,9 @@ from ..errors import UserError, near_matches
 from ..toyworld.grammar import Caption, caption, short_prompt
 from ..toyworld.render import render
 from ..toyworld.scenes import SPLITS, Scene, scene
+from .captions import Captions
 from .images import digest_of
 from .records import PackedRecords, Record
-from .sharegpt4v import Captions
 
 PAIRS = 1000  # as many as evaluations on ShareGPT4V take
 _PREFIX, _TRAINED_ON = "toy/", "train"

@@ -9,6 +9,7 @@ from PIL import Image, ImageFilter
 from tqdm import tqdm
 
 from ..models.backbone import Backbone
+from ..models.shipped import GUIDANCE_SCALE, STEPS
 from ..retrieval import recall_at_k
 from ..tokens import clean
 from ..toyworld.checker import objects_correct, read_picture
@@ -18,8 +19,6 @@ from ..toyworld.scenes import PLACES, Scene, draw_scene, generator, scene
 from .clip import encode
 from .unet import TIME_IDS
 from .vae import SIZE, as_input, picture_tensor
-
-GUIDANCE_SCALE, STEPS = 5.0, 20
 
 
 def score_clip(backbone: Backbone, split: str, count: int = 1000) -> dict[str, dict[str, float]]:

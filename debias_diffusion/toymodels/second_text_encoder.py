@@ -11,8 +11,8 @@ from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..methods.objectives import contrastive_loss
-from ..methods.sampling import join_sentences
 from ..models.backbone import Backbone
+from ..sentences import join_sentences
 from ..tokens import clean
 from ..toyworld.grammar import long_caption
 from ..toyworld.scenes import base_scene, generator

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
-from ..methods.sampling import join_sentences
+from ..sentences import join_sentences
 from ..tokens import clean
 from ..toyworld.grammar import Caption, long_caption, plain_caption
 from ..toyworld.render import render

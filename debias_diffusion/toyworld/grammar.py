@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from ..methods.sampling import join_sentences
+from ..sentences import join_sentences
 from .scenes import PLACES, Scene, Thing, draw_scene, generator, scene
 
 SENTENCES = (9, 14)  # fewest and most in a caption

@@ -1,6 +1,5 @@
-"""Reading all of a data set without training, and naming what is wrong with it."""
+"""Checks of the data, before and during training, and the report of bad records."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,20 +9,18 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ..data import BadRecord, ImageSource, Record, is_shards, open_data, verify_shards
-from ..data.dataset import read_or_bad
+from ..data.bad_records import BAD_RECORDS, check_share, read_or_bad, report_bad, too_many
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer
 from .config import TrainConfig
 
-BAD_RECORDS = "bad-records.jsonl"
-_LOOKED_FOR = 200  # images whose presence is checked before a run
-_NAMED = 10  # bad records shown; all are in the file
+_LOOKED_UP = 200  # images whose presence is checked before a run
 
 
-class _Everything(Dataset):
-    """(sentences, tokens of the whole caption, fault or None) of every record."""
+class _CheckedRecords(Dataset):
+    """(sentences, tokens of the whole caption, BadRecord or None) of every record."""
 
     def __init__(self, records: Sequence[Record], images: ImageSource, tokenizer: CaptionTokenizer):
         self.records, self.images, self.tokenizer = records, images, tokenizer
@@ -34,12 +31,12 @@ class _Everything(Dataset):
     def __getitem__(self, index: int) -> tuple[int, int, BadRecord | None]:
         record = self.records[index]
         image = read_or_bad(record, self.images.open)
-        fault = image if isinstance(image, BadRecord) else None
-        return len(split_sentences(record.caption)), self.tokenizer.count(record.caption), fault
+        bad = image if isinstance(image, BadRecord) else None
+        return len(split_sentences(record.caption)), self.tokenizer.count(record.caption), bad
 
 
 def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
-    """Decodes every image and tokenizes every caption, prints what was found, names every bad record in a file.
+    """Decodes every image, tokenizes every caption, prints statistics, and lists every bad record in a file.
 
     Shards are also compared with their checksums.
 
@@ -50,12 +47,12 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
         UserError: more than `config.max_bad` of the records are unusable.
     """
     captions, images = open_data(config.data, config.images)
-    everything = _Everything(captions.records, images, tokenizer)
-    loader = DataLoader(everything, batch_size=None, num_workers=config.workers)
+    records = _CheckedRecords(captions.records, images, tokenizer)
+    loader = DataLoader(records, batch_size=None, num_workers=config.workers)
     with load_batches(loader) as rows:
-        found = list(tqdm(rows, desc="reading", unit=" pairs", total=len(everything)))
-    sentences, tokens = np.array([row[0] for row in found]), np.array([row[1] for row in found])
-    bad = [*captions.bad, *(row[2] for row in found if row[2] is not None)]
+        checked = list(tqdm(rows, desc="reading", unit=" pairs", total=len(records)))
+    sentences, tokens = np.array([row[0] for row in checked]), np.array([row[1] for row in checked])
+    bad = [*captions.bad, *(row[2] for row in checked if row[2] is not None)]
     changed = verify_shards(config.data) if is_shards(Path(config.data)) else []
     report = {
         "pairs": len(captions.records) + len(captions.bad),
@@ -69,74 +66,38 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     print(
         f"{report['usable']} of {report['pairs']} pairs can be used.\n"
         f"Captions: {report['sentences_mean']} sentences and {report['tokens_mean']} tokens on average, 95% within "
-        f"{report['tokens_p95']:.0f}; {report['over_window']} are longer than the window of {tokenizer.context_length} "
-        "and would be cut."
+        f"{report['tokens_p95']:.0f}; {report['over_window']} are longer than the context length of "
+        f"{tokenizer.context_length} and would be cut."
     )
     report_bad(bad + changed, Path(config.output))
-    check_share(len(bad), report["pairs"], config)
+    check_share(bad, report["pairs"], config.max_bad, continue_hint(config))
     return report
 
 
 def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: float) -> int:
-    """How many of some images, spread evenly over the data, are missing.
+    """How many of a sample of the images, spread evenly over the data, are missing.
 
     Raises:
-        UserError: all of them are, or more than the share of `max_bad`.
+        UserError: all of them are missing, or a larger share than `max_bad`.
     """
-    looked_for = records[:: max(1, len(records) // _LOOKED_FOR)]
-    missing = [record.image for record in looked_for if not images.is_there(record.image)]
-    if len(missing) == len(looked_for):
+    sample = records[:: max(1, len(records) // _LOOKED_UP)]
+    missing = [record.image for record in sample if not images.is_there(record.image)]
+    if len(missing) == len(sample):
         raise UserError(
             f"The image folder {str(images.root)!r} holds none of the images, for example {missing[0]!r}. Give the "
             "folder that the data file's image paths start from. Links that lead out of it are not followed."
         )
-    if len(missing) > max(1, max_bad * len(looked_for)):
+    if too_many(len(missing), len(sample), max_bad):
         raise UserError(
-            f"Of {len(looked_for)} images looked for in {str(images.root)!r}, {len(missing)} are missing, for example "
+            f"Of {len(sample)} images looked up in {str(images.root)!r}, {len(missing)} are missing, for example "
             f"{missing[0]!r}; --max-bad allows a share of {max_bad:g}. `train --check-data` names them all."
         )
     return len(missing)
 
 
-def report_bad(bad: list[BadRecord], output: Path) -> None:
-    """Prints the bad records by kind and the first ten by name, and adds all to the output folder's file."""
-    if not bad:
-        return
-    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(record.kind for record in bad).most_common())
-    print(f"{len(bad)} records cannot be used ({kinds}):")
-    for record in bad[:_NAMED]:
-        print(f"  {record}")
-    BadRecordsFile(output).add(bad)
-    print(f"  all of them: {output / BAD_RECORDS}")
-
-
-class BadRecordsFile:
-    """The list of bad records in an output folder, in which each stands once, however often it is met."""
-
-    def __init__(self, output: Path):
-        self.path = output / BAD_RECORDS
-        self._lines: set[bytes] = set()
-        self._end = 0  # of what has been read of the file, to which other processes may add
-
-    def add(self, bad: Sequence[BadRecord]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b") as file:
-            file.seek(self._end)
-            written = file.read()
-            self._end += len(written)
-            self._lines.update(written.splitlines())
-            lines = dict.fromkeys(json.dumps(vars(record), ensure_ascii=False).encode() for record in bad)
-            new = [line for line in lines if line not in self._lines]
-            if new and written and not written.endswith(b"\n"):  # which a kill cut short
-                file.write(b"\n")
-            file.write(b"".join(line + b"\n" for line in new))
-
-
-def check_share(bad: int, records: int, config: TrainConfig) -> None:
-    """Raises UserError when more than the allowed share of records is unusable."""
-    if bad > config.max_bad * records:
-        raise UserError(
-            f"{bad} of {records} records cannot be used, more than the share of {config.max_bad:g} that --max-bad "
-            f"allows. They are named in {str(Path(config.output) / BAD_RECORDS)!r}. Mend the images where they "
-            "are, or start the same command with a larger --max-bad: the run continues."
-        )
+def continue_hint(config: TrainConfig) -> str:
+    """What to do when too many records of a run are bad."""
+    return (
+        f"They are named in {str(Path(config.output) / BAD_RECORDS)!r}. Mend the images where they are, or start the "
+        "same command with a larger --max-bad: the run continues."
+    )

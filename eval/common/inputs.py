@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data, read_captions
+from debias_diffusion.data.bad_records import check_max_bad, check_share, print_left_out  # noqa: F401
 from debias_diffusion.data.retrieval_sets import RetrievalSet, read_retrieval_set
 from debias_diffusion.errors import UserError
 
@@ -111,23 +112,6 @@ def _check_limit(limit: int | None) -> None:
         raise UserError(f"limit={limit} leaves nothing to evaluate. Give a number of pairs from 1, or null for all.")
 
 
-def check_share(bad: Sequence[BadRecord], count: int, max_bad: float) -> None:
-    """Raises UserError when more than one, and more than the share `max_bad`, of `count` records are in `bad`."""
-    if len(bad) > max(1, max_bad * count):
-        raise UserError(
-            f"{len(bad)} of {count} records cannot be used, more than the share of {max_bad:g} that --max-bad allows. "
-            f"The first: {bad[0]}."
-        )
-
-
-def print_left_out(bad: Sequence[BadRecord]) -> None:
-    """Says how many records were left out and why, the first five by name."""
-    for record in bad[:5]:
-        print(f"left out {record}")
-    if len(bad) > 5:
-        print(f"left out {len(bad) - 5} more; the report names all")
-
-
 def check_output(output: str) -> None:
     """Raises UserError for an empty name, which would mean the current folder, and where no folder can be made."""
     if not output:
@@ -143,9 +127,3 @@ def check_batch_size(batch_size: int) -> None:
     """Raises UserError for a batch size below 1."""
     if batch_size < 1:
         raise UserError(f"batch_size={batch_size} is not allowed. Give a whole number from 1.")
-
-
-def check_max_bad(max_bad: float) -> None:
-    """Raises UserError for a share outside of [0, 1]."""
-    if not 0 <= max_bad <= 1:
-        raise UserError(f"max_bad is {max_bad}, but must be in [0, 1].")

@@ -30,6 +30,7 @@ from debias_diffusion.data import BadRecord
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import changed_settings, open_regular, path_digest, sha256, write_text
+from debias_diffusion.models.model_files import may_be_hub_id
 from debias_diffusion.tokens import clean, clip_tokenizer
 
 from ..common.encoders import check_encoders, compare, labels
@@ -522,6 +523,8 @@ class VqaModel:
 
     def __init__(self, model: str, device: torch.device):
         try:
+            if not os.path.isdir(model) and not may_be_hub_id(model):
+                raise ValueError("it is not there")
             self.processor = AutoProcessor.from_pretrained(model)
             # Files that are no safetensors are read with weights_only=True.
             loaded, info = AutoModelForVisualQuestionAnswering.from_pretrained(

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from debias_diffusion.data.sharegpt4v import printable
+from debias_diffusion.data.bad_records import printable
 
 from .networks import open_picture
 

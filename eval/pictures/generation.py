@@ -14,7 +14,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes, toy_scene
-from debias_diffusion.data.dataset import read_or_bad
+from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS

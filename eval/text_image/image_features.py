@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from debias_diffusion.data import BadRecord, ImageSource, Record
-from debias_diffusion.data.dataset import read_or_bad
+from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.retrieval import encode_readable, none_readable
 

@@ -45,7 +45,7 @@ def test_every_caption_is_split_sampled_and_tokenized():
             for recipe in recipes:
                 one, other = (recipe.captions(caption, TOKENIZER, seed, 0, "id") for _ in range(2))
                 assert one == other
-                rows = recipe.batch([one], TOKENIZER).padded()
+                rows = recipe.collate([one], TOKENIZER).padded()
                 assert rows.shape[1] == 248 and (rows == TOKENIZER.markers.eot).sum(dim=1).min() == 1
 
     fuzz(search, seconds=15)

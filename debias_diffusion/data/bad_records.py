@@ -1,0 +1,129 @@
+"""Bad records, such as unreadable images and unusable captions: how they are named, and how many stop a command."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import UserError
+from .images import as_unreadable
+from .records import Record
+
+BAD_RECORDS = "bad-records.jsonl"
+FEWEST = 1000  # records that a share is taken of while more are still to be read
+_SHOWN = 5  # bad records printed by name
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A skipped record: where it is in the data, the kind of fault, and the details."""
+
+    where: str
+    kind: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{printable(self.where)}: {self.kind} ({printable(self.detail)})"
+
+
+def printable(text: str) -> str:
+    """Text from data, without characters that would control a terminal."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
+def refused(where: str, error: ValueError) -> BadRecord:
+    """The bad record that a reader refused with ValueError("kind: detail")."""
+    kind, _, detail = str(error).partition(": ")
+    return BadRecord(where, kind, detail)
+
+
+def unreadable(record: Record, error: Exception) -> BadRecord:
+    """The bad record of an image that cannot be opened or decoded."""
+    fault = as_unreadable(error)
+    return BadRecord(record.image, fault.kind, f"{record.image}: {fault}")
+
+
+def read_or_bad(record: Record, read: Callable[[str], T]) -> T | BadRecord:
+    """`read` of the record's image, or a BadRecord if that raises any Exception but UserError.
+
+    A damaged image makes decoders raise almost anything, so no list of errors would be complete.
+    """
+    try:
+        return read(record.image)
+    except UserError:
+        raise
+    except Exception as error:
+        return unreadable(record, error)
+
+
+def print_left_out(bad: Sequence, listed_in: str = "the report") -> None:
+    """Prints how many records are left out, the first five by name; `listed_in` says where all are."""
+    for record in bad[:_SHOWN]:
+        print(f"Left out: {record}")
+    if len(bad) > _SHOWN:
+        print(f"Left out: {len(bad) - _SHOWN:,} more; {listed_in} names all")
+
+
+def report_bad(bad: Sequence[BadRecord], output: Path) -> None:
+    """Prints bad records, counted by kind, and adds them to the output folder's `bad-records.jsonl`."""
+    if not bad:
+        return
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(record.kind for record in bad).most_common())
+    print(f"{len(bad)} bad records ({kinds}), all in {output / BAD_RECORDS}")
+    print_left_out(bad, BAD_RECORDS)
+    BadRecordsFile(output).add(bad)
+
+
+class BadRecordsFile:
+    """`bad-records.jsonl` of an output folder. It lists each bad record once, however often it is met."""
+
+    def __init__(self, output: Path):
+        self.path = output / BAD_RECORDS
+        self._lines: set[bytes] = set()
+        self._end = 0  # of what has been read of the file, to which other processes may add
+
+    def add(self, bad: Sequence[BadRecord]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a+b") as file:
+            file.seek(self._end)
+            written = file.read()
+            self._end += len(written)
+            self._lines.update(written.splitlines())
+            lines = dict.fromkeys(json.dumps(vars(record), ensure_ascii=False).encode() for record in bad)
+            new = [line for line in lines if line not in self._lines]
+            if new and written and not written.endswith(b"\n"):  # which a kill cut short
+                file.write(b"\n")
+            file.write(b"".join(line + b"\n" for line in new))
+
+
+def check_max_bad(max_bad: float) -> None:
+    """Raises UserError unless `max_bad` is a share from 0 to 1."""
+    if not 0 <= max_bad <= 1:
+        raise UserError(f"max_bad is {max_bad}, but must be in [0, 1].")
+
+
+def too_many(bad: int, count: int, max_bad: float) -> bool:
+    """Whether more than one of `count` records, and more than the share `max_bad`, are bad. A share of 0 allows none.
+
+    One is always allowed otherwise, or a share of 0.01 would allow none in data of fewer than 100 records.
+    """
+    return bad > (max(1, max_bad * count) if max_bad else 0)
+
+
+def check_share(bad: Sequence[BadRecord], count: int, max_bad: float, advice: str = "") -> None:
+    """Raises UserError, which names the first bad record, if `too_many` of `count` records are bad."""
+    if bad:
+        check_count(len(bad), count, max_bad, f"The first: {bad[0]}. {advice}".rstrip())
+
+
+def check_count(bad: int, count: int, max_bad: float, advice: str) -> None:
+    """Raises UserError, which ends with `advice`, if `too_many` of `count` records are bad."""
+    if too_many(bad, count, max_bad):
+        raise UserError(
+            f"{bad} of {count} records cannot be used, more than the share of {max_bad:g} that --max-bad allows. "
+            f"{advice}"
+        )
