@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from test_imports import MODULES, PACKAGE, ROOMS, ROOT
 
+from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
+
 # Pronouns and participles that could name anything.
 BANNED = {"its", "found", "told", "own", "what", "others"}
 # Modules that still have some.
@@ -102,6 +104,13 @@ def test_pages_name_what_exists(page):
             target = (page.parent / link).read_text() if link else text
             headings = {heading(line) for line in re.findall(r"^#+ (.*)", target, re.MULTILINE)}
             assert anchor in headings, f"{link}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_pages_name_commands_that_exist(page):
+    for command, kind in re.findall(r"(?:debias-diffusion|app\.cli) ([a-z]+)(?: ([a-z-]+))?", page.read_text()):
+        assert command in COMMANDS
+        assert command != "evaluate" or kind in ("", *EVALUATIONS)
 
 
 def heading(title: str) -> str:
