@@ -15,11 +15,10 @@ BANNED = {"its", "found", "told", "own", "what", "others"}
 # Modules that still have some.
 LEFTOVERS = """
     debias_diffusion/data/json_list.py debias_diffusion/data/retrieval_sets.py debias_diffusion/data/shards.py
-    debias_diffusion/models/model_files.py debias_diffusion/sentences.py debias_diffusion/tokens.py
-    debias_diffusion/toymodels/clip.py debias_diffusion/toymodels/feature_network.py
-    debias_diffusion/toymodels/scores.py debias_diffusion/toymodels/unet.py debias_diffusion/toymodels/vae.py
-    debias_diffusion/toyworld/checker.py debias_diffusion/toyworld/grammar.py
-    debias_diffusion/toyworld/scenes.py
+    debias_diffusion/sentences.py debias_diffusion/tokens.py debias_diffusion/toymodels/clip.py
+    debias_diffusion/toymodels/feature_network.py debias_diffusion/toymodels/scores.py
+    debias_diffusion/toymodels/unet.py debias_diffusion/toymodels/vae.py debias_diffusion/toyworld/checker.py
+    debias_diffusion/toyworld/grammar.py debias_diffusion/toyworld/scenes.py
 """.split()
 # Every folder of a command has these.
 REPEATED = {"__init__", "command"}
