@@ -21,9 +21,8 @@ from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
 from debias_diffusion.eval.story import EDITS, SHORT_FOLDER, SHORT_PROMPTS, claims, numbers
 from debias_diffusion.files import held, read_json_object, write_json
 from debias_diffusion.limits import check_seeds, check_steps
-from debias_diffusion.models.shipped import shipped
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, shipped
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
-from debias_diffusion.models.shipped import GUIDANCE_SCALE
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import train
 
@@ -242,8 +241,8 @@ class _Quickstart:
                 results[name] = command()
             if name in evaluations:
                 seconds[name] = results[name]["seconds"]  # over all runs
-            else:  # a finished command takes only a moment when it is started again
-                seconds[name] = max(seconds.get(name, 0), round(time.monotonic() - started, 1))
+            else:  # a finished command takes only a moment when it is started again, which does not count
+                seconds.setdefault(name, round(time.monotonic() - started, 1))
             self._write_marker(seconds=seconds)
         found = numbers(results["generation"], results["robustness"], results[SHORT_FOLDER])
         report = found | {

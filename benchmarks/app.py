@@ -28,9 +28,9 @@ from gradio_client import Client
 from machine import machine
 from tqdm import tqdm
 
-from debias_diffusion.app.demo.drawing import draw
-from debias_diffusion.app.demo.models import Models
-from debias_diffusion.app.demo.scenes import random_scene
+from debias_diffusion.app.demo.live_generation import draw
+from debias_diffusion.app.demo.models import DemoModels
+from debias_diffusion.app.demo.toy_scenes import random_scene
 from debias_diffusion.devices import pick_device
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,7 +58,7 @@ def served():
 
 def without_server(requests: int, steps: int) -> float:
     """Requests a second."""
-    models = Models("toy/sdxl", [ENCODER], pick_device(None))
+    models = DemoModels("toy/sdxl", [ENCODER], pick_device(None))
     request = replace(models.defaults, prompt=PROMPT, steps=steps)
     for _ in draw(models, request, lambda: False):  # the first one is slower
         pass

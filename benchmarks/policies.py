@@ -1,13 +1,14 @@
-"""How SDXL's two encoders should be read: objects drawn right in the toy world, under one change at a time.
+"""How SDXL's two encoders should be read: correct objects in generated toy images, under one change at a time.
 
     nice -n 10 python benchmarks/policies.py [--prompts 300] [--short-prompts 120] [--seed 0] [--output runs/policies]
 
-Changes are made to the second encoder (in windows of 77 tokens, stretched to 248 positions, trained at 248 positions),
-to the tokens that texts are padded with, and to the layer that the UNet reads, each with three first encoders: the toy
-world's CLIP in windows, and its two of 248 positions. Prompts are of the development split, noise is the same in all.
+The second encoder reads chunks of 77 tokens, is stretched to 248 positions or trained at 248 positions; prompts are
+padded with EOT or 0; the UNet reads the penultimate or the last layer. Each change is measured with three first
+encoders: the toy world's CLIP in chunks, and its two of 248 positions. Prompts are of the development split, and all
+combinations get the same noise.
 
-What is drawn is kept in the output folder, so a run that was stopped continues, and one of more prompts adds to what is
-there. Prints a table, and writes it to benchmarks/results/ as policies.md, with the numbers as policies.json.
+Results are cached in the output folder: a stopped run resumes, and a run with more prompts adds to them. Prints a
+table, and writes it to benchmarks/results/ as policies.md, with the numbers as policies.json.
 """
 
 import argparse
@@ -44,7 +45,7 @@ RESULTS = Path(__file__).parent / "results"
 SPLIT = "development"
 FIRST = ("clip", "long-clip", "debias-clip")
 _ALL_FIRST = "all three"
-_AT_ONCE = 20  # pictures drawn
+_AT_ONCE = 20  # images in a batch
 _PADS = {"EOT": "<|endoftext|>", "0": "!"}
 _TRAINED_ON = 4000  # pairs, as in the quickstart
 # Peak learning rates: that of the toy world's first encoders, and a fifth of it, which moves the encoder less.
@@ -53,13 +54,13 @@ RATES = {"trained": 5e-4, "trained gently": 1e-4}
 
 @dataclass(frozen=True)
 class Policy:
-    """How prompts are read. The defaults are those of the pipeline.
+    """How prompts are read. The defaults are the pipeline's.
 
     Attributes:
         first: one of FIRST.
         second: windows, stretched, or one of RATES.
         pads: of the first and the second encoder.
-        last: which encoders give their last layer, after the final norm, in place of the penultimate one.
+        last: encoders whose last layer, after the final norm, replaces the penultimate one.
     """
 
     first: str
@@ -82,29 +83,29 @@ CHANGES = {
     "second stretched, last layer of both": {"second": "stretched", "last": BOTH},  # as Long-CLIP does it
 }
 
-# For each picture, by place, whether the object there was drawn right; or by first encoder and place.
+# For each image, whether the object at each place is correct; keys are places, or (first encoder, place).
 Right = list[dict]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is drawn: scenes with their captions."""
+    """Scenes and their captions."""
 
     scenes: list[Scene]
     captions: list[Caption]
 
     @classmethod
     def make(cls, pairs: Sequence[tuple[Scene, Caption]]) -> "Prompts":
-        return cls([its for its, _ in pairs], [text for _, text in pairs])
+        return cls([scene for scene, _ in pairs], [caption for _, caption in pairs])
 
 
 class Bench:
     """The combinations, each with the same prompts and the same noise.
 
     Args:
-        output: where what is done is kept.
-        prompts: how many long prompts.
-        short_prompts: how many in which all is said within 77 tokens.
+        output: folder of the cached results.
+        prompts: number of long prompts.
+        short_prompts: number of prompts within 77 tokens.
         seed: of the noise and of the training.
     """
 
@@ -115,20 +116,21 @@ class Bench:
         self.digests = {name: digest(shipped(f"toy/{name}")) for name in ("sdxl", *FIRST)}
 
     def run(self) -> dict[tuple[str, str], dict]:
-        """What was drawn, by change and first encoder: see `_cell`."""
-        cells = [(change, Policy(first, **its)) for change, its in CHANGES.items() for first in FIRST]
-        cells.sort(key=lambda cell: cell[1].second in RATES)  # what needs training comes last
-        found = {}
-        for number, (change, policy) in enumerate(cells, 1):
-            file = self.output / "cells" / f"{change}, {policy.first}.json".replace(" ", "-").replace(",", "")
-            found[change, policy.first] = self._cell(file, policy, f"[{number}/{len(cells)}] {change}, {policy.first}")
-        return found
+        """The results by change and first encoder: see `_cell`."""
+        policies = [(change, Policy(first, **fields)) for change, fields in CHANGES.items() for first in FIRST]
+        policies.sort(key=lambda named: named[1].second in RATES)  # those that need training come last
+        cells = {}
+        for number, (change, policy) in enumerate(policies, 1):
+            name = f"{change}, {policy.first}"
+            file = self.output / "cells" / f"{name}.json".replace(" ", "-").replace(",", "")
+            cells[change, policy.first] = self._cell(file, policy, f"[{number}/{len(policies)}] {name}")
+        return cells
 
     def _cell(self, file: Path, policy: Policy, title: str) -> dict:
-        """What the file holds, once what it lacks has been drawn and added.
+        """The results in `file`, after missing images are generated and added.
 
         Returns:
-            "seconds", and for "long" and "short" prompts "right", for each picture, and "positions", how often each
+            "seconds", and for "long" and "short" prompts "right", for each image, and "positions", how often each
             length of the embeddings occurs.
         """
         second = self._trained(policy.second) if policy.second in RATES else None
@@ -136,51 +138,50 @@ class Bench:
         models |= {"second": weights_digest(second)} if second else {}
         settings = {"policy": asdict(policy), "seed": self.seed, "models": models}
         settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
-        kept = json.loads(file.read_text()) if file.exists() else {}
-        if kept.get("settings") != settings:
-            kept = {"settings": settings, "seconds": 0.0, "long": {}, "short": {}}
+        cache = json.loads(file.read_text()) if file.exists() else {}
+        if cache.get("settings") != settings:
+            cache = {"settings": settings, "seconds": 0.0, "long": {}, "short": {}}
         pipe = make_pipeline(policy, second)
         for kind in ("long", "short"):
-            self._draw(pipe, kind, kept, file, f"{title}, {kind}")
-        found = {"seconds": kept["seconds"]}
+            self._generate(pipe, kind, cache, file, f"{title}, {kind}")
+        cell = {"seconds": cache["seconds"]}
         for kind in ("long", "short"):
-            pictures = [kept[kind][str(index)] for index in range(len(getattr(self, kind).scenes))]
-            counts = Counter(picture["positions"] for picture in pictures)
-            found[kind] = {
-                "right": [picture["right"] for picture in pictures],
-                "positions": dict(sorted(counts.items())),
-            }
-        return found
+            images = [cache[kind][str(index)] for index in range(len(getattr(self, kind).scenes))]
+            counts = Counter(image["positions"] for image in images)
+            cell[kind] = {"right": [image["right"] for image in images], "positions": dict(sorted(counts.items()))}
+        return cell
 
-    def _draw(self, pipe: StableDiffusionXLLongPromptPipeline, kind: str, kept: dict, file: Path, title: str) -> None:
-        """Draws what `kept` lacks, in batches of one length, so that none is padded further than it would be alone."""
+    def _generate(
+        self, pipe: StableDiffusionXLLongPromptPipeline, kind: str, cache: dict, file: Path, title: str
+    ) -> None:
+        """Generates the images missing in `cache`, in batches of one length, so that no prompt gets further padding."""
         prompts: Prompts = getattr(self, kind)
-        texts = [clean(its.text) for its in prompts.captions]
+        texts = [clean(caption.text) for caption in prompts.captions]
         groups: dict[int, list[int]] = {}
         for index, text in enumerate(texts):
-            if str(index) not in kept[kind]:
+            if str(index) not in cache[kind]:
                 groups.setdefault(pipe.prompt_layout(text).positions, []).append(index)
         batches = [(n, g[i : i + _AT_ONCE]) for n, g in groups.items() for i in range(0, len(g), _AT_ONCE)]
-        with tqdm(desc=title, total=len(texts), initial=len(kept[kind]), unit=" pictures") as bar:
+        with tqdm(desc=title, total=len(texts), initial=len(cache[kind]), unit=" images") as bar:
             for positions, batch in batches:
                 started = time.monotonic()
-                pictures = pipe(
+                images = pipe(
                     [texts[index] for index in batch],
                     generator=[torch.Generator().manual_seed(self.seed + index) for index in batch],
                     num_inference_steps=STEPS,
                     guidance_scale=GUIDANCE_SCALE,
                 ).images
-                for index, picture in zip(batch, pictures, strict=True):
-                    right = objects_correct(picture, prompts.scenes[index])
-                    kept[kind][str(index)] = {"positions": positions, "right": right}
-                kept["seconds"] = round(kept["seconds"] + time.monotonic() - started, 1)
-                write_json(file, kept)
+                for index, image in zip(batch, images, strict=True):
+                    right = objects_correct(image, prompts.scenes[index])
+                    cache[kind][str(index)] = {"positions": positions, "right": right}
+                cache["seconds"] = round(cache["seconds"] + time.monotonic() - started, 1)
+                write_json(file, cache)
                 bar.update(len(batch))
 
     def _trained(self, name: str) -> nn.Module:
-        """The second encoder fine-tuned at 248 positions, as the quickstart does it with the first one.
+        """The second encoder fine-tuned at 248 positions, as the quickstart fine-tunes the first one.
 
-        It learns against the toy CLIP's image tower, frozen, as it did when it was made.
+        It learns against the frozen image tower of the toy CLIP, as when it was made.
         """
         base, folder = self.output / "second-two-tower", self.output / f"second-{name.replace(' ', '-')}"
         if not base.exists():
@@ -193,13 +194,13 @@ class Bench:
         config = toy_training("debias-clip", str(base), data, images, folder / "run", **settings)
         if not (folder / "done").exists():
             if train(replace(config, freeze_image_tower=True)) is None:
-                raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
+                raise KeyboardInterrupt  # a stopped training resumes from its checkpoint
             (folder / "done").touch()
         return to_transformers(load_backbone(str(folder / "run" / "last")), projection=True)[0]
 
 
 def make_pipeline(policy: Policy, trained: nn.Module | None) -> StableDiffusionXLLongPromptPipeline:
-    """The toy SDXL, reading prompts as the policy says; `trained` is its second encoder where the policy wants it."""
+    """The toy SDXL with this policy; `trained` is its second encoder, None for one that is not trained."""
     encoder = None if policy.first == "clip" else f"toy/{policy.first}"
     pipe = load_sdxl("toy/sdxl", encoder, torch.device("cpu"))
     pipe.set_progress_bar_config(disable=True)
@@ -213,58 +214,60 @@ def make_pipeline(policy: Policy, trained: nn.Module | None) -> StableDiffusionX
 
 
 def _last_for_penultimate(encoder, inputs, output):
-    """Puts the last layer after the final norm where a pipeline looks for the penultimate one."""
+    """Puts the last layer, after the final norm, where a pipeline reads the penultimate one."""
     output.hidden_states = (*output.hidden_states[:-2], output.last_hidden_state, output.hidden_states[-1])
     return output
 
 
-def told_in(right: Right, told: Sequence[dict[str, int]], wanted: Callable[[int], bool]) -> Right:
-    """The objects that are first told in a sentence whose number, from 0, is wanted."""
+def mentioned_in(right: Right, first_mentions: Sequence[dict[str, int]], wanted: Callable[[int], bool]) -> Right:
+    """The objects first mentioned in a sentence whose number, from 0, is wanted."""
     return [
-        {place: is_right for place, is_right in its.items() if wanted(its_told[place])}
-        for its, its_told in zip(right, told, strict=True)
+        {place: is_right for place, is_right in objects.items() if wanted(mentions[place])}
+        for objects, mentions in zip(right, first_mentions, strict=True)
     ]
 
 
-def together(of_each: dict[str, Right]) -> Right:
-    """Pictures of the same prompts with several encoders, as if each prompt's were one with the objects of all."""
+def joined(by_encoder: dict[str, Right]) -> Right:
+    """Images of one prompt by several encoders as one image with all their objects: one sample."""
     return [
         {
             (name, place): is_right
-            for name, its in zip(of_each, pictures, strict=True)
-            for place, is_right in its.items()
+            for name, objects in zip(by_encoder, images, strict=True)
+            for place, is_right in objects.items()
         }
-        for pictures in zip(*of_each.values(), strict=True)
+        for images in zip(*by_encoder.values(), strict=True)
     ]
 
 
 def compare(right: Right, default: Right) -> dict[str, float]:
-    """Objects drawn right, in percent, and how many points more than by default, with the ends of a 95% interval."""
-    values, default_values = ([100 * x for its in pictures for x in its.values()] for pictures in (right, default))
-    pictures = [number for number, its in enumerate(right) for _ in its]
-    difference = paired_difference(values, default_values, pictures)
+    """Correct objects in percent, and the difference from the default in points with its 95% interval."""
+    values, default_values = (
+        [100 * is_right for objects in images for is_right in objects.values()] for images in (right, default)
+    )
+    image_numbers = [number for number, objects in enumerate(right) for _ in objects]
+    difference = paired_difference(values, default_values, image_numbers)
     numbers = {"objects": len(values), "right": sum(values) / len(values)}
     numbers |= {name: difference[name] for name in ("difference", "low", "high")}
     return {name: round(value, 2) for name, value in numbers.items()}
 
 
-def compare_all(found: dict[tuple[str, str], dict], told: Sequence[dict[str, int]]) -> list[dict]:
+def compare_all(cells: dict[tuple[str, str], dict], first_mentions: Sequence[dict[str, int]]) -> list[dict]:
     """A row for each change and first encoder, and for each change with all of them."""
     kinds: dict[str, Callable[[dict], Right]] = {
         "all": lambda cell: cell["long"]["right"],
-        "2 to 4": lambda cell: told_in(cell["long"]["right"], told, lambda number: number < LATE),
-        "later": lambda cell: told_in(cell["long"]["right"], told, lambda number: number >= LATE),
+        "2 to 4": lambda cell: mentioned_in(cell["long"]["right"], first_mentions, lambda number: number < LATE),
+        "later": lambda cell: mentioned_in(cell["long"]["right"], first_mentions, lambda number: number >= LATE),
         "short": lambda cell: cell["short"]["right"],
     }
     rows = []
     for change in CHANGES:
         row = {"change": change, "first": _ALL_FIRST}
         for kind, pick in kinds.items():
-            ours, default = ({f: pick(found[c, f]) for f in FIRST} for c in (change, DEFAULT))
-            row[kind] = compare(together(ours), together(default))
+            changed, default = ({first: pick(cells[c, first]) for first in FIRST} for c in (change, DEFAULT))
+            row[kind] = compare(joined(changed), joined(default))
         rows.append(row)
         for first in FIRST:
-            pair = found[change, first], found[DEFAULT, first]
+            pair = cells[change, first], cells[DEFAULT, first]
             rows.append({"change": change, "first": first} | {kind: compare(*map(kinds[kind], pair)) for kind in kinds})
     return rows
 
@@ -272,19 +275,19 @@ def compare_all(found: dict[tuple[str, str], dict], told: Sequence[dict[str, int
 def as_table(rows: list[dict]) -> str:
     """The rows in Markdown."""
     lines = [
-        "| read so | first encoder | objects right, % | told in sentences 2 to 4 | told later | short prompts |",
+        "| change | first encoder | correct objects, % | first mentioned in sentences 2 to 4 | later | short prompts |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        numbers = [_in_words(row[kind], row["change"] == DEFAULT) for kind in ("all", "2 to 4", "later", "short")]
+        numbers = [_as_cell(row[kind], row["change"] == DEFAULT) for kind in ("all", "2 to 4", "later", "short")]
         lines.append("| " + " | ".join([row["change"], row["first"], *numbers]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _in_words(its: dict[str, float], is_default: bool) -> str:
+def _as_cell(numbers: dict[str, float], is_default: bool) -> str:
     if is_default:
-        return f"{its['right']:.1f}"
-    return f"{its['right']:.1f}: {its['difference']:+.1f} ({its['low']:+.1f} to {its['high']:+.1f})"
+        return f"{numbers['right']:.1f}"
+    return "{right:.1f}: {difference:+.1f} ({low:+.1f} to {high:+.1f})".format(**numbers)
 
 
 def main() -> None:
@@ -296,8 +299,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # for tensors as small as these a second thread only waits
     bench = Bench(arguments.output, arguments.prompts, arguments.short_prompts, arguments.seed)
-    found = bench.run()
-    rows = compare_all(found, [its.first_told() for its in bench.long.captions])
+    cells = bench.run()
+    rows = compare_all(cells, [caption.first_told() for caption in bench.long.captions])
     result = {
         "machine": machine(torch.device("cpu")),
         "versions": versions(),
@@ -306,9 +309,9 @@ def main() -> None:
         "rows": rows,
         "positions": {
             f"{change}, {first}": {kind: cell[kind]["positions"] for kind in ("long", "short")}
-            for (change, first), cell in found.items()
+            for (change, first), cell in cells.items()
         },
-        "seconds": round(sum(cell["seconds"] for cell in found.values())),
+        "seconds": round(sum(cell["seconds"] for cell in cells.values())),
     }
     print("\n" + as_table(rows))
     write_json(RESULTS / "policies.json", result)

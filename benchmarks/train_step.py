@@ -20,6 +20,7 @@ import json
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,8 +30,8 @@ from machine import PeakMemory, machine, peak_flops, seconds
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from debias_diffusion.data.dataset import Batch
-from debias_diffusion.methods.dual_caption import Recipe, find_recipe
+from debias_diffusion.methods import Batch, find_method
+from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.training.step import Optimizer, autocast, backward
@@ -60,7 +61,7 @@ def make_batch(backbone: Backbone, size: int, seed: int) -> Batch:
     return Batch(keys, list(map(str, range(size))), images, tokenizer.batch(long_ids + short_ids, n_pre), [])
 
 
-def padded_backward(backbone: Backbone, recipe: Recipe, batch: Batch, rows: torch.Tensor, precision: str) -> None:
+def padded_backward(backbone: Backbone, method: DualCaption, batch: Batch, rows: torch.Tensor, precision: str) -> None:
     """The step as it stands in the paper, without sparing anything."""
     model, size = backbone.model, len(batch)
     with autocast(precision, batch.images.device):
@@ -68,11 +69,11 @@ def padded_backward(backbone: Backbone, recipe: Recipe, batch: Batch, rows: torc
         long_text, short_text = model.encode_text(rows[:size]), model.encode_text(rows[size:])
     image, long_text, short_text = (F.normalize(x.float(), dim=-1) for x in (image, long_text, short_text))
     mean = image.mean(0)
-    basis = torch.linalg.svd((image - mean).detach(), full_matrices=False).Vh[: recipe.components].T
+    basis = torch.linalg.svd((image - mean).detach(), full_matrices=False).Vh[: method.components].T
     rebuilt = mean + (image - mean) @ basis @ basis.T
-    scale, w = model.logit_scale.exp(), recipe.short_weight
-    short = contrastive_loss(rebuilt, short_text, scale, recipe.label_smoothing)
-    long = contrastive_loss(image, long_text, scale, recipe.label_smoothing)
+    scale, w = model.logit_scale.exp(), method.short_weight
+    short = contrastive_loss(rebuilt, short_text, scale, method.label_smoothing)
+    long = contrastive_loss(image, long_text, scale, method.label_smoothing)
     (w * short + (1 - w) * long).backward()
 
 
@@ -117,9 +118,8 @@ def main() -> None:
     backbone = load_backbone(arguments.model)
     backbone.stretch()
     backbone.to(device).train()
-    debias = find_recipe("debias-clip")
-    components = min(debias.components, arguments.batch - 2)
-    recipe = Recipe(debias.sampling, debias.padding, debias.short_weight, components)
+    method = find_method("debias-clip")
+    method = replace(method, components=min(method.components, arguments.batch - 2))
     settings = dict(weight_decay=1e-2, betas=(0.9, 0.999), eps=1e-8)
     optimizer = Optimizer(backbone, **settings)
     backbone.model.visual.requires_grad_(False)
@@ -127,10 +127,10 @@ def main() -> None:
     peer = load_peer(arguments.peer, backbone) if arguments.peer else None
     peer_optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-6, weight_decay=1e-2) if peer else None
 
-    def apply(backward: Callable, its_optimizer: Optimizer) -> None:
-        backbone.model.visual.requires_grad_(its_optimizer is optimizer)
-        backward()
-        its_optimizer.step(1e-6)
+    def apply(compute_gradients: Callable, step_optimizer: Optimizer) -> None:
+        backbone.model.visual.requires_grad_(step_optimizer is optimizer)
+        compute_gradients()
+        step_optimizer.step(1e-6)
 
     def apply_peer(images: torch.Tensor, rows: torch.Tensor) -> None:
         peer_backward(peer, images, rows, precision)
@@ -146,14 +146,14 @@ def main() -> None:
         with torch.no_grad():
             features = backbone.encode_image(batch.images)
             pixels = backbone.normalise(batch.images)
-        cached = Batch(batch.keys, batch.sample_ids, features, batch.tokens, [])
+        cached = replace(batch, images=features, cached_features=True)
         steps = {
             "padded": lambda b=batch, r=rows: apply(
-                lambda: padded_backward(backbone, recipe, b, r, precision), optimizer
+                lambda: padded_backward(backbone, method, b, r, precision), optimizer
             ),
-            "ours": lambda b=batch: apply(lambda: backward(backbone, recipe, b, accelerator, precision), optimizer),
+            "ours": lambda b=batch: apply(lambda: backward(backbone, method, b, accelerator, precision), optimizer),
             "frozen": lambda b=cached: apply(
-                lambda: backward(backbone, recipe, b, accelerator, precision), text_optimizer
+                lambda: backward(backbone, method, b, accelerator, precision), text_optimizer
             ),
             "peer": lambda p=pixels, r=rows: apply_peer(p, r),
         }

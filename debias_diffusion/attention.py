@@ -1,4 +1,4 @@
-"""What a text encoder's output token looks at: the attention from EOT in the last layer (DeBias-CLIP, section E.3)."""
+"""The attention from a text encoder's output token, EOT, in the last layer (DeBias-CLIP, section E.3)."""
 
 import math
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from .tokens import TokenBatch
 
 @dataclass(frozen=True)
 class EotAttention:
-    """The attention from each caption's EOT to the positions of its row, a mean over the heads of the last layer.
+    """The attention from each caption's EOT to the positions of its row, averaged over the heads of the last layer.
 
-    The paper writes equation 1 for one head. Here each head is divided by the root of its own width, as the softmax
-    sees it. The product of the whole query and key, divided by the root of the whole width, is the root of the number
-    of heads times `before_softmax`: another scale and the same curve.
+    The paper writes equation 1 for one head. Here each head's product is divided by the root of the head's width, as in
+    the softmax. The product of the whole query and key, divided by the root of the whole width, is `before_softmax`
+    times the root of the number of heads: the same curve on another scale.
 
     Attributes:
         before_softmax: [batch, slots] m_EOT of equation 2; -inf after EOT.
-        after_softmax: [batch, slots] the weights; a row sums to 1, after EOT they are 0.
-        is_text: [batch, slots] True for SOT, text and EOT: not for pads, before the text or after EOT.
-        ends: [batch] how many slots there are up to EOT, EOT included.
+        after_softmax: [batch, slots] the weights; a row sums to 1, and they are 0 after EOT.
+        is_text: [batch, slots] True for SOT, text and EOT; False for pads.
+        ends: [batch] number of slots up to and including EOT.
     """
 
     before_softmax: Tensor
@@ -40,7 +40,7 @@ def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch) -> EotAtt
 
     Args:
         encoder: a CLIP two-tower, or a transformers CLIP text encoder, in evaluation mode.
-        tokens: of the encoder's own tokenizer and window, on its device.
+        tokens: from the encoder's tokenizer, with its context length, on its device.
 
     Raises:
         UserError: EOT is not the encoder's output token.
@@ -62,7 +62,7 @@ def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch) -> EotAtt
 
 
 def check_reads_eot(encoder: Backbone | TextEncoder) -> None:
-    """Raises UserError for a two-tower whose text feature is not read at EOT under a causal mask."""
+    """Raises UserError for a two-tower that does not read its text feature at EOT under a causal mask."""
     if not isinstance(encoder, Backbone):
         return
     if not encoder.family.causal:
@@ -73,8 +73,8 @@ def check_reads_eot(encoder: Backbone | TextEncoder) -> None:
         )
     if encoder.pooling != "eot":
         raise UserError(
-            f"This text tower is read with {encoder.pooling} pooling: EOT is not its output token, and what EOT "
-            "attends to says little of its features. Give one that is pooled at EOT."
+            f"This text tower has {encoder.pooling} pooling: EOT is not its output token, and the attention from EOT "
+            "says little about its features. Give one that is pooled at EOT."
         )
 
 
@@ -89,7 +89,7 @@ def _backbone_last_layer(backbone: Backbone, rows: Tensor) -> tuple[Tensor, Tens
 
 
 def _transformers_last_layer(encoder: TextEncoder, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, as the encoder itself computes them, adapters included"""
+    """The same from the encoder's own forward pass, adapters included"""
     attention = getattr(encoder, "text_model", encoder).encoder.layers[-1].self_attn
     seen = {}
 
@@ -107,23 +107,24 @@ def _transformers_last_layer(encoder: TextEncoder, rows: Tensor) -> tuple[Tensor
 
 
 class PositionMeans:
-    """The mean attention from EOT to each position over many captions (equation 3).
+    """The mean attention from EOT to each position over many captions (equation 3), in double precision.
 
-    A position's sum is divided by how often it holds text rather than padding; a caption's EOT counts as text, as in
-    the equation. Sums are of double precision.
+    A position's sum is divided by the number of captions with text there, not padding; EOT counts as text, as in the
+    equation.
 
     Args:
-        window: positions of the encoder.
+        context_length: positions of the encoder.
 
     Attributes:
-        counts: [window] how often each position held SOT, text or EOT.
-        captions: how many there were.
+        counts: [context_length] number of captions with SOT, text or EOT at each position.
+        captions: number of captions.
     """
 
-    def __init__(self, window: int):
+    def __init__(self, context_length: int):
         self.captions = 0
-        self.counts = torch.zeros(window, dtype=torch.long)
-        self._sums = {name: torch.zeros(window, dtype=torch.double) for name in ("before_softmax", "after_softmax")}
+        self.counts = torch.zeros(context_length, dtype=torch.long)
+        kinds = ("before_softmax", "after_softmax")
+        self._sums = {kind: torch.zeros(context_length, dtype=torch.double) for kind in kinds}
         self._eot = dict.fromkeys(self._sums, 0.0)
 
     def add(self, attention: EotAttention) -> None:
@@ -140,10 +141,10 @@ class PositionMeans:
         self.captions += len(attention.ends)
 
     def means(self, name: str) -> Tensor:
-        """[positions] "before_softmax" or "after_softmax", SOT first, up to the last position that ever held text."""
-        held = int(self.counts.nonzero().max()) + 1
-        return self._sums[name][:held] / self.counts[:held]
+        """[positions] "before_softmax" or "after_softmax", SOT first, up to the last position with text."""
+        positions = int(self.counts.nonzero().max()) + 1
+        return self._sums[name][:positions] / self.counts[:positions]
 
     def eot(self, name: str) -> float:
-        """The mean attention from EOT to itself, wherever it stood."""
+        """The mean attention from EOT to itself, at any position."""
         return self._eot[name] / self.captions

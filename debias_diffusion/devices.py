@@ -1,4 +1,4 @@
-"""Where a model runs."""
+"""The device that a model runs on."""
 
 import torch
 
@@ -6,10 +6,10 @@ from .errors import UserError
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """The device of that name; without a name the fastest there is: cuda, mps, cpu.
+    """The device of that name; without a name the fastest available: cuda, mps, cpu.
 
     Raises:
-        UserError: there is no such device here.
+        UserError: the device is not available.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"

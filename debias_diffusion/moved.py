@@ -8,7 +8,13 @@ from importlib.util import spec_from_loader
 
 MOVED = {
     "app.contact_sheet": "app.generate.contact_sheet",
-    "app.drawing": "app.generate.drawing",
+    "app.demo.drawing": "app.demo.live_generation",
+    "app.demo.examples": "app.demo.example_prompts",
+    "app.demo.reading": "app.demo.analysis",
+    "app.demo.requests": "app.demo.checks",
+    "app.demo.scenes": "app.demo.toy_scenes",
+    "app.demo.waiting": "app.demo.fair_queue",
+    "app.drawing": "app.generate.rendering",
     "app.hub": "app.export.hub",
     "app.model_card": "app.export.model_card",
     "app.pictures": "app.generate.png_settings",
@@ -39,6 +45,7 @@ MOVED = {
     "interchange.encoders": "interchange.text_encoders",
     "model_files": "models.model_files",
     "objectives": "methods.objectives",
+    "pipelines.windows": "pipelines.chunks",
     "positions": "models.positions",
     "recipes": "methods.dual_caption",
     "text_tower": "models.text_tower",

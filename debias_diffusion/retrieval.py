@@ -1,7 +1,4 @@
-"""Features of many images and captions, and the recall of retrieval between them.
-
-Here rather than in the evaluation because training watches it.
-"""
+"""Features of many images and captions, and retrieval recall between them, for training and evaluation."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +15,11 @@ from .data.records import Record
 from .errors import UserError
 from .models.backbone import Backbone
 
-# Cosine similarities closer than this are a tie. The same text or image, encoded in another batch or multiplied in
-# another block, differs by float32 rounding; without a tolerance that would decide ranks.
+# Closer cosine similarities are a tie. The same text or image, encoded in another batch or multiplied in another block,
+# differs by float32 rounding, which must not decide ranks.
 TIE = 1e-6
 
-READERS = 4  # threads that read images; decoding and resizing let go of Python's lock
+READERS = 4  # threads that read images; decoding and resizing release Python's lock
 
 
 def recall_at_k(
@@ -32,7 +29,7 @@ def recall_at_k(
     block: int = 1024,
     image_of: Sequence[int] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """The share of queries that find a partner of theirs among the k most similar candidates; see `recall_ranks`.
+    """The share of queries with a partner among the k most similar candidates; see `recall_ranks`.
 
     Args:
         ks: ranks to report, each at least 1.
@@ -60,21 +57,21 @@ def recall_ranks(
 ) -> dict[str, Tensor]:
     """The rank, from 1, of each query's partner among its candidates, by cosine similarity.
 
-    Text to image, each caption is a query and its image the one partner. Image to text, each image is a query, and one
-    of its captions among the k is enough: its most similar one counts.
+    Text to image, each caption is a query and its image the only partner. Image to text, each image is a query, and its
+    most similar caption counts.
 
-    Ties cannot flatter: a partner's rank is 1 + the number of strangers at least as similar as it (within 1e-6), so it
-    stands last among equals. Duplicates in the data are such ties too. If all features are the same, recall is 0 for k
-    up to the number of strangers. An image's other captions are no strangers and harm nothing.
+    Ties do not flatter: a partner's rank is 1 + the number of strangers at least as similar (within 1e-6), so it is
+    last among equals. Duplicates in the data are ties, too. If all features are equal, recall is 0 for k up to the
+    number of strangers. An image's other captions are not strangers.
 
     Args:
-        image_features: [N, D], finite; need not be normalised.
+        image_features: [N, D], finite, normalised or not.
         text_features: [M, D]
-        block: images, and captions, compared at once; memory grows with block * block, never with N * M.
-        image_of: the row of each caption's image, [M], each image at least once; None: row i is image i's, N = M.
-        candidates: the rows that each query chooses among, a partner of its own with them: "text_to_image" has M lists
-            of images, "image_to_text" N lists of captions. Only the directions named are ranked, and images without
-            captions may stand among the candidates. None: both directions, each query among all.
+        block: images, and captions, compared at once; memory grows with block * block, not with N * M.
+        image_of: the row of each caption's image, [M], each image at least once; None: caption i is image i's, N = M.
+        candidates: the rows that each query is ranked among, its partner included: M lists of images for
+            "text_to_image", N lists of captions for "image_to_text". Only these directions are ranked, and images need
+            no captions. None: both directions, each query among all.
 
     Returns:
         {"text_to_image": int64 [M], "image_to_text": int64 [N]}
@@ -85,7 +82,7 @@ def recall_ranks(
     """
     owners = _owners(image_features, text_features, image_of, every_image=candidates is None)
     if not all(part.isfinite().all() for features in (image_features, text_features) for part in features.split(block)):
-        raise UserError("Features are NaN or infinite, so there is no nearest one. Check the model's weights.")
+        raise UserError("Features are NaN or infinite, so none is nearest. Check the model's weights.")
     if candidates is None:
         text_ranks, image_ranks = _ranks(image_features, text_features, owners, block)
         return {"text_to_image": text_ranks, "image_to_text": image_ranks}
@@ -101,7 +98,7 @@ def recall_ranks(
 def _ranks_among(
     direction: str, queries: Tensor, gallery: Tensor, owners: Tensor, candidates: Sequence[Sequence[int]], block: int
 ) -> Tensor:
-    """The rank, from 1, of each query's best partner among its own candidates, [queries], last among equals."""
+    """The rank, from 1, of each query's best partner among its candidates, [queries], last among equals."""
     counts = torch.tensor([len(rows) for rows in candidates], device=owners.device)
     rows = torch.tensor([row for rows in candidates for row in rows], dtype=torch.long, device=owners.device)
     if len(counts) != len(queries) or not ((rows >= 0) & (rows < len(gallery))).all():
@@ -152,8 +149,9 @@ def _ranks(images: Tensor, texts: Tensor, owners: Tensor, block: int) -> tuple[T
     Every block of similarities is computed once and serves both directions.
     """
     text_blocks = [slice(start, start + block) for start in range(0, len(texts), block)]
-    own = torch.cat([(_unit(images[owners[part]]) * _unit(texts[part])).sum(dim=1) for part in text_blocks])  # [M]
-    best = own.new_full((len(images),), -torch.inf).scatter_reduce_(0, owners, own, "amax")  # [N]
+    # [M] each caption with its image, and [N] each image with its most similar caption
+    paired = torch.cat([(_unit(images[owners[part]]) * _unit(texts[part])).sum(dim=1) for part in text_blocks])
+    best = paired.new_full((len(images),), -torch.inf).scatter_reduce_(0, owners, paired, "amax")
     text_ranks, image_ranks = torch.ones_like(owners), owners.new_ones(len(images))
     for start in range(0, len(images), block):
         queries = _unit(images[start : start + block])
@@ -161,15 +159,15 @@ def _ranks(images: Tensor, texts: Tensor, owners: Tensor, block: int) -> tuple[T
         for part in text_blocks:
             similarity = queries @ _unit(texts[part]).T  # [B, B]
             row = owners[part] - start
-            mine = ((row >= 0) & (row < len(queries))).nonzero()[:, 0]
-            similarity[row[mine], mine] = -torch.inf  # only strangers are counted
-            text_ranks[part] += (similarity >= own[part] - TIE).sum(dim=0)
+            partners = ((row >= 0) & (row < len(queries))).nonzero()[:, 0]
+            similarity[row[partners], partners] = -torch.inf  # only strangers are counted
+            text_ranks[part] += (similarity >= paired[part] - TIE).sum(dim=0)
             image_ranks[start : start + block] += (similarity >= least).sum(dim=1)
     return text_ranks, image_ranks
 
 
 def _unit(features: Tensor) -> Tensor:
-    """Rows of length 1, in double precision, in which rounding stays far below TIE."""
+    """Rows of length 1, in double precision, whose rounding is far below TIE."""
     return F.normalize(features.double(), dim=1)
 
 
@@ -181,26 +179,28 @@ def encode_images(
     device: torch.device | str,
     progress: bool | str = True,
     read: Callable | None = None,
+    encode: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[int], list[BadRecord]]:
-    """The image features [M, D] on the CPU, the positions of the M records they belong to, and the unreadable rest.
+    """The image features [M, D] on the CPU, the indices of the M readable records, and the bad records.
 
-    While a batch is encoded, threads read the next.
+    Threads read the next batch while one is encoded.
 
     Args:
-        progress: whether to show a bar, or its title.
-        read: what `images` opens to what `backbone.encode_image` takes; None: `backbone.preprocess`.
+        progress: whether to show a progress bar, or its title.
+        read: turns an opened image into the input of `encode`; None: `backbone.preprocess`.
+        encode: a batch of these to features [batch, D]; None: `backbone.encode_image`.
 
     Raises:
         UserError: none of the images can be read.
     """
-    features, good, bad = encode_readable(backbone, records, images, batch_size, device, progress, read)
+    features, good, bad = encode_readable(backbone, records, images, batch_size, device, progress, read, encode)
     if not good:
         raise none_readable(records, images, bad)
     return features, good, bad
 
 
 def none_readable(records: Sequence[Record], images: ImageSource, bad: Sequence[BadRecord]) -> UserError:
-    """What to raise when not one image can be read."""
+    """The error for images none of which can be read."""
     return UserError(
         f"None of the {len(records)} images can be read from {str(images.root)!r}. The first fault: {bad[0].detail}. "
         "If a data file names them, give the folder that its paths start from."
@@ -216,9 +216,10 @@ def encode_readable(
     device: torch.device | str,
     progress: bool | str = True,
     read: Callable | None = None,
+    encode: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[int], list[BadRecord]]:
-    """`encode_images` that gives features [0, 0] where none of the images can be read."""
-    read = read or backbone.preprocess
+    """`encode_images` without the error: features [0, 0] if none of the images can be read."""
+    read, encode = read or backbone.preprocess, encode or backbone.encode_image
 
     def load(record: Record) -> Tensor | BadRecord:
         return read_or_bad(record, lambda image: read(images.open(image)))
@@ -226,7 +227,7 @@ def encode_readable(
     features, good, bad = [], [], []
     starts = range(0, len(records), batch_size)
     with ThreadPoolExecutor(READERS) as readers:
-        ahead = deque()  # two batches at most, or the whole data set would lie in memory
+        ahead = deque()  # at most two batches, which bounds the memory
         for start in tqdm(starts, desc=_title(progress, "images"), disable=not progress):
             while len(ahead) < 2 and (upcoming := start + len(ahead) * batch_size) < len(records):
                 ahead.append([readers.submit(load, record) for record in records[upcoming : upcoming + batch_size]])
@@ -235,7 +236,7 @@ def encode_readable(
             good += [start + place for place, image in enumerate(loaded) if not isinstance(image, BadRecord)]
             bad += [image for image in loaded if isinstance(image, BadRecord)]
             if batch:
-                features.append(backbone.encode_image(torch.stack(batch).to(device)).float().cpu())
+                features.append(encode(torch.stack(batch).to(device)).float().cpu())
     return torch.cat(features) if features else torch.empty(0, 0), good, bad
 
 
@@ -251,10 +252,10 @@ def encode_texts(
     device: torch.device | str,
     progress: bool | str = True,
 ) -> Tensor:
-    """The text features [N, D] of `captions`, on the CPU. What exceeds the model's window is cut.
+    """The text features [N, D] of `captions`, on the CPU. Captions are cut to the model's context length.
 
     Args:
-        progress: whether to show a bar, or its title.
+        progress: whether to show a progress bar, or its title.
     """
     features = []
     starts = range(0, len(captions), batch_size)
@@ -272,7 +273,7 @@ def encode_pairs(
     device: torch.device | str,
     progress: bool = True,
 ) -> tuple[Tensor, Tensor, list[BadRecord]]:
-    """Image features [N, D] and text features [N, D] of the pairs whose image is readable, and the others by name."""
+    """Image features [N, D] and text features [N, D] of the pairs with a readable image, and the bad records."""
     image_features, good, bad = encode_images(backbone, records, images, batch_size, device, progress)
     captions = [records[index].caption for index in good]
     return image_features, encode_texts(backbone, captions, batch_size, device, progress), bad

@@ -1,4 +1,4 @@
-"""Long prompts for a pipeline that is already there, of whatever class."""
+"""Long prompts for an existing pipeline of any class."""
 
 import copy
 import functools
@@ -10,23 +10,23 @@ from .long_prompt import LongPromptMixin, SDLongPromptMixin, SDXLLongPromptMixin
 
 
 def with_long_prompts(pipe: DiffusionPipeline) -> DiffusionPipeline:
-    """The same pipeline, reading prompts of any length.
+    """Lets an existing pipeline read prompts of any length.
 
-    A shallow copy under a subclass of its own class: both share all models, nothing is copied, cast or moved. Works for
-    each class of diffusers that encodes prompts as SDXL or Stable Diffusion 1.5 do, as the refiner, PAG and adapter
-    pipelines; LoRAs, adapters, hooks and offloading that the pipeline has remain as they are.
+    Returns a shallow copy under a subclass of the pipeline's class. Both share all models; nothing is copied, cast or
+    moved. Works for every class of diffusers that encodes prompts as SDXL or Stable Diffusion 1.5 do, such as the
+    refiner, PAG and adapter pipelines. LoRAs, adapters, hooks and offloading of the pipeline stay in place.
 
     Raises:
-        ValueError: the pipeline's `encode_prompt` has other arguments, so it is another kind of model.
+        ValueError: the pipeline's `encode_prompt` has other arguments, so the pipeline is for another kind of model.
     """
     if isinstance(pipe, LongPromptMixin):
         return copy.copy(pipe)
-    takes = _arguments(type(pipe))
-    mixin = next((mixin for mixin in (SDXLLongPromptMixin, SDLongPromptMixin) if _arguments(mixin) == takes), None)
+    names = _arguments(type(pipe))
+    mixin = next((mixin for mixin in (SDXLLongPromptMixin, SDLongPromptMixin) if _arguments(mixin) == names), None)
     if mixin is None:
         raise ValueError(
             f"{type(pipe).__name__} does not encode prompts as SDXL or Stable Diffusion 1.5 do: its `encode_prompt` "
-            + (f"takes {', '.join(takes)}." if takes else "is missing.")
+            + (f"takes {', '.join(names)}." if names else "is missing.")
         )
     copied = copy.copy(pipe)
     copied.__class__ = _long_prompt_class(mixin, type(pipe))
@@ -40,5 +40,5 @@ def _arguments(cls: type) -> list[str]:
 
 @functools.cache
 def _long_prompt_class(mixin: type, cls: type) -> type:
-    # Under the name of its parent, by which diffusers' AutoPipelines find what belongs to it.
+    # Named as the parent: diffusers' AutoPipelines look up related classes by name.
     return type(cls.__name__, (mixin, cls), {"__doc__": f"`{cls.__name__}`, with prompts of any length."})

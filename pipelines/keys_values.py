@@ -1,4 +1,4 @@
-"""Keys and values of the prompt, computed once a picture instead of once a denoising step."""
+"""Keys and values of the prompt, computed once per image instead of once per denoising step."""
 
 import weakref
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 
 _STOCK = (AttnProcessor, AttnProcessor2_0)
-# A part of a processor's class name, and what takes it off the pipeline.
+# Part of a processor's class name, and the call that removes it from the pipeline.
 _WAYS_OUT = {
     "IPAdapter": "pipe.unload_ip_adapter()",
     "Fused": "pipe.unfuse_qkv_projections()",
@@ -20,28 +20,28 @@ _WAYS_OUT = {
 
 @contextmanager
 def keep_keys_values(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Within it, a pipeline computes the prompt's keys and values once a picture. Pictures stay the same, bit for bit.
+    """Within the context, the pipeline computes the prompt's keys and values once per image, with the same images.
 
         with keep_keys_values(pipe):
             pipe(prompt)
 
-    Every cross-attention layer of the UNet, and of a ControlNet, makes keys and values of the same embeddings in every
-    denoising step. Here they are kept for as long as it gets the same tensor, unchanged, through the same weights and
-    LoRA scales: another prompt, embeddings that a callback replaces or changes in place, and a LoRA that is switched in
-    the middle are seen. A layer keeps those of one tensor, and they are freed with it: for SDXL in half precision,
-    with guidance, 165 MB a picture at 248 positions while it is drawn. A weight changed through `.data` is not seen.
+    In every denoising step, each cross-attention layer of the UNet, and of a ControlNet, computes keys and values from
+    the same embeddings. Here a layer reuses them as long as it gets the same unchanged tensor, weights and LoRA scales.
+    Another prompt, embeddings that a callback replaces or changes in place, and a LoRA switched between steps are
+    detected; a weight changed through `.data` is not. Images are the same, bit for bit. A layer keeps keys and values
+    of one tensor, freed with it: for SDXL in half precision, with guidance, 165 MB per image at 248 positions.
 
-    Where gradients are on, nothing is kept. Inside another `keep_keys_values` it does nothing more. In ControlNet's
-    guess mode the ControlNet gets a new tensor in every step and saves nothing.
+    Nothing is kept where gradients are enabled. Nested contexts act as one. In ControlNet's guess mode the ControlNet
+    gets a new tensor in every step, so it saves nothing.
 
     Args:
-        pipe: any pipeline of diffusers with a `UNet2DConditionModel`, as stock as here. Its attention processors are
-            put back at the end, however that comes.
+        pipe: any diffusers pipeline with a `UNet2DConditionModel`. Its attention processors are restored on exit, also
+            after an error.
 
     Raises:
-        ValueError: no such UNet; it or a ControlNet is compiled, or has attention processors that are not diffusers'
-            own (IP-Adapter, fused projections, slicing, xFormers, ...), or fetches each layer's weights ahead of it. In
-            the pipeline's call: embeddings or weights made under `torch.inference_mode()`.
+        ValueError: there is no such UNet; it or a ControlNet is compiled, has other attention processors than the
+            default ones (IP-Adapter, fused projections, slicing, xFormers, ...), or prefetches each layer's weights. In
+            the pipeline's call: embeddings or weights were created under `torch.inference_mode()`.
     """
     keepers = [(layer, _KeepingProcessor(layer.processor)) for layer in _layers(pipe)]
     try:
@@ -51,12 +51,12 @@ def keep_keys_values(pipe: DiffusionPipeline) -> Iterator[None]:
     finally:
         for layer, keeper in keepers:
             keeper.forget()
-            if layer.processor is keeper:  # else the user has set another one meanwhile
+            if layer.processor is keeper:  # else the user has set another one
                 layer.set_processor(keeper.processor)
 
 
 def _layers(pipe: DiffusionPipeline) -> list[Attention]:
-    """The cross-attention layers that do not keep keys and values yet, all of which can."""
+    """The cross-attention layers that do not keep keys and values yet, checked to support it."""
     models = {name: getattr(pipe, name, None) for name in ("unet", "controlnet")}
     for name, model in models.items():
         if model is not None and _is_compiled(model):
@@ -66,7 +66,7 @@ def _layers(pipe: DiffusionPipeline) -> list[Attention]:
             )
     if not isinstance(models["unet"], UNet2DConditionModel):
         raise ValueError(
-            f"keep_keys_values: {type(pipe).__name__} has no UNet2DConditionModel, whose cross-attention this is for. "
+            f"keep_keys_values: {type(pipe).__name__} has no UNet2DConditionModel, whose cross-attention it changes. "
             "Call the pipeline without it."
         )
     layers = [
@@ -82,7 +82,7 @@ def _layers(pipe: DiffusionPipeline) -> list[Attention]:
 
 
 def _is_compiled(model: torch.nn.Module) -> bool:
-    """Whether it or a part of it is, by torch.compile(module) or module.compile()."""
+    """Whether the model or a part of it is compiled, by torch.compile(module) or module.compile()."""
     return any(
         path.endswith("_orig_mod") or module._compiled_call_impl is not None for path, module in model.named_modules()
     )
@@ -95,14 +95,14 @@ def _check(path: str, layer: Attention) -> None:
         way_out = next((way for part, way in _WAYS_OUT.items() if part in processor.__name__), default)
         raise ValueError(
             f"keep_keys_values: the attention processor of {path} is {processor.__name__}, and only diffusers' "
-            f"{' and '.join(stock.__name__ for stock in _STOCK)} are known to make keys and values of nothing but the "
-            f"prompt with to_k and to_v. Call {way_out} before, or the pipeline without keep_keys_values."
+            f"{' and '.join(stock.__name__ for stock in _STOCK)} are known to compute keys and values from the prompt "
+            f"alone, with to_k and to_v. Call {way_out} before, or the pipeline without keep_keys_values."
         )
     registry = getattr(layer.to_k, "_diffusers_hook", None)
     offloading = registry and registry.get_hook("group_offloading")
     if offloading and offloading.config.stream is not None:
         raise ValueError(
-            f"keep_keys_values: the weights of {path}.to_k are fetched while the layer before it runs, which expects "
+            f"keep_keys_values: the weights of {path}.to_k are fetched while the layer before it runs, which needs "
             'every layer in every step. Offload with use_stream=False, or with offload_type="block_level".'
         )
 
@@ -117,7 +117,7 @@ class _KeepingProcessor:
     def forget(self, _: object = None) -> None:
         self._layer: _RememberingLayer | None = None
 
-    # diffusers looks here for the names of the arguments that it may pass on
+    # diffusers reads from this signature which arguments it may pass
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None) -> torch.Tensor:
         layer = attn
         if encoder_hidden_states is not None and not torch.is_grad_enabled():
@@ -133,11 +133,11 @@ class _KeepingProcessor:
 
 
 class _RememberingLayer:
-    """An attention layer as a processor sees it, for one tensor of embeddings: its keys and values are made once.
+    """An attention layer whose keys and values are computed once, for one tensor of embeddings.
 
     Attributes:
-        embeds: the embeddings; does not keep them alive, so that nobody else's tensor can get their identity.
-        state: of the embeddings, `to_k` and `to_v`.
+        embeds: weak reference to the embeddings: while it lives, no other tensor can have the same identity.
+        state: versions of the embeddings, `to_k` and `to_v`.
     """
 
     def __init__(self, attn: Attention, embeds: weakref.ref, state: tuple):
@@ -159,7 +159,7 @@ class _RememberingLayer:
 
 
 def _state(projection: torch.nn.Module) -> tuple:
-    """What, beside its input, a projection's result depends on: differs whenever that may have changed."""
+    """Everything but the input that a projection's result depends on; differs whenever that may have changed."""
     versions = tuple(_version(weight) for weight in projection.parameters())
     if not hasattr(type(projection), "active_adapters"):  # only PEFT's layers have them
         return projection, versions
@@ -169,10 +169,10 @@ def _state(projection: torch.nn.Module) -> tuple:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Counts the changes in place."""
+    """Counts in-place changes."""
     if tensor.is_inference():
         raise ValueError(
-            "keep_keys_values: PyTorch does not count the changes to tensors that were made under "
-            "torch.inference_mode(), so it could not be seen that keys and values are stale. Use torch.no_grad()."
+            "keep_keys_values: PyTorch does not count changes to tensors created under "
+            "torch.inference_mode(), so stale keys and values would go unnoticed. Use torch.no_grad()."
         )
     return tensor._version

@@ -59,6 +59,11 @@ class Checkpoint:
     file: Path | None = None
 
     @property
+    def weights(self) -> str:
+        """The file, folder or hub id of the weights."""
+        return str(self.file or self.name)
+
+    @property
     def is_local(self) -> bool:
         """Whether the configurations are on this machine."""
         return Path(self.folder).is_dir()
@@ -83,7 +88,7 @@ def find_checkpoint(base: str | os.PathLike) -> Checkpoint:
                 f"The SDXL checkpoint {name!r} is a file that is not read. Give a folder in diffusers' layout, or a "
                 "single-file checkpoint in .safetensors."
             )
-        return Checkpoint(name, shipped(name))
+        return Checkpoint(name, _local_or_hub(shipped(name), name))
     if not file.is_file():
         raise UserError(
             f"The SDXL checkpoint {name!r} is not there: {str(file)!r} is no file. Give an SDXL folder in diffusers' "
@@ -91,7 +96,7 @@ def find_checkpoint(base: str | os.PathLike) -> Checkpoint:
         )
     with explain_failure(f"The SDXL checkpoint {name!r} cannot be read", "Give a whole .safetensors file."):
         folder = folder or _inferred_hub_id(file)
-    folder = shipped(folder)
+    folder = _local_or_hub(shipped(folder), name)
     if not Path(folder).is_dir():
         hub_id = folder
         try:
@@ -103,6 +108,17 @@ def find_checkpoint(base: str | os.PathLike) -> Checkpoint:
                 f"them, without weights if you like: {'FOLDER:' + str(file)!r}."
             ) from error
     return Checkpoint(name, folder, file)
+
+
+def _local_or_hub(folder: str, name: str) -> str:
+    """A folder or hub id as it is. Raises UserError for a missing path, so that the hub is not asked for it."""
+    if not Path(folder).is_dir() and not may_be_hub_id(folder):
+        missing = "" if folder == name else f" {folder!r} is no folder."
+        raise UserError(
+            f"The SDXL checkpoint {name!r} is not there.{missing} Give an SDXL folder in diffusers' layout, a hub id, "
+            "or a .safetensors file."
+        )
+    return folder
 
 
 def _split(base: str) -> tuple[str, Path | None]:
@@ -229,28 +245,36 @@ def _load(
         pipe = PIPELINES[kind].from_pretrained(checkpoint.folder, **parts)
     else:
         pipe = _from_single_file(PIPELINES[kind], checkpoint, parts)
-    models = {name: model for name, model in pipe.components.items() if isinstance(model, nn.Module)}
-    _check_complete(checkpoint, models)
     if part != "denoiser" and encoder_2 == STRETCH:
         text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
         pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
-        models["text_encoder_2"] = text_encoder_2
     pipe = pipe.to(device)
-    for name, model in models.items():  # in the dtype that it runs in, to which weights are cast
+    models = {name: model for name, model in pipe.components.items() if isinstance(model, nn.Module)}
+    for name, model in models.items():
+        if name in _DENOISER and checkpoint.file is None:
+            _check_all_used(Path(checkpoint.folder) / name / "diffusion_pytorch_model.safetensors", model)
         source = {"text_encoder": encoder, "text_encoder_2": encoder_2}.get(name) or f"{checkpoint.name}/{name}"
-        check_finite(model.state_dict().items(), repr(os.fspath(source)))
+        check_finite(model.state_dict().items(), repr(os.fspath(source)))  # in the dtype that it runs in
     return pipe
 
 
 def _from_single_file(cls: type[DiffusionPipeline], checkpoint: Checkpoint, parts: dict) -> DiffusionPipeline:
+    missing = None
     try:
         with quiet_diffusers():  # it warns of every model that it casts
-            return cls.from_single_file(str(checkpoint.file), config=checkpoint.folder, local_files_only=True, **parts)
-    except NotImplementedError as error:  # of a model that has no weights yet where the file has none
+            pipe = cls.from_single_file(str(checkpoint.file), config=checkpoint.folder, local_files_only=True, **parts)
+    except NotImplementedError as error:  # casting weights that the file does not have
+        missing = reason(error)
+    else:
+        models = ((name, model) for name, model in pipe.components.items() if isinstance(model, nn.Module))
+        weights = ((f"{name}.{key}", weight) for name, model in models for key, weight in model.state_dict().items())
+        missing = next((name for name, weight in weights if weight.is_meta), None)
+    if missing:
         raise UserError(
-            f"The SDXL checkpoint {checkpoint.name!r} lacks weights of its configuration's models ({reason(error)}). Give "
-            "a whole checkpoint, and its own configuration."
-        ) from error
+            f"The SDXL checkpoint {checkpoint.name!r} lacks weights of its configuration's models ({missing}). Give a "
+            "whole checkpoint, and the configuration that belongs to it."
+        )
+    return pipe
 
 
 @contextmanager
@@ -264,24 +288,13 @@ def quiet_diffusers() -> Iterator[None]:
         diffusers_logging.set_verbosity(before)
 
 
-def _check_complete(checkpoint: Checkpoint, models: dict[str, nn.Module]) -> None:
-    """Raises UserError where diffusers has left weights out, or filled missing ones with random numbers."""
-    for name, model in models.items():
-        state = model.state_dict()
-        missing = [weight for weight, tensor in state.items() if tensor.is_meta]
-        if missing:
-            raise UserError(
-                f"The SDXL checkpoint {checkpoint.name!r} lacks {len(missing)} weights of its {name}, such as "
-                f"{missing[0]}. Give a whole checkpoint that fits its configuration."
-            )
-        file = Path(checkpoint.folder) / name / "diffusion_pytorch_model.safetensors"
-        if name in _DENOISER and checkpoint.file is None and file.is_file():
-            with safe_open(file, framework="pt") as opened:
-                count = len(list(opened.keys()))
-            if count != len(state):
-                raise UserError(
-                    f"{str(file)!r} holds {count} weights, but its config.json is of a model with {len(state)}."
-                )
+def _check_all_used(file: Path, model: nn.Module) -> None:
+    """Raises UserError where diffusers has left out weights, or made some up, because the configuration is another."""
+    if file.is_file():
+        with safe_open(file, framework="pt") as opened:
+            count = len(list(opened.keys()))
+        if count != (expected := len(model.state_dict())):
+            raise UserError(f"{str(file)!r} holds {count} weights, but its config.json is of a model with {expected}.")
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -301,8 +314,6 @@ def check_base(base: str | os.PathLike, kinds: tuple[str, ...] = (SDXL,)) -> str
 
 def _check_kind(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> str:
     named, folder = f"The SDXL checkpoint {checkpoint.name!r}", Path(checkpoint.folder)
-    if not checkpoint.is_local and not may_be_hub_id(checkpoint.folder):
-        raise UserError(f"{named} is not there. Give an SDXL folder in diffusers' layout, a hub id, or a .safetensors.")
     why = "it has no readable model_index.json" if checkpoint.is_local else "no hub model of this name can be reached"
     if checkpoint.is_local:
         if not (folder / "model_index.json").is_file():
@@ -353,7 +364,8 @@ def vae_channels(checkpoint: Checkpoint) -> list[int]:
 
 def _config(checkpoint: Checkpoint, cls: type, subfolder: str) -> dict:
     problem = f"The SDXL checkpoint {checkpoint.name!r} has no readable {subfolder}/config.json"
-    if checkpoint.is_local and not (Path(checkpoint.folder) / subfolder / "config.json").is_file():
+    has_config = (Path(checkpoint.folder) / subfolder / "config.json").is_file()
+    if not has_config and (checkpoint.is_local or not may_be_hub_id(checkpoint.folder)):
         raise UserError(f"{problem}. Give a whole SDXL folder.")
     with explain_failure(problem, "Give a whole SDXL folder."):
         config = cls.load_config(checkpoint.folder, subfolder=subfolder)

@@ -18,8 +18,8 @@ from diffusers.loaders import (
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .chunks import Cut, Tokens, join_chunks, positions_for, rate_cuts, split_chunks, weigh
 from .weighting import parse_weights
-from .windows import Cut, Tokens, join_windows, positions_for, rate_cuts, split_windows, weigh
 
 try:
     from diffusers.utils.torch_utils import get_module_execution_device
@@ -36,12 +36,12 @@ class LongPromptOptions(NamedTuple):
 
 
 class PromptLayout(NamedTuple):
-    """How a prompt is read.
+    """How a prompt is encoded.
 
     Attributes:
-        tokens: the prompt's tokens without BOS and EOS; of its longest text in its most talkative tokenizer.
-        positions: the length of its embeddings.
-        windows: for each text encoder, how many windows the longest text of the prompt takes.
+        tokens: tokens of the longest text without BOS and EOS, the most of any tokenizer.
+        positions: length of the embeddings.
+        windows: for each text encoder, the number of chunks that the longest text takes.
     """
 
     tokens: int
@@ -50,18 +50,19 @@ class PromptLayout(NamedTuple):
 
 
 class LongPromptMixin:
-    """What the pipelines of both families share: from texts to the states of each text encoder."""
+    """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder."""
 
     _long_prompt = LongPromptOptions()
 
     def set_long_prompt(self, *, negative_clip_skip: bool = False, strict: bool = False, weighting: bool = False):
-        """Sets how long prompts are read; what is not named returns to its default.
+        """Sets how long prompts are read; every option that is not passed returns to its default.
 
         Args:
-            negative_clip_skip: the negative prompt follows `clip_skip` too. In diffusers it never does.
-            strict: a prompt for which an encoder needs a second window raises a ValueError.
-            weighting: `(word:1.3)`, `word++`, `[word]` and BREAK mean what they do in A1111's interface and compel, see
-                `parse_weights`; the weights move a token's states away from those of the empty prompt, as in ComfyUI.
+            negative_clip_skip: apply `clip_skip` to the negative prompt too. diffusers never does.
+            strict: raise a ValueError for a prompt that an encoder would read in more than one chunk.
+            weighting: read `(word:1.3)`, `word++`, `[word]` and BREAK as A1111's interface and compel do, see
+                `parse_weights`; a weight moves a token's hidden states away from those of the empty prompt, as in
+                ComfyUI.
 
         Returns:
             the pipeline itself
@@ -71,7 +72,7 @@ class LongPromptMixin:
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs):
-        """As in diffusers; what `set_long_prompt` set of the other pipeline holds here too."""
+        """As in diffusers; the options of `set_long_prompt` are taken over from the other pipeline."""
         pipe = super().from_pipe(pipeline, **kwargs)
         pipe._long_prompt = getattr(pipeline, "_long_prompt", LongPromptOptions())
         return pipe
@@ -82,7 +83,7 @@ class LongPromptMixin:
         super().__setattr__(name, value)
 
     def to_json_string(self) -> str:
-        """The pipeline's configuration under the name of diffusers' class, so that a saved folder loads with both."""
+        """The configuration, with the name of diffusers' class, so that both classes load a saved folder."""
         config = json.loads(super().to_json_string())
         config["_class_name"] = next(
             cls.__name__
@@ -98,20 +99,20 @@ class LongPromptMixin:
     def _states(
         self, encoder: PreTrainedModel, ids: torch.Tensor, clip_skip: int | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """States [rows, window, width] as the UNet knows them, and pooled embeddings [rows, width], if it reads any."""
+        """Hidden states [rows, positions, width] for the UNet, and pooled embeddings [rows, width] or None."""
         raise NotImplementedError
 
     def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
-        windows = tuple(
-            max(len(split_windows(text, _window(encoder, positions) - 2)) for text in batch)
+        chunks = tuple(
+            max(len(split_chunks(text, _context_length(encoder, positions) - 2)) for text in batch)
             for (_, encoder), batch in zip(self._text_encoders(), texts, strict=False)
         )
-        return PromptLayout(_longest(texts), positions, windows)
+        return PromptLayout(_longest(texts), positions, chunks)
 
     def _tokenize(self, *texts: str | list[str] | None, batch_size: int | None = None) -> list[list[Tokens]]:
-        """[encoders][batch] tokens of each encoder's text, which is the first one if it has none of its own.
+        """[encoders][batch] tokens. An encoder without a text of its own reads the first one.
 
-        A single text stands for the whole batch.
+        A single text is used for the whole batch.
         """
         first = texts[0]
         if batch_size is None:
@@ -119,19 +120,19 @@ class LongPromptMixin:
         if not batch_size:
             raise ValueError("the batch of prompts is empty: give a prompt, or a list of at least one")
         tokens = []
-        for (tokenizer, _), own in zip(self._text_encoders(), texts, strict=False):
-            own = own or first
-            own = [own] * batch_size if isinstance(own, str) else list(own)
-            if len(own) != batch_size:
-                raise ValueError(f"prompts must have one batch size, got {batch_size} and {len(own)}: {own}")
-            tokens.append(self._tokens(own, tokenizer))
+        for (tokenizer, _), prompts in zip(self._text_encoders(), texts, strict=False):
+            prompts = prompts or first
+            prompts = [prompts] * batch_size if isinstance(prompts, str) else list(prompts)
+            if len(prompts) != batch_size:
+                raise ValueError(f"prompts must have one batch size, got {batch_size} and {len(prompts)}: {prompts}")
+            tokens.append(self._tokens(prompts, tokenizer))
         return tokens
 
     def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
         added = tokenizer.added_tokens_encoder
         # Only inversions of several vectors need converting.
         converts = isinstance(self, TextualInversionLoaderMixin) and any(name.endswith("_1") for name in added)
-        # verbose=False: the warning that a text exceeds the model's window does not hold here
+        # verbose=False: transformers' warning about texts beyond the context length does not apply
         quiet = SimpleNamespace(tokenize=partial(tokenizer.tokenize, verbose=False), added_tokens_encoder=added)
         tokens = []
         for text in texts:
@@ -151,21 +152,21 @@ class LongPromptMixin:
             return fixed
         n_tokens = _longest(texts)
         if fixed is None:
-            return positions_for(n_tokens, [_window(encoder) for _, encoder in self._text_encoders()])
+            return positions_for(n_tokens, [_context_length(encoder) for _, encoder in self._text_encoders()])
         if n_tokens + 2 > fixed:
             raise ValueError(
-                f"a text of {n_tokens} tokens, BOS and EOS do not fit the {fixed} positions of the embeddings that were"
-                " passed in: encode prompt and negative prompt together, so that they share a length."
+                f"a text of {n_tokens} tokens, BOS and EOS do not fit the {fixed} positions of the given embeddings:"
+                " encode prompt and negative prompt together, so that they share a length."
             )
         return fixed
 
     def _check_strict(self, texts: list[list[Tokens]], positions: int) -> None:
         if self._long_prompt.strict and max((layout := self._layout(texts, positions)).windows) > 1:
-            windows = [_window(encoder) for _, encoder in self._text_encoders()]
+            lengths = [_context_length(encoder) for _, encoder in self._text_encoders()]
             raise ValueError(
-                f"a text of {layout.tokens} tokens needs {' and '.join(map(str, layout.windows))} windows of the text"
-                f" encoders, which have {' and '.join(map(str, windows))} positions, and `strict` allows one: shorten"
-                " it, take an encoder with more positions, or call set_long_prompt(strict=False)."
+                f"a text of {layout.tokens} tokens takes {' and '.join(map(str, layout.windows))} chunks of the text"
+                f" encoders, which have {' and '.join(map(str, lengths))} positions, and `strict` allows one: shorten"
+                " it, use an encoder with more positions, or call set_long_prompt(strict=False)."
             )
 
     def _encode(
@@ -188,34 +189,33 @@ class LongPromptMixin:
         clip_skip: int | None,
         device: torch.device,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One encoder's states [batch, length, width] and, of each text's first window, its pooled embeddings."""
-        window = _window(encoder, length)
-        split = [split_windows(text, window - 2) for text in texts]  # [batch][windows] which tokens
-        rows = [[text.ids[at] for at in piece] for text, pieces in zip(texts, split, strict=True) for piece in pieces]
-        counts = [len(pieces) for pieces in split]
-        weights = [
-            [text.weights[at] for at in piece] for text, pieces in zip(texts, split, strict=True) for piece in pieces
-        ]
+        """One encoder's hidden states [batch, length, width] and the pooled embeddings of each text's first chunk."""
+        context = _context_length(encoder, length)
+        split = [split_chunks(text, context - 2) for text in texts]  # [batch][chunks] token indices
+        chunks = [(text, chunk) for text, parts in zip(texts, split, strict=True) for chunk in parts]
+        rows = [[text.ids[at] for at in chunk] for text, chunk in chunks]
+        weights = [[text.weights[at] for at in chunk] for text, chunk in chunks]
         weighted = any(weight != 1 for row in weights for weight in row)
-        # One empty window lends its pads to all texts whose last window has too few of its own.
-        lacking = any(window + sum(map(len, pieces[:-1])) < length for pieces in split)
-        ids = _window_ids(rows + [[]] * (lacking or weighted), window, tokenizer)
+        # The pads of one empty chunk serve all texts whose last chunk has too few.
+        lacking = any(context + sum(map(len, parts[:-1])) < length for parts in split)
+        ids = _chunk_ids(rows + [[]] * (lacking or weighted), context, tokenizer)
         inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
         states, pooled = self._states(encoder, ids.to(inputs), clip_skip)
         states, empty = states[: len(rows)].to(device), states[-1].to(device) if lacking or weighted else None
         if weighted:
-            padded = [[1.0, *row] + [1.0] * (window - 1 - len(row)) for row in weights]
+            padded = [[1.0, *row] + [1.0] * (context - 1 - len(row)) for row in weights]
             states = weigh(states, torch.tensor(padded), empty)
+        counts = [len(parts) for parts in split]
         joined = [
-            join_windows(own, [len(piece) for piece in pieces], empty, length)
-            for own, pieces in zip(states.split(counts), split, strict=True)
+            join_chunks(text_states, [len(chunk) for chunk in parts], empty, length)
+            for text_states, parts in zip(states.split(counts), split, strict=True)
         ]
-        first_windows = list(itertools.accumulate([0, *counts[:-1]]))
-        return torch.stack(joined), None if pooled is None else pooled[first_windows]
+        first_chunks = list(itertools.accumulate([0, *counts[:-1]]))
+        return torch.stack(joined), None if pooled is None else pooled[first_chunks]
 
     @contextmanager
     def _scaled_lora(self, scale: float | None) -> Iterator[None]:
-        """Scales the text encoders' LoRA layers, and gives them back exactly the scales they had."""
+        """Scales the text encoders' LoRA layers within the context, and restores their scales exactly."""
         if scale is None or not isinstance(self, StableDiffusionXLLoraLoaderMixin | StableDiffusionLoraLoaderMixin):
             yield
             return
@@ -242,11 +242,11 @@ class LongPromptMixin:
 class SDXLLongPromptMixin(LongPromptMixin):
     """Lets any SDXL pipeline of diffusers read prompts of any length. Put it first: `class X(Mixin, Pipeline)`.
 
-    A prompt that fits the shorter window (77 tokens with BOS and EOS, for SDXL's own encoders) is encoded as diffusers
-    encodes it, bit for bit. A longer one is encoded at the shortest of 152, 227 and 248 positions that holds it
-    (without a 248-position encoder: 152, 227, 302, ...), then at whole windows more, see `positions_for`. Prompt,
-    negative prompt and batch-mates share the longest length that one of them needs. An encoder whose window is shorter
-    than that reads the text in several windows (`split_windows`, `join_windows`). Nothing is ever truncated.
+    A prompt that fits the shorter context length (77 tokens with BOS and EOS, for SDXL's encoders) is encoded as in
+    diffusers, bit for bit. A longer one is encoded at the shortest of 152, 227 and 248 positions that holds it (without
+    a 248-token encoder: 152, 227, 302, ...), beyond that at whole chunks more, see `positions_for`. Prompt, negative
+    prompt and the other prompts of a batch share the longest length that any of them needs. An encoder of a shorter
+    context length reads the text in several chunks (`split_chunks`, `join_chunks`). Nothing is ever truncated.
     """
 
     def encode_prompt(
@@ -265,33 +265,33 @@ class SDXLLongPromptMixin(LongPromptMixin):
         lora_scale: float | None = None,
         clip_skip: int | None = None,
     ):
-        """Prompts as the UNet reads them. Arguments and results are those of diffusers' method of this name.
+        """Encodes prompts for the UNet. Arguments and results are those of diffusers' method.
 
         Args:
-            prompt: what to draw, one text or a batch; None if `prompt_embeds` is given.
-            prompt_2: for the second text encoder, if it is to read something else. Where `text_encoder` is None, the
-                only encoder reads `prompt`, as in diffusers.
-            device: where the results go; the pipeline's device if None.
-            num_images_per_prompt: each row is repeated this often.
-            do_classifier_free_guidance: if False, the negative prompt is not used and not counted.
-            negative_prompt: what not to draw. None means zeros if the pipeline has `force_zeros_for_empty_prompt`, and
-                those do not count; otherwise it means "".
-            negative_prompt_2: for the second text encoder, if it is to read something else.
-            prompt_embeds: [batch, positions, width] made earlier, instead of `prompt`. Fixes the length.
+            prompt: one text or a batch; None if `prompt_embeds` is given.
+            prompt_2: prompt of the second text encoder, if it differs. If `text_encoder` is None, the only encoder
+                reads `prompt`, as in diffusers.
+            device: device of the results; the pipeline's if None.
+            num_images_per_prompt: repeats of each row.
+            do_classifier_free_guidance: if False, the negative prompt is not used and does not count for the length.
+            negative_prompt: None means zeros if the pipeline has `force_zeros_for_empty_prompt`, which do not count for
+                the length; otherwise it means "".
+            negative_prompt_2: negative prompt of the second text encoder, if it differs.
+            prompt_embeds: [batch, positions, width] computed earlier, instead of `prompt`. Fixes the length.
             negative_prompt_embeds: likewise for the negative prompt.
-            pooled_prompt_embeds: [batch, pooled width] made earlier.
+            pooled_prompt_embeds: [batch, pooled width] computed earlier.
             negative_pooled_prompt_embeds: likewise for the negative prompt.
             lora_scale: LoRA layers of the text encoders are scaled by this during the call.
-            clip_skip: how many layers before the penultimate one to stop.
+            clip_skip: number of layers to stop before the penultimate one.
 
         Returns:
             prompt_embeds [batch * num_images_per_prompt, positions, width], negative_prompt_embeds of that shape,
             pooled_prompt_embeds [batch * num_images_per_prompt, pooled width], negative_pooled_prompt_embeds of that
-            shape. Pooled embeddings are those of the first window. Without guidance the negatives are what was passed.
+            shape. Pooled embeddings are of the first chunk. Without guidance the negatives are returned as passed.
 
         Raises:
             ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in; under
-                `strict`, a text that needs a second window.
+                `strict`, a text of more than one chunk.
         """
         device = device or self._execution_device
         guided = do_classifier_free_guidance
@@ -333,7 +333,7 @@ class SDXLLongPromptMixin(LongPromptMixin):
         negative_prompt_2: str | list[str] | None = None,
         do_classifier_free_guidance: bool = True,
     ) -> PromptLayout:
-        """How `encode_prompt` reads these prompts, without running the text encoders."""
+        """How `encode_prompt` would encode these prompts, without running the text encoders."""
         prompts = self._tokenize(prompt, prompt_2)
         negatives = None
         if do_classifier_free_guidance:
@@ -353,7 +353,7 @@ class SDXLLongPromptMixin(LongPromptMixin):
     def _tokenize_negative(
         self, negative: str | list[str] | None, negative_2: str | list[str] | None, batch_size: int
     ) -> list[list[Tokens]] | None:
-        """Like `_tokenize`; None if the negative prompt is to be zeros."""
+        """Like `_tokenize`; None if the negative prompt is encoded as zeros."""
         if negative is None and self.config.force_zeros_for_empty_prompt:
             return None
         return self._tokenize(negative or "", negative_2, batch_size=batch_size)
@@ -382,26 +382,26 @@ class SDLongPromptMixin(LongPromptMixin):
         lora_scale: float | None = None,
         clip_skip: int | None = None,
     ):
-        """Prompts as the UNet reads them. Arguments and results are those of diffusers' method of this name.
+        """Encodes prompts for the UNet. Arguments and results are those of diffusers' method.
 
         Args:
-            prompt: what to draw, one text or a batch; None if `prompt_embeds` is given.
-            device: where the results go; the pipeline's device if None.
-            num_images_per_prompt: each row is repeated this often.
-            do_classifier_free_guidance: if False, the negative prompt is not used and not counted.
-            negative_prompt: what not to draw; "" if None.
-            prompt_embeds: [batch, positions, width] made earlier, instead of `prompt`. Fixes the length.
+            prompt: one text or a batch; None if `prompt_embeds` is given.
+            device: device of the results; the pipeline's if None.
+            num_images_per_prompt: repeats of each row.
+            do_classifier_free_guidance: if False, the negative prompt is not used and does not count for the length.
+            negative_prompt: "" if None.
+            prompt_embeds: [batch, positions, width] computed earlier, instead of `prompt`. Fixes the length.
             negative_prompt_embeds: likewise for the negative prompt.
             lora_scale: LoRA layers of the text encoder are scaled by this during the call.
-            clip_skip: how many layers before the last one to stop; the final norm is applied all the same.
+            clip_skip: number of layers to stop before the last one; the final norm is still applied.
 
         Returns:
             prompt_embeds [batch * num_images_per_prompt, positions, width] and negative_prompt_embeds of that shape.
-            Without guidance the latter are what was passed.
+            Without guidance the latter are returned as passed.
 
         Raises:
             ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in; under
-                `strict`, a text that needs a second window.
+                `strict`, a text of more than one chunk.
         """
         device = device or self._execution_device
         guided = do_classifier_free_guidance
@@ -433,7 +433,7 @@ class SDLongPromptMixin(LongPromptMixin):
         negative_prompt: str | list[str] | None = None,
         do_classifier_free_guidance: bool = True,
     ) -> PromptLayout:
-        """How `encode_prompt` reads these prompts, without running the text encoder."""
+        """How `encode_prompt` would encode these prompts, without running the text encoder."""
         prompts = self._tokenize(prompt)
         negatives = None
         if do_classifier_free_guidance:
@@ -455,9 +455,9 @@ class SDLongPromptMixin(LongPromptMixin):
 
 @contextmanager
 def _last_layer_is(encoder: PreTrainedModel, skipped: int) -> Iterator[None]:
-    """Within, the encoder's final norm reads the states of `skipped` layers before the last one.
+    """Within the context, the encoder's final norm reads the hidden states `skipped` layers before the last one.
 
-    Through hooks, because offloaded encoders work through `forward` only.
+    Uses hooks, because offloaded encoders work through `forward` only.
     """
     if not skipped:
         yield
@@ -482,9 +482,9 @@ def _last_layer_is(encoder: PreTrainedModel, skipped: int) -> Iterator[None]:
 
 
 def _part_tokens(runs: list[tuple[str, float]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The tokens of runs of text and their weights, tokenized as one text."""
+    """The tokens of weighted runs of text, tokenized as one text."""
     text = "".join(run for run, _ in runs)
-    # verbose=False: the warning that a text exceeds the model's window does not hold here
+    # verbose=False: transformers' warning about texts beyond the context length does not apply
     batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, spans = batch["input_ids"], batch["offset_mapping"]
     added = tokenizer.added_tokens_encoder
@@ -494,42 +494,42 @@ def _part_tokens(runs: list[tuple[str, float]], tokenizer: PreTrainedTokenizerBa
 
 
 def _join_parts(parts: list[Tokens]) -> Tokens:
-    """The parts between BREAKs as one text; those without tokens are left out."""
+    """Joins the parts between BREAKs into one text; parts without tokens are dropped."""
     parts = [part for part in parts if part.ids] or parts[:1]
     for part in parts[:-1]:
         part.cuts[-1] = Cut.BREAK
     return Tokens(*(list(itertools.chain(*column)) for column in zip(*parts, strict=True)))
 
 
-def _window(encoder: PreTrainedModel, positions: int | None = None) -> int:
-    """How many positions an encoder reads at once, of as many as are wanted."""
-    window = encoder.config.max_position_embeddings
-    return window if positions is None else min(window, positions)
+def _context_length(encoder: PreTrainedModel, positions: int | None = None) -> int:
+    """The encoder's context length, at most `positions`."""
+    length = encoder.config.max_position_embeddings
+    return length if positions is None else min(length, positions)
 
 
 def _longest(texts: list[list[Tokens]]) -> int:
     return max(len(tokens.ids) for batch in texts for tokens in batch)
 
 
-def _window_ids(rows: list[list[int]], window: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """[rows, window] ids `[BOS, row, EOS, pads]`, with the tokenizer's own pad token."""
+def _chunk_ids(rows: list[list[int]], length: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """[rows, length] ids `[BOS, row, EOS, pads]`, with the tokenizer's pad token."""
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    return torch.tensor([[bos, *row, eos] + [pad] * (window - 2 - len(row)) for row in rows])
+    return torch.tensor([[bos, *row, eos] + [pad] * (length - 2 - len(row)) for row in rows])
 
 
 def _warn_of_lost_lora(name: str, old: PreTrainedModel | None, new: PreTrainedModel | None) -> None:
-    """diffusers keeps a LoRA in the layers of the models it was loaded into, and says nothing when one of them goes."""
+    """A LoRA lives in the layers it was loaded into; diffusers does not say when it goes with a replaced encoder."""
     lost = sorted(set(getattr(old, "peft_config", ())) - set(getattr(new, "peft_config", ())))
     if lost and new is not None:
         warnings.warn(
             f"the new {name} is without the LoRA {', '.join(lost)}, which was loaded into the old one: set the encoder"
-            " first and load LoRAs after it (unload_lora_weights(), then load_lora_weights(...) again).",
+            " first, then load LoRAs (unload_lora_weights(), then load_lora_weights(...) again).",
             stacklevel=3,
         )
 
 
 def _result_dtype(embeds: torch.Tensor, model: torch.nn.Module | None) -> torch.dtype:
-    """What the UNet is given: the model's dtype, as in diffusers, unless it only stores its weights in it (float8)."""
+    """The UNet's input dtype: the model's, as in diffusers, unless that only stores its weights (float8)."""
     return embeds.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
 
 

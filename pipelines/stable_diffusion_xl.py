@@ -1,7 +1,7 @@
 """diffusers' Stable Diffusion XL pipelines, with prompts of any length.
 
-Each loads from any SDXL folder, single file or other pipeline that its parent loads from, and saves what both load. A
-248-token encoder goes in as an ordinary component: `from_pretrained(base, text_encoder=..., tokenizer=...)`.
+Each class loads everything its parent loads (SDXL folders, single files, other pipelines), and both load what it saves.
+A 248-token encoder is an ordinary component: `from_pretrained(base, text_encoder=..., tokenizer=...)`.
 """
 
 from diffusers import (
@@ -18,8 +18,8 @@ from .long_prompt import SDXLLongPromptMixin
 class StableDiffusionXLLongPromptPipeline(SDXLLongPromptMixin, StableDiffusionXLPipeline):
     """diffusers' `StableDiffusionXLPipeline`, with prompts of any length.
 
-    Loads from any SDXL folder, and from those that `save_pretrained` of either class wrote. A 248-token encoder goes in
-    as an ordinary component: `from_pretrained(base, text_encoder=..., tokenizer=...)`.
+    Loads any SDXL folder, and folders written by `save_pretrained` of either class. A 248-token encoder is an ordinary
+    component: `from_pretrained(base, text_encoder=..., tokenizer=...)`.
     """
 
 

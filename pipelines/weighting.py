@@ -3,7 +3,7 @@
 import math
 import re
 
-STEP = 1.1  # a bracket's or a plus sign's factor
+STEP = 1.1  # factor of a bracket or a plus sign
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)"
 _IN_WORD = r"[^\s()\[\]\\,;:]"
@@ -21,13 +21,14 @@ _PIECE = re.compile(
 )
 
 Run = tuple[str, float]  # a piece of text and its weight
-_ROUND, _SQUARE = "(", "["
+_ROUND = "("
+_OPENING = {")": _ROUND, "]": "["}
 
 
 def parse_weights(prompt: str) -> list[list[Run]]:
-    r"""A prompt's text and its weights, in the syntax of A1111's web interface and in that of compel's plus signs.
+    r"""Splits a prompt into runs of text with weights, in the syntax of A1111's web interface and compel's signs.
 
-    | written | weight of what it encloses |
+    | syntax | weight of the enclosed text |
     |---|---|
     | `(word)` | 1.1; `((word))` 1.21 |
     | `[word]` | 1 / 1.1 |
@@ -35,19 +36,19 @@ def parse_weights(prompt: str) -> list[list[Run]]:
     | `word++`, `(two words)++` | 1.1 for each plus sign |
     | `word--`, `(two words)--` | 0.9 for each minus sign |
     | `\(`, `\)`, `\[`, `\]`, `\+`, `\-`, `\\` | the character itself |
-    | `BREAK`, in capitals | what follows is read in another window |
+    | `BREAK`, in capitals | a new chunk begins |
 
-    Nested weights multiply. A bracket that is never closed reaches to the end, as in A1111; one that was never opened
-    is text. Signs count only at the end of a word: `state-of-the-art` is text, but `C++` must be written `C\+\+`.
+    Nested weights multiply. An unclosed bracket reaches to the end, as in A1111; an unopened one is text. Signs count
+    only at the end of a word: `state-of-the-art` is text, but `C++` must be written `C\+\+`.
 
     Returns:
-        for each part between BREAKs, at least one, its runs of equal weight in order; no run is empty.
+        for each part between BREAKs (at least one), its runs of equal weight in order; no run is empty.
 
     Raises:
-        ValueError: a weight too large for a number.
+        ValueError: a weight is not finite.
     """
     parts: list[list[list]] = [[]]  # of [text, weight]
-    opened: list[tuple[str, int, int]] = []  # bracket, and where its content begins: part, run
+    opened: list[tuple[str, int, int]] = []  # bracket, start of its content: part, run
 
     def multiply(since: tuple[int, int], factor: float) -> None:
         part, run = since
@@ -59,23 +60,21 @@ def parse_weights(prompt: str) -> list[list[Run]]:
         parts[-1].append([text, weight])
 
     for match in _PIECE.finditer(prompt):
-        kind, found = match.lastgroup, match.groupdict()
+        kind, groups = match.lastgroup, match.groupdict()
         if kind == "escaped":
-            add(found["escaped"])
+            add(groups["escaped"])
         elif kind == "open":
-            opened.append((found["open"], len(parts) - 1, len(parts[-1])))
+            opened.append((groups["open"], len(parts) - 1, len(parts[-1])))
         elif kind == "number" and opened and opened[-1][0] == _ROUND:
-            multiply(opened.pop()[1:], float(found["number"]))
-        elif (
-            kind in ("close", "close_signs") and opened and opened[-1][0] == {")": _ROUND, "]": _SQUARE}[found["close"]]
-        ):
+            multiply(opened.pop()[1:], float(groups["number"]))
+        elif kind in ("close", "close_signs") and opened and opened[-1][0] == _OPENING[groups["close"]]:
             bracket, *since = opened.pop()
-            signs = found["close_signs"]
+            signs = groups["close_signs"]
             multiply(since, _signed(signs) if signs else STEP if bracket == _ROUND else 1 / STEP)
         elif kind == "break":
             parts.append([])
         elif kind == "word_signs":
-            add(found["word"], _signed(found["word_signs"]))
+            add(groups["word"], _signed(groups["word_signs"]))
         else:
             add(match[0])
     for bracket, *since in opened:

@@ -1,4 +1,4 @@
-"""Clients of a running demo, good and bad, as plain functions over HTTP: for tests, and to try a server by hand."""
+"""Clients of a running demo, well-behaved and not, over plain HTTP: for tests, and to try a server by hand."""
 
 import json
 import socket
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import httpx
 
 from debias_diffusion.app.demo import launch
-from debias_diffusion.app.demo.scenes import random_scene
+from debias_diffusion.app.demo.toy_scenes import random_scene
 
 LONG = random_scene(3).caption
-LARGE = "a " * 10_000  # 10,000 tokens, of which an answer has half a megabyte
+LARGE = "a " * 10_000  # 10,000 tokens, an answer of half a megabyte
 
 
 @contextmanager
@@ -25,26 +25,29 @@ def opened_page(**settings):
         page.close(verbose=False)
 
 
-def drawing(steps: int = 2, prompt: str = LONG, encoders: list[str] | None = None) -> list:
+def drawing(prompt: str = LONG, encoders: list[str] | None = None, steps: int | None = 2, **settings) -> list:
     """The values that /generate takes, in its order."""
-    return [prompt, encoders, "", 0, steps, None, None, None, 1, None, False, "auto"]
+    names = ("negative_prompt", "seed", "steps", "guidance_scale", "height", "width", "images", "scheduler")
+    defaults = dict.fromkeys(names) | {"negative_prompt": "", "seed": 0, "steps": steps, "images": 1}
+    values = defaults | {"weighting": False, "long_prompts": "auto"} | settings
+    return [prompt, encoders, *values.values()]
 
 
 def wait_until(happened, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not happened():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
 
 
 @dataclass
 class Visitor:
-    """One client at one address.
+    """A client at one address.
 
     Attributes:
         url: of the demo.
-        address: what a proxy on the server's machine, which it trusts, would say of where the client is.
-        http: what sends.
+        address: the client's address as forwarded by a proxy on the server's machine, which the server trusts.
+        http: the HTTP client.
     """
 
     url: str
@@ -58,14 +61,14 @@ class Visitor:
     def number(self, name: str) -> int:
         """The number of an endpoint's function."""
         functions = self.http.get("config").json()["dependencies"]
-        return next(its["id"] for its in functions if its["api_name"] == name)
+        return next(function["id"] for function in functions if function["api_name"] == name)
 
     def call(self, name: str, data: list) -> httpx.Response:
-        """Asks for something, whose answer `fetch` gets."""
+        """Sends a request; `fetch` gets its answer."""
         return self.http.post(f"gradio_api/call/{name}", json={"data": data})
 
     def fetch(self, name: str, event: str) -> list:
-        """The answer to what was asked for. Raises RuntimeError with what is wrong if there is none."""
+        """The answer to a request. Raises RuntimeError with the message of an error."""
         kind = None
         with self.http.stream("GET", f"gradio_api/call/{name}/{event}") as stream:
             for line in stream.iter_lines():
@@ -78,44 +81,44 @@ class Visitor:
         raise RuntimeError("The stream ended without an answer.")
 
     def ask(self, name: str, data: list) -> list:
-        """Asks and waits, as everybody should."""
+        """Sends a request and waits for its answer."""
         response = self.call(name, data)
         response.raise_for_status()
         return self.fetch(name, response.json()["event_id"])
 
     def join(self, function: int, data: list, session: str) -> httpx.Response:
-        """Asks as the page does."""
+        """Sends a request as the page does."""
         body = {"data": data, "fn_index": function, "session_hash": session}
         return self.http.post("gradio_api/queue/join", json=body)
 
-    # What nobody should do
+    # Misbehaviour
 
     def abandon(self, name: str, data: list) -> int:
-        """Asks and never fetches the answer; returns the status."""
+        """Sends a request and never fetches the answer; returns the status."""
         return self.call(name, data).status_code
 
     def vanish(self, name: str, data: list) -> None:
-        """Asks, reads the beginning of the answer and goes."""
+        """Sends a request, reads the beginning of the answer and disconnects."""
         response = self.call(name, data)
         if response.is_success:
             with self.http.stream("GET", f"gradio_api/call/{name}/{response.json()['event_id']}") as stream:
                 next(stream.iter_lines(), None)
 
     def cancel(self, function: int, data: list, session: str) -> None:
-        """Asks and cancels."""
+        """Sends a request and cancels it."""
         response = self.join(function, data, session)
         if response.is_success:
             body = {"session_hash": session, "fn_index": function, "event_id": response.json()["event_id"]}
             self.http.post("gradio_api/cancel", json=body)
 
     def never_read(self, function: int, data: list, session: str, times: int = 1) -> socket.socket:
-        """Asks, waits for the answers on a connection that the caller has to close, and reads none of them."""
+        """Sends requests, and waits for their answers on a connection without reading; the caller closes it."""
         for _ in range(times):
             self.join(function, data, session)
         return self.send(f"GET /gradio_api/queue/data?session_hash={session} HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
     def send(self, text: str) -> socket.socket:
-        """Sends bytes on a connection of its own that has room for little, and reads nothing."""
+        """Sends bytes on a new connection with a small buffer, and reads nothing."""
         address = httpx.URL(self.url)
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

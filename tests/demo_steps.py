@@ -1,9 +1,9 @@
-"""What a demo that is served draws, watched from within."""
+"""Watches the steps that a running demo takes."""
 
 import pytest
 
 from debias_diffusion.app.demo import device
-from debias_diffusion.app.demo.drawing import Step, draw
+from debias_diffusion.app.demo.live_generation import Step, draw
 
 
 def counted_steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
@@ -11,9 +11,9 @@ def counted_steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     taken = []
 
     def counted(*arguments):
-        for news in draw(*arguments):
-            taken.extend([news] if isinstance(news, Step) else [])
-            yield news
+        for item in draw(*arguments):
+            taken.extend([item] if isinstance(item, Step) else [])
+            yield item
 
     monkeypatch.setattr(device, "draw", counted)
     return taken

@@ -23,8 +23,8 @@ TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 DTYPE = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
 
 
-def load(cls, base, **components):
-    pipe = cls.from_pretrained(base, add_watermarker=False, **components)
+def load(cls, folder, **components):
+    pipe = cls.from_pretrained(folder, add_watermarker=False, **components)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -15,7 +15,8 @@ from diffusers import (
     StableDiffusionXLPAGPipeline,
     StableDiffusionXLPipeline,
 )
-from drawing import draw, load
+from drawing import draw
+from tiny_sdxl import assemble, assemble_copy
 
 from debias_diffusion.pipelines import (
     SDLongPromptMixin,
@@ -30,18 +31,18 @@ LONG = "a red cat on a blue sofa, " * 16 + "under a large tree"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl"))
+def base():
+    return tiny_sdxl.sdxl_parts()
 
 
 def test_models_are_shared_and_the_pipeline_given_stays_as_it_is(base):
-    pipe = load(StableDiffusionXLPipeline, base)
+    pipe = assemble(StableDiffusionXLPipeline, base)
     short = draw(pipe, SHORT)
     long = with_long_prompts(pipe)
     assert type(pipe) is StableDiffusionXLPipeline and isinstance(long, StableDiffusionXLPipeline)
     assert all(long.components[name] is component for name, component in pipe.components.items())
     assert np.array_equal(draw(long, SHORT), short)
-    own = load(StableDiffusionXLLongPromptPipeline, base)
+    own = assemble(StableDiffusionXLLongPromptPipeline, base)
     assert np.array_equal(draw(long, LONG), draw(own, LONG))
     assert pipe.encode_prompt(LONG)[0].shape[1] == 77
     # Options and new components belong to one of the two only.
@@ -57,7 +58,7 @@ def test_models_are_shared_and_the_pipeline_given_stays_as_it_is(base):
 
 
 def test_nothing_is_cast_or_copied(base):
-    pipe = load(StableDiffusionXLPipeline, base).to(torch.bfloat16)
+    pipe = assemble_copy(StableDiffusionXLPipeline, base).to(torch.bfloat16)
     pipe.unet.to(torch.float32)
     gc.collect()
     before = {id(object_) for object_ in gc.get_objects() if isinstance(object_, torch.nn.Parameter)}
@@ -69,7 +70,7 @@ def test_nothing_is_cast_or_copied(base):
 
 @pytest.mark.parametrize("cls", [StableDiffusionXLPAGPipeline, StableDiffusionXLImg2ImgPipeline])
 def test_other_classes(base, cls):
-    pipe = load(cls, base)
+    pipe = assemble(cls, base)
     image = {"image": torch.zeros(1, 3, 64, 64), "strength": 0.9} if cls is StableDiffusionXLImg2ImgPipeline else {}
     long = with_long_prompts(pipe)
     assert type(long) is type(with_long_prompts(pipe)) and issubclass(type(long), cls)
@@ -78,20 +79,20 @@ def test_other_classes(base, cls):
 
 
 def test_a_refiner_has_one_encoder(base):
-    pipe = load(StableDiffusionXLImg2ImgPipeline, base, text_encoder=None, tokenizer=None)
+    pipe = assemble(StableDiffusionXLImg2ImgPipeline, base, text_encoder=None, tokenizer=None)
     long = with_long_prompts(pipe)
     assert all(map(torch.equal, long.encode_prompt(SHORT), pipe.encode_prompt(SHORT)))
     assert long.encode_prompt(LONG)[0].shape == (1, 152, tiny_sdxl.WIDTH_2)
 
 
 def test_it_saves_and_loads_as_diffusers_class(base, tmp_path):
-    long = with_long_prompts(load(StableDiffusionXLPAGPipeline, base))
+    long = with_long_prompts(assemble(StableDiffusionXLPAGPipeline, base))
     long.save_pretrained(tmp_path)
     assert type(DiffusionPipeline.from_pretrained(tmp_path)) is StableDiffusionXLPAGPipeline
 
 
 def test_the_auto_pipelines_find_what_belongs_to_it(base):
-    long = with_long_prompts(load(StableDiffusionXLPipeline, base))
+    long = with_long_prompts(assemble(StableDiffusionXLPipeline, base))
     other = AutoPipelineForImage2Image.from_pipe(long)
     assert type(other) is StableDiffusionXLImg2ImgPipeline and other.unet is long.unet
     assert with_long_prompts(other).encode_prompt(LONG)[0].shape[1] == 152

@@ -46,8 +46,7 @@ def test_the_file_needs_nothing_of_ours(file):
     ]
 
 
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_it_draws_what_the_class_draws(base, file, what, tmp_path, monkeypatch):
+def test_it_draws_what_the_class_draws(base, file, tmp_path, monkeypatch):
     # diffusers copies custom code there, by default below the home folder
     monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -56,11 +55,13 @@ def test_it_draws_what_the_class_draws(base, file, what, tmp_path, monkeypatch):
         "tokenizer": clip_tokenizer(248),
         "add_watermarker": False,
     }
-    where = str(file if what == "file" else file.parent)
-    custom = DiffusionPipeline.from_pretrained(base, custom_pipeline=where, trust_remote_code=True, **replaced)
-    ours = StableDiffusionXLLongPromptPipeline.from_pretrained(base, **replaced)
-    assert type(custom).__module__.startswith("diffusers_modules.")
-    assert custom.prompt_layout(PROMPT).positions == 152
+    how = {"trust_remote_code": True, **replaced}
+    of_folder = DiffusionPipeline.from_pretrained(base, custom_pipeline=str(file.parent), **how)
+    custom = DiffusionPipeline.from_pretrained(base, custom_pipeline=str(file), **how)
+    ours = StableDiffusionXLLongPromptPipeline(**custom.components)
+    for pipe in (of_folder, custom):
+        assert type(pipe).__module__.startswith("diffusers_modules.")
+    assert of_folder.prompt_layout(PROMPT).positions == 152
     images = [
         pipe(PROMPT, generator=torch.Generator().manual_seed(0), num_inference_steps=2, output_type="np").images
         for pipe in (custom, ours)

@@ -1,8 +1,8 @@
-"""The demo's page in a real browser: Debian's chromium, driven by Playwright. It asks for nothing outside the machine.
+"""The demo's page in a real browser: Debian's chromium, driven by Playwright, without requests to other machines.
 
     python tests/test_demo_browser.py docs
 
-writes the pictures of the page that the documentation shows.
+writes the screenshots of the documentation.
 """
 
 import os
@@ -18,11 +18,11 @@ import pytest
 from demo_steps import counted_steps
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from debias_diffusion.app.demo import device, launch
-from debias_diffusion.app.demo.drawing import Step
-from debias_diffusion.app.demo.scenes import random_scene
+from debias_diffusion.app.demo.live_generation import Step
+from debias_diffusion.app.demo.toy_scenes import random_scene
 from debias_diffusion.app.generate.png_settings import read_settings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -42,13 +42,15 @@ DESKTOP = {"width": 1280, "height": 900}
 
 @contextmanager
 def opened():
-    """The demo and a browser."""
+    """(browser's context, address) of the demo. All pages share a context, and with it a cache."""
     page, url = launch.open_app(launch.AppConfig(port=17960, device="cpu"))
     try:
         with sync_playwright() as playwright:
             # As root, as in containers, chromium has no sandbox.
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            yield browser, url
+            context = browser.new_context()
+            context.set_default_timeout(30_000)
+            yield context, url
             browser.close()
     finally:
         page.close(verbose=False)
@@ -61,11 +63,17 @@ def demo():
 
 
 @contextmanager
-def visited(browser: Browser, url: str, ready=lambda page: page.locator("#tokens .hint"), **settings):
-    """The page, which may say nothing on the console and ask for nothing elsewhere."""
-    context = browser.new_context(**({"viewport": DESKTOP} | settings))
-    context.set_default_timeout(30_000)
+def visited(
+    context: BrowserContext,
+    url: str,
+    ready=lambda page: page.locator("#tokens .hint"),
+    viewport: dict = DESKTOP,
+    color_scheme: str = "light",
+):
+    """A new page, which may write nothing to the console and request nothing from elsewhere."""
     page, said, asked = context.new_page(), [], []
+    page.set_viewport_size(viewport)
+    page.emulate_media(color_scheme=color_scheme)
     page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
@@ -74,7 +82,7 @@ def visited(browser: Browser, url: str, ready=lambda page: page.locator("#tokens
     yield page
     assert said == []
     assert asked and all(address.startswith((url, "data:", "blob:")) for address in asked)
-    context.close()
+    page.close()
 
 
 @pytest.fixture
@@ -91,7 +99,7 @@ def steps(monkeypatch) -> list[Step]:
 def ask(page: Page, prompt: str, steps: int) -> None:
     page.get_by_label("Prompt", exact=True).fill(prompt)
     set_steps(page, steps)
-    page.get_by_role("button", name="Draw").click()
+    page.get_by_role("button", name="Generate").click()
 
 
 def set_steps(page: Page, steps: int) -> None:
@@ -122,7 +130,7 @@ def test_tokens_are_counted_while_typing(page):
     asked = []
     page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
     prompt = page.get_by_label("Prompt", exact=True)
-    prompt.press_sequentially("A large red ring. ", delay=60)
+    prompt.press_sequentially("A large red ring. ", delay=20)
     expect(page.locator("#tokens")).to_contain_text("5 tokens in 1 sentence")
     assert len(asked) < 9  # and not one for each of 18 keys
     prompt.fill(LONG)
@@ -130,7 +138,7 @@ def test_tokens_are_counted_while_typing(page):
     expect(page.locator("ol.sentences .token.original")).to_have_count(75)
     expect(page.locator("ol.sentences .token.long")).to_have_count(18)
     expect(page.locator("ol.sentences > li")).to_have_count(9)
-    for words in ("read by every encoder", "read by long encoders only", "beyond: a further window"):
+    for words in ("read by every encoder", "read by long encoders only", "beyond every context length"):
         expect(page.locator("ul.legend")).to_contain_text(words)
     prompt.fill("word " * 300)
     expect(page.locator("ol.sentences .token.further").first).to_be_visible()
@@ -142,9 +150,9 @@ def test_a_scene_is_drawn_by_all_encoders_and_marked(page, tmp_path):
     page.get_by_role("button", name="Example 1").click()
     expect(page.get_by_label("Prompt", exact=True)).to_have_value(LONG)
     set_steps(page, 3)
-    page.get_by_role("button", name="Draw").click()
+    page.get_by_role("button", name="Generate").click()
     finished(page)
-    expect(page.locator(".card figcaption > strong")).to_have_text(["The original scene", *LABELS])
+    expect(page.locator(".card figcaption > strong")).to_have_text(["Reference image", *LABELS])
     expect(page.locator(".card .score")).to_have_count(3)
     expect(page.locator(".card").nth(1)).to_contain_text("reads the first 75 of 93 tokens")
     expect(page.locator(".card").nth(2)).to_contain_text("reads all 93 tokens")
@@ -176,9 +184,9 @@ def test_stop_ends_it_within_a_step(page, steps):
     expect(page.locator("#status progress")).to_have_count(1)
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#status")).to_contain_text("Stopped.")
-    page.wait_for_timeout(300)
+    page.wait_for_timeout(200)
     taken = len(steps)
-    page.wait_for_timeout(700)
+    page.wait_for_timeout(200)
     assert len(steps) == taken < 150
     expect(page.get_by_role("button", name="Stop")).to_be_disabled()
     ask(page, LONG, 2)
@@ -206,16 +214,16 @@ def test_a_picture_sets_everything_again(demo, page, tmp_path):
     set_steps(page, 2)
     page.get_by_label("Seed", exact=True).fill("9223372036854775000")  # more than a browser's numbers hold
     page.get_by_label("Negative prompt").fill("a blue star")
-    page.get_by_label("Cut: all stop at 77").check()
+    page.get_by_label("Cut: every encoder stops at 77 tokens").check()
     ask(page, LONG, 2)
     finished(page)
     png = downloaded(page, "toy/debias-clip", tmp_path / "picture.png")
     with visited(*demo) as fresh:
-        fresh.get_by_label("Give back a PNG").set_input_files(tmp_path / "picture.png")
-        expect(fresh.locator("#status")).to_contain_text("Everything is set")
+        fresh.get_by_label("Restore settings from a PNG").set_input_files(tmp_path / "picture.png")
+        expect(fresh.locator("#status")).to_contain_text("All settings are restored")
         expect(fresh.locator("#tokens")).to_contain_text("93 tokens")
         expect(fresh.get_by_label("toy/long-clip")).not_to_be_checked()
-        fresh.get_by_role("button", name="Draw").click()
+        fresh.get_by_role("button", name="Generate").click()
         finished(fresh)
         expect(fresh.locator(".card")).to_have_count(2)
         assert downloaded(fresh, "toy/debias-clip", tmp_path / "again.png") == png
@@ -223,14 +231,14 @@ def test_a_picture_sets_everything_again(demo, page, tmp_path):
 
 def test_what_is_read_is_shown(page):
     page.get_by_label("Prompt", exact=True).fill(LONG)
-    page.get_by_role("button", name="Look at this prompt").click()
+    page.get_by_role("button", name="Analyse this prompt").click()
     expect(page.locator("table.movement tbody tr")).to_have_count(10)
     expect(page.locator(".look h4")).to_have_text(LABELS)
     expect(page.locator(".look").nth(0)).to_contain_text("reads the first 75 of 93 tokens")
     expect(page.locator(".look").nth(1)).to_contain_text("reads all 93 tokens")
     assert page.locator(".look").nth(1).locator("ol.words li").count() > 80
     page.get_by_label("Prompt", exact=True).fill("A red ring.")
-    page.get_by_role("button", name="Look at this prompt").click()
+    page.get_by_role("button", name="Analyse this prompt").click()
     expect(page.locator("#movement [role=alert]")).to_contain_text("one sentence")
 
 
@@ -238,18 +246,18 @@ def test_what_is_read_is_shown(page):
 
 
 def test_bad_input_gets_a_message(page):
-    page.get_by_role("button", name="Draw").click()
+    page.get_by_role("button", name="Generate").click()
     alert = page.locator("#status [role=alert]")
     expect(alert).to_contain_text("prompt")
     ask(page, LONG, 2)
     finished(page)
     page.get_by_label("Seed", exact=True).fill("minus one")
-    page.get_by_role("button", name="Draw").click()
+    page.get_by_role("button", name="Generate").click()
     expect(alert).to_contain_text("minus one")
     page.get_by_label("Seed", exact=True).fill("0")
     for label in LABELS:
         page.get_by_label(label, exact=True).uncheck()
-    page.get_by_role("button", name="Draw").click()
+    page.get_by_role("button", name="Generate").click()
     expect(alert).to_contain_text("No encoder is chosen")
     page.get_by_label("Prompt", exact=True).fill("x" * 20_001)
     expect(page.locator("#tokens [role=alert]")).to_contain_text("20,000")
@@ -279,13 +287,13 @@ def test_hostile_input_stays_text(page, tmp_path):
     ask(page, HOSTILE, 1)
     finished(page)
     expect(page.locator("ol.sentences")).to_contain_text("onerror")
-    page.get_by_role("button", name="Look at this prompt").click()
+    page.get_by_role("button", name="Analyse this prompt").click()
     expect(page.locator("#attention")).to_contain_text("onerror")
-    give_back, alert = page.get_by_label("Give back a PNG"), page.locator("#status [role=alert]")
-    give_back.set_input_files(picture_saying(f'{{"prompt": "a", "steps": "{HOSTILE}"}}', tmp_path / "a.png"))
+    restore, alert = page.get_by_label("Restore settings from a PNG"), page.locator("#status [role=alert]")
+    restore.set_input_files(picture_saying(f'{{"prompt": "a", "steps": "{HOSTILE}"}}', tmp_path / "a.png"))
     expect(alert).to_contain_text("onerror")
     (tmp_path / "b.png").write_text("no picture")
-    give_back.set_input_files(tmp_path / "b.png")
+    restore.set_input_files(tmp_path / "b.png")
     expect(alert).to_contain_text("PNG")
     assert page.evaluate("window.hacked") is None
     assert page.locator("img[src=x]").count() == 0
@@ -296,7 +304,7 @@ def test_of_a_large_file_only_the_beginning_is_sent(page, tmp_path):
     page.on("request", lambda request: sizes.append(len(request.post_data_buffer or b"")))
     with (tmp_path / "large.png").open("wb") as file:
         file.truncate(2**30)
-    page.get_by_label("Give back a PNG").set_input_files(tmp_path / "large.png")
+    page.get_by_label("Restore settings from a PNG").set_input_files(tmp_path / "large.png")
     expect(page.locator("#status [role=alert]")).to_contain_text("PNG", timeout=60_000)
     assert 2**20 < max(sizes) < 2**21
 
@@ -321,8 +329,8 @@ def test_a_password_is_asked_for(demo):
 def test_from_the_keyboard_alone(page):
     page.get_by_label("Prompt", exact=True).focus()
     page.keyboard.type("A red ring.")
-    for name, key in (("Advanced settings", "Enter"), ("number input for Steps", None), ("Draw", "Enter")):
-        tab_to(page, name, back=name == "Draw")
+    for name, key in (("Advanced settings", "Enter"), ("number input for Steps", None), ("Generate", "Enter")):
+        tab_to(page, name, back=name == "Generate")
         if key:
             page.keyboard.press(key)
         else:
@@ -330,7 +338,7 @@ def test_from_the_keyboard_alone(page):
     finished(page)
     tab_to(page, "Enlarge: toy/clip")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("dialog", name="Picture: toy/clip")).to_be_visible()
+    expect(page.get_by_role("dialog", name="Image: toy/clip")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
     assert focused(page) == "Enlarge: toy/clip"
@@ -353,7 +361,7 @@ def tab_to(page: Page, name: str, back: bool = False) -> None:
 def test_everything_has_a_name_that_can_be_read_out(page):
     page.get_by_role("button", name="Example 1").click()
     set_steps(page, 1)
-    page.get_by_role("button", name="Draw").click()
+    page.get_by_role("button", name="Generate").click()
     finished(page)
     nameless = page.evaluate(
         """[...document.querySelectorAll("button, a[href], input, textarea, select, progress, img, [role=region]")]
@@ -389,9 +397,9 @@ def show(page: Page, steps: int = 1) -> None:
     page.get_by_role("button", name="Example 1").click()
     set_steps(page, steps)
     page.get_by_role("button", name="Advanced settings").click()
-    page.get_by_role("button", name="Draw").click()
+    page.get_by_role("button", name="Generate").click()
     finished(page)
-    page.get_by_role("button", name="Look at this prompt").click()
+    page.get_by_role("button", name="Analyse this prompt").click()
     expect(page.locator("table.movement")).to_be_visible()
 
 

@@ -1,7 +1,8 @@
-"""What the demo does, without its page: pictures equal those of `generate`, whatever came before and went wrong."""
+"""The demo without its page: images equal those of `generate`, whatever was drawn before or failed."""
 
 import gc
 import json
+import math
 import struct
 import threading
 import tracemalloc
@@ -22,11 +23,13 @@ from PIL import Image
 from tiny_sdxl import build_tiny_sdxl, stretched, text_encoder
 from transformers import CLIPTextModelWithProjection
 
-from debias_diffusion.app.demo.drawing import Drawn, Step, as_png, draw, settings_of
-from debias_diffusion.app.demo.models import Models
-from debias_diffusion.app.demo.reading import attention, movement, tokens
-from debias_diffusion.app.demo.requests import MOST_PNG, check, request_of_png, unweighted
-from debias_diffusion.app.demo.scenes import mark, random_scene
+from debias_diffusion.app.demo.analysis import attention, movement, tokens
+from debias_diffusion.app.demo.checks import check, unweighted
+from debias_diffusion.app.demo.live_generation import Drawn, Step, as_png, check_budget, draw, settings_of
+from debias_diffusion.app.demo.models import DemoModels
+from debias_diffusion.app.demo.request import BUDGET
+from debias_diffusion.app.demo.restore import MOST_PNG, request_of_png
+from debias_diffusion.app.demo.toy_scenes import mark, random_scene
 from debias_diffusion.app.generate.command import GenerateConfig, generate
 from debias_diffusion.app.generate.png_settings import parameters, read_settings
 from debias_diffusion.app.generate.prompts import cleaned
@@ -48,8 +51,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def toy() -> Models:
-    return Models("toy/sdxl", TOYS, CPU)
+def toy() -> DemoModels:
+    return DemoModels("toy/sdxl", TOYS, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +72,15 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def tiny(folders) -> Models:
-    return Models(folders["base"], ["original", folders["long"]], CPU)
+def tiny(folders) -> DemoModels:
+    return DemoModels(folders["base"], ["original", folders["long"]], CPU)
 
 
-def ask(models: Models, **changes):
+def ask(models: DemoModels, **changes):
     return replace(models.defaults, **{"prompt": PROMPT, "steps": 2, "images": 1} | changes)
 
 
-def pictures(models: Models, **changes) -> list[Drawn]:
+def pictures(models: DemoModels, **changes) -> list[Drawn]:
     return [item for item in draw(models, ask(models, **changes), NEVER) if isinstance(item, Drawn)]
 
 
@@ -89,7 +92,7 @@ def same(a: Image.Image, b: Image.Image) -> bool:
     return np.array_equal(pixels(a), pixels(b))
 
 
-# Models
+# DemoModels
 
 
 def test_encoders_share_all_other_models_and_have_weights_of_their_own(toy):
@@ -97,7 +100,7 @@ def test_encoders_share_all_other_models_and_have_weights_of_their_own(toy):
     for name in ("unet", "vae", "text_encoder_2", "text_encoder"):
         places = [[weight.data_ptr() for weight in getattr(pipe, name).parameters()] for pipe in pipes.values()]
         assert len(places[0]) > 10
-        shared = all(own == places[0] for own in places)
+        shared = all(place == places[0] for place in places)
         assert shared == (name != "text_encoder"), name
 
 
@@ -106,13 +109,13 @@ def test_models_know_what_they_are(toy, tiny, folders):
     assert toy.schedulers[0] == "Euler" and len(set(toy.schedulers)) == len(toy.schedulers) == 5
     assert toy.defaults.steps == 20 and toy.defaults.guidance_scale == 5.0
     assert tiny.labels == ["original", "long"] and not tiny.is_toy and tiny.size == (64, 64) and tiny.base == "base"
-    assert tiny.encoders["original"].window == 77 and tiny.long_window == 248
+    assert tiny.encoders["original"].context_length == 77 and tiny.longest_context == 248
 
 
 def test_original_is_the_base_as_it_is(folders, tiny):
     pipe = load_sdxl(folders["base"], None, CPU)
     pipe.set_progress_bar_config(disable=True)
-    drawn = pictures(tiny, encoders=("original",), long_prompts="windows")[0]
+    drawn = pictures(tiny, encoders=("original",), long_prompts="chunks")[0]
     reference = pipe(
         clean(PROMPT), generator=torch.Generator().manual_seed(0), num_inference_steps=2, guidance_scale=7.0
     )
@@ -125,15 +128,15 @@ def test_original_is_the_base_as_it_is(folders, tiny):
         ("base", [], "at least one"),
         ("base", ["short"] * 2, "none twice"),
         ("base", ["original", "short", "long", "wide", "base"], "at most 4"),
-        ("base", ["wide"], "width 64, and the one of .* has width 32"),
+        ("base", ["wide"], "width 64, and the encoder of .* has width 32"),
         ("base", ["nowhere/at/all"], "not there"),
-        ("nowhere/at/all", ["short"], "base model .* is not there"),
+        ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
         ("toy/sdxl", ["toy/clipp"], "Did you mean toy/clip"),
     ],
 )
 def test_models_that_do_not_fit_are_refused(folders, base, encoders, message):
     with pytest.raises(UserError, match=message):
-        Models(folders.get(base, base), [folders.get(name, name) for name in encoders], CPU)
+        DemoModels(folders.get(base, base), [folders.get(name, name) for name in encoders], CPU)
 
 
 # Drawing
@@ -146,7 +149,7 @@ LONG_NEGATIVE = f"Not: {PROMPT}"
     "encoder, changes",
     [
         ("toy/debias-clip", {}),
-        ("toy/clip", {"long_prompts": "windows", "prompt": f"A &lt; B &amp; C. {PROMPT}"}),
+        ("toy/clip", {"long_prompts": "chunks", "prompt": f"A &lt; B &amp; C. {PROMPT}"}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": LONG_NEGATIVE}),
         (
             "toy/long-clip",
@@ -171,12 +174,12 @@ def test_pictures_are_those_that_generate_draws(toy, tmp_path, encoder, changes)
     assert same(drawn.image, Image.open(path))
     theirs = read_settings(path)
     ours = settings_of_png(drawn.png)
-    # Digests of files are the command's own; a name of the base and not its path is the demo's.
+    # Only the command writes digests of files.
     assert {name: ours[name] for name in theirs if "sha256" not in name} == {
         name: value for name, value in theirs.items() if "sha256" not in name
     }
     restored, notes = request_of_png(str(path), toy)
-    expected = replace(request, encoders=(encoder,), long_prompts="windows")
+    expected = replace(request, encoders=(encoder,), long_prompts="chunks")
     assert restored == expected and not notes
 
 
@@ -184,7 +187,7 @@ def settings_of_png(png: bytes) -> dict:
     return json.loads(Image.open(BytesIO(png)).info["settings"])
 
 
-def stock(models: Models, label: str) -> StableDiffusionXLPipeline:
+def stock(models: DemoModels, label: str) -> StableDiffusionXLPipeline:
     """diffusers' own pipeline, which cuts what is longer than 77 tokens."""
     pipe = models.pipeline(label, ask(models))
     parts = dict(pipe.components)
@@ -214,17 +217,17 @@ def test_what_was_read_is_said(toy):
     reads = {item.label: item.read for item in pictures(toy, steps=1)}
     assert reads == {
         "toy/clip": "reads the first 75 of 93 tokens",
-        "toy/long-clip": "reads all 93 tokens in one piece",
-        "toy/debias-clip": "reads all 93 tokens in one piece",
+        "toy/long-clip": "reads all 93 tokens at once",
+        "toy/debias-clip": "reads all 93 tokens at once",
     }
-    several = pictures(toy, steps=1, prompt=f"{PROMPT} {PROMPT} {PROMPT}", long_prompts="windows")
+    several = pictures(toy, steps=1, prompt=f"{PROMPT} {PROMPT} {PROMPT}", long_prompts="chunks")
     assert [item.read for item in several] == [
-        "reads all 279 tokens in 4 windows",
-        "reads all 279 tokens in 2 windows",
-        "reads all 279 tokens in 2 windows",
+        "reads all 279 tokens in 4 chunks",
+        "reads all 279 tokens in 2 chunks",
+        "reads all 279 tokens in 2 chunks",
     ]
     brief = pictures(toy, steps=1, prompt="(a red circle:1.2)", weighting=True, encoders=("toy/clip",))
-    assert brief[0].read == "reads all 3 tokens in one piece"
+    assert brief[0].read == "reads all 3 tokens at once"
 
 
 def test_steps_and_pictures_come_one_after_the_other(toy):
@@ -265,17 +268,16 @@ def test_nothing_that_was_drawn_before_shows(toy):
 @pytest.mark.parametrize("name", ["Euler", "Euler a", "DPM++ 2M", "DDIM", "UniPC"])
 def test_every_scheduler_draws_the_toy_world(toy, name):
     drawn = pictures(toy, encoders=("toy/debias-clip",), scheduler=name, steps=12, images=2, prompt=SCENE.caption)
-    right = [its for item in drawn for _, its in mark(SCENE, item.image)]
+    right = [correct for item in drawn for _, correct in mark(SCENE, item.image)]
     assert len(right) == 8 and sum(right) >= 3  # 1 in 48 by chance
     made = settings_of_png(drawn[0].png)["scheduler"]
     assert made == name and f"Sampler: {name}," in Image.open(BytesIO(drawn[0].png)).info["parameters"]
 
 
 def test_schedulers_leave_the_bases_own_as_it_was(toy):
-    own = toy.pipeline("toy/clip", ask(toy)).scheduler
-    before = dict(own.config)
+    before = dict(toy.pipeline("toy/clip", ask(toy)).scheduler.config)
     drawn = {name: pixels(pictures(toy, encoders=("toy/clip",), scheduler=name)[0].image) for name in toy.schedulers}
-    assert all(not np.array_equal(drawn["Euler"], its) for name, its in drawn.items() if name != "Euler")
+    assert all(not np.array_equal(drawn["Euler"], image) for name, image in drawn.items() if name != "Euler")
     fresh = toy.pipeline("toy/clip", ask(toy)).scheduler
     assert dict(fresh.config) == before and fresh.num_inference_steps is None
 
@@ -286,7 +288,7 @@ def test_schedulers_leave_the_bases_own_as_it_was(toy):
 class Counter:
     """Counts what the UNet is asked."""
 
-    def __init__(self, models: Models):
+    def __init__(self, models: DemoModels):
         self.calls = 0
         self.handle = models.pipeline(models.labels[0], ask(models)).unet.register_forward_hook(self.count)
 
@@ -349,13 +351,13 @@ def test_an_error_after_the_drawing_reaches_the_caller_too(toy, monkeypatch):
 
 def test_out_of_memory_is_told_and_harms_nothing(folders, monkeypatch):
     """In half precision, where diffusers casts the autoencoder while it decodes."""
-    models = Models(folders["base"], ["original"], CPU, torch.float16)
+    models = DemoModels(folders["base"], ["original"], CPU, torch.float16)
     vae = models.pipeline("original", ask(models)).vae
     vae.register_to_config(force_upcast=True)
     before = pictures(models, steps=1)[0]
     with monkeypatch.context() as patch:
         patch.setattr(vae, "decode", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("of 3 GiB")))
-        with pytest.raises(UserError, match="memory of cpu does not suffice .of 3 GiB.*smaller"):
+        with pytest.raises(UserError, match="cpu is out of memory .of 3 GiB.*smaller"):
             pictures(models, steps=1)
     assert vae.dtype == torch.float16
     assert same(pictures(models, steps=1)[0].image, before.image)
@@ -364,7 +366,7 @@ def test_out_of_memory_is_told_and_harms_nothing(folders, monkeypatch):
 def test_nothing_grows_with_requests(tiny):
     def alive() -> int:
         gc.collect()
-        return sum(isinstance(its, torch.Tensor) for its in gc.get_objects())
+        return sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
 
     def work(count: int) -> None:
         for seed in range(count):
@@ -378,13 +380,13 @@ def test_nothing_grows_with_requests(tiny):
     try:
         work(5)
         start = tracemalloc.get_traced_memory()[0]
-        work(20)
+        work(10)
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - start
     finally:
         tracemalloc.stop()
     assert alive() == before
-    assert grown < 20 * 2000  # bytes; a picture of the smallest has 12,288
+    assert grown < 10 * 2000  # bytes; a picture of the smallest has 12,288
 
 
 # Requests
@@ -394,34 +396,25 @@ def test_nothing_grows_with_requests(tiny):
     "changes, message",
     [
         ({"prompt": ""}, "empty"),
-        ({"prompt": " \n\t"}, "empty"),
         ({"prompt": None}, "prompt must be text, got None"),
         ({"prompt": "a" * 20_001}, "20,001 characters; at most 20,000"),
         ({"prompt": "a\x00b"}, r"control character '\\x00' at character 2"),
         ({"prompt": "a\x1b[31m"}, "control character"),
         ({"prompt": "a\ud800"}, "no character"),
-        ({"negative_prompt": "a\x07"}, "negative prompt holds the control"),
+        ({"negative_prompt": "a\x07"}, "negative prompt contains the control"),
         ({"negative_prompt": 3}, "negative prompt must be text"),
         ({"seed": -1}, "seed must be a whole number"),
-        ({"seed": 2**63}, "seed must be a whole number"),
         ({"seed": 2**63 - 1, "images": 2}, "leaves no seeds"),
-        ({"seed": 1.5}, "seed must be a whole number"),
         ({"seed": float("nan")}, "seed must be a whole number"),
-        ({"seed": True}, "seed must be a whole number"),
         ({"steps": 0}, "steps must be a whole number from 1 to 100, got 0"),
-        ({"steps": 101}, "steps must be a whole number"),
         ({"steps": 2.5}, "steps must be a whole number"),
         ({"steps": float("nan")}, "steps must be a whole number"),
         ({"steps": "20"}, "steps must be a whole number"),
         ({"steps": True}, "steps must be a whole number"),
-        ({"images": 0}, "images must be a whole number"),
         ({"images": 9}, "images must be a whole number"),
         ({"images": 10**400}, "images must be a whole number"),
         ({"guidance_scale": float("nan")}, "guidance scale must be a number from 0 to 30, got nan"),
-        ({"guidance_scale": float("inf")}, "guidance scale"),
-        ({"guidance_scale": -0.1}, "guidance scale"),
         ({"guidance_scale": 31}, "guidance scale"),
-        ({"guidance_scale": 10**400}, "guidance scale"),
         ({"guidance_scale": None}, "guidance scale"),
         ({"height": 100}, "height must be a multiple of 8 pixels.*got 100"),
         ({"width": 8}, "width must be a multiple of 8 pixels, at least 16"),
@@ -435,13 +428,13 @@ def test_nothing_grows_with_requests(tiny):
         ({"encoders": ("long", "long")}, "named twice"),
         ({"scheduler": "euler"}, "no scheduler 'euler'. Did you mean Euler"),
         ({"scheduler": None}, "no scheduler None"),
-        ({"long_prompts": "all"}, "Choose one of: auto, windows, cut"),
+        ({"long_prompts": "all"}, "Choose one of: auto, chunks, cut"),
         ({"weighting": "yes"}, "weighting must be true or false"),
         ({"weighting": True, "prompt": "a (red"}, r"bracket '\(' of the prompt is never closed"),
-        ({"weighting": True, "prompt": "a red) cat"}, r"bracket '\)' of the prompt at character 6 closes none"),
-        ({"weighting": True, "prompt": "a (red] cat"}, "closes none of its kind"),
+        ({"weighting": True, "prompt": "a red) cat"}, r"bracket '\)' of the prompt at character 6 has no opening one"),
+        ({"weighting": True, "prompt": "a (red] cat"}, "has no opening one"),
         ({"weighting": True, "negative_prompt": "[a"}, "negative prompt is never closed"),
-        ({"weighting": True, "prompt": "(" * 9999 + "a" + ")" * 9999}, "more than 20 brackets"),
+        ({"weighting": True, "prompt": "(" * 9999 + "a" + ")" * 9999}, "more than 20 nested brackets"),
         ({"weighting": True, "prompt": f"(a:{'9' * 400})"}, "cannot be read"),
     ],
 )
@@ -453,7 +446,7 @@ def test_what_cannot_be_drawn_is_refused(tiny, changes, message):
 
 
 def test_the_toys_size_is_fixed(toy):
-    with pytest.raises(UserError, match="height of toy/sdxl is 48 pixels and cannot be changed, got 64"):
+    with pytest.raises(UserError, match="height of toy/sdxl is 48 pixels and cannot change, got 64"):
         check(ask(toy, height=64), toy)
 
 
@@ -461,7 +454,7 @@ def test_what_can_be_drawn_is_taken_with_whole_numbers(tiny):
     given_ = ask(tiny, steps=4.0, seed=7.0, images=1.0, height=128.0, width=64, encoders=["long"], guidance_scale=3)
     checked = check(given_, tiny)
     assert checked == ask(tiny, steps=4, seed=7, height=128, width=64, encoders=("long",), guidance_scale=3.0)
-    assert all(type(its) is int for its in (checked.steps, checked.seed, checked.images, checked.height))
+    assert all(type(number) is int for number in (checked.steps, checked.seed, checked.images, checked.height))
     for text in ("a (b) [c] ((d:1.2)) \\( :\\) BREAK e++", "one \\( and \\]", "tab\there\nand there\r\n"):
         check(ask(tiny, weighting=True, prompt=text), tiny)
     assert json.loads(json.dumps(vars(checked)))["encoders"] == ["long"]
@@ -478,7 +471,7 @@ layouts = PromptLayout(5, 77, (1, 1))
 
 
 @st.composite
-def requests(draw_, models: Models):
+def requests(draw_, models: DemoModels):
     return replace(
         models.defaults,
         prompt=draw_(printable.filter(clean)) + draw_(st.sampled_from(["", "\n", "\t", '"\\'])) + "end",
@@ -491,7 +484,7 @@ def requests(draw_, models: Models):
         width=draw_(st.integers(2, 8)) * 8,
         images=draw_(st.integers(1, 8)),
         scheduler=draw_(st.sampled_from(models.schedulers)),
-        long_prompts=draw_(st.sampled_from(["auto", "windows", "cut"])),
+        long_prompts=draw_(st.sampled_from(["auto", "chunks", "cut"])),
     )
 
 
@@ -501,16 +494,16 @@ def test_a_png_gives_back_what_was_asked(tiny, data):
     request = check(data.draw(requests(tiny)), tiny)
     label = data.draw(st.sampled_from(request.encoders))
     picture = data.draw(st.integers(1, request.images))
-    its = settings_of(tiny, request, label, picture, layouts)
-    file = as_png(Image.new("RGB", (8, 8)), its, "EulerDiscreteScheduler")
+    written = settings_of(tiny, request, label, picture, layouts)
+    file = as_png(Image.new("RGB", (8, 8)), written, "EulerDiscreteScheduler")
     assert request_of_png(file, tiny) == (request, [])
-    assert Image.open(BytesIO(file)).info["parameters"] == parameters(its, "EulerDiscreteScheduler")
+    assert Image.open(BytesIO(file)).info["parameters"] == parameters(written, "EulerDiscreteScheduler")
 
 
 def test_the_longest_prompts_fit_into_a_png(tiny):
     request = ask(tiny, prompt="😀" * 20_000, negative_prompt="😀" * 20_000)
-    its = settings_of(tiny, request, "original", 1, layouts)
-    assert request_of_png(as_png(Image.new("RGB", (8, 8)), its, "DDIMScheduler"), tiny) == (request, [])
+    written = settings_of(tiny, request, "original", 1, layouts)
+    assert request_of_png(as_png(Image.new("RGB", (8, 8)), written, "DDIMScheduler"), tiny) == (request, [])
 
 
 def test_a_drawn_png_restores_its_request_from_a_file(toy, tmp_path):
@@ -551,7 +544,7 @@ def settings_with(**changes) -> bytes:
 
 def test_the_least_that_a_png_can_say(tiny):
     request, notes = request_of_png(settings_with(), tiny)
-    assert request == replace(tiny.defaults, prompt="a cat", encoders=("long",), long_prompts="windows") and not notes
+    assert request == replace(tiny.defaults, prompt="a cat", encoders=("long",), long_prompts="chunks") and not notes
 
 
 @pytest.mark.parametrize(
@@ -563,42 +556,37 @@ def test_the_least_that_a_png_can_say(tiny):
         (saved_as("TIFF"), "cannot be read as a PNG"),
         (png_with()[:20], "cannot be read as a PNG"),
         (b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 2**31 - 1) + b"tEXt", "cannot be read as a PNG"),
-        (png_with(), "holds no settings"),
-        (png_with(chunk(b"tEXt", b"other\0{}")), "holds no settings"),
+        (png_with(), "contains no settings"),
+        (png_with(chunk(b"tEXt", b"other\0{}")), "contains no settings"),
         (saying("no JSON"), "not JSON"),
         (saying("[" * 10_000 + "]" * 10_000), "not JSON"),
         (saying('{"prompt":' * 10_000), "not JSON"),
-        (saying('{"prompt": "a", "steps": NaN}'), "NaN is no number"),
-        (saying('{"prompt": "a", "steps": -Infinity}'), "Infinity is no number"),
+        (saying('{"prompt": "a", "steps": NaN}'), "NaN is not a number"),
+        (saying('{"prompt": "a", "steps": -Infinity}'), "Infinity is not a number"),
         (saying('{"prompt": "a", "guidance_scale": 1e999}'), "guidance scale must be a number"),
         (saying('{"prompt": "a", "steps": 1' + "0" * 5000 + "}"), "not JSON"),
         (saying("[]"), r"settings are \[\]"),
         (saying("7"), "settings are 7"),
-        (saying("{}"), "name no prompt"),
+        (saying("{}"), "have no prompt"),
         (saying(" " * 2**20), "1,048,576 characters; 524,288 are read"),
-        (png_with(chunk(b"zTXt", b"settings\0\0" + zlib.compress(b" " * 2**26))), "cannot be read|holds no settings"),
-        (png_with(chunk(b"iTXt", b"settings\0\1\0\0\0" + zlib.compress(b" " * 2**26))), "cannot be read|holds no"),
+        (
+            png_with(chunk(b"zTXt", b"settings\0\0" + zlib.compress(b" " * 2**26))),
+            "cannot be read|contains no settings",
+        ),
+        (png_with(chunk(b"iTXt", b"settings\0\1\0\0\0" + zlib.compress(b" " * 2**26))), "cannot be read|contains no"),
         (png_with(size=(60_000, 60_000)), "cannot be read as a PNG"),
-        (b"\0" * (MOST_PNG + 1), "bytes; pictures have at most"),
+        (b"\0" * (MOST_PNG + 1), "bytes; at most"),
         (settings_with(prompt=7), "prompt must be text"),
         (settings_with(prompt="a\0"), "control character"),
-        (settings_with(prompt="a" * 30_000), "30,000 characters"),
-        (settings_with(prompt="\ud800"), "no character"),
         (settings_with(negative_prompt=["a"]), "negative prompt must be text"),
         (settings_with(steps="many"), "steps must be"),
         (settings_with(steps=[[[[[[]]]]]]), "steps must be"),
         (settings_with(steps=10**6), "steps must be"),
-        (settings_with(seed=-3), "seed must be"),
         (settings_with(seed=0, picture=3), "seed must be"),
         (settings_with(seed=7, picture="x"), "picture must be"),
-        (settings_with(images=10**9), "images must be"),
-        (settings_with(height=10**9), "height must be"),
         (settings_with(encoders={}), "No encoder"),
         (settings_with(encoders=[["long"]]), "no encoder"),
         (settings_with(encoder=7), "no encoder 7"),
-        (settings_with(weighting=1), "weighting must be"),
-        (settings_with(long_prompts="x"), "long_prompts"),
-        (settings_with(scheduler=3), "no scheduler 3"),
     ],
 )
 def test_hostile_files_are_refused_with_a_word(tiny, file, message, tmp_path):
@@ -641,7 +629,9 @@ def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
     )
     assert request.encoders == ("long",) and request.scheduler == "Euler"
     assert len(notes) == 4
-    for note, words in zip(notes, ("base 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2"), strict=True):
+    for note, words in zip(
+        notes, ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2"), strict=True
+    ):
         assert words in note
     request, notes = request_of_png(settings_with(height=1024, width=768), toy)
     assert request.encoders == tuple(TOYS) and (request.height, request.width) == (48, 48) and len(notes) == 3
@@ -664,35 +654,35 @@ pieces = st.lists(
 @settings(max_examples=150)
 def test_tokens_are_the_cleaned_prompt_and_sentences_are_contiguous(tiny, parts, weighting):
     prompt = " ".join(parts) if len(parts) % 2 else "".join(parts)
-    found = tokens(tiny, prompt, weighting)
-    text = "".join(token.text for token in found.tokens)
-    own = tiny.encoders["original"].tokenizer
+    prompt_tokens = tokens(tiny, prompt, weighting)
+    text = "".join(token.text for token in prompt_tokens.tokens)
+    tokenizer = tiny.encoders["original"].tokenizer
     assert text == unweighted(prompt, weighting) and (weighting or text == clean(prompt))
-    assert found.count == len(own(text, add_special_tokens=False, verbose=False)["input_ids"])
-    sentences = [token.sentence for token in found.tokens]
+    assert prompt_tokens.count == len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    sentences = [token.sentence for token in prompt_tokens.tokens]
     assert sentences == sorted(sentences)
-    assert not sentences or (sentences[0] == 1 and sentences[-1] <= found.sentences)
+    assert not sentences or (sentences[0] == 1 and sentences[-1] <= prompt_tokens.sentences)
 
 
-@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("index", range(2))
 def test_every_token_is_in_its_sentence(toy, tiny, index):
     prompt = random_scene(index).caption.replace("  ", "\n")
     for models in (toy, tiny):
-        found = tokens(models, prompt)
+        prompt_tokens = tokens(models, prompt)
         joined = {}
-        for token in found.tokens:
+        for token in prompt_tokens.tokens:
             joined[token.sentence] = joined.get(token.sentence, "") + token.text
         expected = [clean(sentence) for sentence in split_sentences(prompt)]
-        assert [its.strip() for its in joined.values()] == expected and found.sentences == len(expected)
+        assert [text.strip() for text in joined.values()] == expected and prompt_tokens.sentences == len(expected)
 
 
 def test_sentences_are_those_of_the_prompt_as_it_was_written(tiny):
     """In lower case "st. the" and "wide. iPhone" would be other sentences."""
     prompt = "He lives on 5th St. The house is red.  &quot;So?&quot; A CAT. A\ndog sat at 8 p.m. EST."
-    found = tokens(tiny, prompt)
-    assert found.sentences == len(split_sentences(prompt))
+    prompt_tokens = tokens(tiny, prompt)
+    assert prompt_tokens.sentences == len(split_sentences(prompt))
     firsts = {}
-    for token in found.tokens:
+    for token in prompt_tokens.tokens:
         firsts.setdefault(token.sentence, token.text.strip())
     assert firsts[2] == "the"
 
@@ -705,17 +695,17 @@ def test_what_is_mended_across_sentences_has_those_of_the_cleaned_text(tiny):
     joined = dict.fromkeys(range(1, len(sentences) + 1), "")
     for token in tokens(tiny, prompt).tokens:
         joined[token.sentence] += token.text
-    assert [its.strip() for its in joined.values()] == sentences and len(sentences) > 1
+    assert [text.strip() for text in joined.values()] == sentences and len(sentences) > 1
 
 
 def test_windows_say_who_reads_a_token(toy, tiny):
     prompt = " ".join(["cat"] * 300)
     for models in (toy, tiny):
-        its = [token.window for token in tokens(models, " ".join(["red"] * 300)).tokens]
-        assert its == ["original"] * 75 + ["long"] * 171 + ["further"] * 54
-    only = Models("toy/sdxl", ["toy/clip"], CPU)
-    its = [token.window for token in tokens(only, prompt.replace("cat", "red")).tokens]
-    assert its == ["original"] * 75 + ["further"] * 225
+        readers = [token.window for token in tokens(models, " ".join(["red"] * 300)).tokens]
+        assert readers == ["original"] * 75 + ["long"] * 171 + ["further"] * 54
+    only = DemoModels("toy/sdxl", ["toy/clip"], CPU)
+    readers = [token.window for token in tokens(only, prompt.replace("cat", "red")).tokens]
+    assert readers == ["original"] * 75 + ["further"] * 225
 
 
 def test_counts_are_those_of_the_pipeline(toy):
@@ -727,7 +717,7 @@ def test_counts_are_those_of_the_pipeline(toy):
 def test_tokens_of_what_is_being_typed(toy):
     assert tokens(toy, "").tokens == () and tokens(toy, "  \n").count == 0
     assert tokens(toy, "a (red", True).count == 2 and tokens(toy, "a red])", True).count == 4
-    for prompt, message in (("(a" * 6000, "more than 20 brackets"), (f"(a:{'9' * 400})", "cannot be read")):
+    for prompt, message in (("(a" * 6000, "more than 20 nested brackets"), (f"(a:{'9' * 400})", "cannot be read")):
         with pytest.raises(UserError, match=message):
             tokens(toy, prompt, True)
     with pytest.raises(UserError, match="at most 20,000"):
@@ -744,10 +734,10 @@ def test_tokens_are_counted_while_others_draw(toy):
 
 
 def test_attention_is_that_of_the_evaluation(toy):
-    found = attention(toy, PROMPT, ["toy/debias-clip", "toy/clip"])
-    assert list(found) == ["toy/debias-clip", "toy/clip"]
-    for label, its in found.items():
-        assert its == look_at_prompt(load_reader(label, CPU), PROMPT)
+    shares = attention(toy, PROMPT, ["toy/debias-clip", "toy/clip"])
+    assert list(shares) == ["toy/debias-clip", "toy/clip"]
+    for label, share in shares.items():
+        assert share == look_at_prompt(load_reader(label, CPU), PROMPT)
     with pytest.raises(UserError, match="empty"):
         attention(toy, " ", TOYS)
     with pytest.raises(UserError, match="no encoder"):
@@ -759,10 +749,10 @@ def test_reading_uses_the_models_that_draw(toy):
         assert encoder.reader().encoder is encoder.model
 
 
-def embedding(models: Models, label: str, sentences: list[str]) -> torch.Tensor:
+def embedding(models: DemoModels, label: str, sentences: list[str]) -> torch.Tensor:
     """One text, without pads, by the encoder itself."""
     encoder = models.encoders[label]
-    ids = encoder.tokenizer(clean(" ".join(sentences)), truncation=True, max_length=encoder.window)["input_ids"]
+    ids = encoder.tokenizer(clean(" ".join(sentences)), truncation=True, max_length=encoder.context_length)["input_ids"]
     with torch.no_grad():
         return encoder.model(torch.tensor([ids])).pooler_output[0].double()
 
@@ -803,7 +793,7 @@ def test_movement_takes_the_projected_feature_where_there_is_one(folders, tmp_pa
     projected = CLIPTextModelWithProjection(config).eval()
     projected.save_pretrained(tmp_path / "projected")
     clip_tokenizer(77).save_pretrained(tmp_path / "projected")
-    models = Models(folders["base"], [str(tmp_path / "projected")], CPU)
+    models = DemoModels(folders["base"], [str(tmp_path / "projected")], CPU)
     encoder = models.encoders["projected"]
     assert isinstance(encoder.model, CLIPTextModelWithProjection)
     rows = movement(models, "A red cat. A blue ring.", ["projected"])
@@ -821,28 +811,69 @@ def test_movement_takes_the_projected_feature_where_there_is_one(folders, tmp_pa
 
 def test_scenes_are_what_their_captions_say():
     for seed in range(20):
-        its = random_scene(seed)
-        sentences = split_sentences(its.caption)
-        assert 9 <= len(sentences) <= 14 and its.original.size == (48, 48)
-        assert len(its.objects) == len(its.scene.things) >= 4
-        for (text, number), thing in zip(its.objects, its.scene.things, strict=True):
+        toy_scene = random_scene(seed)
+        sentences = split_sentences(toy_scene.caption)
+        assert 9 <= len(sentences) <= 14 and toy_scene.original.size == (48, 48)
+        assert len(toy_scene.objects) == len(toy_scene.scene.things) >= 4
+        for (text, number), thing in zip(toy_scene.objects, toy_scene.scene.things, strict=True):
             assert text == f"{thing.size} {thing.colour} {thing.kind}, {thing.place}"
-            told = [k for k, s in enumerate(sentences, 1) if thing.place in s and thing.kind in s]
-            assert number in told
-        assert all(right for _, right in mark(its, its.original))
-        assert [name for name, _ in mark(its, its.original)] == [name for name, _ in its.objects]
+            mentions = [k for k, s in enumerate(sentences, 1) if thing.place in s and thing.kind in s]
+            assert number in mentions
+        assert all(right for _, right in mark(toy_scene, toy_scene.original))
+        assert [name for name, _ in mark(toy_scene, toy_scene.original)] == [name for name, _ in toy_scene.objects]
     assert random_scene(4) == random_scene(4) and random_scene(4).caption != random_scene(5).caption
 
 
 def test_marks_are_the_checkers():
-    its, other = random_scene(0), random_scene(9)
-    assert [right for _, right in mark(its, other.original)] == list(
-        objects_correct(other.original, its.scene).values()
+    toy_scene, other = random_scene(0), random_scene(9)
+    assert [right for _, right in mark(toy_scene, other.original)] == list(
+        objects_correct(other.original, toy_scene.scene).values()
     )
-    assert not all(right for _, right in mark(its, other.original))
+    assert not all(right for _, right in mark(toy_scene, other.original))
 
 
 @pytest.mark.parametrize("seed", [-1, 1.0, None, True, "3"])
 def test_scenes_have_whole_numbers(seed):
     with pytest.raises(UserError, match="whole number from 0"):
         random_scene(seed)
+
+
+# Budget
+
+
+def test_a_request_within_the_budget_is_drawn(toy):
+    check_budget(toy, replace(toy.defaults, prompt=PROMPT), 60)
+    check_budget(toy, replace(toy.defaults, prompt=PROMPT, steps=30, images=8), BUDGET)
+
+
+@pytest.mark.parametrize(
+    "changes, steps",
+    [
+        ({"steps": 100, "images": 8}, 2400),
+        ({"prompt": "a red ring. " * 1600, "steps": 20, "encoders": ("toy/debias-clip",)}, 20 * 20),
+        ({"prompt": "a red ring. " * 1600, "steps": 20, "encoders": ("toy/debias-clip",), "long_prompts": "cut"}, 20),
+        ({"prompt": "a BREAK " * 2000, "weighting": True, "steps": 20, "encoders": ("toy/debias-clip",)}, 20 * 600),
+        ({"prompt": "a", "negative_prompt": "a red ring. " * 1600, "encoders": ("toy/debias-clip",)}, 20 * 20),
+    ],
+    ids=["steps", "prompt", "cut", "breaks", "negative"],
+)
+def test_a_request_beyond_the_budget_is_told_before_it_begins(toy, changes, steps):
+    request = check(replace(toy.defaults, **{"prompt": PROMPT} | changes), toy)
+    least = math.floor(steps * 0.7)
+    with pytest.raises(UserError, match=f"takes [0-9,]+ steps .*one request may take {least - 1:,} here. Choose fewer"):
+        check_budget(toy, request, least - 1)
+    check_budget(toy, request, math.ceil(steps * 1.5))
+
+
+def test_larger_images_take_more_of_the_budget(tiny):
+    request = check(ask(tiny, prompt="a red ring", steps=10, height=128, width=64, encoders=("original",)), tiny)
+    check_budget(tiny, request, 20)
+    with pytest.raises(UserError, match="takes 20 steps .10 steps x 1 images x 1 encoders x 2.0 for the size"):
+        check_budget(tiny, request, 19)
+
+
+def test_windows_is_the_old_name_of_chunks(tiny):
+    old, new = (ask(tiny, long_prompts=name) for name in ("windows", "chunks"))
+    with pytest.warns(FutureWarning, match='"windows" is now "chunks"'):
+        assert check(old, tiny) == check(new, tiny)
+    assert request_of_png(settings_with(long_prompts="windows"), tiny)[0].long_prompts == "chunks"

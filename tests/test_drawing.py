@@ -173,16 +173,15 @@ def test_images_of_values_that_are_no_numbers_are_named_and_the_rest_is_drawn(
 def test_what_cannot_fit_or_did_not_is_told(base, tmp_path, monkeypatch):
     with monkeypatch.context() as small:
         small.setattr(memory, "free_bytes", lambda device: 10**4)
-        with pytest.raises(UserError, match="2 pictures at once of 64 x 64 pixels need at least 0.0 GB"):
+        with pytest.raises(UserError, match="2 images at once of 64 x 64 pixels need at least 0.0 GB"):
             drawn(tmp_path, base, images_at_once=2)
-    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), torch.OutOfMemoryError()):
 
-        def fail(self, *args, error=error, **arguments):
-            raise error
+    def fail(*args, **arguments):
+        raise MemoryError
 
-        monkeypatch.setattr(StableDiffusionXLPipeline, "__call__", fail)
-        with pytest.raises(UserError, match="The memory of cpu does not suffice .* Lower --images-at-once"):
-            drawn(tmp_path, base)
+    monkeypatch.setattr(StableDiffusionXLPipeline, "__call__", fail)
+    with pytest.raises(UserError, match="The memory of cpu does not suffice .* Lower --images-at-once"):
+        drawn(tmp_path, base)
     assert not list(tmp_path.glob("*.png"))
 
 
@@ -251,7 +250,7 @@ def test_pictures_of_unknown_settings_are_refused(base, tmp_path):
 def test_an_encoder_of_another_width_is_refused(long_encoder, tmp_path):
     wide = str(tiny_sdxl.build_tiny_sdxl(tmp_path / "wide", text_width=64))
     own = Drawing(DrawingSettings(wide), Processes("cpu"))
-    with pytest.raises(UserError, match=r"width 32, and the one of .* has width 64"):
+    with pytest.raises(UserError, match=r"width 32, and the encoder of .* has width 64"):
         own.check([ORIGINAL, long_encoder], [tmp_path / "a", tmp_path / "b"], SUBJECTS)
     assert not (tmp_path / "a").exists()
 

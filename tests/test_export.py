@@ -227,10 +227,10 @@ def test_the_card_says_what_the_run_left(tmp_path, world):
     assert "248: the first 20 kept, each other one stretched to 4" in card
     assert "debias-diffusion train --data data.json --model base --images images --short-weight 0.25 --comp" in card
     assert "--workers" not in card and "--output" not in card
-    own = json.loads(Path(world.run, "best", "scores.json").read_text())
+    best = json.loads(Path(world.run, "best", "scores.json").read_text())
     start = json.loads(Path(world.run, "log.jsonl").read_text().splitlines()[0])
     assert f"| the base model | {start['t2i_r1']:.2f} | {start['i2t_r1']:.2f} |" in card
-    assert f"| this one, step {own['step']} | {own['t2i_r1']:.2f} | {own['i2t_r1']:.2f} |" in card
+    assert f"| this one, step {best['step']} | {best['t2i_r1']:.2f} | {best['i2t_r1']:.2f} |" in card
     retrieval, robustness = (
         json.loads(Path(world.scores, f"{name}.json").read_text()) for name in ("retrieval", "robustness")
     )
@@ -267,30 +267,22 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
 
 
 def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
-    number = {"value": 0.25, "low": 0.125, "high": 0.5}
+    score = {"dino_score": {"value": 0.25, "low": 0.125, "high": 0.5}}
+    encoder = {"scores": score, "cut_at": None, "prompts_cut": 0, "seconds": 2.0}
+    settings = {
+        "encoders": ["/private/enc", "toy/clip"],
+        "base": "stabilityai/x",
+        "data": "/private/data.json",
+        "seed": 3,
+    }
+    networks = ("inception_weights", "dinov2", "own_features", "clip_score")
     report = {
         "evaluation": "generation",
-        "settings": {
-            **{
-                "encoders": ["/private/enc", "toy/clip"],
-                "base": "stabilityai/x",
-                "data": "/private/data.json",
-                "seed": 3,
-            },
-            **{
-                "inception_weights": None,
-                "dino": "/private/d",
-                "dinov2": None,
-                "own_features": None,
-                "clip_score": None,
-            },
-        },
+        "settings": settings | {"seed": 3, "dino": "/private/d"} | dict.fromkeys(networks),
         "images": 7,
-        "encoders": {
-            label: {"scores": {"dino_score": number}, "cut_at": None, "prompts_cut": 0, "seconds": 2.0}
-            for label in ("enc", "toy/clip")
-        },
-        **{"compared": [], "notes": ["biased upwards"]},
+        "encoders": {"enc": encoder, "toy/clip": encoder},
+        "compared": [],
+        "notes": ["biased upwards"],
     }
     (tmp_path / "generation.json").write_text(json.dumps(report))
     export(ExportConfig(world.run, str(tmp_path / "x"), scores=str(tmp_path)))

@@ -103,12 +103,12 @@ def test_features_are_open_clips(version):
     assert not torch.allclose(with_pads[0], with_pads[1])
 
 
-@pytest.mark.parametrize(("version", "keep", "window"), [(1, 20, 196), (2, 20, 196), (1, 0, 256)])
-def test_a_stretched_folder_loads_in_open_clip_and_here(tmp_path, version, keep, window):
+@pytest.mark.parametrize(("version", "keep", "length"), [(1, 20, 196), (2, 20, 196), (1, 0, 256)])
+def test_a_stretched_folder_loads_in_open_clip_and_here(tmp_path, version, keep, length):
     backbone = tiny_siglip(version).eval()
     backbone.stretch(keep)
-    assert backbone.context_length == backbone.tokenizer.context_length == window
-    assert backbone.model.context_length == backbone.model.text.context_length == backbone.model.text.num_pos == window
+    assert backbone.context_length == backbone.tokenizer.context_length == length
+    assert backbone.model.context_length == backbone.model.text.context_length == backbone.model.text.num_pos == length
     assert backbone.model.text.attn_mask is None
     backbone.save(tmp_path)
     tokens = backbone.tokenize(CAPTIONS)
@@ -118,12 +118,12 @@ def test_a_stretched_folder_loads_in_open_clip_and_here(tmp_path, version, keep,
     again = load_backbone(str(tmp_path)).eval()
     assert torch.equal(again.encode_text(again.tokenize(CAPTIONS)), expected)
     assert torch.equal(again.encode_image(images), backbone.encode_image(images))
-    assert (again.context_length, again.kept_positions, again.loss) == (window, keep, "sigmoid")
+    assert (again.context_length, again.kept_positions, again.loss) == (length, keep, "sigmoid")
     assert torch.equal(again.logit_bias, backbone.logit_bias)
 
     theirs = open_clip.create_model(f"local-dir:{tmp_path}").eval()
     rows = open_clip.get_tokenizer(f"local-dir:{tmp_path}")(CAPTIONS)
-    assert rows.shape == (4, window) == (4, theirs.context_length)
+    assert rows.shape == (4, length) == (4, theirs.context_length)
     assert theirs.context_length == theirs.text.context_length == theirs.text.num_pos
     assert torch.equal(theirs.encode_text(rows), expected)
 
@@ -196,13 +196,12 @@ def without_weights(model, config):
 
 
 @pytest.mark.parametrize("model", CLIPS + SIGLIPS)
-def test_every_configuration_reads_its_window_and_trains_all_its_weights(model):
+def test_every_configuration_reads_its_context_length_and_trains_all_its_weights(model):
     config = open_clip.get_model_config(model)
     with torch.device("meta"):
         backbone = without_weights(open_clip.create_model(model, load_weights=False, device="meta"), config)
-        window = backbone.context_length
+        longer = 10 + 4 * (backbone.context_length - 10)
         backbone.stretch(keep=10)
-    longer = 10 + 4 * (window - 10)
     assert backbone.context_length == longer == config["text_cfg"]["context_length"]
     assert backbone.loss == ("sigmoid" if "SigLIP" in model else "softmax")
     tokens = backbone.tokenize(["a" * 400, "the cat"])
@@ -217,7 +216,7 @@ def test_every_configuration_reads_its_window_and_trains_all_its_weights(model):
 
 
 def of_true_width(model):
-    """Two layers of a model, as wide as it is, with few words; for timm's image towers, of fixed depth, a tiny one."""
+    """Two layers of a model in its true width with a small vocabulary; a tiny image tower in place of timm's."""
     config = open_clip.get_model_config(model)
     config["text_cfg"] |= {"layers": 2, "vocab_size": 514}
     if "timm_model_name" in config["vision_cfg"]:
@@ -239,21 +238,22 @@ def of_true_width(model):
 )
 def test_two_layers_of_true_width_give_open_clips_features_and_gradients(model):
     backbone = of_true_width(model)
-    backbone.stretch()
+    backbone.stretch(keep=60, factor=2)
     ids = backbone.tokenizer.text_ids(["a" * 300, "the cat is a thing on the mat", "x"])
     tokens = backbone.tokenizer.batch(ids, [0, 9, 30])
-    found = {}
-    for whose, encode in (("ours", backbone.encode_text), ("theirs", lambda t: backbone.model.encode_text(t.padded()))):
+    results = []
+    for encode in (backbone.encode_text, lambda tokens: backbone.model.encode_text(tokens.padded())):
         backbone.zero_grad()
         features = encode(tokens)
         torch.nn.functional.normalize(features, dim=-1).sum(dim=0).square().sum().backward()
-        found[whose] = {"features": features.detach()}
-        found[whose] |= {n: p.grad for n, p in backbone.model.named_parameters() if p.grad is not None}
-    assert found["ours"].keys() == found["theirs"].keys() and len(found["ours"]) > 20
-    for name, expected in found["theirs"].items():
+        gradients = {n: p.grad for n, p in backbone.model.named_parameters() if p.grad is not None}
+        results.append(gradients | {"features": features.detach()})
+    fast, plain = results
+    assert fast.keys() == plain.keys() and len(fast) > 20
+    for name, expected in plain.items():
         tolerance = 1e-5 * expected.abs().max().item()
         assert tolerance > 0, name
-        torch.testing.assert_close(found["ours"][name], expected, rtol=0, atol=tolerance, msg=name)
+        torch.testing.assert_close(fast[name], expected, rtol=0, atol=tolerance, msg=name)
     image = Image.effect_noise((64, 48), 90)
     pixels = backbone.encode_image(backbone.read_pixels(image)[None])
     assert torch.equal(pixels, backbone.model.encode_image(backbone.preprocess(image)[None]))

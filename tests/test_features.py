@@ -20,7 +20,7 @@ from tiny_data import make_tiny_data
 from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import held
-from debias_diffusion.training.feature_cache import FeatureCache, cache_key, cached_images
+from debias_diffusion.training.feature_cache import FeatureCache, FrozenTower, cache_key, cached_images
 
 CPU = Accelerator(cpu=True)
 DIM = 5
@@ -75,8 +75,8 @@ def world(tmp_path):
 
 
 def fill(world, backbone=None, records=None):
-    its_backbone, its_records, source, folder = world
-    return cached_images(backbone or its_backbone, records or its_records, source, folder, CPU, "fp32", 4, 0)
+    tower = FrozenTower(backbone or world[0], CPU, "fp32")
+    return cached_images(tower, records or world[1], *world[2:], batch=4)
 
 
 def plain_features(world, record):
@@ -110,7 +110,8 @@ def test_features_are_computed_once_and_the_rest_is_added(world):
 def test_when_asked_to_stop_what_was_computed_is_kept(world):
     backbone, records, source, folder = world
     asked = iter([False, True])
-    images, _ = cached_images(backbone, records, source, folder, CPU, "fp32", 2, 0, lambda: next(asked))
+    tower = FrozenTower(backbone, CPU, "fp32")
+    images, _ = cached_images(tower, records, source, folder, batch=2, stop=lambda: next(asked))
     assert len(images.cache) == 4
     assert len(fill(world)[0].cache) == 9
 
@@ -138,7 +139,9 @@ def test_a_slow_process_shares_the_same_list_as_a_fast_one(world, monkeypatch):
     meeting = threading.Barrier(2, timeout=60)
     with ThreadPoolExecutor(2) as threads:
         runs = [
-            threads.submit(cached_images, backbone, records, source, folder, OneOfTwo(index, meeting), "fp32", 4, 0)
+            threads.submit(
+                cached_images, FrozenTower(backbone, OneOfTwo(index, meeting), "fp32"), records, source, folder, batch=4
+            )
             for index in range(2)
         ]
         caches = [run.result()[0].cache for run in runs]
@@ -177,7 +180,7 @@ def test_other_images_of_equal_names_sizes_and_times_are_not_served_the_old_feat
             (root / "data.jsonl").write_text('{"image": "1.bmp", "caption": "A colour."}')
             captions, images = open_data(root / "data.jsonl", root)
         os.utime(path, ns=(1, 1))
-        cached, bad = cached_images(backbone, captions.records, images, cache, CPU, "fp32", 4, 0)
+        cached, bad = cached_images(FrozenTower(backbone, CPU, "fp32"), captions.records, images, cache)
         assert bad == []
         features.append(cached.open(captions.records[0].image))
         assert torch.equal(cached.open(captions.records[0].image), features[-1])

@@ -29,12 +29,12 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.pictures import dpg_bench
 from debias_diffusion.eval.pictures import networks as feature_networks
 from debias_diffusion.eval.pictures.figures import plot_examples
-from debias_diffusion.eval.pictures.generation import _original, _with_readable_original
+from debias_diffusion.eval.pictures.generation import _reference, _with_readable_reference
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
-from debias_diffusion.training.check import _Everything
-from debias_diffusion.training.feature_cache import cached_images
+from debias_diffusion.training.check import _CheckedRecords
+from debias_diffusion.training.feature_cache import FrozenTower, cached_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
@@ -280,14 +280,15 @@ def test_whatever_an_image_raises_its_record_is_named_and_the_others_go_on(three
     dataset = CaptionDataset(records, images, backbone.read_pixels, TOKENIZER, RECIPE, 0, lambda epoch: [2])
     bad.append(dataset[(0, 1, 0)].bad)
     assert dataset[(0, 1, 0)].sample_id == "2"
-    everything = _Everything(records, images, TOKENIZER)
+    everything = _CheckedRecords(records, images, TOKENIZER)
     bad.append([fault for *_, fault in (everything[index] for index in range(3)) if fault])
     cache = folder / "cache"
-    bad.append(cached_images(backbone, records, images, cache, Accelerator(cpu=True), "fp32", 2, 0)[1])
+    tower = FrozenTower(backbone, Accelerator(cpu=True), "fp32")
+    bad.append(cached_images(tower, records, images, cache, batch=2)[1])
     bad.append(encode_images(backbone, records, images, 2, "cpu", progress=False)[2])
-    bad.append(_with_readable_original(records, images)[1])
+    bad.append(_with_readable_reference(records, images)[1])
     with pytest.raises(UserError, match=r"cannot be read now: 1.png: .*Start the same command again"):
-        _original(records[1], images)
+        _reference(records[1], images)
     for faults in bad:
         assert [(fault.where, fault.kind) for fault in faults] == [("1.png", kind)]
         assert faults[0].detail.startswith("1.png: ") and len(faults[0].detail) > len("1.png: ")
@@ -301,9 +302,9 @@ def test_what_no_image_causes_is_not_taken_for_a_bad_image(three, error):
     with pytest.raises(type(error)):
         dataset[(0, 1, 0)]
     with pytest.raises(type(error)):
-        _Everything(records, images, TOKENIZER)[1]
+        _CheckedRecords(records, images, TOKENIZER)[1]
     with pytest.raises(type(error)):
-        _with_readable_original(records, images)
+        _with_readable_reference(records, images)
 
 
 def test_an_image_that_the_preprocessing_fails_on_is_a_bad_record(three):
@@ -352,7 +353,7 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
     assert not images.is_there("1.png")
     with pytest.raises(OSError):
         images.stamp("1.png")
-    good, bad = _with_readable_original(records, images)
+    good, bad = _with_readable_reference(records, images)
     assert good == [0, 2] and [(fault.where, fault.kind) for fault in bad] == [("1.png", "unreadable image")]
     with pytest.raises(UserError, match=r"no usable sample. The first fault: s.tar: broken shard"):
         read_shards(folder)

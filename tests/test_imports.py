@@ -136,7 +136,7 @@ def test_old_import_paths_lead_to_the_new_modules():
 
 def test_old_commands_lead_to_the_new_modules_and_only_pages_import_matplotlib():
     code = (
-        "import atexit, runpy, sys; import debias_diffusion.app.generate.drawing, debias_diffusion.training; "
+        "import atexit, runpy, sys; import debias_diffusion.app.generate.rendering, debias_diffusion.training; "
         "atexit.register(lambda: print('matplotlib.figure' in sys.modules)); sys.argv = ['build', '--help']; "
         "runpy.run_module('debias_diffusion.toyworld.build', run_name='__main__')"
     )

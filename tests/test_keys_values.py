@@ -9,7 +9,6 @@ import tiny_sdxl
 import torch
 from accelerate import cpu_offload
 from diffusers import (
-    AutoencoderKL,
     ControlNetModel,
     DDIMScheduler,
     DDPMPipeline,
@@ -31,7 +30,6 @@ from peft import LoraConfig
 
 from debias_diffusion.pipelines.keys_values import keep_keys_values
 from debias_diffusion.pipelines.stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.tokens import clip_tokenizer
 
 STEPS = 3
 LONG = "a red square on the left of a blue circle, " * 10
@@ -43,34 +41,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def sdxl_parts(tmp_path_factory):
-    folder = tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("tiny") / "sdxl")
-    return StableDiffusionXLPipeline.from_pretrained(folder).components
+def sdxl_parts():
+    return tiny_sdxl.sdxl_parts() | {"image_encoder": None, "feature_extractor": None}
 
 
 @pytest.fixture(scope="module")
 def sd_parts():
-    encoder = tiny_sdxl.text_encoder()
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        norm_num_groups=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=4,
-        cross_attention_dim=encoder.config.hidden_size,
-    )
-    return {
-        "vae": AutoencoderKL(block_out_channels=(8,), norm_num_groups=8, latent_channels=4).eval(),
-        "text_encoder": encoder,
-        "tokenizer": clip_tokenizer(tiny_sdxl.WINDOW),
-        "unet": unet.eval(),
-        "scheduler": DDIMScheduler(beta_start=0.00085, beta_end=0.012, clip_sample=False, steps_offset=1),
-        "safety_checker": None,
-        "feature_extractor": None,
-    }
+    return tiny_sdxl.sd15_parts()
 
 
 def build(cls, parts, **settings):

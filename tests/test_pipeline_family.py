@@ -1,13 +1,13 @@
 """What diffusers checks on its other pipelines, on ours: how they encode, batch, save, and work in parts.
 
-As in tests/test_pipeline_suite.py, where the same checks of SDXL from text are listed one by one, values are compared
-bit for bit with diffusers' class: of a long prompt, with that class given the embeddings that ours makes.
+As in tests/test_pipeline_suite.py, which lists the checks of SDXL from text, values are compared bit for bit with
+diffusers' class; for a long prompt that class is given our embeddings.
 
-Of diffusers' lists for these classes, those are left to the suite of SDXL from text that concern parts which all
-classes share: settings of VAE and attention, schedulers, variants, offloading on an accelerator. ControlNets add guess
-mode, the share of the steps in which they act, and several at once (controlnet_sdxl_guess, control_guidance_switch, the
-suites of multi-ControlNets); inpainting adds the mask and the UNet of nine channels; both it and image-to-image add a
-range of steps and the refiner (two_xl_mixture_of_denoiser, xl_refiner, RefinerOnly).
+Checks of parts that all classes share are left to that suite: settings of VAE and attention, schedulers, variants,
+offloading on an accelerator. ControlNets add guess mode, a share of the steps, and several at once
+(controlnet_sdxl_guess, control_guidance_switch, the suites of multi-ControlNets); inpainting adds the mask and the UNet
+of nine channels; inpainting and image-to-image add a range of steps and the refiner (two_xl_mixture_of_denoiser,
+xl_refiner, RefinerOnly).
 """
 
 import functools
@@ -47,7 +47,7 @@ from drawing import (
     save_both,
     watched,
 )
-from tiny_sdxl import assemble
+from tiny_sdxl import assemble, assemble_copy
 from torchvision.transforms.functional import to_tensor
 
 from debias_diffusion.pipelines import (
@@ -77,7 +77,7 @@ class Kind(NamedTuple):
         return {**self.images, **self.others}
 
 
-# made once: pipelines get copies of the models
+# made once, and shared by pipelines
 sdxl, sd15 = functools.cache(tiny_sdxl.sdxl_parts), functools.cache(tiny_sdxl.sd15_parts)
 
 
@@ -208,15 +208,15 @@ def test_components(kind, stock, ours):
     assert set(ours.components) == set(stock.components)
     again = kind.ours(**ours.components, **settings(kind))
     assert all(again.components[name] is part for name, part in ours.components.items())
+    assert json.loads(ours.to_json_string())["_class_name"] == kind.stock.__name__
 
 
 # ---- what it draws
 
 CALLS = {
     "plain": {},
-    "negative": {"negative_prompt": "blurry, grey"},
+    "two images of a negative": {"num_images_per_prompt": 2, "negative_prompt": "blurry"},
     "long negative": {"negative_prompt": LONG.replace("bicycle", "tractor"), "prompt": LONG},
-    "two images": {"num_images_per_prompt": 2, "negative_prompt": "blurry"},
     "no guidance": {"guidance_scale": 1.0},
 }
 
@@ -231,30 +231,30 @@ def test_calls(kind, stock, ours, prompt, call):
 
 
 SDXL_CALLS = {
-    "prompt_2": {"prompt_2": OTHER, "negative_prompt": "blurry", "negative_prompt_2": "dark"},
-    "clip_skip": {"clip_skip": 1, "negative_prompt": "blurry"},
-    "conditions": {"original_size": (512, 300), "target_size": (900, 1024), "crops_coords_top_left": (4, 200)},
-    "negative conditions": {"negative_original_size": (512, 512), "negative_target_size": (1024, 1024)},
+    "prompt_2": {"prompt_2": OTHER, "negative_prompt": "blurry", "negative_prompt_2": "dark", "clip_skip": 1},
+    "conditions": {
+        "original_size": (512, 300),
+        "target_size": (900, 1024),
+        "crops_coords_top_left": (4, 200),
+        "negative_original_size": (512, 512),
+        "negative_target_size": (1024, 1024),
+    },
 }
 
 
 @pytest.mark.parametrize("call", SDXL_CALLS.values(), ids=SDXL_CALLS)
 @only([name for name, kind in KINDS.items() if is_sdxl(kind)])
-def test_calls_of_sdxl(kind, stock, ours, prompt, call):
-    images = draw(ours, prompt, **kind.inputs, **call)
-    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompt, **kind.inputs, **call))
-    assert not np.array_equal(images, draw(ours, prompt, **kind.inputs))
+def test_calls_of_sdxl(kind, stock, ours, call):
+    images = draw(ours, LONG, **kind.inputs, **call)
+    assert np.array_equal(images, draw_as_diffusers(stock, ours, LONG, **kind.inputs, **call))
+    assert not np.array_equal(images, draw(ours, LONG, **kind.inputs))
 
 
 def test_late_words_are_drawn(kind, stock, ours):
     later = LONG.replace("bicycle", "tractor")
-    inputs = {**kind.inputs, "generator": None}
 
     def differs(pipe):
-        images = [
-            draw(pipe, text, **inputs | {"generator": torch.Generator().manual_seed(0)}) for text in (LONG, later)
-        ]
-        return not np.array_equal(*images)
+        return not np.array_equal(*(draw(pipe, text, **kind.inputs) for text in (LONG, later)))
 
     assert differs(ours) and not differs(stock)
 
@@ -267,14 +267,14 @@ def test_an_unused_negative_prompt_lengthens_nothing(kind, ours, prompt):
     assert np.array_equal(images, draw(ours, prompt, **call))
 
 
-def test_outputs(kind, ours, prompt):
-    images = draw(ours, prompt, **kind.inputs)
-    plain = draw(ours, prompt, output_type="pt", **kind.inputs).permute(0, 2, 3, 1).numpy()
+def test_outputs(kind, ours):
+    images = draw(ours, LONG, **kind.inputs)
+    plain = draw(ours, LONG, output_type="pt", **kind.inputs).permute(0, 2, 3, 1).numpy()
     assert np.array_equal(plain, images)
-    (pil,) = draw(ours, prompt, output_type="pil", **kind.inputs)
+    (pil,) = draw(ours, LONG, output_type="pil", **kind.inputs)
     assert np.array_equal(np.asarray(pil), (images[0] * 255).round())
     call = {"num_inference_steps": 2, "output_type": "np", **kind.inputs}
-    output = ours(prompt=prompt, generator=torch.Generator().manual_seed(0), return_dict=False, **call)
+    output = ours(prompt=LONG, generator=torch.Generator().manual_seed(0), return_dict=False, **call)
     assert type(output) is tuple and np.array_equal(output[0], images)
 
 
@@ -298,33 +298,30 @@ def test_in_a_batch_as_alone(kind, stock, ours, prompt):
     for seed, text in enumerate(prompts):
         assert np.abs(images[seed] - draw(ours, text, seed=seed, **kind.inputs)[0]).max() < 1e-4
     assert np.abs(images[0] - draw(ours, prompts[1], **kind.inputs)[0]).max() > 1e-4
-    call = {"num_images_per_prompt": 2, **inputs}
-    images = draw(ours, prompts, generator=generators(4), **call)
-    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompts, generator=generators(4), **call))
 
 
 # ---- pictures that go in
 
 
-def test_kinds_of_pictures(kind, ours, prompt):
+def test_kinds_of_pictures(kind, ours):
     if not kind.images:
         pytest.skip("it reads no pictures")
-    images = draw(ours, prompt, **kind.inputs)
+    images = draw(ours, LONG, **kind.inputs)
     tensors = {name: to_tensor(image)[None] for name, image in kind.images.items()}
     arrays = {name: tensor.permute(0, 2, 3, 1).numpy() for name, tensor in tensors.items()}
     for given in (tensors, arrays):
-        assert np.abs(draw(ours, prompt, **given, **kind.others) - images).max() < 1e-2
+        assert np.abs(draw(ours, LONG, **given, **kind.others) - images).max() < 1e-2
     other = {name: tiny_sdxl.picture(7) if name != "mask_image" else image for name, image in kind.images.items()}
-    assert np.abs(draw(ours, prompt, **other, **kind.others) - images).max() > 1e-2
+    assert np.abs(draw(ours, LONG, **other, **kind.others) - images).max() > 1e-2
 
 
 @only(["SDXL image to image", "SDXL inpainting", "SD 1.5 image to image"])
-def test_latents_go_in_as_a_picture(kind, ours, prompt):
+def test_latents_go_in_as_a_picture(kind, ours):
     random = torch.Generator().manual_seed(0)
     tensor = ours.image_processor.preprocess(PICTURE)
     latents = ours.vae.encode(tensor).latent_dist.sample(random) * ours.vae.config.scaling_factor
     call = {**kind.inputs, "image": latents, "generator": random}
-    assert np.abs(draw(ours, prompt, **call) - draw(ours, prompt, **kind.inputs)).max() < 1e-4
+    assert np.abs(draw(ours, LONG, **call) - draw(ours, LONG, **kind.inputs)).max() < 1e-4
 
 
 @only(["SDXL inpainting"])
@@ -336,24 +333,24 @@ def test_only_the_mask_is_drawn_anew(kind, ours):
 
 
 @only(["SDXL image to image", "SDXL inpainting"])
-def test_a_range_of_steps(kind, stock, ours, prompt):
+def test_a_range_of_steps(kind, stock, ours):
     call = {**kind.inputs, "num_inference_steps": 4, "denoising_start": 0.3, "denoising_end": 0.8}
-    images = draw(ours, prompt, **call)
-    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompt, **call))
-    assert not np.array_equal(images, draw(ours, prompt, **call | {"denoising_start": 0.6}))
+    images = draw(ours, LONG, **call)
+    assert np.array_equal(images, draw_as_diffusers(stock, ours, LONG, **call))
+    assert not np.array_equal(images, draw(ours, LONG, **call | {"denoising_start": 0.6}))
 
 
 @only(["SDXL image to image", "SDXL inpainting"])
-def test_a_refiner(kind, parts, prompt):
+def test_a_refiner(kind, parts):
     """It has the second encoder alone, and scores in place of a target size."""
     width = {"cross_attention_dim": tiny_sdxl.WIDTH_2}
     unet = tiny_sdxl.unet(projection_class_embeddings_input_dim=5 * 8 + tiny_sdxl.POOLED_WIDTH, **width)
     changes = {"unet": unet, "text_encoder": None, "tokenizer": None, "requires_aesthetics_score": True}
     pipes = [assemble(cls, parts, **changes) for cls in (kind.stock, kind.ours)]
     call = {**kind.inputs, "aesthetic_score": 7.0, "negative_prompt": "blurry"}
-    images = draw(pipes[1], prompt, **call)
-    assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, **call))
-    assert not np.array_equal(images, draw(pipes[1], prompt, **call | {"aesthetic_score": 2.0}))
+    images = draw(pipes[1], LONG, **call)
+    assert np.array_equal(images, draw_as_diffusers(*pipes, LONG, **call))
+    assert not np.array_equal(images, draw(pipes[1], LONG, **call | {"aesthetic_score": 2.0}))
 
 
 # ---- ControlNets
@@ -368,10 +365,10 @@ CONTROLS = {
 
 @pytest.mark.parametrize("call", CONTROLS.values(), ids=CONTROLS)
 @only(CONTROLLED)
-def test_control(kind, stock, ours, prompt, call):
-    images = draw(ours, prompt, **kind.inputs, **call)
-    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompt, **kind.inputs, **call))
-    assert not np.array_equal(images, draw(ours, prompt, **kind.inputs))
+def test_control(kind, stock, ours, call):
+    images = draw(ours, LONG, **kind.inputs, **call)
+    assert np.array_equal(images, draw_as_diffusers(stock, ours, LONG, **kind.inputs, **call))
+    assert not np.array_equal(images, draw(ours, LONG, **kind.inputs))
 
 
 @only(CONTROLLED)
@@ -389,26 +386,26 @@ def test_the_controlnet_reads_the_long_prompt_too(kind, ours, prompt):
 
 
 @only(CONTROLLED)
-def test_two_controlnets(kind, parts, prompt):
+def test_two_controlnets(kind, parts):
     nets = [tiny_sdxl.controlnet(parts["unet"], seed) for seed in (0, 1)]
     pipes = [assemble(cls, parts, controlnet=nets) for cls in (kind.stock, kind.ours)]
     control = "control_image" if "control_image" in kind.images else "image"
     call = {**kind.inputs, control: [CONTROL, tiny_sdxl.picture(5)], "controlnet_conditioning_scale": [1.0, 0.5]}
-    images = draw(pipes[1], prompt, **call)
-    assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, **call))
+    images = draw(pipes[1], LONG, **call)
+    assert np.array_equal(images, draw_as_diffusers(*pipes, LONG, **call))
     call["controlnet_conditioning_scale"] = [1.0, 0.0]
-    assert not np.array_equal(images, draw(pipes[1], prompt, **call))
+    assert not np.array_equal(images, draw(pipes[1], LONG, **call))
 
 
 # ---- callbacks
 
 
-def test_callbacks_and_interrupt(kind, stock, ours, prompt):
+def test_callbacks_and_interrupt(kind, stock, ours):
     names, latents = kind.ours._callback_tensor_inputs, []
 
     def keep(pipe, step, timestep, tensors):
         assert set(tensors) == set(names)
-        assert tensors["prompt_embeds"].shape[:2] == (2, POSITIONS[prompt])
+        assert tensors["prompt_embeds"].shape[:2] == (2, POSITIONS[LONG])
         latents.append(tensors["latents"].clone())
         return tensors
 
@@ -420,81 +417,77 @@ def test_callbacks_and_interrupt(kind, stock, ours, prompt):
         return {**tensors, "prompt_embeds": tensors["prompt_embeds"].flip(0)}
 
     call = {"callback_on_step_end": keep, "callback_on_step_end_tensor_inputs": names}
-    images = draw(ours, prompt, **kind.inputs, **call)
-    assert len(latents) == 2 and np.array_equal(images, draw(ours, prompt, **kind.inputs))
-    stopped = draw(ours, prompt, output_type="latent", callback_on_step_end=stop, **kind.inputs)
+    images = draw(ours, LONG, **kind.inputs, **call)
+    assert len(latents) == 2 and np.array_equal(images, draw(ours, LONG, **kind.inputs))
+    stopped = draw(ours, LONG, output_type="latent", callback_on_step_end=stop, **kind.inputs)
     assert torch.equal(stopped, latents[0]) and not torch.equal(stopped, latents[1])
     call = {"callback_on_step_end": swap, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
-    swapped = draw(ours, prompt, negative_prompt="grey", **kind.inputs, **call)
-    assert np.array_equal(
-        swapped, draw_as_diffusers(stock, ours, prompt, negative_prompt="grey", **kind.inputs, **call)
-    )
-    assert not np.array_equal(swapped, draw(ours, prompt, negative_prompt="grey", **kind.inputs))
+    swapped = draw(ours, LONG, negative_prompt="grey", **kind.inputs, **call)
+    assert np.array_equal(swapped, draw_as_diffusers(stock, ours, LONG, negative_prompt="grey", **kind.inputs, **call))
+    assert not np.array_equal(swapped, draw(ours, LONG, negative_prompt="grey", **kind.inputs))
 
 
 # ---- text encoders alone, and the rest alone
 
 
-def test_encoding_in_isolation(kind, parts, ours, prompt):
+def test_encoding_in_isolation(kind, parts, ours):
     texts = assemble(kind.ours, {name: parts[name] if name in TEXT_PARTS else None for name in parts}, **settings(kind))
     rest = assemble(kind.ours, {name: None if name in TEXT_PARTS else parts[name] for name in parts}, **settings(kind))
     for negative in (None, OTHER):
-        embeds = embed(texts, prompt, negative_prompt=negative)
+        embeds = embed(texts, LONG, negative_prompt=negative)
         assert set(embeds) == set(EMBEDDINGS if is_sdxl(kind) else EMBEDDINGS[:2])
         images = draw(rest, **embeds, **kind.inputs)
-        assert np.array_equal(images, draw(ours, prompt, negative_prompt=negative, **kind.inputs))
+        assert np.array_equal(images, draw(ours, LONG, negative_prompt=negative, **kind.inputs))
     with pytest.raises(ValueError, match="is None, so no prompt can be encoded"):
-        draw(rest, prompt, **kind.inputs)
+        draw(rest, LONG, **kind.inputs)
 
 
-def test_encoders_are_used_through_forward(kind, parts, ours, prompt):
+def test_encoders_are_used_through_forward(kind, parts, ours):
     """Which is where all ways of offloading bring the weights back."""
-    own = assemble(kind.ours, parts, **settings(kind))
+    own = assemble_copy(kind.ours, parts, **settings(kind))
     for name in ("text_encoder", "text_encoder_2"):
         if name in own.components:
             only_in_forward(own.components[name])
     call = {"negative_prompt": "grey", "clip_skip": 1, **kind.inputs}
-    assert np.array_equal(draw(own, prompt, **call), draw(ours, prompt, **call))
+    assert np.array_equal(draw(own, LONG, **call), draw(ours, LONG, **call))
 
 
 # ---- IP-Adapter
 
 
-def test_ip_adapter(kind, parts, ours, prompt):
-    pipes = [assemble(cls, parts, **settings(kind)) for cls in (kind.stock, kind.ours)]
+def test_ip_adapter(kind, parts, ours):
+    pipes = [assemble_copy(cls, parts, **settings(kind)) for cls in (kind.stock, kind.ours)]
     for pipe in pipes:
         adapter = tiny_sdxl.ip_adapter(pipe.unet)
         pipe.load_ip_adapter(adapter, subfolder=None, weight_name=None, image_encoder_folder=None)
     embeds = torch.randn((2, 1, 24), generator=torch.Generator().manual_seed(0))
     call = {"ip_adapter_image_embeds": [embeds], **kind.inputs}
-    images = draw(pipes[1], prompt, **call)
-    assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, **call))
-    plain = draw(ours, prompt, **kind.inputs)
+    images = draw(pipes[1], LONG, **call)
+    assert np.array_equal(images, draw_as_diffusers(*pipes, LONG, **call))
+    plain = draw(ours, LONG, **kind.inputs)
     assert np.abs(images - plain).max() > 1e-3
     pipes[1].set_ip_adapter_scale(0.0)
-    assert np.abs(draw(pipes[1], prompt, **call) - plain).max() < 1e-4
+    assert np.abs(draw(pipes[1], LONG, **call) - plain).max() < 1e-4
 
 
 # ---- dtypes, saving, from one class to another
 
 
 def test_bfloat16(kind, parts):
-    pipes = [assemble(cls, parts, **settings(kind)).to(dtype=torch.bfloat16) for cls in (kind.stock, kind.ours)]
-    for prompt in PROMPTS.values():
-        assert {value.dtype for value in embed(pipes[1], prompt).values()} == {torch.bfloat16}
-        images = draw(pipes[1], prompt, **kind.inputs)
-        assert np.isfinite(images).all()
-        assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, **kind.inputs))
+    pipe = assemble_copy(kind.ours, parts, **settings(kind)).to(dtype=torch.bfloat16)
+    stock = assemble(kind.stock, pipe.components, **settings(kind))
+    assert {value.dtype for value in embed(pipe, LONG).values()} == {torch.bfloat16}
+    images = draw(pipe, LONG, **kind.inputs)
+    assert np.isfinite(images).all()
+    assert np.array_equal(images, draw_as_diffusers(stock, pipe, LONG, **kind.inputs))
 
 
-@only([name for name in KINDS if name != "SDXL inpainting with nine channels"])
+@only(["SDXL inpainting", "SDXL ControlNet image to image", "SD 1.5 image to image"])
 def test_saved_and_loaded(kind, stock, ours, tmp_path):
     folder = save_both(stock, ours, tmp_path)
-    assert json.loads((folder / "model_index.json").read_text())["_class_name"] == kind.stock.__name__
     again = kind.ours.from_pretrained(folder, **settings(kind))
     again.set_progress_bar_config(disable=True)
-    for prompt in PROMPTS.values():
-        assert np.array_equal(draw(again, prompt, **kind.inputs), draw(ours, prompt, **kind.inputs))
+    assert np.array_equal(draw(again, LONG, **kind.inputs), draw(ours, LONG, **kind.inputs))
 
 
 def test_from_pipe(kind, stock, ours):
@@ -504,17 +497,16 @@ def test_from_pipe(kind, stock, ours):
     for pipe in (there, back):
         assert all(pipe.components[name] is part for name, part in models(stock).items())
         pipe.set_progress_bar_config(disable=True)
-    for prompt in PROMPTS.values():
-        assert np.array_equal(draw(there, prompt, **kind.inputs), draw(ours, prompt, **kind.inputs))
+    assert np.array_equal(draw(there, LONG, **kind.inputs), draw(ours, LONG, **kind.inputs))
     assert np.array_equal(draw(back, SHORT, **kind.inputs), draw(stock, SHORT, **kind.inputs))
 
 
 @only([name for name, kind in KINDS.items() if is_sdxl(kind)])
-def test_from_pipe_of_sdxl_from_text(kind, parts, ours, prompt):
+def test_from_pipe_of_sdxl_from_text(kind, parts, ours):
     """What else a class needs goes in by name."""
     base = assemble(StableDiffusionXLLongPromptPipeline, {k: v for k, v in parts.items() if k != "controlnet"})
     extra = {name: ours.components[name] for name in set(ours.components) - set(base.components)}
     pipe = kind.ours.from_pipe(base, **extra)
     assert pipe.unet is base.unet and pipe.text_encoder is base.text_encoder
     pipe.set_progress_bar_config(disable=True)
-    assert np.array_equal(draw(pipe, prompt, **kind.inputs), draw(ours, prompt, **kind.inputs))
+    assert np.array_equal(draw(pipe, LONG, **kind.inputs), draw(ours, LONG, **kind.inputs))

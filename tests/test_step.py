@@ -1,8 +1,9 @@
 import math
 import os
+import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from safetensors.torch import load_file
 from test_objectives import literal_info_nce
 from tiny_clip import tiny_clip, tiny_siglip
 from tiny_data import caption
+from torch import nn
 
 from debias_diffusion.data.dataset import Collate, Sample
-from debias_diffusion.methods.dual_caption import RECIPES
+from debias_diffusion.methods.dual_caption import RECIPES, DualCaption
 from debias_diffusion.training.step import Optimizer, backward
 
 COMPONENTS = 3
@@ -37,25 +39,62 @@ CASES = {
 }
 
 
-def step_setup(case="debias-clip", size=6, first=0):
-    """(float64 backbone of a stretched window, recipe, batch of samples `first` to `first + size`)"""
+@dataclass(frozen=True)
+class Rich(DualCaption):
+    """Everything a method may have: modules, a frozen one, views, features of several shapes, a global loss."""
+
+    def modules(self, backbone):
+        modules = nn.ModuleDict({"head": nn.Linear(24, 6), "frozen": nn.Linear(24, 24).requires_grad_(False)})
+        modules.weight = nn.Parameter(torch.tensor(0.5))
+        return modules
+
+    def views(self, image, seed, epoch, sample_id):
+        rng = random.Random(f"{seed}/{epoch}/{sample_id}")
+        return {"mask": torch.tensor([rng.random() for _ in range(3)], dtype=torch.float64)}
+
+    def encode(self, backbone, batch, modules=None):
+        features = super().encode(backbone, batch)
+        short = features["short_text"]
+        return features | {
+            "masked": modules["head"](short).unflatten(1, (2, 3)) * batch.views["mask"][:, None],
+            "distance": (modules["frozen"](short) - features["long_text"]).square().mean(dim=1),
+            "weight": modules.weight.expand(len(batch)),
+        }
+
+    def losses(self, features, scale, bias=None):
+        losses, report = super().losses(features, scale, bias)
+        spread = (features["masked"] - features["masked"].mean(dim=0)).square().sum()
+        return losses | {"spread": features["weight"].mean() * spread, "distance": features["distance"].mean()}, report
+
+
+def rich_setup(**where):
+    """`step_setup` of a method that uses the whole seam, and its modules."""
+    torch.manual_seed(0)
+    backbone, method, batch = step_setup(method=Rich("random", "random", 0.1, COMPONENTS), **where)
+    return backbone, method, batch, method.modules(backbone).double()
+
+
+def step_setup(case="debias-clip", size=6, first=0, method=None):
+    """(float64 backbone of a stretched window, method, batch of samples `first` to `first + size`)"""
     family, name, changes = CASES[case]
     backbone = (tiny_clip() if family == "clip" else tiny_siglip()).double()
     backbone.stretch()
     components = min(RECIPES[name].components, COMPONENTS)
-    recipe = replace(RECIPES[name], **{"components": components} | changes)
-    backbone.pooling = recipe.pooling
+    recipe = method or replace(RECIPES[name], **{"components": components} | changes)
+    recipe.prepare(backbone)
     samples = []
     for index in range(first, first + size):
         generator = torch.Generator().manual_seed(index)
         image = torch.randn(3, 32, 32, generator=generator, dtype=torch.float64)
         captions = recipe.captions(caption(index), backbone.tokenizer, 0, 0, str(index))
-        samples.append(Sample((0, index, index), str(index), image, captions))
+        views = recipe.views(image, 0, 0, str(index))
+        samples.append(Sample((0, index, index), str(index), image, captions, views=views))
     return backbone, recipe, Collate(backbone.tokenizer, recipe)(samples)
 
 
-def gradients(backbone):
-    return {name: p.grad.clone() for name, p in backbone.model.named_parameters() if p.grad is not None}
+def gradients(*models):
+    named = (pair for model in models for pair in getattr(model, "model", model).named_parameters())
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def literal_text(backbone, tokens):
@@ -144,6 +183,30 @@ def test_loss_and_gradients_are_the_papers_however_the_batch_is_split(case, shar
             assert_same_gradients(shared_gradients[f"{case}-{chunk}-{rank}"], expected)
 
 
+def test_a_methods_own_modules_features_and_views_are_split_exactly_too(shared_gradients):
+    backbone, method, batch, modules = rich_setup()
+    features = method.encode(backbone, batch, modules)
+    losses, _ = method.losses(features, backbone.logit_scale.exp())
+    assert {name: feature.ndim for name, feature in features.items() if feature.ndim != 2} == {
+        "masked": 3,
+        "distance": 1,
+        "weight": 1,
+    }
+    sum(losses.values()).backward()
+    expected = gradients(backbone, modules)
+    assert {"head.weight", "head.bias", "weight"} < expected.keys() and "frozen.weight" not in expected
+    assert all(gradient.abs().sum() > 0 for gradient in expected.values())
+    for chunk in (None, 1, 4):
+        backbone.zero_grad(), modules.zero_grad()
+        report = backward(backbone, method, batch, CPU, chunk=chunk, modules=modules)
+        assert_same_gradients(gradients(backbone, modules), expected)
+        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+        assert report["gradient_norm"] == pytest.approx(norm.item(), rel=1e-9)
+    for chunk in (None, 2):
+        for rank in range(2):
+            assert_same_gradients(shared_gradients[f"rich-{chunk}-{rank}"], expected)
+
+
 def test_chunks_draw_the_same_at_random_both_times():
     # With patches dropped at random, a second pass that drew others would have the gradient of another loss. (Without
     # components, whose basis is held fixed in the gradient but moves in the differences.)
@@ -181,7 +244,7 @@ def test_features_instead_of_images_leave_the_image_tower_alone():
         features = backbone.encode_image(batch.images)
     for chunk in (None, 4):
         backbone.zero_grad()
-        backward(backbone, recipe, replace(batch, images=features), CPU, chunk=chunk)
+        backward(backbone, recipe, replace(batch, images=features, cached_features=True), CPU, chunk=chunk)
         assert_same_gradients(gradients(backbone), expected)
 
 
@@ -255,18 +318,3 @@ def test_the_scale_is_trained_and_stays_at_most_100():
     backbone.logit_scale.grad.fill_(-1.0)
     optimizer.step(0.5)
     assert backbone.logit_scale.exp().item() == pytest.approx(100)
-
-
-def test_the_optimizers_state_survives_a_save():
-    backbone, recipe, batch = step_setup()
-    optimizer = Optimizer(backbone, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8)
-    backward(backbone, recipe, batch, CPU)
-    optimizer.step(1e-3)
-    again, _, _ = step_setup()
-    again.model.load_state_dict(backbone.model.state_dict())
-    resumed = Optimizer(again, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8)
-    resumed.load_state({name: value.clone() for name, value in optimizer.state().items()})
-    for its_backbone, its_optimizer in ((backbone, optimizer), (again, resumed)):
-        backward(its_backbone, recipe, batch, CPU)
-        its_optimizer.step(1e-3)
-    assert all(torch.equal(a, b) for a, b in zip(backbone.parameters(), again.parameters(), strict=True))

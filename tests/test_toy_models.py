@@ -16,7 +16,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_text_encoder, load_two_tower
 from debias_diffusion.models import shipped
 from debias_diffusion.models.backbone import load_backbone
-from debias_diffusion.pipelines.long_prompt import join_windows
+from debias_diffusion.pipelines.chunks import join_chunks
 from debias_diffusion.tokens import load_tokenizer
 from debias_diffusion.toymodels import build, unet
 from debias_diffusion.toymodels.fine_tuning import RECIPES
@@ -231,8 +231,8 @@ def test_two_windows_are_joined_as_the_pipeline_joins_them(built):
         texts = [*windows, "", " ".join(windows).strip()]
         states, _, pooled, _ = pipe.encode_prompt(texts, do_classifier_free_guidance=False)
         n_tokens = [len(pipe.tokenizer(window).input_ids) - 2 for window in windows]
-        expected = join_windows(states[:2], n_tokens, states[2], 152)
-        whole = join_windows(states[3:], [sum(n_tokens)], states[2], 152)
+        expected = join_chunks(states[:2], n_tokens, states[2], 152)
+        whole = join_chunks(states[3:], [sum(n_tokens)], states[2], 152)
         its, close = joined["hidden_states"][i].float(), dict(atol=0.05, rtol=0.05)
         torch.testing.assert_close(its[:, width:], expected[:, width:], **close)
         torch.testing.assert_close(joined["pooled"][i].float(), pooled[0], **close)

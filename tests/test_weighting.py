@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, parse_weights
+from debias_diffusion.tokens import clip_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,14 +124,14 @@ def test_a_weight_beyond_numbers_is_refused(prompt):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl"))
+def base():
+    return tiny_sdxl.sdxl_parts()
 
 
 @pytest.fixture(scope="module")
 def pipe(base):
     long = tiny_sdxl.text_encoder(window=248)
-    return StableDiffusionXLLongPromptPipeline.from_pretrained(base, text_encoder=long, add_watermarker=False)
+    return tiny_sdxl.assemble(StableDiffusionXLLongPromptPipeline, base, text_encoder=long)
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_off_by_default_and_without_syntax_nothing_changes(pipe):
 @pytest.mark.parametrize("weight", [1.3, 0.5, 0.0, -1.0])
 @pytest.mark.parametrize("length", [5, 120, 300])
 def test_states_move_away_from_the_empty_prompt(pipe, weight, length):
-    """By hand for a prompt within one window; in several windows each state moves by the empty one of its place."""
+    """By hand for a prompt within one window; in several chunks each state moves by the empty one of its place."""
     before, after = "red " * (length - 3), " sky tree"
     plain, _, pooled, _ = pipe.encode_prompt(f"{before}cat{after}")
     pipe.set_long_prompt(weighting=True)
@@ -172,7 +173,7 @@ def test_states_move_away_from_the_empty_prompt(pipe, weight, length):
     finally:
         pipe.set_long_prompt()
     at = 1 + length - 3
-    # Not bit for bit: the empty window is one row more in the encoder's batch.
+    # Not bit for bit: the empty chunk is one row more in the encoder's batch.
     changed = ((plain - weighted).abs() > 1e-5).any(-1)[0].nonzero().flatten().tolist()
     assert changed == [at]
     torch.testing.assert_close(pooled_weighted, pooled, rtol=1e-5, atol=1e-6)
@@ -184,7 +185,7 @@ def test_states_move_away_from_the_empty_prompt(pipe, weight, length):
         window = min(encoder.config.max_position_embeddings, plain.shape[1])
         pads = [tokenizer.pad_token_id] * (window - 2)
         empty = encoder(torch.tensor([[49406, 49407, *pads]]), output_hidden_states=True).hidden_states[-2][0]
-        # "red" has no good place for a cut, so windows are full
+        # "red" has no good place for a cut, so chunks are full
         place[name] = empty[1 + (at - 1) % (window - 2)]
     empty = torch.cat([place["first"], place["second"]])
     torch.testing.assert_close(weighted[0, at], empty + weight * (plain[0, at] - empty), rtol=1e-4, atol=1e-5)
@@ -202,13 +203,14 @@ def test_what_follows_a_break_does_not_see_what_was_before(weighting):
     torch.testing.assert_close(a[4:7], b[4:7], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(a[4:7], dog[1:4], rtol=1e-5, atol=1e-6)
     assert weighting.prompt_layout("a red cat BREAK a big dog") == (6, 77, (2, 2))
-    # parts without a word are no windows
+    # parts without a word are no chunks
     assert weighting.prompt_layout("BREAK BREAK a cat BREAK") == (2, 77, (1, 1))
     assert weighting.prompt_layout("BREAK") == (0, 77, (1, 1))
 
 
 def test_weights_of_a_word_of_several_tokens_and_of_an_inversion(base):
-    pipe = StableDiffusionXLLongPromptPipeline.from_pretrained(base, add_watermarker=False)
+    tokenizers = {"tokenizer": clip_tokenizer(77), "tokenizer_2": clip_tokenizer(77, pad_token="!")}
+    pipe = tiny_sdxl.assemble_copy(StableDiffusionXLLongPromptPipeline, base, **tokenizers)
     for tokenizer, encoder, width in (
         (pipe.tokenizer, pipe.text_encoder, 32),
         (pipe.tokenizer_2, pipe.text_encoder_2, tiny_sdxl.WIDTH_2),

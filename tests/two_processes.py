@@ -4,7 +4,7 @@ import sys
 
 from accelerate import Accelerator
 from safetensors.torch import save_file
-from test_step import CASES, gradients, step_setup
+from test_step import CASES, gradients, rich_setup, step_setup
 
 from debias_diffusion.training.step import backward
 
@@ -17,4 +17,8 @@ if __name__ == "__main__":
             backbone, recipe, batch = step_setup(case, size=3, first=3 * rank)
             backward(backbone, recipe, batch, accelerator, chunk=chunk)
             save_file(gradients(backbone), f"{sys.argv[1]}/{case}-{chunk}-{rank}.safetensors")
+    for chunk in (None, 2):
+        backbone, method, batch, modules = rich_setup(size=3, first=3 * rank)
+        backward(backbone, method, batch, accelerator, chunk=chunk, modules=modules)
+        save_file(gradients(backbone, modules), f"{sys.argv[1]}/rich-{chunk}-{rank}.safetensors")
     accelerator.end_training()

@@ -1,1 +1,4 @@
-"""The demo: what each text encoder makes of a long prompt. The page is in `page`; nothing else here knows of gradio."""
+"""The demo: what each text encoder reads of a long prompt.
+
+Only `page`, `endpoints`, `guard` and `fair_queue` use gradio.
+"""

@@ -1,4 +1,4 @@
-"""The device that draws and reads: for one request at a time, whatever becomes of those who asked."""
+"""The device of the models, used by one request at a time even if its visitor leaves."""
 
 import threading
 from collections.abc import Iterator
@@ -8,56 +8,56 @@ import torch
 
 from debias_diffusion.errors import UserError, reason
 
-from .drawing import Drawn, Step, draw
-from .models import Models
-from .requests import BUDGET, Request
+from .live_generation import Drawn, Step, draw
+from .models import DemoModels
+from .request import BUDGET, Request
 
 
 class Device:
-    """Models, and whose turn it is to use them.
+    """Models with a lock: one request uses them at a time.
 
-    The page's queue already lets one request through at a time. But a request that is broken off leaves the queue
-    before the step that it is in has ended; the next one waits here for that.
+    The page's queue already lets one request through at a time. But a cancelled request leaves the queue before its
+    current step has ended; the next request waits here for that step.
 
     Args:
-        models: what draws and reads.
-        budget: denoising steps that one request may take, as `drawing.check_budget` counts them.
+        models: the demo's models.
+        budget: denoising steps of one request, as `live_generation.check_budget` counts them.
     """
 
-    def __init__(self, models: Models, budget: int = BUDGET):
+    def __init__(self, models: DemoModels, budget: int = BUDGET):
         self.models, self.budget = models, budget
         self._free = threading.Lock()
 
     @contextmanager
-    def alone(self) -> Iterator[Models]:
-        """The models, while nobody else uses them.
+    def alone(self) -> Iterator[DemoModels]:
+        """The models, for the caller alone within the context.
 
         Raises:
-            UserError: memory does not suffice for what is done with them.
+            UserError: the device runs out of memory within the context.
         """
         with self._free:
             try:
                 yield self.models
             except torch.OutOfMemoryError as error:
                 raise UserError(
-                    f"The memory of {self.models.device} does not suffice ({reason(error)}). Try a shorter prompt."
+                    f"{self.models.device} is out of memory ({reason(error)}). Try a shorter prompt."
                 ) from error
 
     def draw(self, request: Request) -> Iterator[Step | Drawn]:
-        """As `drawing.draw`. Closing it returns at once; what is under way ends with its step, and beside.
+        """As `live_generation.draw`. Closing the iterator returns at once; its current step ends in another thread.
 
         Raises:
             UserError: the request cannot be drawn.
         """
-        broken_off = threading.Event()
-        drawing = draw(self.models, request, broken_off.is_set, self.budget)  # begins with the first news
+        cancelled = threading.Event()
+        drawing = draw(self.models, request, cancelled.is_set, self.budget)  # starts with the first item
         self._free.acquire()
         try:
-            # Not `yield from`, which would close the drawing, and wait for its step, where this is closed.
-            for news in drawing:  # noqa: UP028
-                yield news
+            # `yield from` would close the drawing, and wait for its step, when this iterator is closed.
+            for item in drawing:  # noqa: UP028
+                yield item
         finally:
-            broken_off.set()
+            cancelled.set()
             threading.Thread(target=self._end, args=(drawing,), daemon=True).start()
 
     def _end(self, drawing: Iterator) -> None:

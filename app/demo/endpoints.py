@@ -1,4 +1,4 @@
-"""What programs ask for, with gradio_client or any HTTP client: no part of the page, and pictures come as bytes."""
+"""Endpoints for programs (gradio_client or any HTTP client), which return images as bytes."""
 
 import base64
 import binascii
@@ -12,18 +12,19 @@ import gradio as gr
 
 from debias_diffusion.errors import UserError, reason
 
+from .analysis import attention, movement, tokens
 from .device import Device
-from .drawing import Drawn
-from .reading import attention, movement, tokens
-from .requests import LongPrompts, request_of_png
+from .live_generation import Drawn
+from .request import LongPrompts
+from .restore import request_of_png
 
-# All that use the device are in one line, and one of them at a time is let through.
+# All functions that use the device share one line, which lets one through at a time.
 TURN = {"concurrency_id": "device", "concurrency_limit": 1}
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What a user can mend is told; gradio shows it as HTML, where a browser sees it."""
+def _shown_errors() -> Iterator[None]:
+    """Passes a UserError on to the visitor; escaped, because gradio shows it as HTML."""
     try:
         yield
     except UserError as error:
@@ -48,24 +49,24 @@ def add_endpoints(device: Device) -> None:
         weighting: bool = False,
         long_prompts: LongPrompts = "auto",
     ) -> list[dict]:
-        """Draws a prompt with each encoder. A picture is a dict: label, seed, read (what the encoder read, in words)
-        and png, the file in base64 with its settings inside. What is None is as the page has it.
+        """Generates images of a prompt with each encoder. Each image is a dict: label, seed, read (what the encoder
+        read, in words) and png, the file in base64 with its settings inside. None stands for the page's default.
 
         Parameters:
-            prompt: what to draw
-            encoders: labels of those that draw it, all if None
-            negative_prompt: what not to draw
-            seed: of the first picture's noise
+            prompt: the prompt
+            encoders: labels of the encoders, all if None
+            negative_prompt: the negative prompt
+            seed: of the first image's noise
             steps: denoising steps
-            guidance_scale: how strongly the prompt is followed; 1 is no guidance
+            guidance_scale: 1 or less is no guidance
             height: pixels
             width: pixels
-            images: pictures by each encoder, with this seed, the next one, and so on
-            scheduler: one of those that the page offers
-            weighting: (word:1.3), [word] and BREAK in prompts are weights
-            long_prompts: auto, windows or cut
+            images: images by each encoder, with this seed, the next one, and so on
+            scheduler: one of those on the page
+            weighting: read (word:1.3), [word] and BREAK in prompts as weights
+            long_prompts: auto, chunks or cut
         """
-        given = {
+        settings = {
             "encoders": tuple(encoders) if isinstance(encoders, list) else encoders,
             "steps": steps,
             "guidance_scale": guidance_scale,
@@ -81,57 +82,59 @@ def add_endpoints(device: Device) -> None:
             images=images,
             weighting=weighting,
             long_prompts=long_prompts,
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in settings.items() if value is not None},
         )
         pictures = []
         drawing = device.draw(request)
         try:
-            with _told():
-                for news in drawing:
-                    if isinstance(news, Drawn):
-                        pictures.append(_picture(news))
+            with _shown_errors():
+                for item in drawing:
+                    if isinstance(item, Drawn):
+                        pictures.append(_picture(item))
                     else:
-                        # Where a request that nobody waits for any more is broken off.
+                        # gradio ends an abandoned request here.
                         yield []
         finally:
             drawing.close()
         yield pictures
 
     def count(prompt: str, weighting: bool = False) -> dict:
-        """Counts a prompt's tokens with the encoders' own tokenizer: count, sentences, original and long (how many of
-        the first are read by every encoder, and by the longest in one piece), and each token's text, sentence, window.
+        """Counts a prompt's tokens with the encoders' tokenizer. Gives count, sentences, original (tokens that every
+        encoder reads), long (tokens within the longest context length), and each token's text, sentence and window
+        (original, long or further).
 
         Parameters:
             prompt: any text
-            weighting: (word:1.3), [word] and BREAK in prompts are weights
+            weighting: read (word:1.3), [word] and BREAK as weights
         """
-        with _told():
-            return _counted(tokens(models, prompt, weighting))
+        with _shown_errors():
+            prompt_tokens = tokens(models, prompt, weighting)
+            return {"count": prompt_tokens.count} | asdict(prompt_tokens)
 
     def look(prompt: str, encoders: list[str] | None = None) -> dict:
-        """What each encoder reads of a prompt. attention: by encoder, how much the end of the text attends to each word
-        in the last layer; movement: by edit of the prompt, 1 - cosine of each encoder's embedding before and after.
+        """What each encoder reads of a prompt. attention: by encoder, how much EOT attends to each word in the last
+        layer; movement: by edit of the prompt, 1 - cosine of each encoder's embedding before and after.
 
         Parameters:
             prompt: any text
-            encoders: labels of those that read it, all if None
+            encoders: labels of the encoders, all if None
         """
         labels = models.labels if encoders is None else encoders
-        with _told(), device.alone():
-            looked = attention(models, prompt, labels)
+        with _shown_errors(), device.alone():
+            shares = attention(models, prompt, labels)
             try:
-                moved = [asdict(row) for row in movement(models, prompt, labels)]
-            except UserError:  # of a single sentence nothing can be removed
-                moved = []
-            return {"attention": looked, "movement": moved}
+                movements = [asdict(row) for row in movement(models, prompt, labels)]
+            except UserError:  # a single sentence has nothing to remove
+                movements = []
+            return {"attention": shares, "movement": movements}
 
     def settings(png: str) -> dict:
-        """What a picture was asked for with: request, the settings for /generate, and notes, what of them is not here.
+        """Reads the settings in a PNG: request, the parameters for /generate, and notes on what is missing here.
 
         Parameters:
-            png: a PNG that was made here, in base64
+            png: a PNG from this demo or from `debias-diffusion generate`, in base64
         """
-        with _told():
+        with _shown_errors():
             request, notes = request_of_png(decoded(png), models)
         return {"request": asdict(request), "notes": notes}
 
@@ -142,17 +145,13 @@ def add_endpoints(device: Device) -> None:
 
 
 def decoded(png: Any) -> bytes:
-    """A file from base64. Raises UserError if it is none."""
+    """Bytes from base64. Raises UserError for anything else."""
     try:
         return base64.b64decode(png, validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
-        raise UserError(f"What was given is no file in base64 ({reason(error)}). Give a PNG.") from None
+        raise UserError(f"The file is not valid base64 ({reason(error)}). Give a PNG in base64.") from None
 
 
 def _picture(drawn: Drawn) -> dict:
     png = base64.b64encode(drawn.png).decode()
     return {"label": drawn.label, "seed": drawn.seed, "read": drawn.read, "png": png}
-
-
-def _counted(found) -> dict:
-    return {"count": found.count} | asdict(found)

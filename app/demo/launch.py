@@ -1,4 +1,4 @@
-"""Serves the demo: to this machine only, unless told otherwise, and without asking any other for anything."""
+"""Serves the demo, by default to this machine only, without requests to any other server."""
 
 import ipaddress
 import os
@@ -12,33 +12,33 @@ import torch
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
 
-from .models import Models
-from .requests import BUDGET
+from .models import DemoModels
+from .request import BUDGET
 
 MOST_WAITING = 100  # requests in the queue
 PASSWORD = "DEBIAS_DIFFUSION_PASSWORD"  # environment variable
 _MOST_PASSWORD = 1000  # characters
-_PORTS = 100  # tried one after the other
+_PORTS = 100  # tried in turn
 
 
 @dataclass
 class AppConfig:
-    """What the demo draws and reads with, and who can reach it.
+    """Models of the demo, and access to it.
 
     Attributes:
-        base: SDXL folder in diffusers' layout, a hub id, or toy/sdxl, which is embedded.
+        base: SDXL checkpoint: a folder in diffusers' layout, a hub id, or the embedded toy/sdxl.
         encoders: Text encoders to compare, up to four: folders written by `export`, any transformers CLIPTextModel
-            folder, toy/clip, toy/long-clip, toy/debias-clip, or original, the base's own.
-        host: Address to listen at. The default is this machine only; 0.0.0.0 or :: lets others in.
-        port: Port to listen at, or the next one that is free.
-        user: Name that a visitor has to give, with a password.
-        password: The password that goes with it. Others on this machine can read it in the list of processes; a
-            password_file or the environment variable DEBIAS_DIFFUSION_PASSWORD keeps it from them.
+            folder, toy/clip, toy/long-clip, toy/debias-clip, or original, the checkpoint's own.
+        host: Address to listen on. The default is this machine only; 0.0.0.0 or :: lets others in.
+        port: Port to listen on, or the next free one.
+        user: User name for the login, with a password.
+        password: Password for the login. Other users of this machine can read it in the process list; password_file or
+            the environment variable DEBIAS_DIFFUSION_PASSWORD hides it.
         password_file: File whose first line is the password.
-        budget: Denoising steps that one request may take, of all its images and encoders together. Images larger than
-            the SDXL checkpoint's own, and prompts longer than the longest encoder reads at once, count more.
-        device: cpu, cuda, cuda:1, mps; the fastest there is if not given.
-        dtype: Precision of the models; float16 on an accelerator and float32 on the CPU if not given.
+        budget: Denoising steps of one request, over all its images and encoders. Images larger than the SDXL
+            checkpoint's native size, and prompts beyond the longest context length, count more.
+        device: cpu, cuda, cuda:1, mps; by default the fastest available.
+        dtype: Precision of the models; by default float16 on an accelerator and float32 on the CPU.
     """
 
     base: str = "toy/sdxl"
@@ -54,21 +54,21 @@ class AppConfig:
 
 
 def run_app(config: AppConfig) -> None:
-    """Opens the demo and serves it until it is interrupted.
+    """Opens the demo and serves it until interrupted.
 
     Raises:
         UserError: a setting cannot be used.
     """
     page, url = open_app(config)
-    print(f"The demo is at {url} (Ctrl+C ends it)", flush=True)
+    print(f"The demo is at {url} (Ctrl+C stops it)", flush=True)
     page.block_thread()
 
 
 def open_app(config: AppConfig):
-    """Opens the demo, and returns at once.
+    """Opens the demo and returns at once.
 
     Returns:
-        gradio's Blocks, whose `close()` ends it; its address
+        gradio's Blocks, whose `close()` stops the server; its address
 
     Raises:
         UserError: a setting cannot be used.
@@ -78,7 +78,7 @@ def open_app(config: AppConfig):
     # Read when gradio is imported.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     dtype = getattr(torch, config.dtype) if config.dtype else None
-    models = Models(config.base, config.encoders, pick_device(config.device), dtype)
+    models = DemoModels(config.base, config.encoders, pick_device(config.device), dtype)
 
     from . import page
     from .guard import Server
@@ -104,7 +104,7 @@ def open_app(config: AppConfig):
             _app=Server(local=host if _is_local(host) else None),
         )
     except OSError as error:
-        raise UserError(f"Nothing can listen at {host!r}, port {port} ({reason(error)}). Give another port.") from error
+        raise UserError(f"Cannot listen on {host!r}, port {port} ({reason(error)}). Give another port.") from error
     return blocks, url
 
 
@@ -113,8 +113,8 @@ def _check(config: AppConfig) -> tuple[str, str | None]:
     password = _password(config)
     if bool(config.user) != bool(password):
         raise UserError(
-            f"A user and a password go together. Give both, or neither; the password as --password-file, --password or "
-            f"in the environment variable {PASSWORD}."
+            f"A user and a password go together. Give both, or neither; the password by --password-file, --password or "
+            f"the environment variable {PASSWORD}."
         )
     if not 1 <= config.port <= 65535:
         raise UserError(f"The port must be from 1 to 65535, got {config.port}.")
@@ -124,10 +124,10 @@ def _check(config: AppConfig) -> tuple[str, str | None]:
     if not host:
         raise UserError("The host is empty. Give 127.0.0.1 for this machine only, or 0.0.0.0 to let others in.")
     if password is None and not _is_local(host):
-        _warn("Whoever can reach this machine can use the demo. Give --user and a password to let in only some.")
+        _warn("Anyone who can reach this machine can use the demo. Give --user and a password to restrict access.")
     if config.password and any(config.password in argument for argument in sys.argv):
         _warn(
-            f"Others on this machine can see the password in the list of processes. Use --password-file or {PASSWORD}."
+            f"Other users of this machine can read the password in the process list. Use --password-file or {PASSWORD}."
         )
     return host, password
 
@@ -138,9 +138,9 @@ def _warn(message: str) -> None:
 
 def _password(config: AppConfig) -> str | None:
     if config.password and config.password_file:
-        raise UserError("There are a password and a password file. Give one of them.")
+        raise UserError("Both a password and a password file are given. Give one of them.")
     if config.password or not config.password_file:
-        # Without a user the variable may be there for another run.
+        # Without a user the variable may be meant for another run.
         return config.password or (os.environ.get(PASSWORD) or None if config.user else None)
     try:
         with open(config.password_file, encoding="utf-8") as file:
@@ -150,36 +150,34 @@ def _password(config: AppConfig) -> str | None:
     if not 0 < len(password) <= _MOST_PASSWORD:
         raise UserError(
             f"The first line of the password file {config.password_file!r} must be a password of 1 to "
-            f"{_MOST_PASSWORD:,} characters, and has {len(password):,}."
+            f"{_MOST_PASSWORD:,} characters, got {len(password):,}."
         )
     return password
 
 
 def _addresses(host: str) -> list[tuple[int, str]]:
-    """Families and addresses that a host's name stands for. Raises UserError for none."""
+    """Families and addresses of a host name. Raises UserError if there are none."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"The host {host!r} is no address of this machine ({reason(error)}).") from error
-    return [(family, address[0]) for family, _, _, _, address in found]
+        raise UserError(f"The host {host!r} is not an address of this machine ({reason(error)}).") from error
+    return [(family, address[0]) for family, _, _, _, address in entries]
 
 
 def _is_local(host: str) -> bool:
-    """Whether only this machine reaches a server there."""
+    """Whether only this machine can reach a server on this host."""
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for _, address in _addresses(host))
 
 
 def _free_port(host: str, first: int) -> int:
-    """The first port from `first` on that nothing listens at."""
+    """The first free port from `first` on."""
     last = min(first + _PORTS, 65536)
-    # Of a name that stands for several addresses the server takes the first; gradio wants the port here as well.
+    # The server uses the first address of a name; gradio needs the port on 127.0.0.1 as well.
     places = [_addresses(host)[0], (socket.AF_INET, "127.0.0.1")]
     for port in range(first, last):
         if all(_is_free(family, address, port) for family, address in places):
             return port
-    raise UserError(
-        f"None of the ports {first} to {last - 1} can be listened at on {host!r}. Give another port or host."
-    )
+    raise UserError(f"None of the ports {first} to {last - 1} on {host!r} is free. Give another port or host.")
 
 
 def _is_free(family: int, address: str, port: int) -> bool:

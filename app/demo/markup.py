@@ -1,4 +1,4 @@
-"""What the page shows, as HTML. Every text that comes from outside goes through `escape`; nothing else makes HTML."""
+"""The page's contents as HTML. This module alone makes HTML, and escapes all text from outside."""
 
 import base64
 import re
@@ -7,26 +7,26 @@ from html import escape
 from itertools import groupby
 from math import sqrt
 
-from .drawing import Drawn, Step
-from .reading import Moved, Tokens
-from .requests import Request
-from .scenes import ToyScene
+from .analysis import Movement, PromptTokens
+from .live_generation import Drawn, Step
+from .request import Request
+from .toy_scenes import ToyScene
 
-# In words and by the underline too, for those who do not tell the colours apart.
-WINDOWS = {
+# Also told apart by words and underlines, for people who cannot distinguish the colours.
+READERS = {
     "original": "read by every encoder",
     "long": "read by long encoders only",
-    "further": "beyond: a further window",
+    "further": "beyond every context length: in a further chunk",
 }
 
 
 def message(text: str) -> str:
-    """What went wrong."""
+    """An error."""
     return f'<p class="message wrong" role="alert">{escape(text)}</p>'
 
 
 def note(text: str) -> str:
-    """What was done."""
+    """A notice."""
     return f'<p class="message" role="status">{escape(text)}</p>'
 
 
@@ -37,28 +37,32 @@ def _number(count: int, thing: str) -> str:
 # While typing
 
 
-def count_tokens(found: Tokens) -> str:
-    """The tokens of a prompt, sentence by sentence, coloured by who reads them."""
-    if not found.count:
-        return '<p class="hint">Type or paste a prompt: its tokens appear here, coloured by who reads them.</p>'
+def token_list(prompt: PromptTokens) -> str:
+    """The tokens of a prompt, sentence by sentence, coloured by the encoders that read them."""
+    if not prompt.count:
+        return '<p class="hint">Type or paste a prompt to see its tokens, coloured by which encoders read them.</p>'
     parts = [
-        f'<p role="status"><strong>{_number(found.count, "token")}</strong> in '
-        f"{_number(found.sentences, 'sentence')}</p>",
-        _legend(found),
+        f'<p role="status"><strong>{_number(prompt.count, "token")}</strong> in '
+        f"{_number(prompt.sentences, 'sentence')}</p>",
+        _legend(prompt),
         '<ol class="sentences">',
     ]
-    for sentence, tokens in groupby(found.tokens, key=lambda token: token.sentence):
+    for sentence, tokens in groupby(prompt.tokens, key=lambda token: token.sentence):
         spans = "".join(f'<span class="token {token.window}">{escape(token.text)}</span>' for token in tokens)
         parts.append(f'<li value="{sentence}">{spans}</li>')
     return "".join([*parts, "</ol>"])
 
 
-def _legend(found: Tokens) -> str:
-    counts = {window: sum(token.window == window for token in found.tokens) for window in WINDOWS}
-    ends = {"original": f"the first {found.original}", "long": f"up to {found.long}", "further": f"past {found.long}"}
+def _legend(prompt: PromptTokens) -> str:
+    counts = {reader: sum(token.window == reader for token in prompt.tokens) for reader in READERS}
+    ends = {
+        "original": f"the first {prompt.original}",
+        "long": f"up to {prompt.long}",
+        "further": f"past {prompt.long}",
+    }
     items = [
-        f'<li><span class="token {window}">{counts[window]:,}</span> {words} <small>({ends[window]})</small></li>'
-        for window, words in WINDOWS.items()
+        f'<li><span class="token {reader}">{counts[reader]:,}</span> {words} <small>({ends[reader]})</small></li>'
+        for reader, words in READERS.items()
     ]
     return f'<ul class="legend">{"".join(items)}</ul>'
 
@@ -67,41 +71,41 @@ def _legend(found: Tokens) -> str:
 
 
 def progress(step: Step, request: Request) -> str:
-    """How far the drawing is."""
+    """The progress of a drawing."""
     words = f"Encoder {request.encoders.index(step.label) + 1} of {len(request.encoders)}"
     if request.images > 1:
-        words += f", picture {step.picture} of {request.images}"
+        words += f", image {step.picture} of {request.images}"
     words += f", step {step.step} of {step.steps}"
-    # The words change at every step, too often to be read out; a screen reader says the bar's value when asked.
+    # Not a live region: the words change at every step. A screen reader reads the bar's value on request.
     return (
         f'<p class="message">{words} <small>{escape(step.label)}</small></p>'
         f'<progress value="{step.done_share:.3f}" max="1" aria-label="Drawing: {words}"></progress>'
     )
 
 
-# Pictures
+# Images
 
 
 def original(scene: ToyScene, png: bytes) -> str:
-    """A scene's own picture, with what stands in it."""
+    """A scene's reference image, with its objects."""
     objects = "".join(f"<li>{escape(name)} <small>sentence {sentence}</small></li>" for name, sentence in scene.objects)
-    return _card("The original scene", png, "original-scene.png", f'<ul class="objects">{objects}</ul>', "original")
+    return _card("Reference image", png, "original-scene.png", f'<ul class="objects">{objects}</ul>', "original")
 
 
 def drawn(picture: Drawn, marks: Sequence[tuple[str, bool]] = ()) -> str:
-    """A picture with its encoder, what that read, and which objects of the scene it shows."""
+    """A generated image with its encoder, the part of the prompt it read, and the scene's objects that it shows."""
     text = f"<p>{escape(picture.read)}</p>" + (_marks(marks) if marks else "")
     stem = re.sub(r"[^A-Za-z0-9]+", "-", picture.label).strip("-") or "encoder"
     return _card(picture.label, picture.png, f"{stem}-seed-{picture.seed}.png", text, "", f"seed {picture.seed}")
 
 
 def waiting(label: str) -> str:
-    """The place of a picture that is not drawn yet."""
+    """The placeholder of an image that is not drawn yet."""
     return f'<figure class="card waiting"><div class="blank"></div><figcaption>{_title(label)}</figcaption></figure>'
 
 
 def cards(figures: Sequence[str]) -> str:
-    """Pictures beside each other, as many as there is room for."""
+    """Cards side by side, as many as fit."""
     return f'<div class="cards">{"".join(figures)}</div>'
 
 
@@ -114,7 +118,7 @@ def _card(label: str, png: bytes, file: str, text: str, kind: str, more: str = "
     name = escape(label)
     return (
         f'<figure class="card {kind}"><button type="button" class="zoom" aria-label="Enlarge: {name}">'
-        f'<img src="{source}" alt="Picture: {name}"></button>'
+        f'<img src="{source}" alt="Image: {name}"></button>'
         f"<figcaption>{_title(label, more)}{text}"
         f'<a class="download" href="{source}" download="{escape(file)}" aria-label="Download PNG: {name}">'
         "Download PNG</a></figcaption></figure>"
@@ -124,49 +128,50 @@ def _card(label: str, png: bytes, file: str, text: str, kind: str, more: str = "
 def _marks(marks: Sequence[tuple[str, bool]]) -> str:
     items = "".join(
         f'<li class="{"right" if right else "missed"}"><span aria-hidden="true">{"✓" if right else "✗"}</span> '
-        f'<span class="unseen">{"right" if right else "missed"}:</span> {escape(name)}</li>'
+        f'<span class="unseen">{"correct" if right else "missed"}:</span> {escape(name)}</li>'
         for name, right in marks
     )
     right = sum(right for _, right in marks)
-    return f'<p class="score"><b>{right} of {len(marks)}</b> objects right</p><ul class="objects">{items}</ul>'
+    return f'<p class="score"><b>{right} of {len(marks)}</b> objects correct</p><ul class="objects">{items}</ul>'
 
 
-# What is read
+# Reading
 
 
-def attention(looked: dict[str, dict]) -> str:
-    """Each encoder's words with a bar above, as high as the root of the word's share of the attention.
+def attention(shares: dict[str, dict]) -> str:
+    """Each encoder's words under bars, as high as the square root of the word's share of the attention.
 
-    The root, because a few words usually take so much that the bars of all others would be flat.
+    The root keeps bars visible: a few words usually take most of the attention.
     """
-    most = max(word["after_softmax"] for found in looked.values() for word in found["words"]) or 1.0
-    return "".join(_look(label, found, most) for label, found in looked.items())
+    most = max(word["after_softmax"] for share in shares.values() for word in share["words"]) or 1.0
+    return "".join(_encoder_attention(label, share, most) for label, share in shares.items())
 
 
-def _look(label: str, found: dict, most: float) -> str:
+def _encoder_attention(label: str, share: dict, most: float) -> str:
     words = "".join(
         f'<li style="--share:{sqrt(word["after_softmax"] / most):.3f}" title="{word["after_softmax"]:.2%}">'
         f"<span>{escape(word['word'])}</span></li>"
-        for word in found["words"]
+        for word in share["words"]
     )
-    # Both count the two around the text, which a person does not write.
-    window, tokens = found["window"] - 2, found["tokens"] - 2
-    read = f"reads all {tokens} tokens" if tokens <= window else f"reads the first {window} of {tokens} tokens"
-    strongest = sorted(found["words"], key=lambda word: -word["after_softmax"])[:5]
+    # Both counts include BOS and EOS, which nobody types.
+    length, tokens = share["window"] - 2, share["tokens"] - 2
+    read = f"reads all {tokens} tokens" if tokens <= length else f"reads the first {length} of {tokens} tokens"
+    strongest = sorted(share["words"], key=lambda word: -word["after_softmax"])[:5]
     table = "".join(
         f"<tr><td>{escape(word['word'])}</td><td>{word['position']}</td><td>{word['after_softmax']:.2%}</td></tr>"
         for word in strongest
     )
     return (
-        f'<section class="look"><h4>{escape(label)}</h4><p>{read}; besides, the start takes '
-        f"{found['sot']['after_softmax']:.1%} of the attention, the end itself {found['eot']['after_softmax']:.1%}.</p>"
-        f'<ol class="words">{words}</ol><details><summary>The five words with the most</summary><table><thead><tr>'
+        f'<section class="look"><h4>{escape(label)}</h4><p>{read}. The start token takes '
+        f"{share['sot']['after_softmax']:.1%} of the attention, the end token {share['eot']['after_softmax']:.1%}.</p>"
+        f'<ol class="words">{words}</ol><details><summary>Five words with the most attention</summary>'
+        "<table><thead><tr>"
         '<th scope="col">word</th><th scope="col">position</th><th scope="col">share</th></tr></thead>'
         f"<tbody>{table}</tbody></table></details></section>"
     )
 
 
-def movement(rows: Sequence[Moved]) -> str:
+def movement(rows: Sequence[Movement]) -> str:
     """How far each edit moves each encoder's embedding, as a table with bars on one scale."""
     labels = list(rows[0].distance)
     most = max(distance for row in rows for distance in row.distance.values()) or 1.0
@@ -180,8 +185,8 @@ def movement(rows: Sequence[Moved]) -> str:
         for row in rows
     )
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="How the embedding moves"><table class="movement">'
-        "<caption>1 - cosine of the embedding before and after: 0 is no movement</caption>"
+        '<div class="scroll" tabindex="0" role="region" aria-label="Movement of the embedding"><table class="movement">'
+        "<caption>1 - cosine of the embedding before and after the edit; 0 is no movement</caption>"
         f'<thead><tr><th scope="col">edit</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 

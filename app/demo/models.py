@@ -1,4 +1,4 @@
-"""What the demo draws and reads with: one base, and up to four text encoders that take turns in it."""
+"""The demo's models: one SDXL checkpoint, and up to four text encoders that take turns in it."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -17,16 +17,24 @@ from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import check_base, check_same_width, default_dtype, default_size, load_sdxl
+from debias_diffusion.pipelines.loading import (
+    check_base,
+    check_same_width,
+    default_dtype,
+    default_size,
+    find_checkpoint,
+    load_sdxl,
+)
+from debias_diffusion.pipelines.rendering import replace_encoder
 from debias_diffusion.tokens import CaptionTokenizer
 
 from ..generate.png_settings import SAMPLERS
-from .requests import Request
+from .request import LongPrompts, Request
 
 TOY = "toy/sdxl"
 MOST_ENCODERS = 4
-# diffusers' schedulers of one UNet evaluation a step, and what is set besides the base's own configuration: DDIM would
-# clip latents as if they were pixels.
+# diffusers' schedulers of one UNet evaluation per step, and changes to the checkpoint's configuration: DDIM would clip
+# latents as if they were pixels.
 _SETTINGS = {
     "EulerDiscreteScheduler": {},
     "EulerAncestralDiscreteScheduler": {},
@@ -34,17 +42,17 @@ _SETTINGS = {
     "DDIMScheduler": {"clip_sample": False},
     "UniPCMultistepScheduler": {},
 }
-_SCHEDULERS = {SAMPLERS[cls]: cls for cls in _SETTINGS}  # by the names that a request has for them
+_SCHEDULERS = {SAMPLERS[cls]: cls for cls in _SETTINGS}  # by their names in a request
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """One of the first text encoders.
+    """One of the demo's first text encoders.
 
     Attributes:
-        label: as the page shows it.
-        model: in evaluation mode, on the models' device.
-        tokenizer: its own.
+        label: its name on the page.
+        model: in evaluation mode, on the device of all models.
+        tokenizer: the encoder's tokenizer.
     """
 
     label: str
@@ -52,87 +60,90 @@ class Encoder:
     tokenizer: CLIPTokenizer
 
     @property
-    def window(self) -> int:
-        """Positions that it reads at once, BOS and EOS included."""
+    def context_length(self) -> int:
+        """Positions read at once, BOS and EOS included."""
         return self.model.config.max_position_embeddings
 
     def reader(self) -> Reader:
-        """The same model for what looks at its attention and features. Raises UserError for an odd tokenizer."""
+        """The encoder with a caption tokenizer, for attention and features.
+
+        Raises:
+            UserError: the tokenizer does not fit captions.
+        """
         try:
-            captions = CaptionTokenizer(self.tokenizer, self.window)
+            captions = CaptionTokenizer(self.tokenizer, self.context_length)
         except ValueError as error:
             raise UserError(f"The tokenizer of {self.label!r} cannot be used: {reason(error)}.") from error
         return Reader(self.model, captions, self.model.device, digest="")
 
 
-class Models:
-    """One SDXL on one device, whose UNet, autoencoder and second text encoder serve up to four first text encoders.
+class DemoModels:
+    """One SDXL checkpoint on one device: its UNet, autoencoder and second text encoder serve up to four first encoders.
 
-    It holds no state of a request. Drawing, attention and movement use the device, and one at a time may; counting
-    tokens may go on meanwhile.
+    Holds no state of a request. Drawing, attention and movement use the device, one at a time; tokens may be counted
+    meanwhile.
 
     Args:
         base: SDXL folder in diffusers' layout, hub id, or toy/sdxl.
-        encoders: what takes the place of its first text encoder, each anything `load_text_encoder` takes, or
-            "original", the base's own.
-        device: where everything runs.
-        dtype: of all models; `default_dtype(device)` if None.
+        encoders: replacements of the first text encoder, each anything `load_text_encoder` takes, or "original" for
+            the checkpoint's own.
+        device: device of all models.
+        dtype: dtype of all models; `default_dtype(device)` if None.
 
     Attributes:
-        base: short name of the base.
-        device, dtype: as they are.
+        base: short name of the SDXL checkpoint.
+        device, dtype: of all models.
         encoders: by label, in the order given.
         is_toy: whether scenes of the toy world can be drawn and checked; the size is then fixed.
-        size: (height, width) in pixels that the base draws at by itself.
-        schedulers: names that a request may choose, the base's own first.
-        counter: the first encoder's tokenizer, to count with while another thread draws: a copy that nothing changes.
+        size: the checkpoint's native (height, width) in pixels.
+        schedulers: names that a request may choose, the checkpoint's own first.
+        counter: an unchanging copy of the first encoder's tokenizer, to count tokens while another thread draws.
 
     Raises:
-        UserError: there is no such base or encoder, an encoder does not fit, or there are none or too many.
+        UserError: the checkpoint or an encoder does not exist, an encoder does not fit, or there are none or too many.
     """
 
     def __init__(self, base: str, encoders: Sequence[str], device: torch.device, dtype: torch.dtype | None = None):
         _check_names(encoders)
         check_base(base)
         self.device, self.dtype = device, dtype or default_dtype(device)
-        self.is_toy, self.size, (self.base,) = base == TOY, default_size(base), labels([base])
-        found = {name: load_text_encoder(name) for name in encoders if name != ORIGINAL}
+        self.is_toy, self.size, (self.base,) = base == TOY, default_size(base), labels([find_checkpoint(base).weights])
+        loaded = {name: load_text_encoder(name) for name in encoders if name != ORIGINAL}
         pipe = load_sdxl(base, None, device, self.dtype)
         width = pipe.text_encoder.config.hidden_size
-        for name, (model, _) in found.items():
+        for name, (model, _) in loaded.items():
             check_same_width(name, model.config.hidden_size, base, width)
-        found[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
+        loaded[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
         self.encoders: dict[str, Encoder] = {}
         for name, label in zip(encoders, labels(encoders), strict=True):
-            model, tokenizer = found[name]
+            model, tokenizer = loaded[name]
             self.encoders[label] = Encoder(label, model.to(device, self.dtype).eval(), tokenizer)
-        self._zeros = pipe.config.force_zeros_for_empty_prompt
-        self._shared = {name: getattr(pipe, name) for name in ("unet", "vae", "text_encoder_2", "tokenizer_2")}
-        self._scheduler = pipe.scheduler
-        own = _name_of(pipe.scheduler)
-        self.schedulers = [own, *(name for name in _SCHEDULERS if name != own)]
+        pipe.register_modules(text_encoder=None, tokenizer=None)  # an encoder that nobody asked for takes no memory
+        self._shared = pipe
+        native = _scheduler_name(pipe.scheduler)
+        self.schedulers = [native, *(name for name in _SCHEDULERS if name != native)]
         self.counter = deepcopy(next(iter(self.encoders.values())).tokenizer).backend_tokenizer
         self.counter.no_truncation()
         self.counter.no_padding()
 
     @property
     def labels(self) -> list[str]:
-        """The encoders, as the page shows them."""
+        """The encoders' names on the page."""
         return list(self.encoders)
 
     @property
-    def short_window(self) -> int:
-        """Positions of the base's second encoder: what stock SDXL reads of a prompt, BOS and EOS included."""
-        return self._shared["text_encoder_2"].config.max_position_embeddings
+    def stock_context(self) -> int:
+        """Context length of the second encoder: the positions that stock SDXL reads, BOS and EOS included."""
+        return self._shared.text_encoder_2.config.max_position_embeddings
 
     @property
-    def long_window(self) -> int:
-        """Positions of the longest of the encoders."""
-        return max(self.short_window, *(encoder.window for encoder in self.encoders.values()))
+    def longest_context(self) -> int:
+        """The longest context length of the encoders."""
+        return max(self.stock_context, *(encoder.context_length for encoder in self.encoders.values()))
 
     @property
     def defaults(self) -> Request:
-        """A request with sensible settings for this base, and no prompt yet."""
+        """A request with default settings for this checkpoint, without a prompt."""
         return Request(
             prompt="",
             encoders=tuple(self.labels),
@@ -143,60 +154,50 @@ class Models:
             scheduler=self.schedulers[0],
         )
 
-    def cuts(self, label: str, long_prompts: str) -> bool:
-        """Whether this encoder reads the beginning of a long prompt only, as it does in stock SDXL."""
+    def cuts(self, label: str, long_prompts: LongPrompts) -> bool:
+        """Whether this encoder reads only the beginning of a long prompt, as in stock SDXL."""
         if long_prompts == "auto":
-            return self.encoders[label].window <= self.short_window
+            return self.encoders[label].context_length <= self.stock_context
         return long_prompts == "cut"
 
     def pipeline(self, label: str, request: Request) -> StableDiffusionXLLongPromptPipeline:
-        """A pipeline for this request alone: the shared models with this encoder, and a scheduler of its own."""
+        """A pipeline for one request: the shared models with this encoder, and a new scheduler."""
         encoder = self.encoders[label]
         cls = _CutPipeline if self.cuts(label, request.long_prompts) else StableDiffusionXLLongPromptPipeline
-        pipe = cls(
-            **self._shared,
-            text_encoder=encoder.model,
-            tokenizer=encoder.tokenizer,
-            scheduler=self.make_scheduler(request.scheduler),
-            force_zeros_for_empty_prompt=self._zeros,
-            add_watermarker=False,
-        )
-        pipe.set_progress_bar_config(disable=True)
+        scheduler = self.make_scheduler(request.scheduler)
+        pipe = replace_encoder(self._shared, encoder.model, encoder.tokenizer, cls, scheduler=scheduler)
         return pipe.set_long_prompt(weighting=request.weighting)
 
     def restore(self) -> None:
-        """Undoes what a drawing that failed can leave behind: diffusers decodes some pictures in single precision."""
-        vae = self._shared["vae"]
+        """Restores the autoencoder's dtype after a failure: diffusers decodes some images in single precision."""
+        vae = self._shared.vae
         if vae.dtype != self.dtype:
             vae.to(self.dtype)
 
     def make_scheduler(self, name: str) -> SchedulerMixin:
-        """A new one by one of the names in `schedulers`, with the base's own configuration."""
-        config = self._scheduler.config
+        """A new scheduler by a name in `schedulers`, with the checkpoint's configuration."""
+        config = self._shared.scheduler.config
         if name == self.schedulers[0]:
-            return type(self._scheduler).from_config(config)
+            return type(self._shared.scheduler).from_config(config)
         cls = _SCHEDULERS[name]
         return getattr(diffusers, cls).from_config(config, **_SETTINGS[cls])
 
 
 class _CutPipeline(StableDiffusionXLLongPromptPipeline):
-    """Both encoders read as many tokens as the shorter window holds, whatever window they have.
-
-    What stock SDXL does, with weights in prompts, and for encoders of longer windows too.
-    """
+    """Cuts prompts to the shorter context length of the two encoders, as stock SDXL does; weights are read too."""
 
     def _tokens(self, texts, tokenizer):
         room = min(encoder.config.max_position_embeddings for encoder in (self.text_encoder, self.text_encoder_2)) - 2
-        return [type(its)(*(column[:room] for column in its)) for its in super()._tokens(texts, tokenizer)]
+        return [type(text)(*(column[:room] for column in text)) for text in super()._tokens(texts, tokenizer)]
 
 
 def _check_names(names: Sequence[str]) -> None:
     check_encoders(names)
     if len(names) > MOST_ENCODERS:
-        raise UserError(f"encoders={list(names)} are {len(names)}. Name at most {MOST_ENCODERS}.")
+        raise UserError(f"encoders={list(names)} are {len(names)} encoders. Name at most {MOST_ENCODERS}.")
 
 
-def _name_of(scheduler: SchedulerMixin) -> str:
-    """Its name among `_SCHEDULERS`, or that of its class."""
+def _scheduler_name(scheduler: SchedulerMixin) -> str:
+    """The scheduler's name in `_SCHEDULERS`, or that of its class."""
     cls = type(scheduler).__name__
     return SAMPLERS[cls] if cls in _SETTINGS else cls.removesuffix("Scheduler")

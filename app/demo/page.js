@@ -1,4 +1,4 @@
-// Enlarges a picture in a dialog of the browser's own, which Escape closes and which gives the focus back.
+// Enlarges an image in a native dialog: Escape closes it and the focus returns.
 document.addEventListener("click", (event) => {
   const button = event.target.closest?.(".card .zoom");
   if (!button) return;

@@ -1,4 +1,4 @@
-"""The page: what stands where, and what happens when it is used. What it shows is made in `markup`."""
+"""The page: its layout and its events. `markup` makes the contents."""
 
 import io
 import random
@@ -14,48 +14,48 @@ import gradio as gr
 from debias_diffusion.errors import UserError
 
 from . import markup
+from .analysis import attention, movement, tokens
 from .device import Device
-from .drawing import Step
 from .endpoints import TURN, add_endpoints, decoded
-from .examples import examples
-from .guard import Blocks
-from .models import Models
-from .reading import attention, movement, tokens
-from .requests import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request, request_of_png
-from .scenes import ToyScene, mark, random_scene
+from .example_prompts import examples
+from .guard import INTERNAL_ERROR, Blocks
+from .live_generation import Step
+from .models import DemoModels
+from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request
+from .restore import request_of_png
+from .toy_scenes import ToyScene, mark, random_scene
 
 TITLE = "See what your encoder reads"
 _HERE = Path(__file__).parent
 STYLE = (_HERE / "style.css").read_text()
 SCRIPT = (_HERE / "page.js").read_text()
-MOST_SCENES = 2**31  # more than anybody looks at
-# Not in the line: answered while something is drawn.
+MOST_SCENES = 2**31
+# Outside the queue: answered while something is drawn.
 BESIDE = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-# Of what is typed, only where it rests is told. Each change waits; the last gives a new number then, others the old.
-_WHEN_IT_RESTS = """async () => {
+# Counts tokens when typing pauses, not at every key: each change waits, and only the last one returns a new number.
+_WHEN_TYPING_PAUSES = """async () => {
   const mine = (window.changes = (window.changes ?? 0) + 1);
   await new Promise((done) => setTimeout(done, 250));
-  if (mine === window.changes) window.rested = String(mine);
-  return window.rested ?? "";
+  if (mine === window.changes) window.paused = String(mine);
+  return window.paused ?? "";
 }"""
 POLICIES = [
-    ("As made: encoders of 77 are cut there, long ones read on", "auto"),
-    ("Windows: all read everything, piece by piece", "windows"),
-    ("Cut: all stop at 77", "cut"),
+    ("Default: 77-token encoders cut the prompt, longer ones read on", "auto"),
+    ("Chunks: every encoder reads everything, in chunks if needed", "chunks"),
+    ("Cut: every encoder stops at 77 tokens", "cut"),
 ]
 _STOPPED = "Stopped."
-_GIVE_BACK = """
-<label for="give-back">Give back a PNG that was downloaded here, and everything is set again</label>
-<input type="file" id="give-back" accept="image/png,.png">
+_RESTORE = """
+<label for="png">Restore settings from a PNG</label>
+<input type="file" id="png" accept="image/png,.png">
 """
-# The settings stand at the beginning of a PNG. So of any file, however large, that is all that is sent, and the server
-# keeps no file.
+# The settings stand at the beginning of a PNG, so only that part is sent, and the server keeps no file.
 _SEND_BEGINNING = """
 element.addEventListener("change", (event) => {
   const file = event.target.files[0];
   if (!file) return;
   const reader = new FileReader();
-  reader.onload = () => trigger("given", { png: reader.result.slice(reader.result.indexOf(",") + 1) });
+  reader.onload = () => trigger("chosen", { png: reader.result.slice(reader.result.indexOf(",") + 1) });
   reader.readAsDataURL(file.slice(0, 1048576));
   event.target.value = "";
 });
@@ -63,8 +63,8 @@ element.addEventListener("change", (event) => {
 
 
 def theme() -> gr.themes.Base:
-    """The look: the system's own fonts, because others would be fetched from elsewhere."""
-    # White on darker teal than gradio's own, or it is hard to read.
+    """The theme, with system fonts: others would be fetched from elsewhere."""
+    # White text needs a darker teal than gradio's.
     teal, fill = "*primary_700", {}
     for name in ("button_primary_background_fill", "checkbox_label_background_fill_selected"):
         fill |= {name: teal, f"{name}_dark": teal}
@@ -82,24 +82,24 @@ def theme() -> gr.themes.Base:
     )
 
 
-def build(models: Models, most_waiting: int, budget: int) -> gr.Blocks:
+def build(models: DemoModels, most_waiting: int, budget: int) -> gr.Blocks:
     """The page and its endpoints for these models.
 
     Args:
-        models: what draws and reads.
-        most_waiting: requests in the queue; further ones are told to come again.
-        budget: denoising steps that one request may take.
+        models: the demo's models.
+        most_waiting: requests in the queue; further ones are refused.
+        budget: denoising steps of one request.
     """
     with Blocks(title=TITLE, analytics_enabled=False) as page:
         device = Device(models, budget)
         _Page(device)
         add_endpoints(device)
-    # Or whoever does not join the queue would pass all who wait in it.
+    # api_open=True would let direct calls pass the queue.
     return page.queue(max_size=most_waiting, api_open=False)
 
 
 class _Page:
-    """The parts of the page, and what they do."""
+    """The components of the page and their events."""
 
     def __init__(self, device: Device):
         self.models, self.device = device.models, device
@@ -113,23 +113,23 @@ class _Page:
                 self._reading()
         self._wire()
 
-    # What stands where
+    # Layout
 
     def _head(self) -> None:
         names = ", ".join(self.models.labels)
         gr.Markdown(
-            f"# {TITLE}\nOne long prompt, one seed, several text encoders: what each of them reads of it, and what is "
-            f"drawn from that by {escape(self.models.base)}. Here are {escape(names)}.",
+            f"# {TITLE}\nCompare text encoders on one long prompt and one seed: how much of it each encoder reads, and "
+            f"the image that {escape(self.models.base)} generates from it. Encoders: {escape(names)}.",
             elem_id="head",
         )
 
     def _prompt(self) -> None:
         defaults = self.models.defaults
-        hint = "A long prompt, of several sentences"
+        hint = "A long prompt of several sentences"
         self.prompt = gr.Textbox("", label="Prompt", lines=6, max_lines=16, placeholder=hint, elem_id="prompt")
         with gr.Row(elem_classes="examples"):
             self.examples = [
-                (gr.Button(name, size="sm", min_width=90), found) for name, found in examples(self.models).items()
+                (gr.Button(name, size="sm", min_width=90), example) for name, example in examples(self.models).items()
             ]
             self.new_scene = gr.Button(
                 "Random scene", size="sm", min_width=90, visible=self.models.is_toy, elem_id="new-scene"
@@ -138,60 +138,62 @@ class _Page:
             self.models.labels, value=list(defaults.encoders), label="Encoders to compare", elem_id="encoders"
         )
         with gr.Row(elem_classes="run"):
-            self.draw = gr.Button("Draw", variant="primary", scale=3, min_width=120, elem_id="draw")
+            self.draw = gr.Button("Generate", variant="primary", scale=3, min_width=120, elem_id="draw")
             self.stop = gr.Button("Stop", variant="stop", interactive=False, scale=1, min_width=80, elem_id="stop")
         self.status = _html("status")
         gr.Markdown("### Tokens", elem_classes="heading")
         self.tokens = _html("tokens", self._count("", False))
-        self.rested = gr.Textbox("", visible="hidden")  # another number whenever the prompt has come to rest
+        self.paused = gr.Textbox("", visible="hidden")  # changes whenever typing pauses
         with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
             self.settings = self._advanced(defaults)
-        self.give_back = _html("given", html_template=_GIVE_BACK, js_on_load=_SEND_BEGINNING)
+        self.restore = _html("restore", html_template=_RESTORE, js_on_load=_SEND_BEGINNING)
 
     def _advanced(self, defaults: Request) -> dict[str, gr.components.Component]:
-        """By the names of `Request`."""
+        """Components by the field names of `Request`."""
         toy = self.models.is_toy
-        found = {"negative_prompt": gr.Textbox("", label="Negative prompt", lines=2)}
+        parts = {"negative_prompt": gr.Textbox("", label="Negative prompt", lines=2)}
         with gr.Row():
-            # As text, because a browser's numbers end at 2^53.
-            found["seed"] = gr.Textbox(str(defaults.seed), label="Seed", elem_id="seed")
-            self.new_seed = gr.Button("Another seed", size="sm", min_width=90)
-        found["steps"] = gr.Slider(1, MOST_STEPS, defaults.steps, step=1, label="Steps", elem_id="steps")
-        found["guidance_scale"] = gr.Slider(0, MOST_GUIDANCE, defaults.guidance_scale, step=0.5, label="Guidance scale")
+            # As text: numbers in a browser end at 2^53.
+            parts["seed"] = gr.Textbox(str(defaults.seed), label="Seed", elem_id="seed")
+            self.new_seed = gr.Button("Random seed", size="sm", min_width=90)
+        parts["steps"] = gr.Slider(1, MOST_STEPS, defaults.steps, step=1, label="Steps", elem_id="steps")
+        parts["guidance_scale"] = gr.Slider(0, MOST_GUIDANCE, defaults.guidance_scale, step=0.5, label="Guidance scale")
         with gr.Row(visible=not toy):
             for name in ("height", "width"):
-                found[name] = gr.Number(getattr(defaults, name), label=f"{name.capitalize()} in pixels", precision=0)
-        found["images"] = gr.Slider(1, MOST_IMAGES, defaults.images, step=1, label="Pictures by each encoder")
-        found["scheduler"] = gr.Dropdown(self.models.schedulers, value=defaults.scheduler, label="Scheduler")
-        found["long_prompts"] = gr.Radio(POLICIES, value=defaults.long_prompts, label="Prompts past 77 tokens")
-        found["weighting"] = gr.Checkbox(defaults.weighting, label="Weights in the prompt: (word:1.3), [word], BREAK")
-        return found
+                parts[name] = gr.Number(getattr(defaults, name), label=f"{name.capitalize()} in pixels", precision=0)
+        parts["images"] = gr.Slider(1, MOST_IMAGES, defaults.images, step=1, label="Images per encoder")
+        parts["scheduler"] = gr.Dropdown(self.models.schedulers, value=defaults.scheduler, label="Scheduler")
+        parts["long_prompts"] = gr.Radio(POLICIES, value=defaults.long_prompts, label="Prompts of more than 77 tokens")
+        parts["weighting"] = gr.Checkbox(defaults.weighting, label="Read weights: (word:1.3), [word], BREAK")
+        return parts
 
     def _pictures(self) -> None:
-        gr.Markdown("### Pictures", elem_classes="heading")
-        first = '<p class="hint">Choose an example or write a prompt, then press <b>Draw</b>.</p>'
-        # One for each picture by all encoders, so that what is there is not sent again with every further one.
+        gr.Markdown("### Images", elem_classes="heading")
+        hint = '<p class="hint">Choose an example or write a prompt, then press <b>Generate</b>.</p>'
+        # One row per seed, so that finished images are not sent again with every further one.
         with gr.Column(elem_classes="rows"):
-            self.rows = [_html(f"row-{row}", first if row == 0 else "") for row in range(MOST_IMAGES)]
+            self.rows = [_html(f"row-{row}", hint if row == 0 else "") for row in range(MOST_IMAGES)]
 
     def _reading(self) -> None:
         gr.Markdown(
-            "### What does it read?\nThe end of the text stands for all of it: how much it attends to each word, and "
-            "how far each encoder's embedding moves when a sentence goes. Where nothing moves, nothing was read.",
+            "### What does each encoder read?\nCLIP takes a prompt's embedding at the end token. See how much that "
+            "token attends to each word, and how far the embedding moves when a sentence is removed. A sentence that "
+            "moves nothing was not read.",
             elem_classes="heading",
         )
-        self.look = gr.Button("Look at this prompt", elem_id="look")
+        self.look = gr.Button("Analyse this prompt", elem_id="look")
         self.read = _html("read")
         self.attention = _html("attention")
         self.movement = _html("movement")
 
-    # What happens
+    # Events
 
     def _wire(self) -> None:
         weighting = self.settings["weighting"]
         changes = [self.prompt.change, weighting.change]
-        gr.on(changes, None, None, self.rested, js=_WHEN_IT_RESTS, trigger_mode="multiple", api_visibility="private")
-        self.rested.change(self._count, [self.prompt, weighting], self.tokens, trigger_mode="always_last", **BESIDE)
+        pauses = {"js": _WHEN_TYPING_PAUSES, "trigger_mode": "multiple", "api_visibility": "private"}
+        gr.on(changes, None, None, self.paused, **pauses)
+        self.paused.change(self._count, [self.prompt, weighting], self.tokens, trigger_mode="always_last", **BESIDE)
         start = [self.draw.click, self.prompt.submit]
         gr.on(start, lambda: gr.Button(interactive=True), None, self.stop, **BESIDE)
         drawing = gr.on(
@@ -213,7 +215,7 @@ class _Page:
             button.click(lambda example=example: self._set_example(example), None, scene, **BESIDE)
         self.new_seed.click(lambda: str(random.randrange(2**32)), None, self.settings["seed"], **BESIDE)
         everything = [self.scene, self.status, self.prompt, self.encoders, *self.settings.values()]
-        self.give_back.given(self._restore, None, everything, **BESIDE)
+        self.restore.chosen(self._restore, None, everything, **BESIDE)
         self.look.click(
             self._look,
             [self.prompt, self.encoders],
@@ -226,7 +228,7 @@ class _Page:
 
     def _count(self, prompt: str, weighting: bool) -> str:
         try:
-            return markup.count_tokens(tokens(self.models, prompt or "", weighting))
+            return markup.token_list(tokens(self.models, prompt or "", weighting))
         except UserError as error:
             return markup.message(str(error))
 
@@ -234,46 +236,44 @@ class _Page:
         named = dict(zip(self.settings, values, strict=True))
         scene = None if number is None else random_scene(number)
         try:
-            # In the order of the page, in whichever they were chosen.
+            # In the page's order, whatever order they were chosen in.
             chosen = tuple(label for label in self.models.labels if label in (encoders or ()))
             request = Request(prompt=prompt, encoders=chosen, **named)
             yield from self._drawn(request, scene if scene and scene.caption == prompt else None)
         except UserError as error:
             yield {self.status: markup.message(str(error))}
         except Exception:
-            # What gradio would show here it also shows, at times, of a drawing that was stopped; so it is hidden.
+            # gradio's own error display is off, because it sometimes shows stopped drawings as errors.
             traceback.print_exc()
-            yield {
-                self.status: markup.message("Something went wrong that should not; the console of the demo says more.")
-            }
+            yield {self.status: markup.message(INTERNAL_ERROR)}
 
     def _ended(self, status: str) -> tuple:
-        """What stands there when a drawing is over: of one that was stopped the last step may come late."""
+        """The status after a drawing: the last step of a stopped one may arrive late."""
         return markup.note(_STOPPED) if "<progress" in (status or "") else gr.skip(), gr.Button(interactive=False)
 
     def _drawn(self, request: Request, scene: ToyScene | None) -> Iterator[dict]:
         figures: list[list[str]] = []
         drawing = self.device.draw(request)
         try:
-            for news in drawing:
-                if isinstance(news, Step):
-                    change = {self.status: markup.progress(news, request)}
+            for item in drawing:
+                if isinstance(item, Step):
+                    change = {self.status: markup.progress(item, request)}
                     if not figures:
                         figures = self._places(request, scene)
                         change |= self._filled(figures)
                     yield change
                 else:
-                    row = news.picture - 1
-                    marks = mark(scene, news.image) if scene else ()
-                    place = -len(request.encoders) + request.encoders.index(news.label)
-                    figures[row][place] = markup.drawn(news, marks)
+                    row = item.picture - 1
+                    marks = mark(scene, item.image) if scene else ()
+                    place = -len(request.encoders) + request.encoders.index(item.label)
+                    figures[row][place] = markup.drawn(item, marks)
                     yield {self.rows[row]: markup.cards(figures[row])}
         finally:
             drawing.close()
         yield {self.status: markup.note(f"Done: seed {request.seed}, {request.steps} steps.")}
 
     def _places(self, request: Request, scene: ToyScene | None) -> list[list[str]]:
-        """Rows of pictures before they are drawn: the scene's own first, if there is one."""
+        """Rows of placeholders, after the scene's reference image if there is a scene."""
         rows = [[markup.waiting(label) for label in request.encoders] for _ in range(int(request.images))]
         if scene:
             rows[0].insert(0, _original(scene))
@@ -295,10 +295,10 @@ class _Page:
     def _set_example(self, example: str | int) -> dict:
         return self._set_scene(example) if isinstance(example, int) else {self.prompt: example, self.scene: None}
 
-    def _restore(self, given: gr.EventData) -> dict:
+    def _restore(self, event: gr.EventData) -> dict:
         try:
-            png = given.png
-        except (AttributeError, TypeError):  # the request is not one that the page sends
+            png = event.png
+        except (AttributeError, TypeError):  # not a request from the page
             png = None
         try:
             request, notes = request_of_png(decoded(png), self.models)
@@ -307,20 +307,20 @@ class _Page:
         values = {field.name: getattr(request, field.name) for field in fields(request)}
         return {
             self.scene: None,
-            self.status: markup.note(" ".join(["Everything is set as for that picture.", *notes])),
+            self.status: markup.note(" ".join(["All settings are restored.", *notes])),
             self.prompt: values["prompt"],
             self.encoders: list(values["encoders"]),
-            **{its: values[name] for name, its in self.settings.items()},
+            **{component: values[name] for name, component in self.settings.items()},
         }
 
     def _look(self, prompt: str, encoders: list[str]) -> dict:
         try:
             with self.device.alone():
-                looked = attention(self.models, prompt, encoders)
-                shown = {self.read: "", self.attention: markup.attention(looked)}
+                shares = attention(self.models, prompt, encoders)
+                shown = {self.read: "", self.attention: markup.attention(shares)}
                 try:
                     rows = movement(self.models, prompt, encoders)
-                except UserError as error:  # a single sentence can be looked at all the same
+                except UserError as error:  # a single sentence still has attention
                     return shown | {self.movement: markup.message(str(error))}
             return shown | {self.movement: markup.movement(rows)}
         except UserError as error:
@@ -328,7 +328,7 @@ class _Page:
 
 
 def _html(name: str, value: str = "", js_on_load: str | None = None, **more) -> gr.HTML:
-    """A part of the page that `markup` fills, without the look that gradio gives to prose."""
+    """A part of the page that `markup` fills, without gradio's text styles."""
     return gr.HTML(value, js_on_load=js_on_load, elem_id=name, apply_default_css=False, **more)
 
 

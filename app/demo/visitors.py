@@ -1,23 +1,23 @@
-"""Who asks: visitors by their address, and how often one may guess a password."""
+"""Visitors, identified by their address, and the rate of their password guesses."""
 
 import ipaddress
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-MOST_VISITORS = 10_000  # addresses remembered; the one unused for longest is forgotten first
-LONGEST_WAIT = 30.0  # seconds that a login waits for its turn; it is refused where it would be more
+MOST_VISITORS = 10_000  # addresses remembered; the least recently used is forgotten first
+LONGEST_WAIT = 30.0  # seconds that a login may wait; it is refused if it would have to wait longer
 _FORGOTTEN = 900.0  # seconds after which earlier guesses no longer count
 
 
 def visitor(client: tuple[str, int] | None) -> str:
-    """The name under which requests of one visitor are counted: the address, of IPv6 the network of 64 bits.
+    """The key under which a visitor's requests are counted: the address, or the /64 network of an IPv6 address.
 
-    Names and sessions that a client gives itself do not count, because it can give itself as many as it likes. Behind a
-    proxy the address is the one that the proxy names, if the server trusts the proxy (see docs/app.md).
+    Names and sessions chosen by a client do not count: it can choose as many as it likes. Behind a proxy it is the
+    address that the proxy forwards, if the server trusts the proxy (see docs/app.md).
 
     Args:
-        client: `client` of an ASGI scope, or of a request.
+        client: `client` of an ASGI scope or of a request.
     """
     if not client:
         return ""
@@ -32,14 +32,14 @@ def visitor(client: tuple[str, int] | None) -> str:
 
 @dataclass
 class _Guesses:
-    """Guesses of one visitor, or of all: the first few at once, then each later than the one before."""
+    """Guesses of one visitor, or of all: the first few without delay, then with growing gaps."""
 
     count: int = 0
     free_at: float = 0.0
     last: float = 0.0
 
     def wait(self, now: float, at_once: int, longest_gap: float) -> float:
-        """Seconds until another guess may be looked at; it is counted unless it would wait for too long."""
+        """Seconds until another guess may be checked; it is counted unless the wait is too long."""
         if now - self.last > _FORGOTTEN:
             self.count, self.free_at = 0, now
         wait = max(0.0, self.free_at - now)
@@ -52,12 +52,11 @@ class _Guesses:
 
 
 class Logins:
-    """Slows those who guess a password, each visitor and all together, and nobody who knows it.
+    """Slows down password guesses, per visitor and in total.
 
-    The first 5 logins of a visitor are looked at when they come. After these, each waits 1, 2, 4, ... 30 seconds after
-    the one before. After 100 of all visitors, each waits a second after the one before. A login that would wait for
-    more than 30 seconds is refused. The right password clears what its visitor guessed before, and from then on that
-    visitor waits for no guesses of others.
+    A visitor's first 5 logins are checked at once; each further one waits 1, 2, 4, ... 30 seconds after the one before.
+    After 100 logins of all visitors, each waits a second after the one before. A login that would wait longer than 30
+    seconds is refused. The correct password clears its visitor's guesses, and exempts that visitor from the total.
     """
 
     def __init__(self) -> None:
@@ -66,11 +65,11 @@ class Logins:
         self._known: OrderedDict[str, None] = OrderedDict()
 
     def wait(self, name: str, now: float | None = None) -> float:
-        """Seconds until a login of a visitor may be looked at; more than `LONGEST_WAIT` where it is refused.
+        """Seconds until a visitor's login may be checked; more than `LONGEST_WAIT` if it is refused.
 
         Args:
-            name: of `visitor`.
-            now: seconds of a clock that only goes forward; the machine's own if None.
+            name: from `visitor`.
+            now: seconds of a monotonic clock; the machine's if None.
         """
         now = time.monotonic() if now is None else now
         guesses = self._each.setdefault(name, _Guesses())
@@ -82,7 +81,7 @@ class Logins:
         return max(wait, self._all.wait(now, at_once=100, longest_gap=1.0))
 
     def right(self, name: str) -> None:
-        """The visitor gave the right password."""
+        """Records that the visitor gave the correct password."""
         if self._each.pop(name, None) is not None and name not in self._known:
             self._all.count = max(0, self._all.count - 1)
         self._known[name] = None

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +22,10 @@ import debias_diffusion
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.report import escaped, weights_digest
 from debias_diffusion.files import read_json_object
+from debias_diffusion.methods import find_method
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.training import TrainConfig
+from debias_diffusion.training.config import method_settings
 
 # Marks a folder as written by an export, so a later export may replace it.
 MARK = "exported by debias-diffusion"
@@ -101,7 +104,7 @@ def _made(exported: Exported, run: "_Run | None", base: tuple[str | None, str | 
     backbone = exported.backbone
     if run or _hub_repository(*base) or base[0] in open_clip.list_models():
         rows["base model"] = code(_public(base[0])) + (f", weights {code(_public(base[1]))}" if base[1] else "")
-        if base[0] in open_clip.list_models() and base[1] is None:
+        if base[0] in open_clip.list_models() and base[1] in (None, "none"):
             rows["base model"] += ", **random weights**: not pretrained"
     if run:
         rows |= run.rows()
@@ -138,7 +141,11 @@ class _Run:
     def rows(self) -> dict[str, str]:
         """The table of how it was trained: name to Markdown."""
         settings = self.settings
-        rows = {"recipe": _recipe(settings)}
+        changes = method_settings(settings)
+        changed = ", ".join(f"{name} {value}" for name, value in changes.items())
+        rows = {"recipe": code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")}
+        with suppress(UserError):  # a method of another version
+            rows["learned from"] = find_method(settings["recipe"], changes).describe()
         if settings.get("data"):
             digest = settings.get("data_sha256")
             rows["data"] = code(_public(settings["data"])) + (f", sha256 {code(digest)}" if digest else "")
@@ -164,13 +171,6 @@ class _Run:
             f"On {best['pairs']} pairs held out of the training data, with whole captions. This model is the best of "
             f"the training run above by this measure:\n\n{table}"
         ]
-
-
-def _recipe(settings: Mapping) -> str:
-    """The recipe of a run and the settings that override it."""
-    names = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling")
-    changed = ", ".join(f"{name} {settings[name]}" for name in names if settings.get(name) is not None)
-    return code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")
 
 
 def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:

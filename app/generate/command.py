@@ -1,6 +1,6 @@
-"""Pictures from prompts of any length: SDXL or SD 1.5, with a long-prompt text encoder in place of its first one.
+"""Images from prompts of any length, by SDXL or SD 1.5 with a long-prompt text encoder.
 
-One prompt gives one PNG. A file of prompts gives a folder of them, which an interrupted run goes on filling.
+One prompt gives one PNG. A file of prompts gives a folder of PNGs; the same command continues an interrupted run.
 """
 
 import json
@@ -20,7 +20,6 @@ from debias_diffusion.png import png_damage
 
 from .config import GenerateConfig
 from .contact_sheet import write_contact_sheets
-from .drawing import Picture, Studio, draw
 from .png_settings import first_difference, read_settings
 from .prompts import (
     MAX_PROMPTS,
@@ -33,27 +32,28 @@ from .prompts import (
     print_left_out,
     read_prompts,
 )
+from .rendering import ImageTask, Studio, render_missing
 
 _NAME = re.compile(r"(\d{5,})-(\d+)(-.*)?\.png")
 
 
 def generate(config: GenerateConfig) -> Path:
-    """Draws one picture, or all of a file of prompts, as PNGs.
+    """Renders one image, or one for each entry of a file of prompts, as PNGs.
 
-    A PNG's text chunk "settings" holds what made it as JSON, and "parameters" the same as A1111's interface writes it.
-    The same settings on the same machine give the same file, byte for byte. Prints how prompts are read.
+    A PNG's text chunk "settings" holds its settings as JSON, and "parameters" the same in the format of A1111's
+    interface. Equal settings on one machine give equal files, byte for byte. Prints how prompts are read.
 
-    A folder of several pictures is filled as far as it is not: a picture whose settings are those it would have now
-    stays. When all are there, `index.jsonl` lists them, and `contact-sheet.png` shows them. Entries that cannot be
-    drawn are left out, counted and named, the first on the console and all in `left-out.jsonl`.
+    In a folder of several images, finished ones with equal settings are kept. At the end `index.jsonl` lists all images
+    and `contact-sheet.png` shows them. Invalid entries are skipped and reported, the first on the console and all in
+    `left-out.jsonl`.
 
     Returns:
-        the picture's path, or the folder's
+        path of the image, or of the folder
 
     Raises:
-        UserError: a setting is not usable, or no prompt is. Everything that can be checked is checked before a model is
-            loaded. A folder holds pictures of other settings. Memory cannot suffice, or does not.
-        FailedError: values of some pictures are no finite numbers. These are not written, and all others are.
+        UserError: a setting or all prompts cannot be used (whatever can be checked early is checked before a model is
+            loaded); the folder holds images of other settings; memory does not suffice.
+        FailedError: some images have values that are not finite. These are not written, all others are.
     """
     _check_settings(config)
     prompts, where, left_out = _read(config)
@@ -64,18 +64,18 @@ def generate(config: GenerateConfig) -> Path:
     studio = Studio(config, pick_device(config.device))
     _check_second_prompts(studio.kind, config, prompts)
     studio.check_memory(1)
-    advice = f"Try --low-memory, a smaller --batch than {config.batch}, or a smaller picture."
+    advice = f"Try --low-memory, a smaller --batch than {config.batch}, or a smaller image."
     with explain_memory(studio.device, advice):
         if config.several:
             with held(output, f"Another run is filling {str(output)!r}. Wait for it, or give another output."):
                 _fill(output, studio, prompts, where, left_out)
         else:
-            _draw_one(output, studio, prompts[0])
+            _render_one(output, studio, prompts[0])
     print(f"Wrote {output}")
     return output
 
 
-# What was asked for
+# Settings
 
 
 def _check_settings(config: GenerateConfig) -> None:
@@ -107,30 +107,30 @@ def _check_settings(config: GenerateConfig) -> None:
 
 
 def _read(config: GenerateConfig) -> tuple[list[Prompt], dict[int, str], list[LeftOut]]:
-    """The prompts, each one's place in words by its number, and what of their file is left out."""
+    """The prompts, the place of each in words by its number, and the entries that are left out."""
     if config.prompts is None:
         return [Prompt(0, config.prompt)], {0: "the prompt"}, []
     file = read_prompts(config.prompts)
     print(f"Prompts: {len(file.prompts):,} in {config.prompts}")
     if file.unused:
-        print(f"Not used of it: {', '.join(file.unused)[:200]}")
+        print(f"Unused columns: {', '.join(file.unused)[:200]}")
     if file.over_lines:
         first, last = max(file.over_lines, key=lambda lines: lines[1] - lines[0])
         print(
             f"Rows of several lines: {len(file.over_lines):,}, the longest from line {first} to line {last}. If that "
-            "is not meant, a quotation mark is missing there."
+            "is not intended, a quotation mark is missing there."
         )
     print_left_out(file.left_out)
     return file.prompts, {number: f"line {line}" for number, line in file.lines.items()}, file.left_out
 
 
 def _check_count(config: GenerateConfig, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError for more images than one run keeps in mind, and where the seeds of some would be too large."""
+    """Raises UserError for more images than one run can hold, and for seeds that would become too large."""
     count = len(prompts) * config.images_per_prompt
     if count > MAX_PROMPTS:
         raise UserError(
-            f"{len(prompts):,} prompts with {config.images_per_prompt:,} images each make {count:,}; one run draws at "
-            f"most {MAX_PROMPTS:,}. Lower --images-per-prompt, or split the prompts."
+            f"{len(prompts):,} prompts with {config.images_per_prompt:,} images each make {count:,}; one run renders "
+            f"at most {MAX_PROMPTS:,}. Lower --images-per-prompt, or split the prompts."
         )
     for prompt in prompts:
         check_last_seed(_first_seed(config, prompt), config.images_per_prompt)
@@ -145,7 +145,7 @@ def _check_file(output: str) -> Path:
     if path.is_dir():
         raise UserError(f"The output {output!r} is a folder. Give a file name, such as {str(path / 'picture.png')!r}.")
     if path.suffix.lower() != ".png":
-        raise UserError(f"The output {output!r} must end in .png, because a PNG is what is written.")
+        raise UserError(f"The output {output!r} must end in .png, because PNG is the format.")
     _make_folder(path.parent)
     return path
 
@@ -153,7 +153,7 @@ def _check_file(output: str) -> Path:
 def _check_folder(output: str) -> Path:
     path = Path(output)
     if path.suffix.lower() == ".png" or path.is_file():
-        raise UserError(f"The output {output!r} is a file, and several pictures need a folder. Give a folder.")
+        raise UserError(f"The output {output!r} is a file, and several images need a folder. Give a folder.")
     _make_folder(path)
     return path
 
@@ -163,132 +163,132 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"The output folder {str(path)!r} cannot be made ({error.strerror}). Give another one."
+            f"The output folder {str(path)!r} cannot be created ({error.strerror}). Give another one."
         ) from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise UserError(f"The output folder {str(path)!r} may not be read and written to. Give another one.")
+        raise UserError(f"The output folder {str(path)!r} is not readable and writable. Give another one.")
 
 
 def _check_second_prompts(kind: str, config: GenerateConfig, prompts: Sequence[Prompt]) -> None:
     if kind != SDXL and any(prompt.second for prompt in prompts):
         raise UserError(
-            f"The prompts have a prompt_2, and the base model {config.base!r} is a {kind}, which has one text encoder. "
-            "Leave it out."
+            f"The prompts have a prompt_2, and the SDXL checkpoint {config.base!r} is a {kind}, which has one text "
+            "encoder. Leave it out."
         )
 
 
-# One picture, and many
+# One image, and a folder of images
 
 
-def _draw_one(path: Path, studio: Studio, prompt: Prompt) -> None:
-    picture = Picture(prompt, "the prompt", path, _settings(studio, studio.settings(), prompt, studio.config.seed))
-    _raise_if_any(draw(studio, [picture], {path}, []), studio)
+def _render_one(path: Path, studio: Studio, prompt: Prompt) -> None:
+    task = ImageTask(prompt, "the prompt", path, _settings(studio, studio.settings(), prompt, studio.config.seed))
+    _raise_if_failed(render_missing(studio, [task], {path}, []), studio)
 
 
 def _fill(
     folder: Path, studio: Studio, prompts: Sequence[Prompt], where: dict[int, str], left_out: list[LeftOut]
 ) -> None:
-    """Draws what a folder lacks, and writes its index, its contact sheets and the list of what was left out."""
+    """Renders the missing images of a folder, and writes its index, contact sheets and list of skipped entries."""
     _check_free(folder)
-    pictures = _pictures(folder, studio, prompts, where)
-    missing = _missing(folder, pictures)
-    print(f"Pictures: {len(pictures) - len(missing):,} are in {folder}, {len(missing):,} to draw")
-    failed = draw(studio, pictures, missing, left_out) if missing else []
+    tasks = _image_tasks(folder, studio, prompts, where)
+    missing = _missing(folder, tasks)
+    print(f"Images: {len(tasks) - len(missing):,} are in {folder}, {len(missing):,} to render")
+    failed = render_missing(studio, tasks, missing, left_out) if missing else []
     print_left_out(failed)
-    finished = [(picture, read_settings(picture.path)) for picture in pictures if picture.path.exists()]
-    _write_lines(folder / "index.jsonl", [_index_entry(picture, its) for picture, its in finished])
+    finished = [(task, read_settings(task.path)) for task in tasks if task.path.exists()]
+    _write_lines(folder / "index.jsonl", [_index_entry(task, settings) for task, settings in finished])
     _write_lines(folder / "left-out.jsonl", [vars(entry) for entry in [*left_out, *failed]])
     if finished:
         _write_contact_sheets(folder, finished)
-    _raise_if_any(failed, studio)
+    _raise_if_failed(failed, studio)
 
 
-def _write_contact_sheets(folder: Path, finished: Sequence[tuple[Picture, dict]]) -> None:
-    titled = [(p.path, f"{p.prompt.number:05} · seed {its['seed']}", p.prompt.text) for p, its in finished]
+def _write_contact_sheets(folder: Path, finished: Sequence[tuple[ImageTask, dict]]) -> None:
+    titled = [(t.path, f"{t.prompt.number:05} · seed {settings['seed']}", t.prompt.text) for t, settings in finished]
     sheets = write_contact_sheets(folder, titled)
     more = f" and {len(sheets) - 1} more page{'s' * (len(sheets) > 2)}" if len(sheets) > 1 else ""
-    print(f"All {len(finished):,} at a glance: {sheets[0]}{more}")
+    print(f"Contact sheet of all {len(finished):,}: {sheets[0]}{more}")
 
 
-def _raise_if_any(failed: Sequence[LeftOut], studio: Studio) -> None:
-    """Raises FailedError where there is a picture of which nothing came."""
+def _raise_if_failed(failed: Sequence[LeftOut], studio: Studio) -> None:
+    """Raises FailedError if images could not be rendered."""
     if failed:
         raise FailedError(
-            f"{len(failed):,} picture{'s were' if len(failed) > 1 else ' was'} not drawn, the first: {failed[0]}. "
-            "Where values are not finite, weights of an encoder or of the base model are damaged, or too large for "
-            f"{str(studio.dtype).removeprefix('torch.')}. Try another encoder, or --dtype float32."
+            f"{len(failed):,} image{'s were' if len(failed) > 1 else ' was'} not rendered, the first: {failed[0]}. "
+            "Where values are not finite, weights of an encoder or of the SDXL checkpoint are damaged, or too large "
+            f"for {str(studio.dtype).removeprefix('torch.')}. Try another encoder, or --dtype float32."
         )
 
 
-def _pictures(folder: Path, studio: Studio, prompts: Sequence[Prompt], where: dict[int, str]) -> list[Picture]:
-    """All pictures of a run. Place and seed make a file's name its own; the words after them are for people."""
-    there = {
+def _image_tasks(folder: Path, studio: Studio, prompts: Sequence[Prompt], where: dict[int, str]) -> list[ImageTask]:
+    """All images of a run. Number and seed identify a file; the words after them are for people."""
+    existing = {
         (int(match[1]), int(match[2])): folder / match[0] for match in map(_NAME.fullmatch, os.listdir(folder)) if match
     }
-    common, pictures = studio.settings(), []
+    common, tasks = studio.settings(), []
     for prompt in prompts:
         first = _first_seed(studio.config, prompt)
         for seed in range(first, first + studio.config.images_per_prompt):
             name = "-".join(filter(None, (f"{prompt.number:05}", str(seed), _slug(prompt.text))))
-            path = there.get((prompt.number, seed), folder / f"{name}.png")
-            pictures.append(Picture(prompt, where[prompt.number], path, _settings(studio, common, prompt, seed)))
-    return pictures
+            path = existing.get((prompt.number, seed), folder / f"{name}.png")
+            tasks.append(ImageTask(prompt, where[prompt.number], path, _settings(studio, common, prompt, seed)))
+    return tasks
 
 
 def _slug(text: str) -> str:
-    """The beginning of a text in letters that every file system takes; nothing, if it has none."""
+    """The beginning of a text in letters and digits that every file system takes; may be empty."""
     ascii_only = unicodedata.normalize("NFKD", text[:200]).encode("ascii", "ignore").decode().lower()
     return re.sub(r"[^a-z0-9]+", "-", ascii_only).strip("-")[:40].rstrip("-")
 
 
 def _settings(studio: Studio, common: dict, prompt: Prompt, seed: int) -> dict:
-    """Everything that decides what a picture looks like."""
+    """Every setting that affects an image."""
     negative = studio.config.negative_prompt if prompt.negative is None else prompt.negative
     return {"prompt": prompt.text, "negative_prompt": negative, "prompt_2": prompt.second, "seed": seed} | common
 
 
 def _check_free(folder: Path) -> None:
-    """Raises UserError where a folder has the name of a file that is written when hours of drawing are done."""
+    """Raises UserError for a folder with the name of a file that is written at the end."""
     for path in (folder / "index.jsonl", folder / "left-out.jsonl", *folder.glob("contact-sheet*.png")):
         if path.is_dir() and not path.is_symlink():
             raise UserError(f"{str(path)!r} is a folder, and a file is written there. Move it, or give another output.")
 
 
-def _missing(folder: Path, pictures: Sequence[Picture]) -> set[Path]:
-    """The files that are not there, or are damaged.
+def _missing(folder: Path, tasks: Sequence[ImageTask]) -> set[Path]:
+    """The files that do not exist or are damaged.
 
     Raises:
-        UserError: one is there and is another picture.
+        UserError: a file has other settings.
     """
-    missing, others, damaged = set(), [], []
-    for picture in pictures:
-        if not picture.path.exists():
-            missing.add(picture.path)
+    missing, different, damaged = set(), [], []
+    for task in tasks:
+        if not task.path.exists():
+            missing.add(task.path)
             continue
-        before = read_settings(picture.path)
-        difference = "it holds no settings" if before is None else first_difference(before, picture.settings)
+        before = read_settings(task.path)
+        difference = "it holds no settings" if before is None else first_difference(before, task.settings)
         if difference:
-            others.append(f"{picture.path.name} ({picture.where}): {difference}")
-        elif problem := png_damage(picture.path):
-            missing.add(picture.path)
-            damaged.append(f"{picture.path.name} ({problem})")
-    if others:
+            different.append(f"{task.path.name} ({task.where}): {difference}")
+        elif problem := png_damage(task.path):
+            missing.add(task.path)
+            damaged.append(f"{task.path.name} ({problem})")
+    if different:
         raise UserError(
-            f"{len(others):,} of the pictures in {str(folder)!r} were made with other settings, the first {others[0]}. "
-            "Give another output, go back to those settings, or remove what is to be drawn anew."
+            f"{len(different):,} of the images in {str(folder)!r} were made with other settings, the first "
+            f"{different[0]}. Give another output, return to those settings, or remove the images to replace."
         )
     if damaged:
-        print(f"Damaged: {len(damaged):,} of the pictures, drawn again, the first {damaged[0]}")
+        print(f"Damaged: {len(damaged):,} of the images, rendered again, the first {damaged[0]}")
     return missing
 
 
-def _index_entry(picture: Picture, settings: dict) -> dict:
+def _index_entry(task: ImageTask, settings: dict) -> dict:
     names = ("prompt", "negative_prompt", "prompt_2", "seed", "tokens", "positions", "windows")
-    return {"file": picture.path.name, "where": picture.where} | {name: settings.get(name) for name in names}
+    return {"file": task.path.name, "where": task.where} | {name: settings.get(name) for name in names}
 
 
 def _write_lines(path: Path, entries: Sequence[dict]) -> None:
-    """One JSON object a line; no file if there are none."""
+    """Writes one JSON object a line, or removes the file if there are none."""
     if entries:
         write_text(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
     else:

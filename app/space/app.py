@@ -1,4 +1,4 @@
-"""The demo as a Hugging Face Space, which lets visitors in at all addresses of its machine."""
+"""The demo as a Hugging Face Space, open to visitors on all addresses of its machine."""
 
 from ..demo.launch import AppConfig, run_app
 

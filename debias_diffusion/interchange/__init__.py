@@ -1,4 +1,4 @@
-"""The encoder in and out of the formats that people load."""
+"""Import and export of encoders in the formats that people load."""
 
 from .clip_model import export_clip_model
 from .load import best_of_run, load_text_encoder

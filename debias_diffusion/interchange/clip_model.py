@@ -1,4 +1,4 @@
-"""A two-tower as the folder of a transformers CLIPModel, with all that its CLIPProcessor needs, and from one."""
+"""A two-tower as the folder of a transformers CLIPModel with its CLIPProcessor, and from one."""
 
 import os
 from dataclasses import asdict
@@ -31,16 +31,16 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
     """Writes config.json, model.safetensors, the tokenizer and the image processor. Returns the folder.
 
     `CLIPModel.from_pretrained(folder)` then gives open_clip's features of images and texts, and
-    `CLIPProcessor.from_pretrained(folder)` what goes in; long texts want `padding=True, truncation=True`.
+    `CLIPProcessor.from_pretrained(folder)` its inputs; long texts need `padding=True, truncation=True`.
 
     Raises:
-        UserError: transformers' CLIPModel has no such two-tower.
+        UserError: a CLIPModel cannot hold this two-tower.
     """
     folder = Path(folder)
     if backbone.pooling != "eot":
         raise UserError(
             f"This text tower was trained with {backbone.pooling} pooling, and a CLIPModel pools at EOT: its text "
-            "features would be others. Export it as transformers or open_clip."
+            "features would differ. Export it as transformers or open_clip."
         )
     if backbone.image_attention is not None:
         raise UserError(
@@ -75,8 +75,8 @@ def _vision_config(backbone: Backbone) -> CLIPVisionConfig:
         "another activation than the text tower": activation(block) != text_config(backbone).hidden_act,
     }
     if any(unfit.values()):
-        found = ", ".join(name for name, is_so in unfit.items() if is_so)
-        raise UserError(f"The image tower has what a transformers CLIPModel has not: {found}.")
+        parts = ", ".join(name for name, is_unfit in unfit.items() if is_unfit)
+        raise UserError(f"A transformers CLIPModel cannot hold this image tower: {parts}.")
     return CLIPVisionConfig(
         hidden_size=visual.conv1.out_channels,
         intermediate_size=block.mlp.c_fc.out_features,
@@ -91,13 +91,13 @@ def _vision_config(backbone: Backbone) -> CLIPVisionConfig:
 
 
 def _image_processor(backbone: Backbone) -> CLIPImageProcessor:
-    """open_clip's validation transform in transformers' words."""
+    """open_clip's validation transform as an image processor of transformers."""
     cfg = PreprocessCfg(**open_clip.get_model_preprocess_cfg(backbone.model))
     size, mode = backbone.model.visual.image_size[0], cfg.resize_mode
     if cfg.interpolation not in _RESAMPLE or mode not in ("shortest", "squash"):
         raise UserError(
-            f"Images are prepared with interpolation {cfg.interpolation!r} and resize_mode {mode!r}, for which a "
-            "CLIPImageProcessor has no words."
+            f"Images are prepared with interpolation {cfg.interpolation!r} and resize_mode {mode!r}, which a "
+            "CLIPImageProcessor cannot do. Use bicubic or bilinear, and shortest or squash."
         )
     square = {"height": size, "width": size}
     return CLIPImageProcessor(
@@ -117,10 +117,10 @@ _INTERPOLATIONS = {number: name for name, number in _RESAMPLE.items()}
 def read_clip_model(source: str | Path) -> Backbone:
     """A transformers CLIPModel as open_clip's module: a folder that holds it and its tokenizer, or a hub id.
 
-    Images are prepared as its image processor says. Where there is none, as open_clip prepares them for a CLIP.
+    Images are preprocessed by the settings of its image processor, else as open_clip does for a CLIP.
 
     Raises:
-        UserError: there is no CLIPModel, not a whole one, or one that open_clip's module cannot be.
+        UserError: there is no whole CLIPModel, or open_clip's module cannot hold it.
     """
     with explain_failure(f"The CLIPModel {os.fspath(source)!r} could not be loaded"):
         return _read_clip_model(source)
@@ -132,7 +132,7 @@ def _read_clip_model(source: str | Path) -> Backbone:
     place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
     tokenizer = read_tokenizer(place, config.text_config)
     model_cfg, preprocess = _model_cfg(config, source), asdict(_preprocess(source, config.vision_config.image_size))
-    # sizes that do not divide, ids that it has not
+    # for example sizes that do not divide
     with explain_failure(f"{os.fspath(source)!r} cannot be an open_clip model"):
         clip = open_clip.CLIP(**model_cfg)
         clip.load_state_dict(state)
@@ -144,26 +144,26 @@ def _read_clip_model(source: str | Path) -> Backbone:
 
 
 def text_encoder_alone(source: str | Path) -> UserError:
-    """What to say of a text encoder where both towers are needed."""
+    """The error for a text encoder where both towers are needed."""
     return UserError(
-        f"{os.fspath(source)!r} holds a text encoder without an image tower, which is needed here. Give "
-        "the training run, or what `debias-diffusion export --to clip` or `--to open_clip` makes of it."
+        f"{os.fspath(source)!r} holds a text encoder without an image tower, which is needed here. Give the training "
+        "run, or its export by `debias-diffusion export --to clip` or `--to open_clip`."
     )
 
 
 def _read_config(source: str | Path) -> CLIPConfig:
-    named = repr(os.fspath(source))
+    label = repr(os.fspath(source))
     if isinstance(source, Path) and not (source / "config.json").is_file():
         if any((source / name / "config.json").is_file() for name in ("text_encoder", "text_encoder_2")):
             raise text_encoder_alone(source)
         raise UserError(
-            f"{named} holds no model with two towers: neither {CONFIG_FILE}, in it or in the best/ or last/ of a "
+            f"{label} holds no model with two towers: neither {CONFIG_FILE}, in it or in the best/ or last/ of a "
             "training run, nor the config.json of a transformers CLIPModel."
         )
     if not isinstance(source, Path) and find_file(source, "config.json") is None:
         raise UserError(
-            f"{named} is no folder or file here, and as a hub id it gives no CLIPModel: its config.json is neither in "
-            f"the hub's cache nor could it be fetched. If it is in open_clip's layout, give hf-hub:{source}."
+            f"{label} is not a folder or file here, and as a hub id it gives no CLIPModel: its config.json is neither "
+            f"in the hub's cache nor could it be fetched. If it is in open_clip's layout, give hf-hub:{source}."
         )
     content = read_model_config(source)
     kind, architectures = content.get("model_type"), content.get("architectures") or []
@@ -171,10 +171,10 @@ def _read_config(source: str | Path) -> CLIPConfig:
         raise text_encoder_alone(source)
     if kind != "clip":
         raise UserError(
-            f"{named} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
+            f"{label} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
             "example ViT-B-16-SigLIP2:webli."
         )
-    with explain_failure(f"{named} has no configuration of a CLIPModel"):
+    with explain_failure(f"{label} has no configuration of a CLIPModel"):
         return CLIPConfig.from_dict(content)
 
 
@@ -188,11 +188,12 @@ def _model_cfg(config: CLIPConfig, source: str | Path) -> dict:
             "open_clip's have both quick_gelu or both gelu."
         )
 
-    def tower(its) -> dict:
-        sizes = {"width": its.hidden_size, "layers": its.num_hidden_layers}
-        return sizes | {
-            "mlp_ratio": its.intermediate_size / its.hidden_size,
-            "norm_kwargs": {"eps": its.layer_norm_eps},
+    def tower(config) -> dict:
+        return {
+            "width": config.hidden_size,
+            "layers": config.num_hidden_layers,
+            "mlp_ratio": config.intermediate_size / config.hidden_size,
+            "norm_kwargs": {"eps": config.layer_norm_eps},
         }
 
     return {
@@ -214,21 +215,21 @@ def _model_cfg(config: CLIPConfig, source: str | Path) -> dict:
 
 
 def _read_state(source: str | Path, config: CLIPConfig) -> State:
-    """The weights under open_clip's names, as many and as large as the configuration says.
+    """The weights under open_clip's names.
 
     Raises:
-        UserError: some are missing, of another size, or not finite.
+        UserError: some are missing, of another size than in the configuration, or not finite.
     """
-    tensors, named = read_weights(source), repr(os.fspath(source))
+    tensors, label = read_weights(source), repr(os.fspath(source))
     for tower in (config.text_config, config.vision_config):
-        check_depth(tower, tensors, named)
-    held = sum(tensor.numel() for tensor in tensors.values())
-    expected = build_empty(lambda: CLIPModel(config), held, named).state_dict()
+        check_depth(tower, tensors, label)
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    expected = build_empty(lambda: CLIPModel(config), numbers, label).state_dict()
     expected = {name: tensor for name, tensor in expected.items() if not name.endswith("position_ids")}
     parts = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "logit_scale")
     state = {name: t for name, t in tensors.items() if name.startswith(parts) and not name.endswith("position_ids")}
-    check_state(state, expected, named)
-    check_finite(state.items(), named)
+    check_state(state, expected, label)
+    check_finite(state.items(), label)
     vision = {
         name: tensor for name, tensor in state.items() if name.startswith(("vision_model.", "visual_projection."))
     }
@@ -239,27 +240,27 @@ def _read_state(source: str | Path, config: CLIPConfig) -> State:
 
 
 def _preprocess(source: str | Path, image_size: int) -> PreprocessCfg:
-    """A CLIPImageProcessor's settings in open_clip's words; CLIP's own where there is no image processor."""
-    # The second is transformers 5's own.
+    """A CLIPImageProcessor's settings as open_clip's; CLIP's defaults if there is no image processor."""
+    # transformers 5 writes the second.
     if not any(find_file(source, name) for name in ("preprocessor_config.json", "processor_config.json")):
         return PreprocessCfg(size=image_size)
     with explain_failure(f"The image processor of {os.fspath(source)!r} could not be loaded"):
-        its = CLIPImageProcessor.from_pretrained(source)
+        processor = CLIPImageProcessor.from_pretrained(source)
     square = {"height": image_size, "width": image_size}
-    size, crop = dict(its.size or {}), dict(its.crop_size or {}) if its.do_center_crop else None
+    size, crop = dict(processor.size or {}), dict(processor.crop_size or {}) if processor.do_center_crop else None
     modes = {"shortest": ({"shortest_edge": image_size}, square), "squash": (square, None)}
-    mode = next((name for name, wanted in modes.items() if (size, crop) == wanted), None)
-    does_all = its.do_resize and its.do_rescale and its.do_normalize
-    if mode is None or its.resample not in _INTERPOLATIONS or not does_all:
+    mode = next((name for name, sizes in modes.items() if (size, crop) == sizes), None)
+    does_all = processor.do_resize and processor.do_rescale and processor.do_normalize
+    if mode is None or processor.resample not in _INTERPOLATIONS or not does_all:
         raise UserError(
-            f"The image processor of {os.fspath(source)!r} (size {size}, crop {crop}, resample {its.resample}) does "
-            f"what open_clip does not: images are resized to the tower's {image_size} pixels, by the shorter side and "
-            "then cropped or as a square, bilinear or bicubic, and normalised."
+            f"The image processor of {os.fspath(source)!r} (size {size}, crop {crop}, resample "
+            f"{processor.resample}) does what open_clip does not: it resizes images to {image_size} pixels, by the "
+            "shorter side with a crop or as a square, bilinear or bicubic, and normalises them."
         )
     return PreprocessCfg(
         size=image_size,
-        mean=tuple(its.image_mean),
-        std=tuple(its.image_std),
-        interpolation=_INTERPOLATIONS[its.resample],
+        mean=tuple(processor.image_mean),
+        std=tuple(processor.image_std),
+        interpolation=_INTERPOLATIONS[processor.resample],
         resize_mode=mode,
     )

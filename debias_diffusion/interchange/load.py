@@ -1,4 +1,4 @@
-"""A text encoder from whatever it lies in, recognised by its content."""
+"""Loads a text encoder from any known kind of folder, file or repository, recognised by its content."""
 
 import os
 from pathlib import Path
@@ -20,25 +20,25 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
     """Loads a text encoder and its tokenizer, ready for a diffusers pipeline.
 
     Args:
-        path: what it is, is seen from its content:
+        path: one of these, recognised by its content:
 
             - a training run (its best model, else its last), or an open_clip folder;
             - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-L-14-quickgelu:openai";
             - a folder written by `debias-diffusion export`, any transformers folder of a CLIPTextModel, its tokenizer
               beside or in it, or of a CLIPModel, whose text half is taken;
             - a file of weights (safetensors, or a torch file without code): open_clip's or OpenAI's two-tower,
-              Long-CLIP's `.pt`, ComfyUI's `clip_l` and `clip_g`, a whole checkpoint of Stable Diffusion. Where a file
-              does not tell what activation its weights were trained with, a rule does (see `single_file`);
+              Long-CLIP's `.pt`, ComfyUI's `clip_l` and `clip_g`, a Stable Diffusion checkpoint. A rule decides the
+              activation if the file does not name it (see `single_file`);
             - a hub id (`owner/name`) of a transformers repository, or `hf-hub:owner/name` of an open_clip one;
             - "toy/debias-clip" and the like.
 
     Returns:
-        (text_encoder, tokenizer): a CLIPTextModel, or a CLIPTextModelWithProjection where a folder says so and for
-        bigG (32 blocks), SDXL's second encoder; in eval mode; in float32, or in the dtype that a transformers folder
-        names. The tokenizer's `model_max_length` is the encoder's window.
+        (text_encoder, tokenizer): a CLIPTextModel, or a CLIPTextModelWithProjection if a folder's configuration names
+        it and for bigG (32 blocks), SDXL's second encoder; in eval mode; in float32, or in the dtype that a
+        transformers folder names. The tokenizer's `model_max_length` is the encoder's context length.
 
     Raises:
-        UserError: nothing of the kind is there; says what is, where that can be seen.
+        UserError: there is no text encoder; the message names what is there instead, if known.
     """
     with explain_failure(f"The text encoder {os.fspath(path)!r} could not be loaded"):
         return _load(best_of_run(shipped(path)))
@@ -48,9 +48,9 @@ def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
     place = Path(name.removeprefix("local-dir:"))
     if (place / DIFFERENCE).is_file():
         return to_transformers(load_fine_tuned(place))
-    named = model_and_weights(name)
-    if named or (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
-        backbone = load_backbone(*named or (name,))
+    parts = model_and_weights(name)
+    if parts or (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
+        backbone = load_backbone(*parts or (name,))
         return to_transformers(backbone, keeps_projection(backbone))
     if place.is_file():
         return read_file(place)
@@ -66,7 +66,7 @@ def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
         return read_hub(name)
     except UserError as error:
         raise UserError(
-            f"{name!r} is no folder or file here, and as a hub id it gives no text encoder. {error}"
+            f"{name!r} is not a folder or file here, and as a hub id it gives no text encoder. {error}"
         ) from error
 
 
@@ -78,7 +78,7 @@ def model_and_weights(name: str) -> tuple[str, str] | None:
 
 
 def best_of_run(model: str) -> str:
-    """The best model's folder where `model` is a training run, its last where none was held out for; else `model`."""
+    """The folder of the best model of a training run, or of its last one if it has no best; else `model`."""
     folder = Path(model)
     if (folder / CONFIG_FILE).is_file():
         return model

@@ -1,6 +1,6 @@
-"""Two ways to name CLIP's weights: OpenAI's, which open_clip and Long-CLIP took over, and transformers'.
+"""CLIP's weights under OpenAI's names, which open_clip and Long-CLIP use, and under transformers'.
 
-Only names and layouts differ: OpenAI packs query, key and value into one matrix and keeps projections transposed.
+Only names and layouts differ: OpenAI packs query, key and value into one matrix and stores projections transposed.
 """
 
 import re
@@ -28,7 +28,7 @@ _VISION = {
     "ln_post.weight": "post_layernorm.weight",
     "ln_post.bias": "post_layernorm.bias",
 }
-# Of a block.
+# In a block.
 _PARTS = {
     "ln_1": "layer_norm1",
     "attn.out_proj": "self_attn.out_proj",
@@ -41,13 +41,16 @@ _BLOCK = re.compile(r"transformer\.resblocks\.(\d{1,4})\.(.+?)[._](weight|bias)"
 
 
 def text_to_transformers(state: Mapping[str, torch.Tensor]) -> State:
-    """A text tower's weights, the tower's alone, under transformers' names with the `text_model.` prefix.
+    """A text tower's weights under transformers' names, with the `text_model.` prefix.
 
-    The prefix is what every version of transformers, and ComfyUI, load. Tensors share the memory of `state`, except
-    that a projection [width, embed_dim] is seen transposed, as `text_projection.weight` [embed_dim, width].
+    Every version of transformers, and ComfyUI, load that prefix. Tensors share the memory of `state`; a projection
+    [width, embed_dim] is a transposed view, `text_projection.weight` [embed_dim, width].
+
+    Args:
+        state: the text tower's weights alone, under OpenAI's names.
 
     Raises:
-        UserError: a weight that transformers' CLIP has no place for.
+        UserError: a weight has no place in transformers' CLIP.
     """
     state = dict(state)
     projection = _projection(state, "text_projection")
@@ -64,21 +67,21 @@ def vision_to_transformers(state: Mapping[str, torch.Tensor]) -> State:
 
 
 def text_from_transformers(state: Mapping[str, torch.Tensor]) -> State:
-    """The opposite of `text_to_transformers`: OpenAI's names, `text_projection` as [width, embed_dim]."""
-    return _original(state, "text_model.", _TEXT, "text_projection", "text_projection")
+    """The inverse of `text_to_transformers`: OpenAI's names, `text_projection` as [width, embed_dim]."""
+    return _to_openai(state, "text_model.", _TEXT, "text_projection", "text_projection")
 
 
 def vision_from_transformers(state: Mapping[str, torch.Tensor]) -> State:
-    """The opposite of `vision_to_transformers`: an image tower's own names, without `visual.` before them."""
-    return _original(state, "vision_model.", _VISION, "visual_projection", "proj")
+    """The inverse of `vision_to_transformers`: OpenAI's names, without the prefix `visual.`."""
+    return _to_openai(state, "vision_model.", _VISION, "visual_projection", "proj")
 
 
-def _original(
-    state: Mapping[str, torch.Tensor], prefix: str, outside: dict[str, str], their_projection: str, our_projection: str
+def _to_openai(
+    state: Mapping[str, torch.Tensor], prefix: str, outside: dict[str, str], projection: str, openai_projection: str
 ) -> State:
     plain = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    names = {theirs: ours for ours, theirs in outside.items()}
-    parts = {theirs: ours for ours, theirs in _PARTS.items()}
+    names = {name: openai for openai, name in outside.items()}
+    parts = {part: openai for openai, part in _PARTS.items()}
     renamed = {names[name]: tensor for name, tensor in plain.items() if name in names}
     for name, tensor in plain.items():
         match = re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
@@ -87,13 +90,13 @@ def _original(
         elif match and match[2] == "self_attn.q_proj":
             packed = torch.cat([plain[name.replace("q_proj", part)] for part in _QKV])
             renamed[f"transformer.resblocks.{match[1]}.attn.in_proj_{match[3]}"] = packed
-    if f"{their_projection}.weight" in plain:
-        renamed[our_projection] = plain[f"{their_projection}.weight"].T
+    if f"{projection}.weight" in plain:
+        renamed[openai_projection] = plain[f"{projection}.weight"].T
     return renamed
 
 
 def _projection(state: State, name: str) -> torch.Tensor | None:
-    """Takes the projection out of `state`, as a Linear's weight [embed_dim, width]; None where there is none."""
+    """Removes the projection from `state`: a Linear's weight [embed_dim, width], or None if there is none."""
     if f"{name}.bias" in state:
         raise UserError(f"A projection with a bias ({name}.bias) has no place in transformers' CLIP.")
     linear, matrix = state.pop(f"{name}.weight", None), state.pop(name, None)

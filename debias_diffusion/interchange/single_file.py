@@ -1,19 +1,18 @@
-"""A text encoder from one file of weights, whoever wrote it, and as one file for ComfyUI.
+"""A text encoder from one file of weights in any known layout, and as one file for ComfyUI.
 
 Two layouts are read, each under any prefix: transformers' names (`text_model.…`: ComfyUI's clip_l, the first encoder
-of Stable Diffusion's checkpoints) and OpenAI's (`transformer.resblocks.…`: open_clip's and OpenAI's two-towers,
-Long-CLIP, the second encoder of SDXL's checkpoints). Of several encoders in one file the narrowest is taken: SDXL's
-first.
+of Stable Diffusion checkpoints) and OpenAI's (`transformer.resblocks.…`: two-towers of open_clip and OpenAI, Long-CLIP,
+the second encoder of SDXL checkpoints). Of several encoders in one file the narrowest is read: SDXL's first.
 
-What weights do not tell, in this order:
+Weights do not hold these settings:
 
-- what the file's own metadata say, if we wrote it, or a config.json or open_clip_config.json of the same sizes beside
-  it;
-- heads: one for each 64 of the width, as in every CLIP of OpenAI's and LAION's;
-- activation: QuickGELU with 12 blocks, as in all that OpenAI trained and what descends from it (the first encoder of
-  SD 1.5, SDXL, SD3 and FLUX; Long-CLIP); GELU with more (H/14, bigG/14: LAION's). LAION's own smaller models, and
-  others, break this rule, so a two-tower file that nothing else tells about is loaded with a warning;
-- tokenizer: CLIP's, padded with EOT, or with "!" (id 0) for bigG, as SDXL pads.
+- heads and activation: from the file's metadata, if this package wrote it, or from a config.json or
+  open_clip_config.json of the same sizes beside it; otherwise by these rules:
+- heads: one for each 64 of the width, as in every CLIP of OpenAI and LAION;
+- activation: QuickGELU with 12 blocks, as in all models of OpenAI and their descendants (the first encoder of SD 1.5,
+  SDXL, SD3 and FLUX; Long-CLIP); GELU with more (LAION's H/14 and bigG/14). LAION's smaller models and some others
+  break this rule, so a two-tower file without other information is loaded with a warning;
+- tokenizer: CLIP's, padded with EOT, or with "!" (id 0) for bigG, as in SDXL.
 """
 
 import os
@@ -29,14 +28,14 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 from ..errors import UserError, reason
 from ..files import read_json_object, whole_file
 from ..models.backbone import CONFIG_FILE
-from ..models.model_files import check_finite
+from ..models.model_files import check_finite, check_state
 from ..models.weights import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
 from .names import State, text_to_transformers
-from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
-from .wrong_files import check_readable, what_it_is
+from .text_encoders import TextEncoder, expected_state, is_bigg, make_encoder, prefixed_state
+from .wrong_files import check_readable, describe_weights
 
-# A layout is known by its table of tokens; all that belongs to the encoder stands under the same prefix.
+# The name of the token table identifies a layout; all weights of the encoder have the same prefix.
 _TRANSFORMERS = "embeddings.token_embedding.weight"
 _OPENAI = "token_embedding.weight"
 _OPENAIS_PARTS = ("positional_embedding", "ln_final.", "transformer.", "text_projection", _OPENAI)
@@ -50,88 +49,88 @@ WRITTEN_BY = "debias-diffusion"
 def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text encoder in a file of weights, in float32 and eval mode, and its tokenizer; see above.
 
-    A CLIPTextModel, or for bigG a CLIPTextModelWithProjection if the file holds the projection.
+    A CLIPTextModel; for bigG a CLIPTextModelWithProjection if the file holds the projection.
 
     Raises:
-        UserError: the file holds no CLIP text encoder, or not a whole one; says what it holds instead, where known.
+        UserError: the file holds no whole CLIP text encoder; the message names its content, if known.
     """
     tensors = read_tensors(file)
     try:
-        state, sure = text_part(tensors, file)
-        config, told = _config(state, file)
-        _check_tensors(state, config, file)
-        check_finite(state.items(), f"The text encoder in {os.fspath(file)!r}")
-        own = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
-        encoder = make_encoder(config, own, is_bigg(config) and "text_projection.weight" in state)
+        state, follows_rule = text_part(tensors, file)
+        config, has_activation = _config(state, file)
+        label = f"the text encoder in {os.fspath(file)!r}"
+        check_state(state, expected_state(config, config.projection_dim is not None, state, label), label)
+        check_finite(state.items(), label[0].upper() + label[1:])
+        state = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
+        encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state)
     except UserError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # sizes that no encoder can have
         raise UserError(f"{os.fspath(file)!r} holds no text encoder that can be built: {reason(error)}.") from error
-    if not (sure or told):
-        told = _GUESSED.format(file=os.fspath(file), blocks=config.num_hidden_layers, act=config.hidden_act)
-        warnings.warn(told, stacklevel=3)
+    if not (follows_rule or has_activation):
+        guess = _GUESSED.format(file=os.fspath(file), blocks=config.num_hidden_layers, act=config.hidden_act)
+        warnings.warn(guess, stacklevel=3)
     pad = {"pad_token": "!"} if is_bigg(config) else {}
     return encoder, clip_tokenizer(config.max_position_embeddings, **pad)
 
 
 def read_tensors(file: Path) -> State:
-    """What a file of weights holds, mapped into memory where its format allows. Nothing in it is executed.
+    """The tensors in a file of weights, memory-mapped where its format allows. Nothing in it is executed.
 
     Raises:
-        UserError: it holds no weights, or more than weights; says what it holds instead, where known.
+        UserError: it holds no weights, or more than weights; the message names its content, if known.
     """
     try:
         check_readable(file)
         content = read_state(file)
     except UserError:
         raise
-    except Exception as error:  # whatever a wrong or hostile file makes the libraries raise
+    except Exception as error:  # any error of the libraries for a wrong or hostile file
         raise UserError(_unreadable(file, error)) from error
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
 
 _GUESSED = (
-    "{file!r} does not tell its activation; with {blocks} blocks it was taken for {act}. If that is wrong, name the "
-    "model instead: --model ViT-L-14 (LAION's) or ViT-L-14-quickgelu (OpenAI's) with --pretrained FILE."
+    "{file!r} does not name its activation; with {blocks} blocks {act} is assumed. If that is wrong, name the model "
+    "instead: --model ViT-L-14 (LAION's) or ViT-L-14-quickgelu (OpenAI's) with --pretrained FILE."
 )
 
 
 def _unreadable(file: Path, error: Exception) -> str:
-    named, told = repr(os.fspath(file)), str(error)
-    if "TorchScript" in told:
+    label, message = repr(os.fspath(file)), str(error)
+    if "TorchScript" in message:
         return (
-            f"{named} is a TorchScript archive, which holds code and is not run. If it is OpenAI's, name the model "
+            f"{label} is a TorchScript archive, which holds code and is not run. For OpenAI's, name the model "
             "instead: --model ViT-L-14-quickgelu --pretrained openai."
         )
-    if "eights only load failed" in told or "weights_only" in told:  # torch's own words advise to load it all the same
-        found = re.search(r"(?:GLOBAL|global|class|operand) ([\w.]+)", told)
-        what = f" ({found[1]})" if found else ""
+    if "eights only load failed" in message or "weights_only" in message:  # torch advises to load it anyway
+        match = re.search(r"(?:GLOBAL|global|class|operand) ([\w.]+)", message)
         return (
-            f"{named} is damaged, no file of weights, or a pickle with more in it than tensors{what}, which can be "
-            "code. It is not loaded. Get the weights as .safetensors."
+            f"{label} is damaged, not a file of weights, or a pickle with more in it than tensors"
+            f"{f' ({match[1]})' if match else ''}, which can be code. It is refused. Get the weights as .safetensors."
         )
-    return f"The file {named} could not be read; it may be cut short, or no file of weights: {reason(error)}."
+    return f"The file {label} could not be read; it may be cut short, or no file of weights: {reason(error)}."
 
 
 def text_part(tensors: State, file: Path) -> tuple[State, bool]:
-    """(the text encoder's weights under transformers' names, whether it is of a kind that keeps to the rule).
+    """(the text encoder's weights under transformers' names, whether its kind follows the rule for activations).
 
     Raises:
         UserError: there is none.
     """
-    found = []
+    candidates = []
     for name, tensor in tensors.items():
         prefix = name.removesuffix(_TRANSFORMERS)
         is_transformers = prefix != name
         prefix = prefix if is_transformers else name.removesuffix(_OPENAI)
         if prefix != name and (not prefix or prefix.endswith(".")) and tensor.ndim == 2:
-            found.append((tensor.shape[1], prefix, is_transformers))
-    if not found:
+            candidates.append((tensor.shape[1], prefix, is_transformers))
+    if not candidates:
         raise UserError(
-            f"{os.fspath(file)!r} holds no CLIP text encoder: {what_it_is(tensors)}. Give a file with weights such as "
+            f"{os.fspath(file)!r} holds no CLIP text encoder: {describe_weights(tensors)}. Give a file with "
             "text_model.embeddings.token_embedding.weight or token_embedding.weight."
         )
-    _, prefix, is_transformers = min(found)
+    _, prefix, is_transformers = min(candidates)
     if any(name.endswith("scaled_fp8") or ".scale_weight" in name for name in tensors if name.startswith(prefix)):
         raise UserError(f"The text encoder in {os.fspath(file)!r} is quantised (scaled fp8). Give it in fp16 or fp32.")
     if is_transformers:
@@ -146,12 +145,12 @@ def text_part(tensors: State, file: Path) -> tuple[State, bool]:
         if tables[0] != tables[1]:
             raise UserError(f"{os.fspath(file)!r} is a Long-CLIP with two tables of positions of sizes {tables}.")
         return text_to_transformers(fold_long_clip(part)), True
-    # OpenAI's own files say their sizes, too; below a prefix of Stable Diffusion's stand LAION's larger ones.
+    # OpenAI's files also hold their sizes; Stable Diffusion checkpoints hold LAION's larger models under a prefix.
     return text_to_transformers(part), "input_resolution" in tensors or prefix not in ("", "text.")
 
 
 def below_prefix(tensors: State, prefix: str) -> State:
-    """The encoder's weights below `prefix`, which ends in `text_model.` unless transformers 5 left that out."""
+    """The encoder's weights below `prefix`, which ends in `text_model.` unless transformers 5 wrote the file."""
     root = prefix.removesuffix("text_model.")
     parts = tuple(prefix + part for part in ("embeddings.", "encoder.", "final_layer_norm."))
     state = {
@@ -161,13 +160,13 @@ def below_prefix(tensors: State, prefix: str) -> State:
     }
     if f"{root}text_projection.weight" in tensors:
         state["text_projection.weight"] = tensors[f"{root}text_projection.weight"]
-    elif f"{root}text_projection" in tensors:  # as ComfyUI once saved it
+    elif f"{root}text_projection" in tensors:  # as older ComfyUI saved it
         state["text_projection.weight"] = tensors[f"{root}text_projection"].T
     return state
 
 
 def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
-    """(the configuration that the weights' sizes say, whether something told the activation)."""
+    """(the configuration of the weights' sizes, whether the activation is known)."""
     tokens, table = (state.get(f"text_model.embeddings.{name}_embedding.weight") for name in ("token", "position"))
     fc1 = state.get("text_model.encoder.layers.0.mlp.fc1.weight")
     if table is None or fc1 is None or min(table.ndim, fc1.ndim) < 1:
@@ -175,11 +174,11 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
     vocabulary, width = tokens.shape
     if vocabulary != VOCABULARY:
         raise UserError(
-            f"The text encoder in {os.fspath(file)!r} has a vocabulary of {vocabulary}, and CLIP's has {VOCABULARY}. "
-            "Only for CLIP's there is a tokenizer without a folder: give the folder that holds its own."
+            f"The text encoder in {os.fspath(file)!r} has a vocabulary of {vocabulary}, CLIP has {VOCABULARY}. "
+            "Only CLIP's tokenizer comes with this package: give the folder with the encoder's tokenizer."
         )
     blocks = {match[1] for name in state if (match := re.match(r"text_model\.encoder\.layers\.(\d+)\.", name))}
-    told = told_beside(file, width, len(blocks))
+    settings = sidecar_config(file, width, len(blocks))
     projection = state.get("text_projection.weight")
     config = CLIPTextConfig(
         vocab_size=vocabulary,
@@ -187,26 +186,25 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
         intermediate_size=len(fc1),
         projection_dim=None if projection is None else len(projection),
         num_hidden_layers=len(blocks),
-        num_attention_heads=told.get("num_attention_heads") or max(1, width // _HEAD_WIDTH),
+        num_attention_heads=settings.get("num_attention_heads") or max(1, width // _HEAD_WIDTH),
         max_position_embeddings=len(table),
-        hidden_act=told.get("hidden_act") or usual_activation(len(blocks)),
+        hidden_act=settings.get("hidden_act") or usual_activation(len(blocks)),
         bos_token_id=vocabulary - 2,
         eos_token_id=vocabulary - 1,
     )
     config.pad_token_id = 0 if is_bigg(config) else vocabulary - 1
-    return config, "hidden_act" in told
+    return config, "hidden_act" in settings
 
 
 def usual_activation(blocks: int) -> str:
-    """What a text tower of so many blocks was most likely trained with; see above."""
+    """The activation that a text tower of so many blocks most likely has; see above."""
     return "quick_gelu" if blocks == _OPENAIS_BLOCKS else "gelu"
 
 
-def told_beside(file: Path, width: int, blocks: int) -> dict:
-    """What stands in the file's metadata, else beside it, of "hidden_act" and "num_attention_heads"."""
-    for told in (_metadata(file), _beside(file, width, blocks)):
-        heads = told.get("num_attention_heads")
-        act = told.get("hidden_act")
+def sidecar_config(file: Path, width: int, blocks: int) -> dict:
+    """ "hidden_act" and "num_attention_heads" from the file's metadata, else from a configuration beside it."""
+    for settings in (_metadata(file), _beside(file, width, blocks)):
+        heads, act = settings.get("num_attention_heads"), settings.get("hidden_act")
         if act in _ACTIVATIONS and isinstance(heads, int) and 1 <= heads <= width and width % heads == 0:
             return {"hidden_act": act, "num_attention_heads": heads}
     return {}
@@ -232,52 +230,10 @@ def _beside(file: Path, width: int, blocks: int) -> dict:
     return {}
 
 
-def _check_tensors(state: State, config: CLIPTextConfig, file: Path) -> None:
-    """Raises UserError unless the weights are those of `config`, all of them, each as large as it says."""
-    expected = _shapes(config)
-    if config.projection_dim:
-        expected["text_projection.weight"] = (config.projection_dim, config.hidden_size)
-    faults = [f"{name} is missing" for name in expected if name not in state]
-    faults += [f"{name} does not belong there" for name in state if name not in expected]
-    for name, tensor in state.items():
-        if name in expected and tuple(tensor.shape) != expected[name]:
-            faults.append(f"{name} is {tuple(tensor.shape)}, not {expected[name]}")
-        elif not tensor.is_floating_point() or tensor.layout != torch.strided:
-            faults.append(f"{name} is of {tensor.dtype}, not of floating-point numbers")
-        # A few bytes can be made to look like gigabytes.
-        elif tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-            faults.append(f"{name} is larger than what the file holds of it")
-    if faults:
-        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise UserError(f"The text encoder in {os.fspath(file)!r} is not whole: {faults[0]}{more}.")
-
-
-def _shapes(config: CLIPTextConfig) -> dict[str, tuple[int, ...]]:
-    """The weights of a CLIPTextModel by name, without the projection."""
-    width, inner = config.hidden_size, config.intermediate_size
-    norm = {"weight": (width,), "bias": (width,)}
-    linear = {"weight": (width, width), "bias": (width,)}
-    block = {f"self_attn.{name}": linear for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
-    block |= {"layer_norm1": norm, "layer_norm2": norm}
-    block |= {"mlp.fc1": {"weight": (inner, width), "bias": (inner,)}}
-    block |= {"mlp.fc2": {"weight": (width, inner), "bias": (width,)}}
-    shapes = {
-        "embeddings.token_embedding.weight": (config.vocab_size, width),
-        "embeddings.position_embedding.weight": (config.max_position_embeddings, width),
-        "final_layer_norm.weight": (width,),
-        "final_layer_norm.bias": (width,),
-    }
-    for index in range(config.num_hidden_layers):
-        for part, parameters in block.items():
-            for name, shape in parameters.items():
-                shapes[f"encoder.layers.{index}.{part}.{name}"] = shape
-    return {f"text_model.{name}": shape for name, shape in shapes.items()}
-
-
 def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None = None) -> Path:
-    """Writes the encoder as one safetensors file with `text_model.…` keys, whole or not at all. Returns the file.
+    """Writes the encoder atomically as one safetensors file with `text_model.…` keys. Returns the file.
 
-    The metadata hold what weights do not tell, so that `read_file` need not guess, and `notes`.
+    The metadata hold `notes`, and heads and activation, so that `read_file` need not guess.
     """
     metadata = {
         "written_by": WRITTEN_BY,
@@ -297,5 +253,5 @@ def written_metadata(file: Path) -> dict[str, str]:
     try:
         with safe_open(file, framework="pt") as opened:
             return opened.metadata() or {}
-    except Exception:  # whatever a file of another kind makes the library raise
+    except Exception:  # any error of the library for a file of another kind
         return {}

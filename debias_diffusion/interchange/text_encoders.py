@@ -1,4 +1,4 @@
-"""A text tower as an ordinary transformers text encoder, in memory, and back."""
+"""A text tower as a standard transformers text encoder, in memory, and back."""
 
 from collections.abc import Mapping
 
@@ -9,22 +9,23 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from ..errors import UserError
 from ..models.backbone import Backbone
+from ..models.model_files import build_empty
 from .names import State, text_from_transformers, text_to_transformers
 
 TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
 
-# SDXL's second encoder: the one text tower whose projected feature a pipeline reads. No other CLIP has as many blocks;
-# ComfyUI, too, knows it by them.
+# SDXL's second encoder, the only text tower whose projected feature a pipeline reads. No other CLIP has as many blocks;
+# ComfyUI recognises it by them, too.
 _BIGG_LAYERS = 32
 
 
 def is_bigg(config: CLIPTextConfig) -> bool:
-    """Whether this is SDXL's second kind of encoder, which keeps its projection and is padded with "!", id 0."""
+    """Whether the encoder is SDXL's second one, which keeps its projection and is padded with "!", id 0."""
     return config.num_hidden_layers == _BIGG_LAYERS
 
 
 def keeps_projection(backbone: Backbone) -> bool:
-    """Whether the backbone's text tower is loaded and exported with its projection unless told otherwise."""
+    """Whether the backbone's text tower is loaded and exported with its projection by default."""
     config = text_config(backbone)
     return is_bigg(config) and config.projection_dim is not None and backbone.pooling == "eot"
 
@@ -40,10 +41,10 @@ def text_config(backbone: Backbone) -> CLIPTextConfig:
     if not backbone.family.causal:
         raise UserError(
             f"The text tower of a {backbone.family.name} has no causal mask, and a transformers CLIPTextModel has one: "
-            "it cannot take the place of SDXL's text encoders. Export a CLIP, for example ViT-L-14."
+            "it cannot replace SDXL's text encoders. Export a CLIP, for example ViT-L-14."
         )
     if not isinstance(block.ls_1, nn.Identity):
-        raise UserError("A text tower with layer scale has no place for it in a transformers CLIPTextModel.")
+        raise UserError("This text tower has layer scale, and a transformers CLIPTextModel has none. Export another.")
     projection = text_to_transformers(text_state(tower)).get("text_projection.weight")
     return CLIPTextConfig(
         vocab_size=tower.token_embedding.num_embeddings,
@@ -62,7 +63,7 @@ def text_config(backbone: Backbone) -> CLIPTextConfig:
 
 
 def activation(block: nn.Module) -> str:
-    """transformers' name of the activation in open_clip's block."""
+    """transformers' name of the activation of open_clip's block."""
     return "quick_gelu" if isinstance(block.mlp.gelu, QuickGELU) else "gelu"
 
 
@@ -72,24 +73,35 @@ def text_state(tower: nn.Module) -> State:
     return {name: tensor for name, tensor in tower.state_dict().items() if name.startswith(prefixes)}
 
 
-def make_encoder(config: CLIPTextConfig, state: Mapping[str, torch.Tensor], projection: bool) -> TextEncoder:
-    """A text encoder made of these very tensors, in eval mode.
+def expected_state(config: CLIPTextConfig, projection: bool, state: State, label: str) -> State:
+    """The weights that a configuration describes, on the meta device, with the `text_model.` prefix.
 
-    Args:
-        config: its sizes, which the tensors must have.
-        state: transformers' names with the `text_model.` prefix; a projection that is not wanted is left aside.
+    Raises:
+        UserError: they are many times as large as `state`.
     """
     cls = CLIPTextModelWithProjection if projection else CLIPTextModel
-    with torch.device("meta"):  # neither time nor memory for random weights
+    return prefixed_state(build_empty(lambda: cls(config), sum(tensor.numel() for tensor in state.values()), label))
+
+
+def make_encoder(config: CLIPTextConfig, state: Mapping[str, torch.Tensor], projection: bool) -> TextEncoder:
+    """A text encoder that holds these tensors themselves, in eval mode.
+
+    Args:
+        config: the sizes of the tensors.
+        state: transformers' names with the `text_model.` prefix.
+        projection: True for a CLIPTextModelWithProjection; False ignores a projection in `state`.
+    """
+    cls = CLIPTextModelWithProjection if projection else CLIPTextModel
+    with torch.device("meta"):  # no time or memory for random weights
         encoder = cls(config)
-    # In memory transformers 5 has no prefix before a CLIPTextModel's own parts; older versions have.
+    # In memory a CLIPTextModel of transformers 5 has no prefix; older versions have.
     prefixed = any(name.startswith("text_model.") for name in encoder.state_dict())
-    named = {
+    renamed = {
         name if prefixed else name.removeprefix("text_model."): tensor
         for name, tensor in state.items()
         if projection or name != "text_projection.weight"
     }
-    encoder.load_state_dict(named, assign=True)
+    encoder.load_state_dict(renamed, assign=True)
     for module in encoder.modules():
         if "position_ids" in module._buffers:  # in no state dict
             module.position_ids = torch.arange(config.max_position_embeddings).expand(1, -1)
@@ -97,7 +109,7 @@ def make_encoder(config: CLIPTextConfig, state: Mapping[str, torch.Tensor], proj
 
 
 def prefixed_state(encoder: TextEncoder) -> State:
-    """The encoder's weights with the `text_model.` prefix, which in memory transformers 5 leaves out."""
+    """The encoder's weights with the `text_model.` prefix, which transformers 5 leaves out in memory."""
     return {
         name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}": tensor
         for name, tensor in encoder.state_dict().items()
@@ -106,11 +118,11 @@ def prefixed_state(encoder: TextEncoder) -> State:
 
 
 def to_transformers(backbone: Backbone, projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
-    """The text tower as a transformers model with weights of its own.
+    """The text tower as a transformers model with copies of its weights.
 
     Args:
-        projection: False gives a CLIPTextModel, which takes the place of SDXL's first encoder; True a
-            CLIPTextModelWithProjection, whose `text_embeds` are the features that were trained, for its second.
+        projection: False gives a CLIPTextModel, to replace SDXL's first encoder; True a CLIPTextModelWithProjection,
+            whose `text_embeds` are the trained features, to replace its second.
 
     Raises:
         UserError: transformers has no such encoder.
@@ -124,27 +136,25 @@ def to_transformers(backbone: Backbone, projection: bool = False) -> tuple[TextE
             "at EOT. Export it without the projection; its hidden states are the same."
         )
     state = text_to_transformers(text_state(backbone.text.tower))
-    # contiguous, and then copied, because a transposed tensor would be cloned as one
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-    return make_encoder(config, own, projection), backbone.tokenizer.tokenizer
+    # contiguous before the copy, because clone keeps a transposed layout
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+    return make_encoder(config, copies, projection), backbone.tokenizer.tokenizer
 
 
 def import_text_encoder(backbone: Backbone, text_encoder: TextEncoder) -> None:
     """Copies a transformers text encoder's weights into a backbone of the same sizes, in place.
 
-    The backbone keeps its projection where the encoder has none.
+    The backbone keeps its projection if the encoder has none.
 
     Raises:
         UserError: the sizes or the activation differ.
     """
-    ours, theirs = text_config(backbone), text_encoder.config
+    config = text_config(backbone)
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
     for key in (*keys, "vocab_size", "hidden_act"):
-        if getattr(ours, key) != getattr(theirs, key):
-            raise UserError(
-                f"The encoder's {key} is {getattr(theirs, key)}, the backbone's is {getattr(ours, key)}; they must be "
-                "equal."
-            )
+        size, wanted = getattr(text_encoder.config, key), getattr(config, key)
+        if size != wanted:
+            raise UserError(f"The encoder's {key} is {size}, the backbone's is {wanted}; they must be equal.")
     parameters = dict(backbone.text.tower.named_parameters())
     with torch.no_grad():
         for name, tensor in text_from_transformers(prefixed_state(text_encoder)).items():

@@ -1,6 +1,6 @@
-"""A text encoder as a folder that transformers and diffusers load without anything of ours, and from one.
+"""A text encoder as a folder that plain transformers and diffusers load, and from one.
 
-The folder holds `text_encoder/` and `tokenizer/`, the names that diffusers' pipelines use.
+The folder holds `text_encoder/` and `tokenizer/`, as in diffusers' pipelines.
 """
 
 import json
@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from transformers import (
     CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
     CLIPTokenizer,
     CLIPVisionConfig,
     PretrainedConfig,
@@ -19,14 +17,14 @@ from transformers import (
 
 from ..errors import UserError
 from ..models.backbone import CONFIG_FILE, Backbone
-from ..models.model_files import build_empty, check_finite, check_state, explain_failure, find_file, read_config
+from ..models.model_files import check_finite, check_state, explain_failure, find_file, read_config
 from ..models.weights import save_tensors
 from ..tokens import count_ids
 from .names import State
 from .single_file import below_prefix, read_tensors
-from .text_encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
+from .text_encoders import TextEncoder, expected_state, make_encoder, prefixed_state, to_transformers
 
-# What may stand as model_type in a config.json whose text encoder is CLIP's.
+# The model_type in the config.json of a CLIP text encoder.
 _CLIPS = ("clip", "clip_text_model")
 
 
@@ -44,8 +42,10 @@ def write_text_encoder(encoder: TextEncoder, tokenizer: CLIPTokenizer, folder: s
 
 
 def write_weights(state: dict, config: PretrainedConfig, architecture: str, folder: Path) -> None:
-    """Writes config.json and model.safetensors, by hand: save_pretrained of transformers 5 leaves out the prefix
-    `text_model.` that other loaders need, and names the dtype, without which fp16 weights load as fp16."""
+    """Writes config.json and model.safetensors, with float32 weights and that dtype in the configuration.
+
+    Not by save_pretrained: that of transformers 5 leaves out the prefix `text_model.`, which other loaders need.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
     check_finite(tensors.items(), "The encoder to be written")
@@ -61,10 +61,10 @@ def write_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
 
 
 def read_folder(folder: Path) -> tuple[TextEncoder, CLIPTokenizer]:
-    """A folder with `text_encoder/`, or with a CLIPTextModel or the text half of a CLIPModel itself, and a tokenizer.
+    """The text encoder and tokenizer of a folder: its `text_encoder/`, or itself a CLIPTextModel or a CLIPModel.
 
     Raises:
-        UserError: nothing of the kind is there.
+        UserError: it holds neither, or no tokenizer.
     """
     inside = folder / "text_encoder" if (folder / "text_encoder").is_dir() else folder
     if not (inside / "config.json").is_file():
@@ -74,25 +74,25 @@ def read_folder(folder: Path) -> tuple[TextEncoder, CLIPTokenizer]:
             "`debias-diffusion export`, or a file of weights."
         )
     # In SDXL's folder text_encoder_2 belongs to tokenizer_2.
-    own = inside.name.replace("text_encoder", "tokenizer")
-    found = find_tokenizer(folder, inside.parent / own, inside.parent / "tokenizer", inside, inside / "tokenizer")
+    beside = inside.with_name(inside.name.replace("text_encoder", "tokenizer"))
+    tokenizer = find_tokenizer(folder, beside, inside.parent / "tokenizer", inside, inside / "tokenizer")
     encoder = read_encoder(inside)
-    return encoder, read_tokenizer(found, encoder.config)
+    return encoder, read_tokenizer(tokenizer, encoder.config)
 
 
 def find_tokenizer(folder: Path, *places: Path) -> Path:
-    """The first of the places with a tokenizer; UserError, which names the folder, where there is none."""
-    found = next((place for place in places if (place / "tokenizer_config.json").is_file()), None)
-    if found is None:
-        raise UserError(f"{os.fspath(folder)!r} holds no tokenizer (tokenizer/tokenizer_config.json).")
-    return found
+    """The first of the places with a tokenizer. Raises UserError, which names the folder, if there is none."""
+    for place in places:
+        if (place / "tokenizer_config.json").is_file():
+            return place
+    raise UserError(f"{os.fspath(folder)!r} holds no tokenizer (tokenizer/tokenizer_config.json).")
 
 
 def read_hub(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
-    """A text encoder of the hub: of the repository's `text_encoder/` and `tokenizer/`, else the repository itself.
+    """A text encoder and tokenizer of the hub: of the repository's `text_encoder/` and `tokenizer/`, else of its root.
 
     Raises:
-        UserError: there is none, or it cannot be had.
+        UserError: there is none, or it cannot be fetched.
     """
     inside = "text_encoder" if find_file(name, "config.json", "text_encoder") else ""
     encoder = read_encoder(name, inside)
@@ -100,51 +100,49 @@ def read_hub(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
 
 
 def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
-    """The text encoder of a folder or a hub's repository, of the class that its configuration names, in eval mode.
+    """The text encoder of a folder or a hub repository, of the class in its configuration, in eval mode.
 
     Raises:
-        UserError: there is none; or weights and configuration do not fit each other to the last weight.
+        UserError: there is none, or weights and configuration do not fit each other exactly.
     """
-    named = repr(os.path.join(source, subfolder) if subfolder else os.fspath(source))
-    with explain_failure(f"The text encoder {named} could not be loaded"):
+    label = repr(os.path.join(source, subfolder) if subfolder else os.fspath(source))
+    with explain_failure(f"The text encoder {label} could not be loaded"):
         content = read_model_config(source, subfolder)
         kind = content.get("model_type", "clip_text_model")
         if kind not in _CLIPS:
             raise UserError(
-                f"{named} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
+                f"{label} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
             )
         projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
         tensors = read_weights(source, subfolder)
         config = CLIPTextConfig.from_dict(content.get("text_config", {}) if kind == "clip" else content)
-        check_depth(config, tensors, named)
-        # In transformers 5's own files nothing stands before the parts of a CLIPTextModel.
+        check_depth(config, tensors, label)
+        # Files that transformers 5 writes for a CLIPTextModel have no prefix.
         prefix = "text_model." if any(name.startswith("text_model.") for name in tensors) else ""
         state = below_prefix(tensors, prefix)
         if not projection:
             state.pop("text_projection.weight", None)
-        cls = CLIPTextModelWithProjection if projection else CLIPTextModel
-        empty = build_empty(lambda: cls(config), sum(tensor.numel() for tensor in state.values()), named)
-        check_state(state, prefixed_state(empty), named)
-        check_finite(state.items(), named)
+        check_state(state, expected_state(config, projection, state, label), label)
+        check_finite(state.items(), label)
         dtype = _dtype(content, state)
-        own = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in state.items()}
-        return make_encoder(config, own, projection)
+        state = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in state.items()}
+        return make_encoder(config, state, projection)
 
 
 def read_model_config(source: str | Path, subfolder: str = "") -> dict:
-    """The config.json of a folder or a hub's repository; UserError where there is none that can be read."""
+    """The config.json of a folder or a hub repository. Raises UserError if it cannot be read."""
     file = find_file(source, "config.json", subfolder)
     if file is None:
-        raise UserError(f"{os.fspath(source)!r} has no {os.path.join(subfolder, 'config.json')} that can be read.")
+        raise UserError(f"{os.fspath(source)!r} has no readable {os.path.join(subfolder, 'config.json')}.")
     return read_config(file)
 
 
-# Where transformers keeps a model's weights, in the order in which it looks.
+# The files of weights of a transformers model, in transformers' order of search.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def read_weights(source: str | Path, subfolder: str = "") -> State:
-    """The weights of a folder or a hub's repository, one file or many, mapped into memory; nothing is executed.
+    """The weights of a folder or a hub repository, in one file or many, memory-mapped; nothing is executed.
 
     Raises:
         UserError: there are none, or they cannot be read.
@@ -157,7 +155,7 @@ def read_weights(source: str | Path, subfolder: str = "") -> State:
         return read_tensors(first)
     tensors = {}
     for name in sorted(set(read_config(first)["weight_map"].values())):
-        # A name with a folder in it would lead out of the model's.
+        # A name with a folder in it could lead out of the model's folder.
         shard = find_file(source, name, subfolder) if Path(name).name == name else None
         if shard is None:
             raise UserError(f"{str(first)!r} names {name!r}, which is not there.")
@@ -165,27 +163,27 @@ def read_weights(source: str | Path, subfolder: str = "") -> State:
     return tensors
 
 
-def check_depth(config: CLIPTextConfig | CLIPVisionConfig, tensors: State, named: str) -> None:
-    """Raises UserError for more blocks than there are weights, before they are built one by one."""
+def check_depth(config: CLIPTextConfig | CLIPVisionConfig, tensors: State, label: str) -> None:
+    """Raises UserError for more blocks than weights, before a library builds them one by one."""
     if not 1 <= config.num_hidden_layers <= len(tensors):
         raise UserError(
-            f"The configuration of {named} has num_hidden_layers {config.num_hidden_layers}, which must be at least 1 "
+            f"The configuration of {label} has num_hidden_layers {config.num_hidden_layers}, which must be at least 1 "
             f"and cannot be more than its {len(tensors)} weights."
         )
 
 
 def _dtype(config: dict, state: State) -> torch.dtype:
-    """What the configuration names, as transformers heeds it, else what the weights are of."""
-    named = str(config.get("dtype") or config.get("torch_dtype") or "")
+    """The dtype in the configuration, as in transformers, else that of the weights."""
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
     dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    return dtypes.get(named.removeprefix("torch."), next(iter(state.values())).dtype)
+    return dtypes.get(dtype.removeprefix("torch."), next(iter(state.values())).dtype)
 
 
 def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPTokenizer:
-    """The tokenizer of a text encoder of this configuration, with its window.
+    """The tokenizer of a text encoder of this configuration, with its context length.
 
     Raises:
-        UserError: it cannot be loaded, or is another encoder's.
+        UserError: it cannot be loaded, or has more ids than the encoder.
     """
     with explain_failure(f"The tokenizer {os.fspath(source)!r} could not be loaded"):
         tokenizer = CLIPTokenizer.from_pretrained(source, **where)
@@ -195,6 +193,6 @@ def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPT
             f"The tokenizer {os.fspath(source)!r} has {ids} ids, but its text encoder only "
             f"{config.vocab_size}. They do not belong together."
         )
-    # Long-CLIPs are found with the tokenizer of 77 that they began with.
+    # Published Long-CLIPs have the tokenizer of CLIP, with a length of 77.
     tokenizer.model_max_length = config.max_position_embeddings
     return tokenizer

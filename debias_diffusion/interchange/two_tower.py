@@ -1,4 +1,4 @@
-"""A two-tower from whatever it lies in, recognised by its content."""
+"""Loads a two-tower from any known kind of folder, file or repository, recognised by its content."""
 
 import os
 import warnings
@@ -15,35 +15,35 @@ from ..models.weights import find_weights
 from .clip_model import read_clip_model, text_encoder_alone
 from .load import best_of_run, model_and_weights
 from .names import State
-from .single_file import read_tensors, text_part, told_beside, usual_activation
+from .single_file import read_tensors, sidecar_config, text_part, usual_activation
 
 
 def load_two_tower(name: str | os.PathLike) -> Backbone:
     """Loads a CLIP or SigLIP with both its towers, as retrieval and classification need it.
 
     Args:
-        name: what it is, is seen from its content:
+        name: one of these, recognised by its content:
 
             - a training run (its best model, else its last), or an open_clip folder;
             - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-B-16-quickgelu:openai",
               "ViT-L-14-quickgelu:longclip-L.pt";
             - a transformers folder of a CLIPModel, such as `export --to clip` writes;
             - a file with the weights of both towers in open_clip's or OpenAI's layout (Long-CLIP's too), if open_clip
-              has a model of these sizes. Where a file does not tell what activation its weights were trained with, a
-              rule does (see `single_file`);
+              has a model of these sizes. A rule decides the activation if the file does not name it (see
+              `single_file`);
             - a hub id (`owner/name`) of a CLIPModel, or `hf-hub:owner/name` of an open_clip repository;
             - "toy/clip", "toy/long-clip" or "toy/debias-clip".
 
     Returns:
-        The model in eval mode and float32, all its weights loaded from there.
+        The model in eval mode and float32, with no random weights.
 
     Raises:
-        UserError: nothing of the kind is there, or a text encoder alone; says what is, where that can be seen.
+        UserError: there is no two-tower, or a text encoder alone; the message names what is there, if known.
     """
     with explain_failure(f"The model {os.fspath(name)!r} could not be loaded"):
         backbone = _load(best_of_run(shipped(name)))
     if backbone.random_weights:
-        raise UserError(f"{os.fspath(name)!r} brings no weights: what is measured with random ones means nothing.")
+        raise UserError(f"{os.fspath(name)!r} has no weights, and results of random ones mean nothing.")
     return backbone.float().eval()
 
 
@@ -57,8 +57,8 @@ def _load(name: str) -> Backbone:
         return _load_file(place)
     if place.exists():
         return read_clip_model(place)
-    if named := model_and_weights(name):
-        return load_backbone(*named)
+    if parts := model_and_weights(name):
+        return load_backbone(*parts)
     if not may_be_hub_id(name):
         raise UserError(_unknown(name))
     return read_clip_model(name)
@@ -68,7 +68,7 @@ def _unknown(name: str) -> str:
     tags = open_clip.list_pretrained_tags_by_model(name) if name in open_clip.list_models() else []
     if name in open_clip.list_models():
         return (
-            f"{name!r} is an open_clip model without weights, and numbers of random ones mean nothing. Give "
+            f"{name!r} is an open_clip model without weights, and results of random ones mean nothing. Give "
             f"{name}:WEIGHTS, with a file or one of: {', '.join(tags) or '(no tags for this model)'}."
         )
     return (
@@ -86,24 +86,24 @@ def _load_file(file: Path) -> Backbone:
     folder = file.parent
     if (folder / CONFIG_FILE).is_file() and find_weights("", f"local-dir:{folder}", None) == file:
         return load_backbone(str(folder))
-    tensors, named = read_tensors(file), repr(os.fspath(file))
-    _, sure = text_part(tensors, file)
+    tensors, label = read_tensors(file), repr(os.fspath(file))
+    _, follows_rule = text_part(tensors, file)
     if any(".vision_model." in f".{name}" for name in tensors):
-        raise UserError(f"{named} holds a transformers CLIPModel. Give its folder, which tells what a file does not.")
+        raise UserError(f"{label} holds a transformers CLIPModel. Give its folder, which also has the configuration.")
     if not any(name.startswith("visual.") for name in tensors):
         raise text_encoder_alone(file)
     sizes = _sizes_of(tensors)
     models = [name for name in open_clip.list_models() if sizes and _sizes(name) == sizes]
     if not models:
         raise UserError(
-            f"{named} holds two towers, but of no plain CLIP that open_clip knows by its sizes. Name its model: "
+            f"{label} holds two towers, but open_clip has no plain CLIP of these sizes. Name its model, "
             f"MODEL:{os.fspath(file)}, or give its open_clip folder."
         )
-    return load_backbone(_of_activation(models, tensors, file, sure), str(file))
+    return load_backbone(_of_activation(models, tensors, file, follows_rule), str(file))
 
 
 def _sizes(model: str) -> tuple | None:
-    """What tells a plain CLIP of open_clip's from all others, but for its activation; None for any other model."""
+    """The sizes that identify a plain CLIP of open_clip up to its activation; None for any other model."""
     config = open_clip.get_model_config(model)
     vision, text = config["vision_cfg"], config["text_cfg"]
     plain = (
@@ -120,7 +120,7 @@ def _sizes(model: str) -> tuple | None:
 
 
 def _sizes_of(tensors: State) -> tuple | None:
-    """The same, of a file's weights."""
+    """The same sizes of a file's weights."""
     kernel, table, tokens, projection = (
         tensors.get(name)
         for name in ("visual.conv1.weight", "visual.positional_embedding", "token_embedding.weight", "text_projection")
@@ -134,21 +134,22 @@ def _sizes_of(tensors: State) -> tuple | None:
     return len(table), kernel.shape[-1], len(kernel), vision, *tokens.shape, text, projection.shape[-1]
 
 
-def _of_activation(models: list[str], tensors: State, file: Path, sure: bool) -> str:
-    """Of the models of these sizes, the one whose activation the weights were trained with, as far as can be told."""
+def _of_activation(models: list[str], tensors: State, file: Path, follows_rule: bool) -> str:
+    """The one of these models with the activation that the weights were trained with, as far as it is known."""
     width = tensors["token_embedding.weight"].shape[1]
     blocks = len({name.split(".")[2] for name in tensors if name.startswith("transformer.resblocks.")})
-    told = told_beside(file, width, blocks).get("hidden_act")
-    act = told or usual_activation(blocks)
+    known = sidecar_config(file, width, blocks).get("hidden_act")
+    act = known or usual_activation(blocks)
     fitting = [name for name in models if name.endswith("-quickgelu") == (act == "quick_gelu")]
-    if told and not fitting:
-        raise UserError(f"{os.fspath(file)!r} has the activation {told}, and open_clip no model of its sizes with it.")
-    if fitting and len(models) > 1 and not (sure or told):
-        warnings.warn(_GUESSED.format(file=os.fspath(file), model=fitting[0], others=" or ".join(models)), stacklevel=5)
+    if known and not fitting:
+        raise UserError(f"{os.fspath(file)!r} has the activation {known}; open_clip has no such model of its sizes.")
+    if fitting and len(models) > 1 and not (follows_rule or known):
+        guess = _GUESSED.format(file=os.fspath(file), model=fitting[0], models=" or ".join(models))
+        warnings.warn(guess, stacklevel=5)
     return (fitting or models)[0]
 
 
 _GUESSED = (
-    "{file!r} does not tell its activation and was taken for {model}'s. Models of its sizes: {others}; name the one it "
-    "is, as in {model}:{file}, to be sure."
+    "{file!r} does not name its activation; {model} is assumed. Models of its sizes: {models}; name the right one, as "
+    "in {model}:{file}, to be sure."
 )

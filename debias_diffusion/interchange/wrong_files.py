@@ -1,4 +1,4 @@
-"""What a file is that holds no CLIP text encoder, in words for whoever gave it."""
+"""Descriptions of files that hold no CLIP text encoder, for error messages."""
 
 import os
 import re
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from ..errors import UserError
 
-# What a file begins with -> what it is.
+# The beginning of a file -> its description.
 _BEGINNINGS = (
     (rb"\s*<", "a web page or XML, not weights: the download went wrong"),
     (rb"version https://git-lfs", "a pointer of Git LFS, not the weights: run `git lfs pull` where it comes from"),
-    (rb"GGUF", "a GGUF file, whose quantised weights are not read"),
+    (rb"GGUF", "a GGUF file, whose quantised weights cannot be read"),
     (rb"\x89HDF", "an HDF5 file; give safetensors or a torch file"),
-    (rb"\x89PNG|\xff\xd8\xff", "a picture"),
+    (rb"\x89PNG|\xff\xd8\xff", "an image"),
     (rb"\x1f\x8b|7z\xbc\xaf|Rar!|BZh|\xfd7zXZ", "a compressed archive; unpack it"),
 )
-# What names of weights contain -> what they are; the first that fits.
+# Part of a weight's name -> a description; the first match counts.
 _CONTENTS = (
     (r"lora_|\.lokr_|\.hada_|\.dora_scale", "it is a LoRA, which changes an encoder and is none"),
     (r"^emb_params$|^string_to_param|^clip_[lg]$|^<", "it is a textual inversion embedding"),
@@ -37,32 +37,32 @@ def check_readable(file: Path) -> None:
     """Raises UserError for a file whose beginning shows that it holds no weights."""
     with open(file, "rb") as opened:
         start = opened.read(512)
-    named = os.fspath(file)
+    label = os.fspath(file)
     if not start:
-        raise UserError(f"The file {named!r} is empty.")
-    for pattern, told in _BEGINNINGS:
+        raise UserError(f"The file {label!r} is empty.")
+    for pattern, description in _BEGINNINGS:
         if re.match(pattern, start):
-            raise UserError(f"{named!r} is {told}.")
+            raise UserError(f"{label!r} is {description}.")
     if not re.search(rb"[\x00-\x08\x0e-\x1f\x80-\xff]", start):
-        raise UserError(f"{named!r} is a text file, not weights.")
+        raise UserError(f"{label!r} is a text file, not weights.")
     if start.startswith(b"PK"):
         _check_zip(file)
 
 
 def _check_zip(file: Path) -> None:
-    """Torch files are zip archives of a certain content."""
-    named = os.fspath(file)
+    """Raises UserError for a zip archive that is not a torch file."""
+    label = os.fspath(file)
     if not zipfile.is_zipfile(file):
-        raise UserError(f"The file {named!r} is cut short. Get it again.")
+        raise UserError(f"The file {label!r} is cut short. Get it again.")
     with zipfile.ZipFile(file) as archive:
         if not any(name.endswith("data.pkl") for name in archive.namelist()):
-            raise UserError(f"{named!r} is a zip archive, not a file of weights; unpack it and give what is in it.")
+            raise UserError(f"{label!r} is a zip archive, not a file of weights; unpack it and give what is in it.")
 
 
-def what_it_is(names: Iterable[str]) -> str:
-    """What weights of these names are, in words; otherwise some of the names."""
+def describe_weights(names: Iterable[str]) -> str:
+    """The kind of model that weights of these names belong to; if unknown, some of the names."""
     names = list(names)
-    for pattern, told in _CONTENTS:
+    for pattern, description in _CONTENTS:
         if any(re.search(pattern, name) for name in names):
-            return told
+            return description
     return f"it holds {len(names)} weights such as {', '.join(names[:3]) or 'none'}"

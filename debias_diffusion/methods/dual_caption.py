@@ -1,22 +1,24 @@
-"""A recipe: which captions, which objective, which hyper-parameters. Each reads like its paper.
+"""Training on a long and a short caption of each image, as in Long-CLIP and DeBias-CLIP.
 
 debias-clip           drop the summary, draw a random subset of the rest, pad in front (Algorithm 1); w = 0.1
-long-clip             the summary as the short caption, no padding in front; both losses alike
+long-clip             the summary as the short caption, no padding in front; both losses weigh the same
 smart-clip-sampling   one caption, cut after a random number of sentences, and one loss: SmartCLIP's sampling (section
                       C.5), not its mask network. Table S6: sampling `ordered` is "Start at 2", `details` "Only drop 1"
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor, nn
 
-from ..errors import UserError, near_matches
+from ..errors import UserError
+from ..models.backbone import Backbone
 from ..models.text_tower import POOLINGS
 from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer, TokenBatch
-from .objectives import Features, dual_caption_objective
+from .base import Batch, Caption, Method, image_features
+from .objectives import Features, check_components, dual_caption_objective
 from .sampling import draw_generator, find_sampler, join_sentences, numbered
 
 
@@ -62,24 +64,16 @@ def find_padding(name: str) -> Padding:
 
 
 @dataclass(frozen=True)
-class Caption:
-    """One caption as ids, with the pads in front of it."""
-
-    ids: list[int]
-    n_pre: int = 0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How short captions are made and what the step minimises.
+class DualCaption(Method):
+    """A long caption against the image, and a short one against the image's principal components.
 
     Attributes:
-        sampling: the sentences of the short caption, a name that `captions.find_sampler` knows.
+        sampling: the sentences of the short caption, a name that `sampling.find_sampler` knows.
         padding: how many PADs stand before it, a name that `find_padding` knows.
         short_weight: w of L = w * L_short + (1 - w) * L_long, in [0, 1]. A caption without weight is not encoded: 1
-            leaves only the short one, 0 only the whole one.
-        components: principal components of the images that the short captions are compared with; 0 compares them with
-            the images as they are.
+            leaves only the short one, 0 only the long one.
+        components: principal components of the image features that short captions are compared with; 0 compares them
+            with the features themselves.
         label_smoothing: in [0, 1); 0.1 in Long-CLIP's code. Not used by the sigmoid loss.
         pooling: "eot", or "average" over all tokens that are not pads (section E.2).
     """
@@ -111,13 +105,17 @@ class Recipe:
     def has_short(self) -> bool:
         return self.short_weight > 0
 
+    def check(self, batch: int, embed_dim: int) -> None:
+        if self.has_short and self.components:
+            check_components(self.components, batch, embed_dim)
+
+    def prepare(self, backbone: Backbone) -> None:
+        backbone.pooling = self.pooling
+
     def captions(
         self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
     ) -> list[Caption]:
-        """Algorithm 1, lines 1 to 12: the long caption, if it has weight, then the short one, if it has.
-
-        A pure function of its arguments.
-        """
+        """Algorithm 1, lines 1 to 12: the long caption, if it has weight, then the short one, if it has."""
         rng = draw_generator(seed, epoch, sample_id)
         short = join_sentences(find_sampler(self.sampling)(split_sentences(caption), rng))
         texts = [caption] * self.has_long + [short] * self.has_short
@@ -127,31 +125,41 @@ class Recipe:
             captions[-1] = Caption(captions[-1].ids, n_pre)
         return captions
 
-    def batch(self, samples: list[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
-        """Every sample's `captions` as one batch: all long captions, then all short ones."""
+    def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
         rows = [caption for kind in zip(*samples, strict=True) for caption in kind]
         before_sot = find_padding(self.padding).before_sot
         return tokenizer.batch([row.ids for row in rows], [row.n_pre for row in rows], before_sot)
 
-    def features(self, stacked: torch.Tensor) -> Features:
-        """[batch, 1 + captions, dim], each sample's image and then its `captions`, as what the objective takes."""
-        image, *texts = stacked.unbind(1)
-        return Features(image, texts[0] if self.has_long else None, texts[-1] if self.has_short else None)
+    def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+        """{"image", "long_text", "short_text"}, each [batch, embed_dim]; no text without weight."""
+        image = image_features(backbone, batch)
+        texts = backbone.encode_text(batch.tokens).unflatten(0, (-1, len(batch)))
+        names = ["long_text"] * self.has_long + ["short_text"] * self.has_short
+        return {"image": image.to(texts.dtype), **dict(zip(names, texts, strict=True))}
 
-    def losses(self, features: Features, scale: torch.Tensor, bias: torch.Tensor | None = None):
+    def losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Algorithm 1, lines 14 to 16; see `objectives.dual_caption_objective`."""
-        return dual_caption_objective(features, scale, bias, self.short_weight, self.components, self.label_smoothing)
+        compared = Features(features["image"], features.get("long_text"), features.get("short_text"))
+        return dual_caption_objective(compared, scale, bias, self.short_weight, self.components, self.label_smoothing)
+
+    def describe(self) -> str:
+        padding = f", {self.padding} padding, w = {self.short_weight:g}" if self.has_short else ""
+        components = f", {self.components} components" if self.has_short and self.components else ""
+        return f"{self.sampling} sentences{padding}{components}, {self.pooling} pooling"
 
 
+Recipe = DualCaption  # the name in earlier releases
 RECIPES = {
-    "debias-clip": Recipe(sampling="random", padding="random", short_weight=0.1),
-    "long-clip": Recipe(sampling="summary", padding="none", short_weight=0.5),
-    "smart-clip-sampling": Recipe(sampling="opening", padding="none", short_weight=1.0, components=0),
+    "debias-clip": DualCaption(sampling="random", padding="random", short_weight=0.1),
+    "long-clip": DualCaption(sampling="summary", padding="none", short_weight=0.5),
+    "smart-clip-sampling": DualCaption(sampling="opening", padding="none", short_weight=1.0, components=0),
 }
 
 
-def find_recipe(name: str) -> Recipe:
-    """The recipe of that name. Raises UserError with the near matches."""
-    if name not in RECIPES:
-        raise UserError(f"Unknown recipe {name!r}.{near_matches(name, RECIPES)} Choose one of: {', '.join(RECIPES)}.")
-    return RECIPES[name]
+def find_recipe(name: str) -> Method:
+    """`methods.find_method`, under the name of earlier releases."""
+    from . import find_method
+
+    return find_method(name)

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import UserError
 
-# So many rows of similarities are held at once; those of larger batches are computed again in the backward pass.
+# Rows of similarities held at once; in larger batches they are recomputed in the backward pass.
 _BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class Features:
-    """What one step compares; each [global batch, embed_dim], not normalised. None for a caption without weight."""
+    """The features of one step, each [global batch, embed_dim], not normalised. None for a caption without weight."""
 
     image: Tensor
     long_text: Tensor | None
@@ -39,8 +39,8 @@ def contrastive_loss(
     Args:
         image_features: [batch, dim], used as they are: normalise them before.
         text_features: [batch, dim], likewise.
-        scale: what the similarities are multiplied with: a scale, not a temperature, and not its log.
-        label_smoothing: in [0, 1): the share of each label that is spread over the whole batch.
+        scale: multiplies the similarities: a scale, not a temperature, and not its log.
+        label_smoothing: the share of each label that is spread over the whole batch, in [0, 1).
     """
 
     def cross_entropies(rows: Tensor, columns: Tensor, labels: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def contrastive_loss(
 def sigmoid_loss(image_features: Tensor, text_features: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """The pairwise sigmoid loss (SigLIP, Zhai et al. 2023, section 3.2).
 
-    Every image with every text is a yes-or-no question: `-log sigmoid(z_ij * (scale * image_i @ text_j + bias))` with
+    Every image and text is a yes-or-no question: `-log sigmoid(z_ij * (scale * image_i @ text_j + bias))` with
     z_ij = 1 for a pair and -1 otherwise, summed over all and divided by the batch.
 
     Args:
@@ -78,12 +78,13 @@ def sigmoid_loss(image_features: Tensor, text_features: Tensor, scale: Tensor, b
 
 
 def _sum_over_blocks(term: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, columns: Tensor) -> Tensor:
-    """The sum of `term(some rows, all columns, the rows' own columns)`, a block of rows at a time."""
+    """The sum of `term(block of rows, columns, the column of each row's pair)` over all blocks."""
     labels = torch.arange(len(rows), device=rows.device)
     if len(rows) <= _BLOCK:
         return term(rows, columns, labels)
-    parts = zip(rows.split(_BLOCK), labels.split(_BLOCK), strict=True)
-    return torch.stack([checkpoint(term, part, columns, own, use_reentrant=False) for part, own in parts]).sum()
+    blocks = zip(rows.split(_BLOCK), labels.split(_BLOCK), strict=True)
+    sums = [checkpoint(term, block, columns, matching, use_reentrant=False) for block, matching in blocks]
+    return torch.stack(sums).sum()
 
 
 def check_components(components: int, batch: int, dim: int) -> None:
@@ -99,7 +100,7 @@ def check_components(components: int, batch: int, dim: int) -> None:
 def rebuild_from_components(features: Tensor, components: int) -> Tensor:
     """The part of each feature vector that the batch's first principal components span (Long-CLIP, section 3.2).
 
-    The mean is taken off, the rest projected on the `components` directions of largest variance, the mean added back.
+    The mean is subtracted, the rest projected on the `components` directions of largest variance, the mean added back.
     Gradients pass through the mean and the projected features, not through the choice of directions: differentiating a
     decomposition is what makes SVD-based trainers diverge. Nothing is normalised.
 
@@ -123,7 +124,7 @@ def rebuild_from_components(features: Tensor, components: int) -> Tensor:
 def _principal_directions(centred: Tensor, components: int) -> Tensor:
     """Orthonormal [dim, components], from the Gram matrix of the smaller side."""
     batch, dim = centred.shape
-    # A feature that is not finite shall make the loss so, not the decomposition fail.
+    # A feature that is not finite must make the loss not finite, and not the decomposition fail.
     centred = centred.where(centred.isfinite(), 0)
     if dim <= batch:
         return torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -components:]
@@ -147,9 +148,9 @@ def dual_caption_objective(
 
     Args:
         scale: exp(logit_scale), a scalar.
-        bias: None for symmetric InfoNCE; a scalar for the pairwise sigmoid loss, which knows no label smoothing.
+        bias: None for symmetric InfoNCE; a scalar for the pairwise sigmoid loss, which has no label smoothing.
         short_weight: w, in [0, 1].
-        components: of the images that L_short sees; 0: the images as they are.
+        components: of the image features that L_short sees; 0 takes the features themselves.
 
     Returns:
         (losses, report): the terms, already weighted, whose sum is L; and, detached, the unweighted losses, the scale
@@ -170,8 +171,8 @@ def dual_caption_objective(
     image = F.normalize(features.image, dim=-1)
     terms = {}
     if features.short_text is not None:
-        its_image = rebuild_from_components(image, components) if components else image
-        terms["short"] = (short_weight, loss(its_image, F.normalize(features.short_text, dim=-1)))
+        rebuilt = rebuild_from_components(image, components) if components else image
+        terms["short"] = (short_weight, loss(rebuilt, F.normalize(features.short_text, dim=-1)))
     if features.long_text is not None:
         terms["long"] = (1 - short_weight, loss(image, F.normalize(features.long_text, dim=-1)))
     losses = {f"{name}_loss": weight * value for name, (weight, value) in terms.items()}

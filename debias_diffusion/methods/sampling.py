@@ -1,7 +1,7 @@
 """Every way to draw a short caption from a long one.
 
 A sampler takes the list of a caption's sentences and a `random.Random` and returns the sentences of the short caption,
-in the order in which they will be read. To add a way of sampling, write such a function and name it in `SAMPLERS`.
+in the order they are read. To add a way of sampling, write such a function and name it in `SAMPLERS`.
 """
 
 import random
@@ -52,9 +52,9 @@ def ordered(sentences: list[str], rng: random.Random) -> list[str]:
 
 def independent(sentences: list[str], rng: random.Random) -> list[str]:
     """Each detail with probability 1/2, drawn anew until there is one, in random order ("Independent" in Table S4)."""
-    its_details, drawn = details(sentences, rng), []
-    while its_details and not drawn:
-        drawn = [sentence for sentence in its_details if rng.random() < 0.5]
+    candidates, drawn = details(sentences, rng), []
+    while candidates and not drawn:
+        drawn = [sentence for sentence in candidates if rng.random() < 0.5]
     return rng.sample(drawn, len(drawn))
 
 
@@ -67,8 +67,8 @@ def keep(count: int) -> "Sampler":
     """min(`count`, n_sents - 1) of the details, without replacement, in random order ("Keep 4" in Table S4)."""
 
     def keep_count(sentences: list[str], rng: random.Random) -> list[str]:
-        its_details = details(sentences, rng)
-        return rng.sample(its_details, min(count, len(its_details)))
+        candidates = details(sentences, rng)
+        return rng.sample(candidates, min(count, len(candidates)))
 
     return keep_count
 

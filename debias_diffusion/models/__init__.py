@@ -1,1 +1,1 @@
-"""Two-tower models of the CLIP family: loaded, stretched, encoded with, saved."""
+"""Two-tower models of the CLIP family: load, stretch, encode, save."""

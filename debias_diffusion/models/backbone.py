@@ -1,7 +1,7 @@
 """One interface over CLIP-family two-towers from open_clip: load, encode images, encode text, save.
 
-The towers are open_clip's own modules; only the text tower's forward is ours, because it need not compute what a causal
-mask hides (see `TextTower`). What differs between CLIP and SigLIP stands in `families`.
+The towers are open_clip's modules; only the text tower has a forward of its own, which skips what a causal mask hides
+(see `TextTower`). `families` says how CLIP and SigLIP differ.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from .model_files import build_empty, check_bounds, check_finite, explain_failur
 from .positions import FACTOR, KEEP, stretch_positions
 from .shipped import shipped
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions
-from .weights import find_weights, load_weights, read_state, save_tensors, weights_digest
+from .weights import count_numbers, find_weights, load_weights, read_weights, save_tensors, weights_digest
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -39,18 +39,18 @@ WEIGHTS_FILE = "open_clip_model.safetensors"
 class Backbone(nn.Module):
     """A two-tower CLIP or SigLIP: images and captions to features in one space.
 
-    Made by `load_backbone`. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
+    `load_backbone` makes one. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
 
     Attributes:
-        model: open_clip's own module; its state dict is what is saved.
+        model: open_clip's module, whose state dict `save` writes.
         text: the text tower, sharing `model`'s weights.
-        tokenizer: CaptionTokenizer for the model's window.
+        tokenizer: CaptionTokenizer for the model's context length.
         preprocess: open_clip's validation transform, PIL image -> float [3, height, width].
-        read_pixels: the same resizing and cropping, but to uint8 [3, height, width], a quarter of the bytes. An object
-            of its own, so that worker processes can be given it without the model.
-        config: what `open_clip_config.json` holds.
-        family: what sets it apart from other two-towers (see `Family`).
-        random_weights: whether nothing was loaded into it.
+        read_pixels: the same resizing and cropping to uint8 [3, height, width], a quarter of the bytes. It is separate
+            from the model, so that worker processes can have it alone.
+        config: the content of `open_clip_config.json`.
+        family: CLIP or SigLIP (see `Family`).
+        random_weights: whether the model has no loaded weights.
     """
 
     def __init__(self, model: nn.Module, tokenizer: CaptionTokenizer, config: dict, random_weights: bool = False):
@@ -61,7 +61,7 @@ class Backbone(nn.Module):
         self.config = config
         self.family = find_family("this model", config["model_cfg"])
         self.text = (TextTower if self.family.causal else PaddedTextTower)(getattr(model, "text", model))
-        self.pooling = config.get("debias_diffusion", {}).get("pooling", "eot")
+        self.pooling = self._extra_config.get("pooling", "eot")
         preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
         self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
         self.read_pixels = Compose([*self.preprocess.transforms[:-2], PILToTensor()])
@@ -75,9 +75,17 @@ class Backbone(nn.Module):
         return self.text.context_length
 
     @property
+    def _extra_config(self) -> dict:
+        """The part of `config` that open_clip does not know."""
+        return self.config.get("debias_diffusion", {})
+
+    def _configure(self, **values) -> None:
+        self.config["debias_diffusion"] = self._extra_config | values
+
+    @property
     def kept_positions(self) -> int:
-        """How many first rows of the position table stay as they are in training."""
-        return self.config.get("debias_diffusion", {}).get("keep", 0)
+        """The number of first rows of the position table that training does not change."""
+        return self._extra_config.get("keep", 0)
 
     @property
     def logit_scale(self) -> nn.Parameter:
@@ -85,19 +93,19 @@ class Backbone(nn.Module):
 
     @property
     def loss(self) -> str:
-        """ "softmax" or "sigmoid": what the features are made for."""
+        """ "softmax" or "sigmoid": the loss that the features were trained for."""
         return self.family.loss
 
     @property
     def logit_bias(self) -> nn.Parameter | None:
-        """What the sigmoid loss adds to the scaled similarities; None for the softmax loss."""
+        """The bias that the sigmoid loss adds to the scaled similarities; None for the softmax loss."""
         return self.model.logit_bias
 
     @property
     def pooling(self) -> str:
-        """Where the text feature is read, one of `POOLINGS`. Anything but "eot" is written into `config`.
+        """Where the text feature is read, one of `POOLINGS`. Any but "eot" is written into `config`.
 
-        open_clip itself knows nothing of it: a saved folder that it loads is pooled at EOT there.
+        open_clip does not know this setting: it pools a saved folder at EOT.
         """
         return self.text.pooling
 
@@ -106,20 +114,14 @@ class Backbone(nn.Module):
         if pooling not in POOLINGS:
             raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
         self.text.pooling = pooling
-        ours = self.config.get("debias_diffusion", {})
-        if pooling != ours.get("pooling", "eot"):
-            self.config["debias_diffusion"] = ours | {"pooling": pooling}
+        if pooling != self._extra_config.get("pooling", "eot"):
+            self._configure(pooling=pooling)
 
     def tokenize(self, captions: list[str]) -> TokenBatch:
         return self.tokenizer(captions)
 
     def encode_image(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]
-
-        Features [batch, embed_dim], of an image tower that has done its work before, are returned as they are.
-        """
-        if images.ndim == 2:
-            return images
+        """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]"""
         images = self.normalise(images) if images.dtype == torch.uint8 else images
         if self.image_attention is None:
             return self.model.encode_image(images)
@@ -138,17 +140,17 @@ class Backbone(nn.Module):
     @property
     def image_attention(self) -> dict | None:
         """Describes the replaced attention of the image tower; None for the plain one."""
-        return self.config.get("debias_diffusion", {}).get("image_attention")
+        return self._extra_config.get("image_attention")
 
     def replace_image_attention(self, attends: Mapping[int, Attention], description: dict) -> None:
         """Gives blocks of the image tower another attention, in `encode_image` too.
 
-        open_clip itself knows nothing of it: a saved folder that it loads has the plain attention there.
+        open_clip does not know this setting: it runs a saved folder with the plain attention.
 
         Args:
-            attends: by number of the block; all other blocks have the plain one.
-            description: JSON values that tell this attention from any other. They are written into `config`, so that
-                caches, evaluations and saved folders differ from the plain model's.
+            attends: attention by number of the block; all other blocks keep the plain one.
+            description: JSON values that identify this attention. They are written into `config`, so that caches,
+                evaluations and saved folders differ from the plain model's.
 
         Raises:
             UserError: no block or description is given, a block is none, or the image tower is a ResNet or timm's.
@@ -157,7 +159,7 @@ class Backbone(nn.Module):
             raise UserError("replace_image_attention needs at least one block and a description.")
         numbers = block_numbers(self.image.visual.transformer, attends)
         self.image.attends = dict(zip(numbers, attends.values(), strict=True))
-        self.config["debias_diffusion"] = self.config.get("debias_diffusion", {}) | {"image_attention": description}
+        self._configure(image_attention=description)
 
     def image_fingerprint(self) -> dict:
         """Everything but the image that decides its features, as JSON values: part of the key of a cache of them."""
@@ -169,7 +171,7 @@ class Backbone(nn.Module):
         return fingerprint | ({} if self.image_attention is None else {"attention": self.image_attention})
 
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [batch, 3, height, width] to floats, as torchvision's ToTensor and Normalize do it, to the last bit."""
+        """uint8 [batch, 3, height, width] to floats, bit for bit as torchvision's ToTensor and Normalize."""
         return (pixels.to(self._pixel_mean.dtype) / 255 - self._pixel_mean) / self._pixel_std
 
     def encode_text(self, tokens: TokenBatch) -> torch.Tensor:
@@ -182,20 +184,20 @@ class Backbone(nn.Module):
         set_positions(self.model, table)
         self.tokenizer = self.tokenizer.with_context_length(len(table))
         self.config["model_cfg"]["text_cfg"]["context_length"] = len(table)
-        self.config["debias_diffusion"] = self.config.get("debias_diffusion", {}) | {"keep": keep, "factor": factor}
+        self._configure(keep=keep, factor=factor)
 
     def checkpoint_activations(self) -> None:
-        """Trades time for memory: of each block only the input is kept for the backward pass, in both towers.
+        """Trades time for memory in both towers: only each block's input is kept for the backward pass.
 
-        Values and gradients stay as they are. An image tower that open_clip cannot do this for stays as it is.
+        Values and gradients do not change. An image tower for which open_clip cannot do this is left alone.
         """
         self.model.visual.set_grad_checkpointing(True)
         self.text.checkpoint_activations()
 
     def compile(self, **options) -> None:
-        """Lets torch.compile make both towers faster, on their first use, which takes minutes and a C compiler.
+        """Compiles both towers with torch.compile on their first use, which takes minutes and a C compiler.
 
-        Values and gradients stay the same up to rounding, the names in the state dict to the letter.
+        Values and gradients stay the same up to rounding; the names in the state dict do not change.
 
         Args:
             options: of torch.compile, for example `backend`.
@@ -240,12 +242,15 @@ def _load(model: str, pretrained: str | None) -> Backbone:
         raise UserError(f"{model!r} brings its own weights; leave out pretrained={pretrained!r}, or give a model name.")
     with _quiet_logging():
         file = find_weights(model, source, pretrained)
-        if source is not None:  # open_clip's own configurations are what they are
-            _check_config(config, source, file, model)
+        if source is not None:
+            check_bounds(config, f"The configuration of {model!r}")
+        state = read_weights(file) if file else None
+        if source is not None:  # open_clip's own configurations are valid
+            _check_config(source, count_numbers(file, state), model)
         tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
         clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
         _check_blocks(model, family, getattr(clip, "text", clip))
-        stretched = file and load_weights(clip, file, model, bool(config["model_cfg"].get("quick_gelu")))
+        stretched = file and load_weights(clip, file, state, model, bool(config["model_cfg"].get("quick_gelu")))
     if file:
         check_finite(clip.state_dict().items(), f"{str(file)!r}")
     if stretched:
@@ -259,28 +264,23 @@ def _load(model: str, pretrained: str | None) -> Backbone:
 
 
 def check_preprocessing(backbone: Backbone, model: str) -> None:
-    """Raises UserError where a configuration's means and sizes do not make images that the image tower takes."""
+    """Raises UserError if the preprocessing does not give finite images of the image tower's size."""
     pixels = backbone.preprocess(Image.new("RGB", (8, 8)))
     size = backbone.model.visual.image_size
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     if pixels.shape != (3, height, width) or not pixels.isfinite().all():
         raise UserError(
-            f"The images that {model!r} has prepared are of {tuple(pixels.shape)}, or not finite; its tower takes "
-            f"{(3, height, width)}. Mend preprocess_cfg in its configuration: size, and three means and deviations."
+            f"The preprocessing of {model!r} gives images of {tuple(pixels.shape)}, or not finite; its tower takes "
+            f"{(3, height, width)}. Correct preprocess_cfg in its configuration: size, three means and deviations."
         )
 
 
-def _check_config(config: dict, source: str, file: Path, model: str) -> None:
-    """Raises UserError for sizes that the weights cannot have; a library's error for settings that no model runs with.
+def _check_config(source: str, numbers: int, model: str) -> None:
+    """Raises UserError for sizes that weights of so many numbers cannot have; a library's error for invalid settings.
 
-    A module without weights is made and run for that, which costs no memory and a fraction of a second.
+    Builds and runs a module without weights, which takes no memory and a fraction of a second.
     """
-    check_bounds(config, f"The configuration of {model!r}")
-    if file.suffix in (".npz", ".npy"):
-        held = file.stat().st_size
-    else:
-        held = sum(tensor.numel() for tensor in read_state(file).values() if isinstance(tensor, torch.Tensor))
-    clip = build_empty(lambda: open_clip.create_model(source, load_weights=False, device="meta"), held, repr(model))
+    clip = build_empty(lambda: open_clip.create_model(source, load_weights=False, device="meta"), numbers, repr(model))
     size, text = clip.visual.image_size, getattr(clip, "text", clip)
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     with torch.no_grad():
@@ -289,11 +289,11 @@ def _check_config(config: dict, source: str, file: Path, model: str) -> None:
             clip.encode_text(torch.zeros(1, text.context_length, dtype=torch.long, device="meta")),
         ]
     if features[0].shape != features[1].shape:
-        raise UserError(f"The towers of {model!r} give features of sizes {[its.shape[-1] for its in features]}.")
+        raise UserError(f"The towers of {model!r} give features of sizes {[part.shape[-1] for part in features]}.")
 
 
 def _find_config(model: str) -> tuple[dict, str | None]:
-    """(contents of open_clip_config.json, open_clip's name of the folder or hub repository; None for a plain name)."""
+    """(content of open_clip_config.json, open_clip's name of the folder or hub repository; None for a plain name)."""
     folder = Path(model.removeprefix("local-dir:"))
     if model.startswith("hf-hub:"):
         config, source = {"model_cfg": _hub_config(model)}, model
@@ -328,24 +328,24 @@ def _read_config(file: Path) -> dict:
     config = read_config(file)
     model_cfg = config.get("model_cfg")
     parts = [model_cfg.get(name) for name in ("vision_cfg", "text_cfg")] if isinstance(model_cfg, dict) else [None]
-    ours = config.get("debias_diffusion", {})
-    if not all(isinstance(part, dict) for part in (*parts, ours)):
+    extra = config.get("debias_diffusion", {})
+    if not all(isinstance(part, dict) for part in (*parts, extra)):
         raise UserError(
-            f"{str(file)!r} is no open_clip configuration: model_cfg, its vision_cfg and text_cfg, and "
+            f"{str(file)!r} is not an open_clip configuration: model_cfg, its vision_cfg and text_cfg, and "
             "debias_diffusion must be JSON objects."
         )
-    if not all(type(ours.get(name, 1)) is int and ours.get(name, 1) >= 0 for name in ("keep", "factor")):
-        raise UserError(f"{str(file)!r} says {ours} of its positions; keep and factor must be whole numbers.")
+    if not all(type(extra.get(name, 1)) is int and extra.get(name, 1) >= 0 for name in ("keep", "factor")):
+        raise UserError(f"{str(file)!r} has debias_diffusion {extra}; keep and factor must be whole numbers.")
     return config
 
 
 def _check_blocks(model: str, family: Family, tower: nn.Module) -> None:
     if family.causal and not all(type(block) is ResidualAttentionBlock for block in tower.transformer.resblocks):
-        raise UserError(f"The text tower of {model!r} has blocks of its own kind; only plain CLIP blocks can be used.")
+        raise UserError(f"The text tower of {model!r} has unusual blocks; only plain CLIP blocks can be used.")
 
 
 def _check_pretrained(model: str, pretrained: str | None) -> None:
-    """Weights must exist, and fit the model's activation: a state dict cannot tell QuickGELU from GELU."""
+    """Raises UserError unless the weights exist and fit the model's activation, which a state dict does not hold."""
     if pretrained is None or os.path.isfile(pretrained):
         return
     tags = open_clip.list_pretrained_tags_by_model(model)
@@ -364,7 +364,7 @@ def _check_pretrained(model: str, pretrained: str | None) -> None:
 
 
 def _folder(source: str | None, file: Path | None) -> Path | None:
-    """Where a tokenizer may lie beside the weights."""
+    """The folder beside the weights that may hold a tokenizer."""
     if source is not None and source.startswith("local-dir:"):
         return Path(source.removeprefix("local-dir:"))
     return file and file.parent
@@ -372,7 +372,7 @@ def _folder(source: str | None, file: Path | None) -> Path | None:
 
 @contextlib.contextmanager
 def _quiet_logging() -> Iterator[None]:
-    """open_clip warns that random weights are random; whoever asked for them knows."""
+    """Silences open_clip's warning about random weights, which were asked for."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

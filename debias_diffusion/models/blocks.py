@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import UserError
 
-# (query, key, value), each [..., heads, width / heads], to the attended values, of the query's shape.
+# (query, key, value), each [..., heads, head_dim], to the attended values, of the query's shape.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

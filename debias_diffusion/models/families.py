@@ -1,7 +1,7 @@
-"""What sets one family of two-towers apart from another: the one place that says it.
+"""How the families of two-towers differ: the one place that says it.
 
-Sizes, parts and activations stand in open_clip's model configuration, by which open_clip builds. What is left open is
-how a caption becomes a row of ids, which slots of the row a state depends on, and which loss the features are made for.
+open_clip's model configuration has sizes, parts and activations. A family adds how a caption becomes a row of ids,
+which slots of the row a state depends on, and which loss the features were trained for.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from .model_files import explain_failure
 
 TOKENIZER_FOLDER = "tokenizer"
 
-# mT5's vocabulary ends with ids that no text gives, and for which SigLIP's multilingual towers have no rows.
+# mT5's vocabulary ends with ids that no text produces; SigLIP's multilingual towers have no rows for them.
 _SENTINELS = 100
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of two-towers reads captions, and what its features are made for.
+    """How a family of two-towers reads captions, and the loss it was trained with.
 
     Attributes:
         name: "CLIP" or "SigLIP".
-        causal: whether a token sees only what stands before it. A caption is then pooled at its EOT, and otherwise at
-            the last slot of its row, whatever stands there.
-        sot: whether SOT stands before a text; `[SOT, PAD .., text, EOT, PAD ..]` or `[PAD .., text, EOT, PAD ..]`.
+        causal: whether a token sees only the tokens before it. A caption is then pooled at its EOT, and otherwise at
+            the last slot of its row, pad or not.
+        sot: whether rows begin with SOT: `[SOT, PAD .., text, EOT, PAD ..]`, else `[PAD .., text, EOT, PAD ..]`.
         loss: "softmax" (InfoNCE), or "sigmoid" (each pair by itself, with a bias).
-        hub_tokenizer: the hub repository that holds the tokenizer; None for CLIP's own, which comes with open_clip.
-        cleaning: what a caption goes through before the tokenizer.
+        hub_tokenizer: the hub repository of the tokenizer; None for CLIP's, which comes with open_clip.
+        cleaning: the function that cleans a caption before the tokenizer.
     """
 
     name: str
@@ -43,46 +43,46 @@ class Family:
     cleaning: Callable[[str], str]
 
     def caption_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text_cfg: dict) -> CaptionTokenizer:
-        """The tokenizer for the window and the vocabulary of `text_cfg`.
+        """The tokenizer for the context length and the vocabulary of `text_cfg`.
 
         Raises:
-            ValueError: the tokenizer lacks an id that the layout needs, or has ids that the tower has not.
+            ValueError: the tokenizer lacks an id that the layout needs, or has more ids than the tower.
         """
-        vocabulary, window = text_cfg["vocab_size"], text_cfg["context_length"]
+        vocabulary, context_length = text_cfg["vocab_size"], text_cfg["context_length"]
         if (ids := count_ids(tokenizer)) > vocabulary + (_SENTINELS if self.hub_tokenizer else 0):
             raise ValueError(f"the tokenizer has {ids} ids, the text tower {vocabulary}")
         if self.sot:
-            return CaptionTokenizer(tokenizer, window, cleaning=self.cleaning)
+            return CaptionTokenizer(tokenizer, context_length, cleaning=self.cleaning)
         eot, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         if eot is None or pad is None:
             raise ValueError(f"a {self.name} tokenizer must have an EOS and a PAD, this one has {eot} and {pad}")
-        return CaptionTokenizer(tokenizer, window, Markers(None, eot, pad), self.cleaning)
+        return CaptionTokenizer(tokenizer, context_length, Markers(None, eot, pad), self.cleaning)
 
     def load_tokenizer(self, model: str, folder: Path | None, text_cfg: dict) -> CaptionTokenizer:
-        """The tokenizer that lies in `folder` or its `tokenizer/`, else the family's own. Runs no code it brings.
+        """The tokenizer in `folder` or its `tokenizer/`, else the family's. No code from a folder or hub is run.
 
         Raises:
             UserError: there is none, or it does not fit the text tower.
         """
-        found = folder and self._find_tokenizer(folder)
-        where = found or self.hub_tokenizer or "CLIP's own"
+        place = folder and self._find_tokenizer(folder)
+        where = place or self.hub_tokenizer or "CLIP's"
         with explain_failure(f"The tokenizer of {model!r} ({where}) cannot be used"):
             if self.hub_tokenizer is None:
-                tokenizer = load_tokenizer(found) if found else clip_tokenizer(text_cfg["context_length"])
-            elif found:
-                tokenizer = AutoTokenizer.from_pretrained(found, local_files_only=True, trust_remote_code=False)
+                tokenizer = load_tokenizer(place) if place else clip_tokenizer(text_cfg["context_length"])
+            elif place:
+                tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
             else:
                 tokenizer = _from_hub(model, self.hub_tokenizer)
             return self.caption_tokenizer(tokenizer, text_cfg)
 
     def _find_tokenizer(self, folder: Path) -> Path | None:
-        """Where in a model's folder its tokenizer lies, if anywhere."""
+        """The folder of the tokenizer in a model's folder, if there is one."""
         if (folder / TOKENIZER_FOLDER).is_dir():
             return folder / TOKENIZER_FOLDER
         return folder if self.hub_tokenizer and (folder / "tokenizer.json").is_file() else None
 
     def save_tokenizer(self, tokenizer: CaptionTokenizer, folder: Path) -> None:
-        """Saves where `load_tokenizer` looks, and where open_clip's `get_tokenizer("local-dir:...")` does."""
+        """Saves where `load_tokenizer` and open_clip's `get_tokenizer("local-dir:...")` look."""
         tokenizer.tokenizer.save_pretrained(folder / TOKENIZER_FOLDER if self.hub_tokenizer is None else folder)
 
 
@@ -105,21 +105,21 @@ def find_family(model: str, model_cfg: dict) -> Family:
     unfit += [] if causal else ["no_causal_mask"]
     unfit += [f"pool_type: {pool}", f"hf_tokenizer_name: {hub_tokenizer}", f"{loss} loss"]
     raise UserError(
-        f"The text tower of {model!r} cannot be used ({'; '.join(unfit)}). It must be one of open_clip's own, either "
-        "with a causal mask, pooled at EOT, and CLIP's tokenizer (ViT-B-16, ViT-L-14, ...), or without a mask, pooled "
-        "at the last slot, and trained with the sigmoid loss (ViT-B-16-SigLIP, ViT-B-16-SigLIP2, ...)."
+        f"The text tower of {model!r} cannot be used ({'; '.join(unfit)}). Give one of open_clip's with a causal mask, "
+        "EOT pooling and CLIP's tokenizer (ViT-B-16, ViT-L-14, ...), or one without a mask that is pooled at the last "
+        "slot and trained with the sigmoid loss (ViT-B-16-SigLIP, ViT-B-16-SigLIP2, ...)."
     )
 
 
 def _foreign_parts(model_cfg: dict) -> list[str]:
-    """What neither family has."""
+    """Settings that neither family has."""
     text_cfg = model_cfg["text_cfg"]
     parts = [key for key in ("hf_model_name", "embed_cls", "output_tokens", "tokenizer_mode") if text_cfg.get(key)]
     parts += ["multimodal_cfg"] if "multimodal_cfg" in model_cfg else []
     settings = text_cfg.get("tokenizer_kwargs") or {}
     if not isinstance(settings, dict):
         return [*parts, f"tokenizer_kwargs: {settings}"]
-    # Whatever else stands there, open_clip hands on to the tokenizer, code from a hub not excepted.
+    # open_clip passes all other settings on to the tokenizer, even code from a hub.
     for key, value in settings.items():
         if key != "clean" or value not in ("canonicalize", "lower", "whitespace"):
             parts.append(f"tokenizer_kwargs: {key}={value}")
@@ -132,7 +132,6 @@ def _from_hub(model: str, name: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # no network, no such repository, no such files
         raise UserError(
             f"{model!r} needs the tokenizer {name!r}, which is neither on this machine nor could be fetched from the "
-            "Hugging Face hub. Where there is a network, run `hf download "
-            f"{name} --include '*token*' --local-dir {TOKENIZER_FOLDER}`, and put that folder, under the name "
-            f"`{TOKENIZER_FOLDER}`, beside the weights. ({reason(error)})"
+            f"Hugging Face hub. On a machine with a network run `hf download {name} --include '*token*' --local-dir "
+            f"{TOKENIZER_FOLDER}`, and put the folder `{TOKENIZER_FOLDER}` beside the weights. ({reason(error)})"
         ) from error

@@ -1,4 +1,4 @@
-"""Files of models, which come from anywhere: read within bounds, and whatever is wrong with them is a UserError."""
+"""Model files from anywhere: bounded reading, and a UserError for every fault in them."""
 
 import json
 import logging
@@ -16,22 +16,22 @@ from transformers.utils import cached_file
 
 from ..errors import UserError, reason
 
-# Far above any model's, far below what costs minutes or gigabytes before the weights are looked at.
+# Far above any model's, and far below anything that costs minutes or gigabytes before the weights are checked.
 _MOST_BYTES = 16 << 20  # of a configuration
 _DEEPEST = 30  # objects and lists inside each other
 _MOST_LAYERS = 512
 _LARGEST_NUMBER = 2**31
-_SMALL = 2**24  # numbers that a model may hold besides its weights, such as masks
-# Weights beyond this overflow once a few layers have multiplied them. Published ones stay below some thousands.
+_SMALL = 2**24  # numbers that a model may hold beside its weights, such as masks
+# Larger weights overflow after a few layers. Published ones stay below some thousands.
 LARGEST_WEIGHT = 1e6
 
 
 @contextmanager
-def explain_failure(what: str, advice: str = "") -> Iterator[None]:
-    """Turns whatever a wrong or hostile file makes a library raise into a UserError.
+def explain_failure(failure: str, advice: str = "") -> Iterator[None]:
+    """Turns every error that a wrong or hostile file causes in a library into a UserError.
 
     Args:
-        what: the beginning of the message: "The text encoder 'runs/a' could not be loaded".
+        failure: the beginning of the message: "The text encoder 'runs/a' could not be loaded".
         advice: a sentence on what to do.
     """
     try:
@@ -39,32 +39,32 @@ def explain_failure(what: str, advice: str = "") -> Iterator[None]:
     except UserError:
         raise
     except BaseException as error:
-        # Libraries in Rust panic on some files, with an exception of their own that is no Exception.
+        # Libraries in Rust panic on some files, and a PanicException is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise UserError(f"{what}: {reason(error)}.{advice and f' {advice}'}") from error
+        raise UserError(f"{failure}: {reason(error)}.{advice and f' {advice}'}") from error
 
 
 def read_config(file: Path) -> dict:
     """The JSON object in a model's configuration.
 
     Raises:
-        UserError: there is no such regular file, it is no JSON object, or has numbers or nesting that no model has.
+        UserError: it is not a regular file, not a JSON object, or has numbers or nesting that no model has.
     """
-    named = repr(str(file))
+    label = repr(str(file))
     try:
         if not file.is_file():
-            raise UserError(f"{named} is not there, or is no regular file.")
+            raise UserError(f"{label} is not there, or is no regular file.")
         if file.stat().st_size > _MOST_BYTES:
-            raise UserError(f"{named} is no configuration: it is larger than {_MOST_BYTES >> 20} MiB.")
+            raise UserError(f"{label} is not a configuration: it is larger than {_MOST_BYTES >> 20} MiB.")
         content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{named} is no readable JSON: {reason(error)}.") from error
+        raise UserError(f"{label} is not readable JSON: {reason(error)}.") from error
     if not isinstance(content, dict):
-        raise UserError(f"{named} is no configuration: it must hold a JSON object, not a {type(content).__name__}.")
-    check_bounds(content, named)
+        raise UserError(f"{label} is not a configuration: it must hold a JSON object, not a {type(content).__name__}.")
+    check_bounds(content, label)
     return content
 
 
@@ -72,16 +72,16 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"it holds {name}")
 
 
-def check_bounds(config: Mapping, named: str) -> None:
+def check_bounds(config: Mapping, label: str) -> None:
     """Raises UserError for a configuration with more layers, larger numbers or deeper nesting than any model has.
 
-    Without this a few bytes make a library build for hours, before it compares anything with the weights.
+    Otherwise a few bytes make a library build for hours before it compares anything with the weights.
     """
     waiting = [(key, value, 1) for key, value in config.items()]
     while waiting:
         key, value, depth = waiting.pop()
         if depth > _DEEPEST:
-            raise UserError(f"{named} is nested more than {_DEEPEST} deep, as no model's configuration is.")
+            raise UserError(f"{label} is nested more than {_DEEPEST} deep, as no model's configuration is.")
         if isinstance(value, dict):
             waiting += [(inner, part, depth + 1) for inner, part in value.items()]
         elif isinstance(value, list):
@@ -89,7 +89,7 @@ def check_bounds(config: Mapping, named: str) -> None:
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             most = _MOST_LAYERS if "layers" in str(key) or "depth" in str(key) else _LARGEST_NUMBER
             if not (math.isfinite(value) and abs(value) <= most):
-                raise UserError(f"{named} says {key}: {str(value)[:30]}; no model has more than {most:,}.")
+                raise UserError(f"{label} says {key}: {str(value)[:30]}; no model has more than {most:,}.")
 
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")
@@ -97,10 +97,10 @@ _FOLDERS = ("runs", "out", "output", "outputs", "exported", "models", "checkpoin
 
 
 def may_be_hub_id(name: str) -> bool:
-    """Whether a name that is no path here could be a repository of the hub (owner/name), so that the hub is asked.
+    """Whether a name that does not exist here could be a repository of the hub (owner/name), so that the hub is asked.
 
-    A path that is missing is answered at once instead: what begins as paths do, or in a folder that is there or has
-    the name of folders that runs and downloads are kept in.
+    A missing path is answered at once instead: a name that begins like a path, with a folder that exists here, or with
+    a usual name for a folder of runs or downloads.
     """
     owner, _, rest = name.partition("/")
     is_path = owner in _FOLDERS or name.endswith(_FILES) or os.path.lexists(owner)
@@ -108,35 +108,35 @@ def may_be_hub_id(name: str) -> bool:
 
 
 def find_file(source: str | Path, name: str, subfolder: str = "") -> Path | None:
-    """A file of a folder, or of a repository of the hub (a plain string), which is downloaded; None where it is not."""
+    """A file of a folder (Path) or of a repository of the hub (str, downloaded); None if it is missing."""
     if isinstance(source, Path):
         file = source / subfolder / name
         return file if file.is_file() else None
-    found = cached_file(
+    file = cached_file(
         source,
         name,
         subfolder=subfolder,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return found and Path(found)
+    return file and Path(file)
 
 
-def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], what: str) -> None:
-    """Raises UserError, with names and counts, where weights hold NaN, infinity, or more than LARGEST_WEIGHT.
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
+    """Raises UserError, with names and counts, if weights hold NaN, infinity, or values beyond LARGEST_WEIGHT.
 
-    Costs one pass over the memory: a second for 13 GB of float32 on one core, three times that in half precision.
+    Takes one pass over the memory: a second for 13 GB of float32 on one core, three in half precision.
 
     Args:
-        tensors: (name, tensor); those that are not of floating-point numbers are passed over.
-        what: they belong to, in words.
+        tensors: (name, tensor); integers are skipped.
+        label: the model they belong to, in words, at the beginning of the message.
     """
     damaged = []
     for name, tensor in tensors:
         if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
             continue
         values = tensor.detach()
-        values = values.float() if values.element_size() < 2 else values  # what 8 bits hold has no minimum
+        values = values.float() if values.element_size() < 2 else values  # 8-bit floats have no minimum
         low, high = (bound.item() for bound in values.aminmax())
         if not (low >= -LARGEST_WEIGHT and high <= LARGEST_WEIGHT):  # NaN compares as neither
             damaged.append((name, values))
@@ -146,50 +146,50 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], what: str) -> None
     nans, infinite = int(values.isnan().sum()), int(values.isinf().sum())
     large = int((values.abs() > LARGEST_WEIGHT).sum()) - infinite
     counts = ((nans, "NaN"), (infinite, "infinite"), (large, f"beyond {LARGEST_WEIGHT:,.0f}"))
-    told = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+    summary = ", ".join(f"{count} {kind}" for count, kind in counts if count)
     more = f", and {len(damaged) - 1} more tensors hold such values" if len(damaged) > 1 else ""
     raise UserError(
-        f"{what} has weights that give no results: of {values.numel():,} values in {name!r} there are {told}{more}. "
-        "The file is damaged, or its training diverged. Get it again, or take an earlier checkpoint."
+        f"{label} has weights that give no results: of {values.numel():,} values in {name!r} there are {summary}{more}."
+        " The file is damaged, or its training diverged. Get it again, or use an earlier checkpoint."
     )
 
 
-def build_empty(build: Callable[[], nn.Module], most: int, what: str) -> nn.Module:
+def build_empty(build: Callable[[], nn.Module], most: int, label: str) -> nn.Module:
     """The module that a configuration describes, without memory for weights (on the meta device).
 
     Args:
         build: makes the module.
-        most: how many numbers the files of weights may hold; their size in bytes bounds it. Differences that cost
-            little memory are left to the exact comparison, which names what does not fit.
-        what: the model, in words.
+        most: an upper bound of the numbers in the files of weights, such as their size in bytes. Small excesses are
+            left to `check_state`, which names the tensors.
+        label: the model, in words.
 
     Raises:
-        UserError: the module is many times as large as its weights.
+        UserError: the module is many times larger than the weights.
     """
     with torch.device("meta"), torch.no_grad():
         module = build()
-    wanted = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
-    if wanted > 4 * most + _SMALL:
+    numbers = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    if numbers > 4 * most + _SMALL:
         raise UserError(
-            f"The configuration of {what} is of a model with {wanted:,} numbers, but its files of weights hold at most "
+            f"The configuration of {label} is of a model with {numbers:,} numbers, but its weights are at most "
             f"{most:,}. They do not belong together."
         )
     return module.eval()
 
 
-def check_state(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
-    """Raises UserError unless `state` holds the weights of `expected`, in their shapes and as large as they look.
+def check_state(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], label: str) -> None:
+    """Raises UserError unless `state` holds exactly the tensors of `expected`, in their shapes and fully stored.
 
-    Libraries fill what is missing with random numbers, and leave out what they have no place for, with a remark.
+    Libraries fill missing tensors with random numbers and drop unknown ones, with no more than a log message.
     """
     missing = sorted(expected.keys() - state.keys())
     if missing:
-        raise UserError(f"The weights of {what} lack {len(missing)} of its model's, such as {missing[0]}.")
+        raise UserError(f"The weights of {label} lack {len(missing)} tensors of the model, such as {missing[0]}.")
     faults = [f"{name} has no place in it" for name in sorted(state.keys() - expected.keys())]
-    for name, wanted in expected.items():
+    for name, model_tensor in expected.items():
         tensor = state[name]
-        if tensor.shape != wanted.shape:
-            faults.append(f"{name} is {tuple(tensor.shape)}, not {tuple(wanted.shape)}")
+        if tensor.shape != model_tensor.shape:
+            faults.append(f"{name} is {tuple(tensor.shape)}, not {tuple(model_tensor.shape)}")
         elif not tensor.is_floating_point() or tensor.layout != torch.strided:
             faults.append(f"{name} is of {tensor.dtype}, not of floating-point numbers")
         # A few bytes can be made to look like gigabytes.
@@ -197,12 +197,12 @@ def check_state(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
             faults.append(f"{name} is larger than what the file holds of it")
     if faults:
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise UserError(f"The weights of {what} do not fit its configuration: {faults[0]}{more}.")
+        raise UserError(f"The weights of {label} do not fit the model: {faults[0]}{more}.")
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' remarks on weights that are missing or left over, which are checked here."""
+    """Silences transformers' reports of missing and unused weights, which are checked here."""
     before = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity(logging.CRITICAL)
     try:

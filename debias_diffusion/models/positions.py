@@ -1,8 +1,8 @@
-"""Stretching a learned table of positions (Long-CLIP, section 3.1; used as it is by DeBias-CLIP)."""
+"""Stretching a learned table of positions (Long-CLIP, section 3.1; DeBias-CLIP uses it unchanged)."""
 
 import torch
 
-KEEP = 20  # Long-CLIP: the first 20 positions are well trained and stay as they are
+KEEP = 20  # Long-CLIP: the first 20 positions are well trained and are kept
 FACTOR = 4
 
 
@@ -12,16 +12,16 @@ def stretched_length(length: int, keep: int = KEEP, factor: int = FACTOR) -> int
 
 
 def stretch_positions(table: torch.Tensor, keep: int = KEEP, factor: int = FACTOR) -> torch.Tensor:
-    """Stretches a table of learned positions, leaving its first rows as they are.
+    """Stretches a table of learned positions and keeps its first rows.
 
     Rows 0 to `keep` - 1 are kept bit for bit. For j >= 0, new row `keep` + j lies between old row `keep` + j // factor
-    and the next one, with weight (j mod factor) / factor on the next. The last old row has no next one: there the line
-    through the last two rows is followed further, as Long-CLIP's weights have it.
+    and the next one, with weight (j mod factor) / factor on the next. After the last old row the line through the last
+    two rows continues, as in Long-CLIP's weights.
 
     Args:
         table: [positions, width], any floating dtype.
-        keep: how many rows stay, in [0, positions - 2]. 0 stretches all (Table S2, "Stretch all").
-        factor: how many rows each of the others becomes, at least 1. 1 changes nothing.
+        keep: number of first rows to keep, in [0, positions - 2]. 0 stretches all (Table S2, "Stretch all").
+        factor: rows that every other row becomes, at least 1. 1 changes nothing.
 
     Returns:
         [keep + (positions - keep) * factor, width], same dtype and device.

@@ -1,4 +1,4 @@
-"""The toy world's models that come with the package, by the names people type."""
+"""The toy models that come with the package, by name."""
 
 import os
 from pathlib import Path
@@ -6,24 +6,24 @@ from pathlib import Path
 from ..errors import UserError, near_matches
 
 WEIGHTS = Path(__file__).parent.parent / "toyworld" / "weights"
-_COMPLETE = "scores.json"  # is there only if all models are
-# What `toymodels.build` leaves there.
+_COMPLETE = "scores.json"  # exists only if all models do
+# The folders that `toymodels.build` writes.
 NAMES = {
     "toy/clip": "the base CLIP of 77 positions, as an open_clip folder",
     "toy/sdxl": "an SDXL that draws 48 x 48 pixels, as a diffusers folder",
-    "toy/long-clip": "the base fine-tuned with the long-clip recipe at 248 positions, as a difference from it",
+    "toy/long-clip": "toy/clip fine-tuned with the long-clip recipe at 248 positions, as a difference from it",
     "toy/debias-clip": "the same with the debias-clip recipe",
-    "toy/features": "a vision transformer for FID and DINO scores among toy pictures",
+    "toy/features": "a vision transformer for FID and DINO scores of toy images",
 }
 
 GUIDANCE_SCALE, STEPS = 5.0, 20  # for images from toy/sdxl
 
 
 def shipped(name: str | os.PathLike) -> str:
-    """The folder of one of `NAMES`; any other name or path as it is.
+    """The folder of one of `NAMES`; any other name or path unchanged.
 
     Raises:
-        UserError: a name that begins with toy/ and is none of them, or a package without its weights.
+        UserError: an unknown name that begins with toy/, or a package without its weights.
     """
     name = os.fspath(name)
     if not name.startswith("toy/") or Path(name).exists():
@@ -33,8 +33,7 @@ def shipped(name: str | os.PathLike) -> str:
     folder = WEIGHTS / name.removeprefix("toy/")
     if not (WEIGHTS / _COMPLETE).is_file() or not folder.is_dir():
         raise UserError(
-            f"{name!r} is not in this installation ({WEIGHTS} is not complete). Make the toy world's weights with "
-            "`python -m debias_diffusion.toymodels.build`, which takes hours on two cores, or install a version that "
-            "brings them."
+            f"{name!r} is not in this installation ({WEIGHTS} is not complete). Install a version with the weights, or "
+            "make them with `python -m debias_diffusion.toymodels.build`, which takes hours on two cores."
         )
     return str(folder)

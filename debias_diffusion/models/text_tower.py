@@ -1,4 +1,4 @@
-"""Text towers: one that computes what its causal mask does not hide and nothing else, and one without a mask."""
+"""Text towers: a causal one that computes only what its mask does not hide, and one without a mask."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ from .blocks import (
     stack_states,
 )
 
-# Captions of like length attend together, in at most so many groups without and so many with pads in front: more
-# would waste calls, fewer would waste padding.
+# Captions of similar length attend together, in at most so many groups without and so many with pads in front. More
+# groups waste calls, fewer waste padding.
 _GROUPS = 8
 
 # Where the text feature is read: at EOT (at the last slot where there is no causal mask), or as the mean of all states
@@ -35,11 +35,11 @@ class _Group:
     """Captions that attend together, padded to the longest of them.
 
     Attributes:
-        slots: [tokens] where the group's tokens, which lie one after the other, belong in the padded group, flattened.
-        size, text: captions, and tokens of the longest: the padded group's shape.
-        prefix: how much of the shared prefix the caption that sees most of it sees.
-        seen: [size, 1, 1, prefix + text], True where a caption's last token looks: at all there is of it.
-        mask: [size, 1, text, prefix + text], True where a token may look; None where a causal mask says it all.
+        slots: [tokens] the place of each packed token in the padded group, flattened.
+        size, text: the padded group's shape: captions, tokens of the longest caption.
+        prefix: tokens of the shared prefix that at least one caption sees.
+        seen: [size, 1, 1, prefix + text], True where a caption's last token may attend: at the whole caption.
+        mask: [size, 1, text, prefix + text], True where a token may attend; None where a causal mask is enough.
     """
 
     slots: torch.Tensor
@@ -55,10 +55,10 @@ class _Group:
         padded = packed.new_zeros(self.size * self.text, *packed.shape[1:]).index_copy(0, self.slots, packed)
         return padded.unflatten(0, (self.size, self.text)).transpose(1, 2)
 
-    def behind(self, shared: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """The padded group's own states behind the part of the shared ones [prefix, heads, head_dim] it sees."""
+    def behind(self, shared: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+        """The padded group's states after the part of the prefix's [prefix, heads, head_dim] that it sees."""
         shared = shared[: self.prefix].transpose(0, 1).expand(self.size, -1, -1, -1)
-        return torch.cat([shared, own], dim=2)
+        return torch.cat([shared, padded], dim=2)
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
         """[size, heads, text, head_dim] -> [tokens, heads, head_dim]"""
@@ -66,16 +66,16 @@ class _Group:
 
 
 class _Layout:
-    """Where each caption's tokens lie in a packed batch: the prefix first, then the groups one after the other.
+    """The place of each caption's tokens in a packed batch: the prefix first, then one group after the other.
 
     Attributes:
         n_prefix: tokens of the prefix.
-        ids: [sum of lengths] which of the batch's ids stands where behind the prefix.
-        positions: [n_prefix + sum of lengths] of each token in its literal row.
-        last: [batch] where the captions' last tokens lie, in the groups' order.
-        back: [batch] where among these each caption of the batch is.
+        ids: [sum of lengths] the index, among the batch's ids, of each token after the prefix.
+        positions: [n_prefix + sum of lengths] the position of each token in its literal row.
+        last: [batch] the index of each caption's last token, in the groups' order.
+        back: [batch] the index of each caption of the batch in that order.
         groups: captions that attend together.
-        captions, tokens: how many of each group.
+        captions, tokens: their numbers, of each group.
     """
 
     def __init__(self, batch: TokenBatch, device: torch.device):
@@ -87,9 +87,9 @@ class _Layout:
         within = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
         in_batch = (batch.lengths.cumsum(0) - batch.lengths)[order]
         self.ids = (within + in_batch.repeat_interleave(lengths)).to(device)
-        # A caption's own tokens follow the part of the prefix it sees.
-        own = within + n_prefix.repeat_interleave(lengths)
-        self.positions = torch.cat([torch.arange(self.n_prefix), own]).to(device)
+        # A caption's tokens follow the part of the prefix that it sees.
+        after_prefix = within + n_prefix.repeat_interleave(lengths)
+        self.positions = torch.cat([torch.arange(self.n_prefix), after_prefix]).to(device)
         self.last = (self.n_prefix + starts + lengths - 1).to(device)
         self.back = order.argsort().to(device)
         self.captions = [len(group) for group in members]
@@ -98,9 +98,9 @@ class _Layout:
 
     @staticmethod
     def _grouped(batch: TokenBatch) -> list[torch.Tensor]:
-        """Captions of like length, those without pads in front and those with some apart."""
+        """Captions of similar length, without and with pads in front separately."""
         members = []
-        # What every caption sees of the prefix; whatever else stands there are pads.
+        # The part of the prefix that every caption sees; the rest are pads.
         n_common = int(batch.shared_sot)
         for has_pads in (False, True):
             captions = ((batch.n_prefix > n_common) == has_pads).nonzero().flatten()
@@ -125,15 +125,15 @@ class _Layout:
 
 
 class TextTower:
-    """A causal text tower that computes a caption up to its EOT and the shared beginning once.
+    """A causal text tower that computes each caption only up to EOT, and the shared beginning once.
 
-    Under a causal mask nothing after EOT changes the pooled state, so it is not computed. And `[SOT, PAD, PAD, ...]`
-    (`[PAD, PAD, ...]` where pads stand before SOT) begins every row, so its states are computed once for the longest
-    prefix, and each caption attends to as much of them as it has pads. Values and gradients are those of the padded
-    rows (up to rounding).
+    Under a causal mask nothing after EOT changes the pooled state, so it is skipped. All rows begin with `[SOT, PAD,
+    PAD, ...]` (`[PAD, PAD, ...]` where pads stand before SOT): these states are computed once for the longest prefix,
+    and each caption attends to as many as it has pads. Values and gradients equal those of the padded rows up to
+    rounding.
 
     Args:
-        tower: the module that holds the text tower's parts: an `open_clip.CLIP`, or a `CustomTextCLIP`'s `text`.
+        tower: the module with the text tower's parts: an `open_clip.CLIP`, or a `CustomTextCLIP`'s `text`.
 
     Attributes:
         pooling: one of `POOLINGS`.
@@ -204,11 +204,11 @@ class TextTower:
         return run_block(transformer, block, hidden_states, attend, *rows, **parts)
 
     def checkpoint_activations(self) -> None:
-        """Keeps only what goes into each block for the backward pass, which computes the rest again."""
+        """Keeps only each block's input for the backward pass, which recomputes the rest."""
         self.tower.transformer.grad_checkpointing = True
 
     def compile(self, **options) -> None:
-        """Compiles all but the attention, for any number of tokens: each batch has another."""
+        """Compiles everything but the attention, for any number of tokens, because every batch has another."""
         parts = (before_attention, after_attention)
         self._before, self._after = (torch.compile(part, dynamic=True, **options) for part in parts)
 
@@ -223,12 +223,12 @@ class TextTower:
 class PaddedTextTower(TextTower):
     """A text tower without a causal mask, on the literal padded rows.
 
-    Every state depends on every slot of its row, pads included, and the last slot is the one that is pooled: nothing
-    may be left out, and no two captions share anything.
+    Every state depends on every slot of its row, pads included, and the last slot is pooled: nothing can be skipped or
+    shared between captions.
     """
 
     def encode(self, tokens: TokenBatch, blocks: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features, and the states of the last slot, which is the pooled one here, after some blocks."""
+        """Features, and the states after some blocks of the last slot, which is the pooled one here."""
         transformer = self.tower.transformer
         numbers, after_blocks = block_numbers(transformer, blocks), {}
         hidden_states = self.tower.token_embedding(tokens.padded()) + self.tower.positional_embedding
@@ -258,7 +258,7 @@ class PaddedTextTower(TextTower):
         )
 
     def compile(self, **options) -> None:
-        """Compiles the blocks as one: each batch has the same number of slots."""
+        """Compiles all blocks together: every batch has the same number of slots."""
         self.tower.transformer.compile(**options)
 
 
@@ -267,8 +267,8 @@ def _average(tokens: TokenBatch, layout: _Layout, states: torch.Tensor) -> torch
 
     The shared SOT counts once in every caption.
     """
-    prefix, own = states.tensor_split([layout.n_prefix])
-    groups = zip(layout.groups, own.split(layout.tokens), strict=True)
+    prefix, captions = states.tensor_split([layout.n_prefix])
+    groups = zip(layout.groups, captions.split(layout.tokens), strict=True)
     sums = torch.cat([group.pad(packed[:, None]).sum(dim=2)[:, 0] for group, packed in groups])[layout.back]
     n_shared = int(tokens.shared_sot)
     counts = (tokens.lengths + n_shared).to(states)
@@ -276,7 +276,7 @@ def _average(tokens: TokenBatch, layout: _Layout, states: torch.Tensor) -> torch
 
 
 def set_positions(model: nn.Module, table: torch.Tensor) -> None:
-    """Gives open_clip's two-tower another table of text positions, [positions, width], and the window that it says."""
+    """Gives open_clip's two-tower another table of text positions, [positions, width], and its context length."""
     tower = getattr(model, "text", model)
     tower.positional_embedding = nn.Parameter(table)
     for module in {model, tower}:
@@ -289,17 +289,17 @@ def set_positions(model: nn.Module, table: torch.Tensor) -> None:
 
 
 def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention of packed rows [rows, heads, head_dim]: the prefix to itself, captions to it and themselves."""
-    prefix, own = zip(*(x.tensor_split([layout.n_prefix]) for x in (query, key, value)), strict=True)
+    """Causal attention of packed rows [rows, heads, head_dim]: of the prefix, and of captions with the prefix."""
+    prefix, captions = zip(*(x.tensor_split([layout.n_prefix]) for x in (query, key, value)), strict=True)
     out = [
         F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in prefix), is_causal=True)[0].transpose(0, 1)
     ]
-    for group, *packed in zip(layout.groups, *(x.split(layout.tokens) for x in own), strict=True):
+    for group, *packed in zip(layout.groups, *(x.split(layout.tokens) for x in captions), strict=True):
         group_query, *group_key_value = (group.pad(x) for x in packed)
         keys_values = [group.behind(*pair) for pair in zip(prefix[1:], group_key_value, strict=True)]
         if group.mask is None:
-            # All see the same before their text: SOT, or nothing where none is shared. With SOT as a query too, a
-            # causal mask says it all, for which there are faster kernels; its output is not needed.
+            # Every caption sees the same before its text: the shared SOT, if any. With SOT as a query too, a causal
+            # mask is enough, for which there are faster kernels; the output of SOT is dropped.
             queries = group.behind(prefix[0], group_query)
             attended = F.scaled_dot_product_attention(queries, *keys_values, is_causal=True)[:, :, group.prefix :]
         else:
@@ -309,11 +309,12 @@ def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torc
 
 
 def _attend_last(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The same for the captions' last tokens alone: queries and result are [batch, heads, head_dim], in their order."""
-    prefix, own = zip(*(x.tensor_split([layout.n_prefix]) for x in (key, value)), strict=True)
+    """The same for the captions' last tokens alone: queries and result are [batch, heads, head_dim], in that order."""
+    prefix, captions = zip(*(x.tensor_split([layout.n_prefix]) for x in (key, value)), strict=True)
     queries = query.split(layout.captions)
     out = []
-    for group, group_query, *packed in zip(layout.groups, queries, *(x.split(layout.tokens) for x in own), strict=True):
+    packed_groups = (x.split(layout.tokens) for x in captions)
+    for group, group_query, *packed in zip(layout.groups, queries, *packed_groups, strict=True):
         keys_values = [group.behind(shared, group.pad(x)) for shared, x in zip(prefix, packed, strict=True)]
         out.append(F.scaled_dot_product_attention(group_query[:, :, None], *keys_values, attn_mask=group.seen)[:, :, 0])
     return torch.cat(out)

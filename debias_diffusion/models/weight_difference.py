@@ -1,4 +1,4 @@
-"""A fine-tuned toy CLIP as what it differs in from its base, so that both its towers take no more room than one."""
+"""A fine-tuned toy CLIP stored as its difference from the base model, in a quarter of the bytes."""
 
 import os
 from copy import deepcopy
@@ -17,28 +17,30 @@ _MOST = 127  # of 8 bits with a sign
 
 
 def save_fine_tuned(tuned: Backbone, base: Backbone, folder: Path) -> None:
-    """Writes how each weight differs from the stretched base's, in 8 bits, in steps of a size of its own.
+    """Writes each weight's difference from the stretched base model, in 8 bits, with a step size for each tensor.
 
-    Fine-tuning moves weights little, so that 8 bits say the difference nearly as well as 16 say the weight.
+    Fine-tuning changes weights little, so 8 bits hold the difference nearly as well as 16 bits hold the weight.
 
     Args:
-        tuned: what `train` made of the base, stretched as `Backbone.stretch` does it.
-        base: "toy/clip" as it ships, in any precision; stays as it is.
-        folder: made by this.
+        tuned: the base model after `train`, stretched by `Backbone.stretch`.
+        base: "toy/clip" as shipped, in any precision; not changed.
+        folder: is created.
     """
     start = deepcopy(base).float()
     start.stretch()
-    before, after = (dict(sorted(its.model.state_dict().items())) for its in (start, tuned))
-    moved = {name: tensor - before[name] for name, tensor in after.items()}
-    # The smallest of floats for a weight that has not moved.
-    steps = [(its.abs().max() / _MOST).clamp(min=torch.finfo(its.dtype).tiny) for its in moved.values()]
-    counts = {name: (its / step).round().to(torch.int8) for (name, its), step in zip(moved.items(), steps, strict=True)}
+    before, after = (dict(sorted(backbone.model.state_dict().items())) for backbone in (start, tuned))
+    change = {name: tensor - before[name] for name, tensor in after.items()}
+    # At least the smallest float, for a weight that has not changed.
+    steps = [(tensor.abs().max() / _MOST).clamp(min=torch.finfo(tensor.dtype).tiny) for tensor in change.values()]
+    counts = {
+        name: (tensor / step).round().to(torch.int8) for (name, tensor), step in zip(change.items(), steps, strict=True)
+    }
     folder.mkdir(parents=True)
     save_tensors(counts | {_STEPS: torch.stack(steps)}, folder / DIFFERENCE)
 
 
 def load_fine_tuned(folder: str | os.PathLike) -> Backbone:
-    """What `save_fine_tuned` wrote, added to "toy/clip".
+    """ "toy/clip" with the difference that `save_fine_tuned` wrote.
 
     Raises:
         UserError: the file is damaged, or of another model.
@@ -53,18 +55,18 @@ def load_fine_tuned(folder: str | os.PathLike) -> Backbone:
 
 
 def _read_difference(file: Path, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """(whole numbers for each weight of `state`, sizes of the steps that they count, in the order of the names).
+    """(steps for each weight of `state`, as int8; the size of each tensor's step, in the order of the names).
 
     Raises:
         UserError: the file is damaged, or of another model.
     """
-    named = f"The fine-tuned model {str(file)!r}"
-    with explain_failure(f"{named} could not be loaded", "Install the package again."):
+    label = f"The fine-tuned model {str(file)!r}"
+    with explain_failure(f"{label} could not be loaded", "Install the package again."):
         counts = read_state(file)
         steps = counts.pop(_STEPS, torch.empty(0))
         shapes = {name: (torch.int8, tensor.shape) for name, tensor in state.items()}
         fits = {name: (tensor.dtype, tensor.shape) for name, tensor in counts.items()} == shapes
         if not fits or steps.shape != (len(counts),) or not steps.is_floating_point():
-            raise UserError(f"{named} is damaged: it is no difference from toy/clip. Install the package again.")
-        check_finite([(_STEPS, steps)], named)
+            raise UserError(f"{label} is damaged: it is not a difference from toy/clip. Install the package again.")
+        check_finite([(_STEPS, steps)], label)
         return counts, steps

@@ -1,4 +1,4 @@
-"""Files of weights for open_clip's two-towers: found, looked at before anything is loaded, and loaded."""
+"""Files of weights for open_clip's two-towers: find them, check them first, and load them."""
 
 import collections
 import os
@@ -18,17 +18,17 @@ from .positions import FACTOR, KEEP, stretched_length
 from .text_tower import set_positions
 
 _POSITIONS = "positional_embedding"
-_LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, of which its code takes the rows that are not kept
-_NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size")  # what OpenAI's files hold besides
+_LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, which its code uses from row 20 on
+_NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size")  # in OpenAI's files, beside the weights
 
 
 def find_weights(model: str, source: str | None, pretrained: str | None) -> Path | None:
-    """The file of weights that a model's name stands for; None where random weights were asked for.
+    """The file of a model's weights; None for random weights.
 
     Args:
-        model: as `load_backbone` takes it.
-        source: "hf-hub:..." or "local-dir:...", whose own weights are meant; None for a plain name.
-        pretrained: with a plain name, a file or a tag, which open_clip downloads unless it has.
+        model: as for `load_backbone`.
+        source: "hf-hub:..." or "local-dir:...", which holds its weights; None for a plain name.
+        pretrained: with a plain name, a file, or a tag whose file open_clip downloads unless it is cached.
     """
     if source is None:
         if pretrained is None or Path(pretrained).is_file():
@@ -41,46 +41,58 @@ def find_weights(model: str, source: str | None, pretrained: str | None) -> Path
     return Path(file)
 
 
-def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> dict[str, int] | None:
-    """Loads a file of weights into open_clip's module; its text positions are taken as they are or not at all.
+def read_weights(file: Path) -> dict[str, torch.Tensor] | None:
+    """`read_state`; None for big_vision's npz, which only open_clip reads, and refuses where a shape differs."""
+    return None if file.suffix in (".npz", ".npy") else read_state(file)
 
-    open_clip's own loading interpolates positions of another length without a word.
+
+def count_numbers(file: Path, state: dict[str, torch.Tensor] | None) -> int:
+    """The numbers that a file of weights holds, at most."""
+    if state is None:
+        return file.stat().st_size
+    return sum(tensor.numel() for tensor in state.values() if isinstance(tensor, torch.Tensor))
+
+
+def load_weights(
+    clip: nn.Module, file: Path, state: dict[str, torch.Tensor] | None, model: str, quick_gelu: bool
+) -> dict[str, int] | None:
+    """Loads weights into open_clip's module, and never interpolates text positions, as open_clip does silently.
 
     Args:
         clip: an `open_clip.CLIP` or `CustomTextCLIP`.
-        file: what open_clip's loading reads (safetensors, torch, big_vision's npz), or a Long-CLIP checkpoint.
-        model: what to call it in errors.
-        quick_gelu: whether `clip` has OpenAI's activation, which a file does not tell.
+        file: weights that open_clip reads (safetensors, torch, big_vision's npz), or a Long-CLIP checkpoint.
+        state: its content, from `read_weights`.
+        model: its name in errors.
+        quick_gelu: whether `clip` has OpenAI's activation, which is not in the file.
 
     Returns:
-        How the file's positions were stretched, {"keep", "factor"}, if it is Long-CLIP's; else None.
+        {"keep", "factor"} that a Long-CLIP checkpoint's positions were stretched with; else None.
 
     Raises:
-        UserError: the file is for another window, or Long-CLIP's and for another model. What the libraries raise for
-            files that are broken, hostile, or for other sizes comes through.
+        UserError: the file has another context length, or is Long-CLIP's and of another model. Errors of the libraries
+            for broken or hostile files and other sizes pass through.
     """
-    if file.suffix in (".npz", ".npy"):  # big_vision's, which open_clip refuses where a shape differs
+    if state is None:
         open_clip.load_checkpoint(clip, str(file))
         return None
-    state = read_state(file)
     if is_long_clip(state):
         return _load_long_clip(clip, state, file, model, quick_gelu)
     table = state.get(_POSITIONS, state.get(f"text.{_POSITIONS}"))
-    window = len(getattr(clip, "text", clip).positional_embedding)
-    if table is not None and len(table) != window:
+    positions = len(getattr(clip, "text", clip).positional_embedding)
+    if table is not None and len(table) != positions:
         raise UserError(
-            f"{str(file)!r} holds {len(table)} text positions, {model!r} has {window}; they are not interpolated. Give "
-            f"weights of {window} positions, or, for a stretched model, the folder that its training left, whose "
-            "open_clip_config.json tells the window."
+            f"{str(file)!r} holds {len(table)} text positions, {model!r} has {positions}; they are not interpolated. "
+            f"Give weights of {positions} positions, or, for a stretched model, the folder of its training run, whose "
+            "open_clip_config.json has the context length."
         )
     open_clip.load_checkpoint(clip, str(file), weights_only=True)
     return None
 
 
 def read_state(file: Path) -> dict[str, torch.Tensor]:
-    """What a file of weights holds, mapped into memory rather than read where its format allows, under plain names.
+    """The state dict in a file, memory-mapped where its format allows, without the prefix `module.`.
 
-    Nothing in the file is executed. What the libraries raise for broken and hostile files comes through.
+    Nothing in the file is executed. Errors of the libraries for broken and hostile files pass through.
     """
     if not file.is_file():
         raise UserError(f"{str(file)!r} is not there, or is no regular file.")
@@ -98,7 +110,7 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_digest(module: nn.Module) -> str:
-    """sha256 over the names, types, shapes and values of a module's state, wherever it was loaded from."""
+    """sha256 over the names, types, shapes and values of a module's state dict."""
 
     def parts():
         for name, tensor in sorted(module.state_dict().items()):
@@ -110,9 +122,9 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def _read_torch_zip(file: Path):
-    """A torch file as it is written since torch 1.6, mapped into memory.
+    """A torch file in the format since torch 1.6, memory-mapped.
 
-    What is mapped is not checked by torch: compressed values, or the wrong number of them, would be taken as they lie.
+    torch does not check mapped files: it would read compressed values, or too few, as they are.
     """
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -120,7 +132,7 @@ def _read_torch_zip(file: Path):
     if compressed:
         raise UserError(
             f"{str(file)!r} was packed again: {len(compressed)} of its parts are compressed, which torch never writes "
-            "and would read as noise. Unpack it and store it uncompressed (`zip -0`), or get it again."
+            "and reads as noise. Unpack it and store it uncompressed (`zip -0`), or get it again."
         )
     if len({entry.filename for entry in entries}) < len(entries):
         raise UserError(f"{str(file)!r} holds two parts of the same name. Get it again.")
@@ -137,7 +149,7 @@ def _is_data(name: str) -> bool:
 
 
 def _storage_sizes(content) -> list[int]:
-    """Bytes of each storage that the tensors in nested containers share."""
+    """The bytes of each storage of the tensors in nested containers."""
     sizes, waiting = {}, [content]
     while waiting:
         value = waiting.pop()
@@ -153,7 +165,7 @@ def _storage_sizes(content) -> list[int]:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Writes safetensors that others may read like any new file: safetensors 0.8 keeps it to the owner alone."""
+    """Writes safetensors with the permissions of any new file: safetensors 0.8 lets only the owner read it."""
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt", **(metadata or {})})
     umask = os.umask(0)
@@ -162,38 +174,37 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[st
 
 
 def _is_safetensors(file: Path) -> bool:
-    """Whether it begins as safetensors do, with the length of a JSON object and the object."""
+    """Whether the file begins like safetensors: the length of a JSON object, then the object."""
     with open(file, "rb") as opened:
         start = opened.read(9)
     return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= 100_000_000
 
 
 def is_long_clip(state: dict[str, torch.Tensor]) -> bool:
-    """Whether a state dict is Long-CLIP's, with two tables of positions."""
+    """Whether a state dict is Long-CLIP's, with its two tables of positions."""
     return _LONG_CLIPS in state
 
 
 def fold_long_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Long-CLIP's weights with one table of positions, as its code adds its two: rows 0 to 19 of one, the rest of the
-    other."""
+    """Long-CLIP's weights with one table of positions: rows 0 to 19 of the first, the rest of the second."""
     table = torch.cat([state[_POSITIONS][:KEEP], state[_LONG_CLIPS][KEEP:]])
-    others = {name: tensor for name, tensor in state.items() if name not in (*_NO_WEIGHTS, _LONG_CLIPS)}
-    return others | {_POSITIONS: table}
+    weights = {name: tensor for name, tensor in state.items() if name not in (*_NO_WEIGHTS, _LONG_CLIPS)}
+    return weights | {_POSITIONS: table}
 
 
 def _load_long_clip(
     clip: nn.Module, state: dict[str, torch.Tensor], file: Path, model: str, quick_gelu: bool
 ) -> dict[str, int]:
-    """Loads Long-CLIP's weights into a two-tower, which gets their window."""
+    """Loads Long-CLIP's weights into a two-tower, which gets their context length."""
     if not quick_gelu:
-        right = f"{model}-quickgelu"
-        right = right if right in open_clip.list_models() else "ViT-B-16-quickgelu or ViT-L-14-quickgelu"
+        name = f"{model}-quickgelu"
+        name = name if name in open_clip.list_models() else "ViT-B-16-quickgelu or ViT-L-14-quickgelu"
         raise UserError(
             f"{str(file)!r} is a Long-CLIP checkpoint, trained from OpenAI's weights with QuickGELU, which {model!r} "
-            f"lacks. Use --model {right}."
+            f"lacks. Use --model {name}."
         )
-    window, width = getattr(clip, "text", clip).positional_embedding.shape
-    expected = [stretched_length(window), width]
+    positions, width = getattr(clip, "text", clip).positional_embedding.shape
+    expected = [stretched_length(positions), width]
     shapes = {name: list(state[name].shape) for name in (_POSITIONS, _LONG_CLIPS) if name in state}
     if shapes != {_POSITIONS: expected, _LONG_CLIPS: expected}:
         raise UserError(

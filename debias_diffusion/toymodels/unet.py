@@ -59,7 +59,7 @@ def _encode(pipe: StableDiffusionXLPipeline, texts: list[str]) -> tuple[Tensor, 
 def _encode_windows(
     pipe: StableDiffusionXLPipeline, texts: list[tuple[str, str]], whole: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """The states of two windows as `pipelines.long_prompt.join_windows` joins them.
+    """The states of two windows as `pipelines.chunks.join_chunks` joins them.
 
     BOS and the tokens of the first window, tokens, EOS and pads of the second, then pads of an empty one.
 

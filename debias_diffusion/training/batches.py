@@ -1,43 +1,46 @@
-"""Which samples each step sees: a pure function of the seed, so that a run can start at any step."""
+"""The samples of each step: a pure function of the seed, so that a run can resume at any step."""
 
 from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 
-from ..data.dataset import Key
+from ..methods.base import Key
 
 
 class GlobalBatches:
     """The samples of every step, the same however many processes share them.
 
-    Each epoch is a permutation of all records, of which the last few are its reserve: they stand in for those that turn
-    out to be unreadable, and are trained on in other epochs. Batches are cut from the epochs laid end to end: the
-    remainder of one opens the next one's first batch, in which no record occurs twice; what remains of the last is
-    dropped.
+    Each epoch is a permutation of all records. The last few are its reserve: they replace unreadable records, and are
+    trained on in other epochs. Batches are cut from the concatenated epochs: the remainder of one opens the first batch
+    of the next, in which no record occurs twice; the remainder of the last is dropped.
 
     Args:
-        records: how many there are.
+        records: their number.
         batch: samples a step over all processes, at most `records - spare`.
         epochs: passes over the records.
         seed: of the permutations.
         max_steps: upper limit of steps.
-        spare: records of each epoch's reserve.
+        spare: records in each epoch's reserve.
+
+    Attributes:
+        samples_per_epoch: records of an epoch without its reserve.
+        total_steps: steps of the run.
     """
 
     def __init__(self, records: int, batch: int, epochs: int, seed: int, max_steps: int | None = None, spare: int = 0):
         self.records, self.batch, self.epochs, self.seed, self.spare = records, batch, epochs, seed, spare
-        self.an_epoch = records - spare
-        self.total_steps = min(self.an_epoch * epochs // batch, max_steps or records * epochs)
+        self.samples_per_epoch = records - spare
+        self.total_steps = min(self.samples_per_epoch * epochs // batch, max_steps or records * epochs)
 
     @property
     def dropped(self) -> int:
-        """Samples of the epochs that no step sees."""
-        return self.an_epoch * self.epochs - self.total_steps * self.batch
+        """Samples of all epochs that no step sees."""
+        return self.samples_per_epoch * self.epochs - self.total_steps * self.batch
 
     @property
     def remainder(self) -> int:
-        """Of these, the samples that were too few for another step."""
+        """Those of them that were too few for another step."""
         return self.dropped if self.dropped < self.batch else 0
 
     def __len__(self) -> int:
@@ -55,18 +58,18 @@ class GlobalBatches:
                 if step >= self.total_steps:
                     return
                 if step >= start:
-                    mine = queue[at + rank * local : at + (rank + 1) * local]
-                    yield [tuple(key) for key in mine.tolist()]
+                    share = queue[at + rank * local : at + (rank + 1) * local]
+                    yield [tuple(key) for key in share.tolist()]
                 step += 1
             rest = queue[len(queue) - len(queue) % self.batch :]
 
     def reserve(self, epoch: int) -> np.ndarray:
-        """The records, by index, that stand in for others in `epoch`."""
-        return _permutation(self.records, self.seed, epoch)[self.an_epoch :]
+        """The indices of the records that replace unreadable ones in `epoch`."""
+        return _permutation(self.records, self.seed, epoch)[self.samples_per_epoch :]
 
     def _order(self, epoch: int, carried: np.ndarray) -> np.ndarray:
-        """The epoch's records in order; those carried over into its first batch do not occur again in that batch."""
-        order = _permutation(self.records, self.seed, epoch)[: self.an_epoch].copy()
+        """The epoch's records in order; those carried over into its first batch do not occur twice in it."""
+        order = _permutation(self.records, self.seed, epoch)[: self.samples_per_epoch].copy()
         if len(carried):
             repeated = np.isin(order, carried)
             head = self.batch - len(carried)

@@ -1,4 +1,4 @@
-"""Reading all of a data set without training, and naming what is wrong with it."""
+"""Checks of the data, before and during training, and the report of bad records."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer
 from .config import TrainConfig
 
-_LOOKED_FOR = 200  # images whose presence is checked before a run
+_LOOKED_UP = 200  # images whose presence is checked before a run
 
 
-class _Everything(Dataset):
-    """(sentences, tokens of the whole caption, fault or None) of every record."""
+class _CheckedRecords(Dataset):
+    """(sentences, tokens of the whole caption, BadRecord or None) of every record."""
 
     def __init__(self, records: Sequence[Record], images: ImageSource, tokenizer: CaptionTokenizer):
         self.records, self.images, self.tokenizer = records, images, tokenizer
@@ -31,12 +31,12 @@ class _Everything(Dataset):
     def __getitem__(self, index: int) -> tuple[int, int, BadRecord | None]:
         record = self.records[index]
         image = read_or_bad(record, self.images.open)
-        fault = image if isinstance(image, BadRecord) else None
-        return len(split_sentences(record.caption)), self.tokenizer.count(record.caption), fault
+        bad = image if isinstance(image, BadRecord) else None
+        return len(split_sentences(record.caption)), self.tokenizer.count(record.caption), bad
 
 
 def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
-    """Decodes every image and tokenizes every caption, prints what was found, names every bad record in a file.
+    """Decodes every image, tokenizes every caption, prints statistics, and lists every bad record in a file.
 
     Shards are also compared with their checksums.
 
@@ -47,12 +47,12 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
         UserError: more than `config.max_bad` of the records are unusable.
     """
     captions, images = open_data(config.data, config.images)
-    everything = _Everything(captions.records, images, tokenizer)
-    loader = DataLoader(everything, batch_size=None, num_workers=config.workers)
+    records = _CheckedRecords(captions.records, images, tokenizer)
+    loader = DataLoader(records, batch_size=None, num_workers=config.workers)
     with load_batches(loader) as rows:
-        found = list(tqdm(rows, desc="reading", unit=" pairs", total=len(everything)))
-    sentences, tokens = np.array([row[0] for row in found]), np.array([row[1] for row in found])
-    bad = [*captions.bad, *(row[2] for row in found if row[2] is not None)]
+        checked = list(tqdm(rows, desc="reading", unit=" pairs", total=len(records)))
+    sentences, tokens = np.array([row[0] for row in checked]), np.array([row[1] for row in checked])
+    bad = [*captions.bad, *(row[2] for row in checked if row[2] is not None)]
     changed = verify_shards(config.data) if is_shards(Path(config.data)) else []
     report = {
         "pairs": len(captions.records) + len(captions.bad),
@@ -66,8 +66,8 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     print(
         f"{report['usable']} of {report['pairs']} pairs can be used.\n"
         f"Captions: {report['sentences_mean']} sentences and {report['tokens_mean']} tokens on average, 95% within "
-        f"{report['tokens_p95']:.0f}; {report['over_window']} are longer than the window of {tokenizer.context_length} "
-        "and would be cut."
+        f"{report['tokens_p95']:.0f}; {report['over_window']} are longer than the context length of "
+        f"{tokenizer.context_length} and would be cut."
     )
     report_bad(bad + changed, Path(config.output))
     check_share(bad, report["pairs"], config.max_bad, continue_hint(config))
@@ -75,21 +75,21 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
 
 
 def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: float) -> int:
-    """How many of some images, spread evenly over the data, are missing.
+    """How many of a sample of the images, spread evenly over the data, are missing.
 
     Raises:
-        UserError: all of them are, or more than the share of `max_bad`.
+        UserError: all of them are missing, or a larger share than `max_bad`.
     """
-    looked_for = records[:: max(1, len(records) // _LOOKED_FOR)]
-    missing = [record.image for record in looked_for if not images.is_there(record.image)]
-    if len(missing) == len(looked_for):
+    sample = records[:: max(1, len(records) // _LOOKED_UP)]
+    missing = [record.image for record in sample if not images.is_there(record.image)]
+    if len(missing) == len(sample):
         raise UserError(
             f"The image folder {str(images.root)!r} holds none of the images, for example {missing[0]!r}. Give the "
             "folder that the data file's image paths start from. Links that lead out of it are not followed."
         )
-    if too_many(len(missing), len(looked_for), max_bad):
+    if too_many(len(missing), len(sample), max_bad):
         raise UserError(
-            f"Of {len(looked_for)} images looked for in {str(images.root)!r}, {len(missing)} are missing, for example "
+            f"Of {len(sample)} images looked up in {str(images.root)!r}, {len(missing)} are missing, for example "
             f"{missing[0]!r}; --max-bad allows a share of {max_bad:g}. `train --check-data` names them all."
         )
     return len(missing)

@@ -1,22 +1,25 @@
-"""What a training run is told, and the checks that need no data."""
+"""The settings of a training run, and the checks that need no data."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ..data.bad_records import check_max_bad
 from ..errors import UserError, near_matches
-from ..methods.dual_caption import Recipe, find_recipe
+from ..methods import Method, find_method
 from ..models.positions import FACTOR, KEEP
 
-# A run may be continued with other values of these: they change how it runs, not (beyond rounding) what comes out.
+# A run may resume with other values of these: they change how it runs, but not (beyond rounding) its result.
 _WITHOUT_EFFECT = (
     *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "check_data"),
     *("chunk", "checkpoint_activations", "compile", "feature_cache"),
 )
+# Options that are settings of the recipe; others are given in `method`.
+RECIPE_OPTIONS = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling")
 TRACKERS = ("tensorboard", "wandb")
 
 
@@ -25,59 +28,60 @@ class TrainConfig:
     """Fine-tune a CLIP two-tower on long captions, so that its text encoder reads all of them.
 
     Attributes:
-        data: Pairs of image and caption: a JSON file in ShareGPT4V's layout, a .jsonl file, a folder of WebDataset
-            shards (`debias-diffusion shards` writes them), a folder of images with captions beside them, or scenes of
-            the toy world (toy/train-2).
+        data: Image-caption pairs: a JSON file in ShareGPT4V's layout, a .jsonl file, a folder of WebDataset shards
+            (`debias-diffusion shards` writes them), a folder of images with captions beside them, or scenes of the toy
+            world (toy/train-2).
         images: Folder that the image paths of a JSON or JSONL file start from; null for all other data.
-        output: Folder of the run. A run that was stopped continues there when started again with the same settings.
+        output: Folder of the run. A stopped run resumes there when it is started again with the same settings.
         model: Base model: an open_clip name (ViT-B-16, ViT-L-14-quickgelu, ViT-B-16-SigLIP2), an open_clip folder, or
             hf-hub:owner/name.
-        pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model) or a file,
-            which may be Long-CLIP's. The default, null, is random weights.
-        recipe: debias-clip, long-clip or smart-clip-sampling. The six settings that follow override a part of it.
+        pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
+            may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
+        recipe: debias-clip, long-clip or smart-clip-sampling. The six options that follow override a part of it.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
             second to a random end), independent (each with probability 1/2), shuffle (all, in random order), keep-4 or
-            keep-N (so many), details (all, in order). With it: summary (nothing else), opening (up to a random end).
+            keep-N (that many), details (all, in order). With it: summary (nothing else), opening (up to a random end).
         padding: Pads before the short caption: random, none, pad-20, pad-40 or pad-N, pre-sot (before SOT too).
         short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1; at 0 or 1 only one of them is computed.
-        components: Principal components of the images that short captions are compared with, less than the batch less
-            one; 0 compares them with the images as they are.
+        components: Principal components of the image features that short captions are compared with, fewer than the
+            batch less one; 0 compares them with the features themselves.
         label_smoothing: From 0 to below 1; not for SigLIP's loss.
         pooling: Where the text feature is read: eot, or average over all tokens that are not pads.
-        keep_positions: First positions that stay as they are when the window is stretched, and in training. 0
-            stretches all.
-        stretch: How many positions each of the others becomes; 77 positions become 248 with the defaults. A model
-            that training has already stretched is left as it is.
-        validation: The first so many pairs are held out for R@1, the rest are trained on.
-        batch: Pairs a step, over all processes together.
-        chunk: Pairs whose activations a process holds at once, for one forward pass more: a batch of 2048 in chunks of
+        method: Further settings of a recipe that has some, as --method.alpha 0.75, or method: {alpha: 0.75} in YAML.
+        keep_positions: First positions that are kept when the context length is stretched, and not trained. 0 stretches
+            all.
+        stretch: How many positions each of the others becomes; 77 positions become 248 with the defaults. A model that
+            training has already stretched is not stretched again.
+        validation: How many of the first pairs are held out for R@1; the rest are trained on. auto is 1000, and a tenth
+            of fewer than 10,000 pairs.
+        batch: Pairs per step, over all processes together.
+        chunk: Pairs whose activations a process holds at once, for one more forward pass: a batch of 2048 in chunks of
             64 gives the gradient of 2048 in the memory of 64. null holds all.
-        freeze_image_tower: Train the text tower alone. Image features are computed once and kept on the disk.
-        feature_cache: Folder for these, which runs can share; null is image-features beside the output folder.
+        freeze_image_tower: Train the text tower alone. Image features are computed once and cached on disk.
+        feature_cache: Folder of that cache, which runs can share; null is image-features beside the output folder.
         epochs: Passes over the data.
-        max_steps: Stop after so many steps, if the epochs are not over before.
+        max_steps: Stop after this many steps, if the epochs take more.
         learning_rate: Peak learning rate of AdamW, reached after the warm-up; then a cosine to 0.
         warmup: Steps of linear warm-up.
         weight_decay: On matrices only.
         betas: AdamW's averages.
         eps: AdamW's epsilon.
-        initial_scale: What similarities are multiplied with at the start; null keeps the model's own. auto is 100 (the
-            limit, as in Long-CLIP's code), and the model's own for SigLIP.
+        initial_scale: Multiplies the similarities at the start; null keeps the base model's scale. auto is 100 (the
+            limit, as in Long-CLIP's code), and the base model's for SigLIP.
         precision: fp32, or bf16 or fp16 for mixed precision. auto is bf16 (fp16 where there is none) on a GPU and fp32
             elsewhere.
-        checkpoint_activations: Compute activations again in the backward pass instead of keeping them.
+        checkpoint_activations: Recompute activations in the backward pass instead of keeping them.
         compile: Compile the towers with torch.compile, which takes minutes at the start.
-        seed: Of everything drawn: random weights, order of samples, short captions.
+        seed: Of all random draws: random weights, order of samples, short captions.
         workers: Processes that read images, for each training process. 0 reads them in the training process.
         eval_every: Steps between measurements of R@1 on the held-out pairs.
         checkpoint_every: Steps between checkpoints.
-        keep: Newest checkpoints that are kept.
+        keep: How many of the newest checkpoints are kept.
         log_every: Steps between lines in log.jsonl.
         trackers: tensorboard, wandb, or both with a comma between; null for log.jsonl alone, which is always written.
-        max_bad: Largest share of records that may be unusable before the run stops, from 0 to 1. As large a share of
-            each epoch is its reserve, which stands in for them. A run that was stopped may continue with another
-            value; its reserve stays as it was.
-        check_data: Read all images and captions, report what is wrong with them, and train nothing.
+        max_bad: Largest share of bad records before the run stops, from 0 to 1. The same share of each epoch is its
+            reserve, which replaces them. A stopped run may resume with another value, and keeps its reserve.
+        check_data: Read all images and captions, report the bad records, and train nothing.
     """
 
     data: str
@@ -92,9 +96,10 @@ class TrainConfig:
     components: int | None = None
     label_smoothing: float | None = None
     pooling: Literal["eot", "average"] | None = None
+    method: dict[str, Any] | None = None
     keep_positions: int = KEEP
     stretch: int = FACTOR
-    validation: int = 1000
+    validation: int | Literal["auto"] = "auto"
     batch: int = 256
     chunk: int | None = None
     freeze_image_tower: bool = False
@@ -123,8 +128,9 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("batch", "epochs", "stretch", "eval_every", "checkpoint_every", "log_every", "keep"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("validation", "warmup", "weight_decay", "workers", "keep_positions"):
+        for name in ("warmup", "weight_decay", "workers", "keep_positions"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("validation", self.validation == "auto" or self.validation >= 0, "at least 0, or auto")
         for name in ("max_steps", "chunk"):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or null")
         self._require("learning_rate", self.learning_rate > 0 and math.isfinite(self.learning_rate), "above 0")
@@ -142,21 +148,19 @@ class TrainConfig:
         if not fits:
             raise UserError(f"{name} is {getattr(self, name)!r}, but must be {rule}.")
 
-    def make_recipe(self) -> Recipe:
-        """The named recipe with this configuration's overrides."""
-        names = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling")
-        overrides = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(find_recipe(self.recipe), **overrides)
+    def make_recipe(self) -> Method:
+        """The method that `recipe` names, with the settings given."""
+        return find_method(self.recipe, method_settings(vars(self)))
 
     def tracker_names(self) -> list[str]:
         return [name.strip() for name in (self.trackers or "").split(",") if name.strip()]
 
     def feature_folder(self) -> Path:
-        """Where image features are kept."""
+        """The folder of cached image features."""
         return Path(self.feature_cache) if self.feature_cache else Path(self.output).parent / "image-features"
 
     def resolved_precision(self, device: torch.device) -> str:
-        """`precision`, or the fastest safe one of the device: bf16 has the range of fp32, fp16 needs scaling."""
+        """`precision`, or for auto the device's fastest safe one: bf16 has the range of fp32, fp16 needs scaling."""
         if self.precision != "auto":
             return self.precision
         if device.type != "cuda":
@@ -164,6 +168,20 @@ class TrainConfig:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
     def settings(self) -> dict:
-        """All that decides what comes out, as plain JSON values."""
+        """All settings that decide the result, as plain JSON values; `method` only where it is given."""
         settings = asdict(self) | {"betas": list(self.betas)}
-        return {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
+        ignored = _WITHOUT_EFFECT if self.method else (*_WITHOUT_EFFECT, "method")
+        return {name: value for name, value in settings.items() if name not in ignored}
+
+
+def method_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that change its recipe, from all of its settings.
+
+    Raises:
+        UserError: one of them has an option of its own, and is in `method` too.
+    """
+    further = settings.get("method") or {}
+    for name in further:
+        if name in RECIPE_OPTIONS:
+            raise UserError(f"{name} is an option of its own: give --{name} instead of --method.{name}.")
+    return {name: settings[name] for name in RECIPE_OPTIONS if settings.get(name) is not None} | further

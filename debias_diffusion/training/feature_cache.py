@@ -1,9 +1,10 @@
-"""Image features on disk: computed once, used in every epoch and every run that can share them."""
+"""On-disk cache of image features: computed once, used in every epoch and by every run that can share them."""
 
 import hashlib
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..files import held, json_digest, write_json
 from ..models.backbone import Backbone
 from .step import autocast
 
-STAMP = 16  # bytes that tell a version of an image file from all others
+STAMP = 16  # bytes that identify one version of an image file
 _CHECKSUM = 8  # bytes of a checksum over stamp and features
 _ROW = STAMP + _CHECKSUM
 _FORMAT = 2  # the first one had no checksums
@@ -33,15 +34,15 @@ def cache_key(backbone: Backbone, precision: str) -> dict:
 
 
 class FeatureCache:
-    """Image features by the stamp of the image they were computed from.
+    """Image features by the stamp of their image.
 
-    A subfolder for each key holds one pair of files for each process that wrote there: rows of float32 features, and
-    rows of stamps and checksums. Both only ever grow, and what a kill left of an incomplete row is cut off before more
-    is written. Damaged features are never given; an image whose stamp is damaged has none.
+    A subfolder per key holds one pair of files for each process that wrote there: rows of float32 features, and rows of
+    stamps and checksums. Both only grow; an incomplete row that a kill left is cut off before more is written. Damaged
+    features are never returned; an image whose stamp is damaged has none.
 
     Args:
-        folder: where caches of any key lie.
-        key: what the features depend on besides the image (see `cache_key`).
+        folder: of the caches of all keys.
+        key: everything the features depend on besides the image (see `cache_key`).
         dim: numbers in a feature.
     """
 
@@ -50,7 +51,7 @@ class FeatureCache:
         self.read()
 
     def read(self) -> None:
-        """Maps what is on the disk now."""
+        """Maps the files on disk."""
         self._parts: list[np.ndarray] = []
         stamps = [np.empty((0, _ROW), dtype=np.uint8)]
         for features in sorted(self.folder.glob("features-*")):
@@ -61,7 +62,7 @@ class FeatureCache:
                 stamps.append(written[: rows * _ROW].reshape(rows, _ROW))
         self._ends = np.cumsum([len(part) for part in self._parts])
         self._rows = np.concatenate(stamps)
-        # Sorted, so that a stamp is found by halving; equal stamps mean equal features.
+        # Sorted for binary search; equal stamps mean equal features.
         known = np.ascontiguousarray(self._rows[:, :STAMP]).reshape(-1).view(f"S{STAMP}")
         self._order = np.argsort(known, kind="stable")
         self._known = known[self._order]
@@ -87,12 +88,12 @@ class FeatureCache:
             raise UserError(
                 f"The image features in {str(file)!r} are damaged: row {row - start} and its checksum do not agree. "
                 f"Remove that file and {_stamps_of(file).name!r} beside it, and start the same command again, which "
-                "computes what they held."
+                "computes them again."
             )
         return torch.from_numpy(features)
 
     def writer(self, process: int) -> "FeatureWriter":
-        """For `process` alone; the first one also says in words what the folder's name stands for."""
+        """A writer for `process` alone; the first process also writes the key, whose digest names the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if process == 0:
             write_json(self.folder / "key.json", self.key)
@@ -119,10 +120,10 @@ class FeatureWriter:
         os.truncate(self._stamps, rows * _ROW)
 
     def add(self, stamps: Sequence[bytes], features: torch.Tensor) -> None:
-        """Rows [n, dim], on the disk when this returns."""
+        """Adds rows [n, dim], on disk when this returns."""
         rows = features.float().cpu().contiguous().numpy()
         _append(self._features, rows.tobytes())
-        # After the features: a stamp without features would be a lie, features without a stamp are cut off.
+        # After the features: a stamp must not stand without features, and features without a stamp are cut off.
         noted = [stamp + _checksum(stamp, row) for stamp, row in zip(stamps, rows, strict=True)]
         _append(self._stamps, b"".join(noted))
 
@@ -144,16 +145,35 @@ class CachedImages:
         self.images, self.cache, self.root = images, cache, images.root
 
     def open(self, image: str) -> torch.Tensor:
-        """Raises OSError, or what the source raises, where the image is missing, changed or cannot be read."""
+        """Raises OSError, or the source's error, if the image is missing, changed or unreadable."""
         row = int(self.cache.find([self.images.stamp(image)])[0])
         if row < 0:
-            self.images.open(image)  # says what is wrong with it, if something is
+            self.images.open(image)  # raises for a missing or unreadable image
             raise OSError("has changed since its features were computed")
         return self.cache[row]
 
 
+@dataclass(frozen=True)
+class FrozenTower:
+    """An image tower that is not trained: on the accelerator's device, in `eval()` mode."""
+
+    backbone: Backbone
+    accelerator: Accelerator
+    precision: str
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[batch, 3, height, width] -> [batch, embed_dim]. Raises UserError for features that are not finite."""
+        with autocast(self.precision, self.accelerator.device):
+            features = self.backbone.encode_image(pixels.to(self.accelerator.device))
+        if not features.isfinite().all():
+            raise UserError(
+                f"The image tower's features are not finite in {self.precision}. Choose another --precision."
+            )
+        return features
+
+
 class _Missing(Dataset):
-    """(stamp, pixels) of each image without features, or the BadRecord that says why there are none."""
+    """(stamp, pixels) of each image without features, or its BadRecord."""
 
     def __init__(self, records: Sequence[Record], indices: Sequence[int], images: ImageSource, read_pixels):
         self.records, self.indices, self.images, self.read_pixels = records, indices, images, read_pixels
@@ -165,33 +185,33 @@ class _Missing(Dataset):
         return read_or_bad(self.records[self.indices[position]], self._read)
 
     def _read(self, image: str) -> tuple[bytes, torch.Tensor]:
-        stamp = self.images.stamp(image)  # before the image, so that one replaced meanwhile is not found by its stamp
+        # The stamp first: if the image is replaced before its pixels are read, the new stamp must not find them.
+        stamp = self.images.stamp(image)
         return stamp, self.read_pixels(self.images.open(image))
 
 
 def cached_images(
-    backbone: Backbone,
+    tower: FrozenTower,
     records: Sequence[Record],
     images: ImageSource,
     folder: str | os.PathLike,
-    accelerator: Accelerator,
-    precision: str,
-    batch: int,
-    workers: int,
+    *,
+    batch: int = 64,
+    workers: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[CachedImages, list[BadRecord]]:
-    """Computes the features of all images that the cache lacks, shared among the processes, with a progress bar.
+    """Computes the features of all images that the cache in `folder` lacks, shared among the processes.
 
-    A run that is killed, or that `stop` ends after a batch, continues where it was. The image tower must be in `eval()`
-    mode, on the device.
+    A run that is killed, or that `stop` ends after a batch, resumes where it was.
 
     Returns:
-        The images' features as an image source, and the records whose image is unreadable.
+        The features as an image source, and the records with unreadable images.
 
     Raises:
         UserError: another run is filling this cache, or a feature is not finite.
     """
-    cache = FeatureCache(folder, cache_key(backbone, precision), backbone.config["model_cfg"]["embed_dim"])
+    accelerator, backbone = tower.accelerator, tower.backbone
+    cache = FeatureCache(folder, cache_key(backbone, tower.precision), backbone.config["model_cfg"]["embed_dim"])
     missing = _without_features(records, images, cache)[accelerator.process_index :: accelerator.num_processes]
     dataset = _Missing(records, missing, images, backbone.read_pixels)
     loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
@@ -200,7 +220,7 @@ def cached_images(
     accelerator.wait_for_everyone()
     taken = f"Another run is filling {str(cache.folder)!r}. Wait for it, or give another --feature-cache."
     with held(cache.folder, taken) if accelerator.is_main_process else nullcontext():
-        bad = _fill(backbone, loader, cache, accelerator, precision, stop)
+        bad = _fill(tower, loader, cache, stop)
         accelerator.wait_for_everyone()
     cache.read()
     return CachedImages(images, cache), gather_object(bad)
@@ -215,9 +235,9 @@ def _without_features(records: Sequence[Record], images: ImageSource, cache: Fea
 
 
 @torch.inference_mode()
-def _fill(backbone, loader, cache, accelerator, precision, stop) -> list[BadRecord]:
+def _fill(tower: FrozenTower, loader: DataLoader, cache: FeatureCache, stop: Callable[[], bool]) -> list[BadRecord]:
     bad: list[BadRecord] = []
-    total = len(loader.dataset)
+    accelerator, total = tower.accelerator, len(loader.dataset)
     bar = tqdm(total=total, desc="image features", unit=" images", disable=not accelerator.is_main_process)
     writer = cache.writer(accelerator.process_index)
     with bar, load_batches(loader) as batches:
@@ -225,14 +245,8 @@ def _fill(backbone, loader, cache, accelerator, precision, stop) -> list[BadReco
             bad += [row for row in rows if isinstance(row, BadRecord)]
             good = [row for row in rows if not isinstance(row, BadRecord)]
             if good:
-                pixels = torch.stack([pixels for _, pixels in good]).to(accelerator.device)
-                with autocast(precision, accelerator.device):
-                    features = backbone.encode_image(pixels)
-                if not features.isfinite().all():
-                    raise UserError(
-                        f"The image tower gives features that are not finite in {precision}. Take another --precision."
-                    )
-                writer.add([stamp for stamp, _ in good], features)
+                stamps, pixels = zip(*good, strict=True)
+                writer.add(stamps, tower.encode(torch.stack(pixels)))
             bar.update(len(rows))
             if stop():
                 break

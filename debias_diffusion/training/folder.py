@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and everything that is left in it."""
+"""The output folder of a run: its lock, its settings, its logs and its models."""
 
 import json
 import math
@@ -20,7 +20,7 @@ class RunFolder:
     Attributes:
         path: the folder.
         best, last: open_clip folders of the best model so far and of the last one.
-        checkpoints: what to continue from.
+        checkpoints: the folder of checkpoints to resume from.
     """
 
     def __init__(self, path: str):
@@ -34,10 +34,10 @@ class RunFolder:
 
     @contextmanager
     def owned(self, is_main: bool) -> Iterator[None]:
-        """Makes the folder and holds it for this run alone; `is_main` says which process of a run holds it.
+        """Makes the folder and locks it for this run; the main process of a run holds the lock.
 
         Raises:
-            UserError: it cannot be made, or another run holds it.
+            UserError: it cannot be made, or another run holds the lock.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -55,15 +55,15 @@ class RunFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether a run has made its first step here, or tried to."""
+        """Whether a run has started its first step here."""
         return self._settings.exists()
 
     def claim(self, settings: dict) -> None:
-        """Writes what this run's result depends on, with a checksum."""
+        """Writes the settings that decide the run's result, with a checksum."""
         write_json(self._settings, settings | {"sha256": json_digest(settings)})
 
     def settings(self) -> dict:
-        """What `claim` has written; empty for a folder without a run.
+        """The settings that `claim` wrote; empty for a folder without a run.
 
         Raises:
             UserError: it cannot be read.
@@ -72,9 +72,9 @@ class RunFolder:
             return {}
         try:
             settings = json.loads(self._settings.read_text(encoding="utf-8"))
-            whole = "seed" in settings and 0 <= settings.get("max_bad", 0) <= 1
-            problem = None if whole else "it is not what a run writes"
-            # Runs of earlier versions noted neither.
+            complete = "seed" in settings and 0 <= settings.get("max_bad", 0) <= 1
+            problem = None if complete else "no run wrote it"
+            # Runs of earlier versions wrote neither.
             if {"sha256", "base_model_sha256"} & settings.keys() and settings.get("sha256") != json_digest(settings):
                 problem = "it and its checksum do not agree; it was changed or is damaged"
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -88,13 +88,14 @@ class RunFolder:
         return settings
 
     def check_settings(self, settings: dict) -> None:
-        """Raises UserError if the folder belongs to a run with other settings, and names them."""
-        theirs = self.settings()
-        differing = [key for key in settings if settings[key] != theirs.get(key)]
-        if theirs and "base_model_sha256" not in theirs:  # a run of an earlier version, which did not note it
+        """Raises UserError that names the differing settings if the folder belongs to a run with others."""
+        begun = self.settings()
+        # `method` is there only where it was given.
+        differing = [key for key in {**settings, "method": None} if settings.get(key) != begun.get(key)]
+        if "base_model_sha256" not in begun:  # written by an earlier version
             differing = [key for key in differing if key != "base_model_sha256"]
-        if theirs and differing:
-            changes = "; ".join(f"{key}: {theirs.get(key)!r} there, {settings[key]!r} here" for key in differing)
+        if begun and differing:
+            changes = "; ".join(f"{key}: {begun.get(key)!r} there, {settings.get(key)!r} here" for key in differing)
             contents = (key.removesuffix("_sha256") for key in differing if key.endswith("_sha256"))
             replaced = "".join(f" The {name.replace('_', ' ')} is another one, by its contents." for name in contents)
             raise UserError(
@@ -107,13 +108,13 @@ class RunFolder:
         _append(self._log, line)
 
     def log_not_finite(self, line: dict) -> None:
-        """Names the samples of a step that was not applied, in log.jsonl by their number, in a file of its own."""
+        """Logs a skipped step: its sample ids in not-finite.jsonl, their number in log.jsonl."""
         _append(self._not_finite, line)
         self.log(line | {"samples": len(line["samples"])})
 
     def cut_log(self, step: int) -> None:
-        """Removes what will be written again, the lines after `step` (all of a run that starts anew), and lines that a
-        kill or a damaged disk left unreadable."""
+        """Removes lines after `step`, which will be written again (all if the run starts again), and unreadable lines,
+        which a kill or a damaged disk left."""
         for log in (self._log, self._not_finite):
             if log.exists():
                 lines = log.read_bytes().splitlines(keepends=True)
@@ -123,7 +124,7 @@ class RunFolder:
                         temporary.write_bytes(b"".join(kept))
 
     def save_model(self, folder: Path, backbone: Backbone, scores: dict) -> None:
-        """Writes an open_clip folder with its scores, whole or not at all."""
+        """Writes an open_clip folder with its scores, complete or not at all."""
         with whole_folder(folder) as temporary:
             backbone.save(temporary)
             write_json(temporary / "scores.json", scores)

@@ -1,4 +1,4 @@
-"""The training run: set up, say what will happen, make the steps, keep what was learned."""
+"""The training run: set up, print the plan, make the steps, save the model."""
 
 import math
 import time
@@ -12,21 +12,21 @@ from tqdm import tqdm
 
 from ..data import BadRecord, data_digest, open_data
 from ..data.bad_records import FEWEST, BadRecordsFile, check_count, check_share, printable, report_bad
-from ..data.dataset import Batch, CaptionDataset, Collate
+from ..data.dataset import CaptionDataset, Collate
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..files import explain_full_disk
-from ..methods.objectives import check_components
+from ..methods import Batch
 from ..retrieval import encode_images, encode_texts, recall_at_k
 from .batches import GlobalBatches
 from .check import check_data, continue_hint, look_for_images
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .feature_cache import cached_images
+from .feature_cache import FrozenTower, cached_images
 from .folder import NOT_FINITE, RunFolder
 from .plan import PROBE, print_plan
 from .schedule import learning_rate
-from .setup import base_model_digest, load_base_model, prepare_backbone, split
+from .setup import base_model_digest, held_out_count, load_base_model, make_modules, prepare_backbone, split
 from .step import Optimizer, autocast, backward
 from .stop import StopRequest
 from .trackers import make_accelerator, tracked
@@ -35,22 +35,22 @@ PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
 
 
 def train(config: TrainConfig) -> Path | None:
-    """Runs, or continues, the training that `config` describes.
+    """Runs, or resumes, the training that `config` describes.
 
-    Leaves in `config.output`: `best/` and `last/`, open_clip folders that `open_clip.create_model("local-dir:...")`
+    Writes to `config.output`: `best/` and `last/`, open_clip folders that `open_clip.create_model("local-dir:...")`
     loads (the best by R@1 on the held-out pairs, and the one after the last step); `log.jsonl`; `settings.json`;
-    `checkpoints/` to continue from; and, where there are any, `bad-records.jsonl` and `not-finite.jsonl` (the samples
-    of steps that were not applied because their loss or gradient was not finite).
+    `checkpoints/` to resume from; and, where there are any, `bad-records.jsonl` and `not-finite.jsonl` (the samples of
+    steps that were skipped because their loss or gradient was not finite).
 
     Returns:
-        The folder of the best model (of the last where nothing is held out); None for `check_data`, and for a run that
-        was asked to stop.
+        The folder of the best model (of the last if nothing is held out); None for `check_data` and for a run that was
+        stopped.
 
     Raises:
         UserError: something in `config` or the data cannot be used; says what to do.
     """
     if config.check_data:
-        check_data(config, prepare_backbone(load_base_model(config), config).tokenizer)
+        check_data(config, prepare_backbone(load_base_model(config, name_alone=True), config).tokenizer)
         return None
     accelerator = make_accelerator(config)
     folder = RunFolder(config.output)
@@ -59,12 +59,12 @@ def train(config: TrainConfig) -> Path | None:
 
 
 class _Run:
-    """One run: everything that lives as long as it does."""
+    """The state of one run."""
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, folder: RunFolder):
         self.config, self.accelerator, self.folder = config, accelerator, folder
         self.main = accelerator.is_main_process
-        self.recipe = config.make_recipe()
+        self.method = config.make_recipe()
         self.precision = config.resolved_precision(accelerator.device)
         if config.batch % accelerator.num_processes:
             raise UserError(
@@ -72,17 +72,21 @@ class _Run:
             )
         captions, self.images = open_data(config.data, config.images, cache=folder.path)
         self.all_records = captions.records
-        # A run keeps the reserve that it began with, or a larger --max-bad would change what is drawn.
-        reserve = folder.settings().get("max_bad", config.max_bad)
-        self.held_out, self.records, spare = split(captions, config, reserve)
+        # A run keeps the reserve and the held-out pairs it began with: a larger --max-bad must not change the draws.
+        begun = folder.settings()
+        reserve = begun.get("max_bad", config.max_bad)
+        validation = held_out_count(config, len(self.all_records))
+        if config.validation == "auto":
+            validation = begun.get("validation", validation)
+        self.held_out, self.records, spare = split(captions, config, validation, reserve)
         self.missing = look_for_images(self.records, self.images, config.max_bad)
-        base_model = load_base_model(config)
+        base_model = load_base_model(config, name_alone=begun.get("pretrained", "") is None)
         base_model_sha256 = base_model_digest(base_model)
         self.backbone = prepare_backbone(base_model, config)
-        if self.recipe.has_short and self.recipe.components:
-            embed_dim = self.backbone.config["model_cfg"]["embed_dim"]
-            check_components(self.recipe.components, config.batch, embed_dim)
+        self.method.check(config.batch, self.backbone.config["model_cfg"]["embed_dim"])
+        self.modules = make_modules(self.method, self.backbone, config.seed)
         self.settings = config.settings() | {
+            "validation": validation,
             "precision": self.precision,
             "data_sha256": data_digest(config.data, captions),
             "base_model_sha256": base_model_sha256,
@@ -94,14 +98,16 @@ class _Run:
         everything = len(captions.records) + len(captions.bad)
         check_share(captions.bad, everything, config.max_bad, continue_hint(config))
         self.backbone.to(accelerator.device).train()
+        if self.modules is not None:
+            self.modules.to(accelerator.device)
         self.optimizer = Optimizer(
-            self.backbone, config.weight_decay, config.betas, config.eps, precision=self.precision
+            self.backbone, config.weight_decay, config.betas, config.eps, self.precision, self.modules
         )
         self.batches = GlobalBatches(
             len(self.records), config.batch, config.epochs, config.seed, config.max_steps, spare
         )
         self.bad_records = BadRecordsFile(folder.path)
-        self.collate = Collate(self.backbone.tokenizer, self.recipe)
+        self.collate = Collate(self.backbone.tokenizer, self.method, config.freeze_image_tower)
 
     def run(self) -> Path | None:
         request = StopRequest(self.accelerator)
@@ -114,27 +120,25 @@ class _Run:
             self.dataset = CaptionDataset(
                 self.records,
                 self.images,
-                _as_it_is if self.config.freeze_image_tower else self.backbone.read_pixels,
+                _unchanged if self.config.freeze_image_tower else self.backbone.read_pixels,
                 self.backbone.tokenizer,
-                self.recipe,
+                self.method,
                 self.config.seed,
                 self.batches.reserve,
             )
             return self._train(request)
 
     def _compute_image_features(self, request: StopRequest) -> None:
-        """Fills the cache with what it lacks; from here on images are features, and the image tower has no work."""
+        """Computes the features that the cache lacks; from then on images are features, and the image tower rests."""
         config, visual = self.config, self.backbone.model.visual.eval()
         self.images, bad = cached_images(
-            self.backbone,
+            FrozenTower(self.backbone, self.accelerator, self.precision),
             self.all_records,
             self.images,
             config.feature_folder(),
-            self.accelerator,
-            self.precision,
-            min(64, config.batch),
-            config.workers,
-            lambda: request.here,
+            batch=min(64, config.batch),
+            workers=config.workers,
+            stop=lambda: request.here,
         )
         if self.main:
             report_bad(bad, self.folder.path)
@@ -143,7 +147,7 @@ class _Run:
 
     def _train(self, request: StopRequest) -> Path | None:
         config, total = self.config, self.batches.total_steps
-        state = load_checkpoint(self.folder.checkpoints, self.backbone, self.optimizer)
+        state = load_checkpoint(self.folder.checkpoints, self.backbone, self.optimizer, self.modules)
         if self.main:
             if state.step < total:
                 self._print_plan(state.step)
@@ -173,8 +177,9 @@ class _Run:
         probe = self.collate([self.dataset[(0, index, index)] for index in range(PROBE)])
         print_plan(
             self.config,
-            self.recipe,
+            self.method,
             self.backbone,
+            self.modules,
             probe,
             self.accelerator,
             self.precision,
@@ -183,7 +188,7 @@ class _Run:
             start=start,
         )
         if self.missing:
-            print(f"  {self.missing} of the images looked for are missing; others will take their turn.")
+            print(f"  {self.missing} of the images that were looked up are missing; the reserve replaces them.")
 
     def _loader(self, start: int) -> DataLoader:
         accelerator = self.accelerator
@@ -196,14 +201,16 @@ class _Run:
         )
 
     def _step(self, batch: Batch, state: TrainState, bar: tqdm, started: float) -> None:
-        """`started`: when this process began to wait for the batch."""
+        """One step; `started` is when this process began to wait for the batch."""
         config, accelerator = self.config, self.accelerator
-        # A step draws random numbers only where the model drops patches; then a resumed run draws the same.
+        # Only a model that drops patches draws random numbers in a step; a resumed run must draw the same.
         torch.manual_seed((config.seed << 32) + state.step * accelerator.num_processes + accelerator.process_index)
         rate = learning_rate(state.step, self.batches.total_steps, config.learning_rate, config.warmup)
         scaler = self.optimizer.scaler
-        report = backward(self.backbone, self.recipe, batch, accelerator, self.precision, config.chunk, scaler)
-        # Overflowing gradients are part of fp16; the scaler leaves such a step out by itself.
+        report = backward(
+            self.backbone, self.method, batch, accelerator, self.precision, config.chunk, scaler, self.modules
+        )
+        # Gradients overflow now and then in fp16; the scaler skips such a step.
         checked = ("loss",) if scaler else ("loss", "gradient_norm")
         finite = all(math.isfinite(report.get(name, 0.0)) for name in checked)
         state.step += 1
@@ -211,37 +218,37 @@ class _Run:
             self.optimizer.step(rate)
             state.not_finite = 0
         else:
-            self._leave_out(batch, state, report)
+            self._skip(batch, state, report)
         self._count_replaced(batch, state)
         bar.update()
         speed = config.batch / (time.perf_counter() - started)
         best = f"{state.best_r1:.1f}" if state.best_r1 >= 0 else "-"
         bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}", best_r1=best)
         if self.main and finite and (state.step % config.log_every == 0 or state.step == self.batches.total_steps):
-            epoch = round(state.step * config.batch / self.batches.an_epoch, 4)
+            epoch = round(state.step * config.batch / self.batches.samples_per_epoch, 4)
             numbers = {name: value for name, value in report.items() if math.isfinite(value)}  # fp16 may overflow
             line = {"step": state.step, "epoch": epoch, **numbers, "learning_rate": rate}
             self._log(line | {"samples_per_second": round(speed, 2)})
 
-    def _leave_out(self, batch: Batch, state: TrainState, report: dict[str, float]) -> None:
-        """Names the samples of a step that cannot be applied. Raises UserError when it was one too many in a row."""
+    def _skip(self, batch: Batch, state: TrainState, report: dict[str, float]) -> None:
+        """Logs the samples of a step that is not finite. Raises UserError after too many such steps in a row."""
         self.optimizer.clear()
         state.not_finite += 1
         samples = gather_object(batch.sample_ids)
-        what = "loss" if not math.isfinite(report["loss"]) else "gradient"
+        number = "loss" if not math.isfinite(report["loss"]) else "gradient"
         if self.main:
-            self.folder.log_not_finite({"step": state.step, "not_finite": what, "samples": samples})
-        told = f"The {what} of step {state.step} is not finite; the step was not applied"
+            self.folder.log_not_finite({"step": state.step, "not_finite": number, "samples": samples})
+        skipped = f"The {number} of step {state.step} is not finite; the step was not applied"
         if state.not_finite == PATIENCE:
             raise UserError(
-                f"{told}, like the {PATIENCE - 1} before it. The last checkpoint is unharmed, and the samples are "
-                f"named in {str(self.folder.path / NOT_FINITE)!r}. Look at them, or start anew with a lower "
+                f"{skipped}, like the {PATIENCE - 1} before it. The last checkpoint is unharmed, and the samples are "
+                f"named in {str(self.folder.path / NOT_FINITE)!r}. Look at them, or start again with a lower "
                 "--learning-rate or another --precision."
             )
-        self._say(f"{told}. Its samples are named in {self.folder.path / NOT_FINITE}.")
+        self._say(f"{skipped}. Its samples are named in {self.folder.path / NOT_FINITE}.")
 
     def _count_replaced(self, batch: Batch, state: TrainState) -> None:
-        """Names the records that were unreadable; stops the run when they become too many."""
+        """Logs the bad records of the batch. Raises UserError when they become too many."""
         count = len(batch.bad)
         if count:
             self.bad_records.add(batch.bad)
@@ -257,15 +264,15 @@ class _Run:
             check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config))
 
     def _measure_recall(self, state: TrainState) -> None:
-        """R@1 on the held-out pairs; keeps the model if it is the best so far, the earlier of equals.
+        """R@1 on the held-out pairs; saves the model if it is better than all before.
 
-        The base model is measured too, but not kept: it is no result of this run.
+        The base model is measured too, but not saved: it is no result of this run.
         """
         if self.main and self.held_out:
             self.backbone.eval()
             image, text, bad = self._encode_held_out()
             self.backbone.train()
-            if state.step == 0 and not self.config.freeze_image_tower:  # else they were named with all others
+            if state.step == 0 and not self.config.freeze_image_tower:  # else they were reported with all others
                 report_bad(bad, self.folder.path)
             recalls = recall_at_k(image, text, ks=(1,))
             t2i, i2t = recalls["text_to_image"]["R@1"], recalls["image_to_text"]["R@1"]
@@ -289,13 +296,15 @@ class _Run:
                 device,
                 progress=False,
                 read=self.dataset.preprocess,
+                encode=_unchanged if self.config.freeze_image_tower else None,
             )
             captions = [self.held_out[index].caption for index in good]
             return image, encode_texts(self.backbone, captions, batch_size, device, progress=False), bad
 
     def _checkpoint(self, state: TrainState) -> None:
         if self.main:
-            save_checkpoint(self.folder.checkpoints, self.backbone, self.optimizer, state, self.config.keep)
+            keep = self.config.keep
+            save_checkpoint(self.folder.checkpoints, self.backbone, self.optimizer, state, keep, self.modules)
         self.accelerator.wait_for_everyone()
 
     def _finish(self, state: TrainState) -> Path:
@@ -322,5 +331,5 @@ class _Run:
             tqdm.write(line)
 
 
-def _as_it_is(features: torch.Tensor) -> torch.Tensor:
+def _unchanged(features: torch.Tensor) -> torch.Tensor:
     return features

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: the base model, and which pairs it learns from."""
+"""What a run needs before its first step: the base model, the method's modules and the split of the pairs."""
 
 import hashlib
 import json
@@ -6,22 +6,42 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
+import open_clip
 import torch
 from torch import nn
 
 from ..data import Captions, Record
 from ..errors import UserError
+from ..methods import Method
 from ..models.backbone import Backbone, load_backbone
 from ..models.weights import weights_digest
 from .config import TrainConfig
 from .step import MAX_LOGIT_SCALE
 
+VALIDATION = 1000  # pairs held out by default: ShareGPT4V's validation split
 
-def load_base_model(config: TrainConfig) -> Backbone:
-    """The base model as it is, with random weights, if any, from the seed."""
+
+def load_base_model(config: TrainConfig, name_alone: bool = False) -> Backbone:
+    """The base model unchanged; random weights come from the seed.
+
+    Args:
+        name_alone: whether a model's name without `pretrained` may stand for random weights. It does for runs of
+            earlier versions.
+
+    Raises:
+        UserError: the model cannot be used, or no weights are named.
+    """
+    named, pretrained = config.model in open_clip.list_models() and not Path(config.model).exists(), config.pretrained
+    if named and pretrained is None and not name_alone:
+        tags = ", ".join(open_clip.list_pretrained_tags_by_model(config.model)) or "(no tags for this model)"
+        raise UserError(
+            f"{config.model!r} is a name without weights. Give --pretrained with a tag: {tags}; or a file of weights; "
+            "or none, which trains from random weights."
+        )
     torch.manual_seed(config.seed)
-    backbone = load_backbone(config.model, config.pretrained)
+    backbone = load_backbone(config.model, None if named and pretrained == "none" else pretrained)
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
         raise UserError(
             f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
@@ -32,8 +52,8 @@ def load_base_model(config: TrainConfig) -> Backbone:
 def base_model_digest(backbone: Backbone) -> str | None:
     """sha256 of a base model's weights and configuration; None for random weights, which the seed decides.
 
-    A run that continues takes more of them than its checkpoint holds: the kept positions, a frozen image tower's
-    features, what becomes of an image.
+    A resumed run needs more of them than its checkpoint holds: the kept positions, the features of a frozen image
+    tower, the preprocessing.
     """
     if backbone.random_weights:
         return None
@@ -42,7 +62,7 @@ def base_model_digest(backbone: Backbone) -> str | None:
 
 
 def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
-    """The base model with its window stretched and its scale set, in place."""
+    """The base model with its context length stretched, changed as the method wants it, its scale set, in place."""
     if "keep" not in backbone.config.get("debias_diffusion", {}):
         most = backbone.context_length - 2
         if config.keep_positions > most:
@@ -51,7 +71,7 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
                 f"has {backbone.context_length} positions."
             )
         backbone.stretch(config.keep_positions, config.stretch)
-    backbone.pooling = config.make_recipe().pooling
+    config.make_recipe().prepare(backbone)
     _set_scale(backbone, config)
     if config.freeze_image_tower:
         backbone.model.visual.requires_grad_(False)
@@ -62,6 +82,12 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
             raise UserError("compile needs a C++ compiler, and there is none. Install g++ or clang++, or leave it out.")
         backbone.compile()
     return backbone
+
+
+def make_modules(method: Method, backbone: Backbone, seed: int) -> nn.Module | None:
+    """The method's own modules, the same on every process and in every run of that seed."""
+    torch.manual_seed(seed)
+    return method.modules(backbone)
 
 
 def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
@@ -79,16 +105,24 @@ def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
             backbone.logit_scale.fill_(min(math.log(scale), MAX_LOGIT_SCALE))
 
 
-def split(captions: Captions, config: TrainConfig, reserve: float) -> tuple[Sequence[Record], Sequence[Record], int]:
-    """(held out, trained on, how many of these are each epoch's reserve).
+def held_out_count(config: TrainConfig, records: int) -> int:
+    """How many pairs are held out; for `auto` never more than a tenth of the data."""
+    return min(VALIDATION, records // 10) if config.validation == "auto" else config.validation
+
+
+def split(
+    captions: Captions, config: TrainConfig, validation: int, reserve: float
+) -> tuple[Sequence[Record], Sequence[Record], int]:
+    """(held-out pairs, training pairs, size of each epoch's reserve).
 
     Args:
-        reserve: the share of the records that are each epoch's reserve, if enough for a batch remain.
+        validation: how many are held out.
+        reserve: the share of the training pairs in each epoch's reserve, if enough for a batch remain.
 
     Raises:
         UserError: too few remain for a batch.
     """
-    records, validation = captions.records, config.validation
+    records = captions.records
     left = max(0, len(records) - validation)
     if left < config.batch:
         raise UserError(

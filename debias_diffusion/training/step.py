@@ -1,27 +1,38 @@
 """One exact step over the global batch, however many processes share it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..data.dataset import Batch
-from ..methods.dual_caption import Recipe
+from ..methods.base import Batch, Method
 from ..models.backbone import Backbone
 
 MAX_LOGIT_SCALE = math.log(100)  # CLIP: similarities are multiplied with at most 100
-_SCALER = "scaler/"  # the prefix of the scaler's entries among those of the parameters
-_AVERAGES = ("step", "exp_avg", "exp_avg_sq")  # AdamW's of a parameter
+_SCALER = "scaler/"  # prefix of the scaler's entries in the optimizer's state
+_METHOD = "method/"  # prefix of the entries of a method's own parameters there
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # of each parameter
 _BUCKET = 25_000_000  # numbers in a message between processes
 
 
-def encode(backbone: Backbone, batch: Batch) -> torch.Tensor:
-    """[batch, 1 + captions, embed_dim]: the features of each sample's image and of its captions."""
-    image = backbone.encode_image(batch.images)
-    texts = backbone.encode_text(batch.tokens).unflatten(0, (-1, len(batch)))
-    return torch.stack([image.to(texts.dtype), *texts], dim=1)
+def pack(features: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[batch, numbers of all features]: named features side by side, so that one message gathers them."""
+    return torch.cat([feature.flatten(1) if feature.ndim > 1 else feature[:, None] for feature in features.values()], 1)
+
+
+def unpack(packed: torch.Tensor, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """The named features, as views; `shapes` are those of one sample each."""
+    parts = packed.split([shape.numel() for shape in shapes.values()], dim=1)
+    return {name: part.view(-1, *shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def parameters(backbone: Backbone, modules: nn.Module | None) -> Iterator[nn.Parameter]:
+    """Of the model and of the method's own modules."""
+    yield from backbone.parameters()
+    if modules is not None:
+        yield from modules.parameters()
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -32,68 +43,74 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 def backward(
     backbone: Backbone,
-    recipe: Recipe,
+    method: Method,
     batch: Batch,
     accelerator: Accelerator,
     precision: str = "fp32",
     chunk: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    modules: nn.Module | None = None,
 ) -> dict[str, float]:
     """Leaves the gradients of the global batch's loss in the parameters, the same on every process.
 
     Every process gathers all features, computes the whole loss and its gradient with respect to all features, and
-    sends its own samples' part back through its towers; the parameters' gradients are then summed over the processes.
-    That is the plain gradient of the plain loss, with nothing to be scaled by the number of processes.
+    sends the part of its samples back through the towers; the parameters' gradients are then summed over the processes.
+    That is the plain gradient of the plain loss: nothing is scaled by the number of processes.
 
-    With `chunk`, no more than so many samples' activations are held: all features are computed first without keeping
+    With `chunk`, activations of at most that many samples are held: all features are computed first without keeping
     any, then each chunk again, to send its part of the gradient through (Gao et al. 2021, "Scaling Deep Contrastive
     Learning Batch Size under Memory Limited Setup"). The gradient is the same, for one forward pass more.
 
     Args:
-        batch: this process's samples, anywhere; each part is moved to the device when its turn comes.
+        batch: the samples of this process, on any device; a chunk is moved when its turn comes.
         chunk: at least 1; None holds all.
         scaler: for "fp16": the gradients are left scaled by it.
+        modules: the method's own, on the device.
 
     Returns:
-        The loss, what the recipe reports, and the gradient's norm. Where the loss is not finite it is all there is,
-        and no gradients are left.
+        The loss, the method's report and the gradient's norm. If the loss is not finite, the report ends there and no
+        gradients are left.
     """
     chunks = batch.chunks(chunk or len(batch))
     at_once = len(chunks) == 1
     seed = torch.initial_seed()
 
+    shapes: dict[str, torch.Size] = {}
+
     def encode_chunk(number: int) -> torch.Tensor:
-        if not at_once:  # what is drawn at random, such as dropped patches, must be the same both times
+        if not at_once:  # random draws, such as dropped patches, must be the same both times
             torch.manual_seed(hash((seed, number)) & (2**63 - 1))
         with autocast(precision, accelerator.device):
-            return encode(backbone, chunks[number].to(accelerator.device))
+            features = method.encode(backbone, chunks[number].to(accelerator.device), modules)
+            shapes.update({name: feature.shape[1:] for name, feature in features.items()})
+            return pack(features)
 
     with torch.set_grad_enabled(at_once):
         encoded = [encode_chunk(number) for number in range(len(chunks))]
     local = torch.cat([part.detach() for part in encoded]).to(backbone.logit_scale.dtype)
-    features = accelerator.gather(local).requires_grad_()
-    losses, report = recipe.losses(recipe.features(features), backbone.logit_scale.exp(), backbone.logit_bias)
+    gathered = accelerator.gather(local).requires_grad_()
+    losses, report = method.losses(unpack(gathered, shapes), backbone.logit_scale.exp(), backbone.logit_bias)
     total = torch.stack(list(losses.values())).sum()
     report = {"loss": total.detach(), **report}
     if not total.isfinite():
         return _numbers(report)
     (scaler.scale(total) if scaler else total).backward()
     # Every process holds the whole gradient of scale and bias; summed below, it must count once.
-    for whole in (backbone.logit_scale, backbone.logit_bias):
-        if whole is not None:
-            whole.grad /= accelerator.num_processes
+    for parameter in (backbone.logit_scale, backbone.logit_bias):
+        if parameter is not None and parameter.grad is not None:
+            parameter.grad /= accelerator.num_processes
     start = accelerator.process_index * len(local)
-    for number, gradient in enumerate(features.grad[start : start + len(local)].split(len(chunks[0]))):
+    for number, gradient in enumerate(gathered.grad[start : start + len(local)].split(len(chunks[0]))):
         part = encoded[number] if at_once else encode_chunk(number)
         part.backward(gradient.to(part.dtype))
-    gradients = [parameter.grad for parameter in backbone.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters(backbone, modules) if parameter.grad is not None]
     _sum_over_processes(gradients, accelerator)
     report["gradient_norm"] = torch.nn.utils.get_total_norm(gradients) / (scaler.get_scale() if scaler else 1)
     return _numbers(report)
 
 
 def _numbers(report: dict[str, torch.Tensor]) -> dict[str, float]:
-    # From the device in one piece: each piece is waited for.
+    # One copy from the device instead of one, waited for, per number.
     return dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
 
 
@@ -107,37 +124,47 @@ def _sum_over_processes(gradients: list[torch.Tensor], accelerator: Accelerator)
         if sum(part.numel() for part in bucket) < _BUCKET and position < len(gradients) - 1:
             continue
         summed = accelerator.reduce(torch.cat([part.flatten() for part in bucket]), reduction="sum")
-        for part, its_sum in zip(bucket, summed.split([part.numel() for part in bucket]), strict=True):
-            part.copy_(its_sum.view_as(part))
+        for part, total in zip(bucket, summed.split([part.numel() for part in bucket]), strict=True):
+            part.copy_(total.view_as(part))
         bucket = []
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
     """Parameter groups for AdamW, with weight decay on matrices only."""
     parameters = list(parameters)
-    matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 class Optimizer:
-    """AdamW with weight decay on matrices only, on everything trained but the kept positions.
+    """AdamW with weight decay on matrices only, on all trained parameters but the kept positions.
 
     The first `backbone.kept_positions` rows of the text tower's position table are not trained: whatever gradient,
-    momentum and weight decay would do to them, they are put back after each step.
+    momentum and weight decay do to them, they are restored after each step.
 
     Args:
-        precision: for "fp16", gradients are scaled so that small ones do not vanish, and a step in which one of them
-            overflows is left out and the scale lowered.
+        precision: for "fp16", gradients are scaled so that small ones do not vanish; a step in which one of them
+            overflows is skipped and the scale lowered.
+        modules: the method's own, trained too.
 
     Attributes:
-        scaler: what `backward` scales the loss with; None unless the precision is "fp16".
+        scaler: scales the loss in `backward`; None unless the precision is "fp16".
     """
 
     def __init__(
-        self, backbone: Backbone, weight_decay: float, betas: tuple[float, float], eps: float, precision: str = "fp32"
+        self,
+        backbone: Backbone,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        precision: str = "fp32",
+        modules: nn.Module | None = None,
     ):
         self.backbone = backbone
-        self.named = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
+        named = dict(backbone.model.named_parameters())
+        if modules is not None:
+            named |= {f"{_METHOD}{name}": parameter for name, parameter in modules.named_parameters()}
+        self.named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         groups = decay_groups(self.named.values(), weight_decay)
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         self.kept = self._kept_rows.detach().clone()
@@ -150,7 +177,7 @@ class Optimizer:
         return table[: self.backbone.kept_positions]
 
     def step(self, learning_rate: float) -> None:
-        """Applies the gradients that lie in the parameters, and clears them."""
+        """Applies the parameters' gradients and clears them."""
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         if self.scaler:
@@ -169,7 +196,7 @@ class Optimizer:
         self.adamw.zero_grad()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """AdamW's averages and step counts under the parameters' names, and the scaler's state."""
+        """AdamW's averages and step counts by the parameters' names, and the scaler's state."""
         state = {
             f"{name}/{key}": value
             for name, parameter in self.named.items()
@@ -179,18 +206,19 @@ class Optimizer:
         return state | {f"{_SCALER}{key}": torch.tensor(value) for key, value in scaler.items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes what `state` gave, of the same parameters and precision.
+        """Restores what `state` returned, for the same parameters and precision.
 
         Raises:
             ValueError: an entry is missing, has another shape, or belongs to nothing here.
         """
         rest = dict(state)
         for name, parameter in self.named.items():
-            if any(f"{name}/{key}" in state for key in _AVERAGES):  # not all have been trained: steps may be left out
+            # Parameters without a gradient so far, as when all steps were skipped, have no entries.
+            if any(f"{name}/{key}" in state for key in _ADAMW_STATE):
                 shapes = (parameter.new_empty(()).shape, parameter.shape, parameter.shape)
                 self.adamw.state[parameter] = {
                     key: _take(rest, f"{name}/{key}", shape).to(parameter.device)
-                    for key, shape in zip(_AVERAGES, shapes, strict=True)
+                    for key, shape in zip(_ADAMW_STATE, shapes, strict=True)
                 }
         if self.scaler:
             scaler = {key: _take(rest, _SCALER + key, torch.Size()).item() for key in self.scaler.state_dict()}
@@ -201,6 +229,6 @@ class Optimizer:
 
 def _take(state: dict[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
     if name not in state or state[name].shape != shape:
-        there = f"has the shape {list(state[name].shape)}" if name in state else "is missing"
-        raise ValueError(f"the optimizer's {name!r} {there}, and must be of shape {list(shape)}")
+        problem = f"has the shape {list(state[name].shape)}" if name in state else "is missing"
+        raise ValueError(f"the optimizer's {name!r} {problem}, and must be of shape {list(shape)}")
     return state.pop(name)

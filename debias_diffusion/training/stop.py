@@ -1,4 +1,4 @@
-"""Stopping between two steps, when someone asks for it."""
+"""Stopping between two steps after SIGTERM or ctrl-C."""
 
 import signal
 import time
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import torch
 from accelerate import Accelerator
 
-_SAME_REQUEST = 2.0  # seconds within which a launcher passes on the ctrl-C that its processes have had already
+_SAME_REQUEST = 2.0  # seconds within which a launcher forwards a ctrl-C that its processes have already received
 
 
 class StopRequest:
     """Whether SIGTERM (Slurm, spot machines) or ctrl-C has asked a run to stop.
 
-    The step under way is finished first, so that a checkpoint is of a whole step. A second ctrl-C stops at once; a
-    second SIGTERM does not, because schedulers repeat it, and launchers pass on what their processes have had already.
+    The current step is finished first, so that a checkpoint is of a complete step. A second ctrl-C stops at once; a
+    second SIGTERM does not, because schedulers repeat it and launchers forward it.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -44,7 +44,7 @@ class StopRequest:
         return self._asked_at is not None
 
     def asked(self) -> bool:
-        """The same answer on every process, whichever of them was asked."""
+        """Whether any process was asked: the same answer on all."""
         if self.accelerator.num_processes == 1:
             return self.here
         asked = torch.tensor(int(self.here), device=self.accelerator.device)

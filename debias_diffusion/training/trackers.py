@@ -16,7 +16,7 @@ PROJECT = "debias-diffusion"
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """accelerate's engine with the trackers that `config` names; they write below the output folder.
+    """accelerate's Accelerator with the trackers of `config`, which write to the output folder.
 
     Raises:
         UserError: a tracker is not installed.
@@ -32,7 +32,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
 @contextmanager
 def tracked(accelerator: Accelerator, config: TrainConfig, settings: dict) -> Iterator[None]:
-    """Keeps the trackers open; a run that continues goes on where it was.
+    """Keeps the trackers open; a resumed run continues its curves.
 
     Raises:
         UserError: one of them cannot be started.
@@ -51,11 +51,11 @@ def tracked(accelerator: Accelerator, config: TrainConfig, settings: dict) -> It
     plain = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, bool))}
     try:
         accelerator.init_trackers(PROJECT, config=plain, init_kwargs={"wandb": wandb})
-    except Exception as error:  # whatever a library makes of a missing login or network
+    except Exception as error:  # libraries raise anything for a missing login or network
         raise UserError(f"The trackers {', '.join(names)} could not be started: {reason(error)}.") from error
     try:
         yield
     finally:
-        # Not `accelerator.end_training()`, which also ends the process group, before the last model is written.
+        # Not `accelerator.end_training()`, which also ends the process group before the last model is written.
         for tracker in accelerator.trackers:
             tracker.finish()

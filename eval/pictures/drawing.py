@@ -1,7 +1,7 @@
-"""Pictures drawn with several text encoders in one SDXL: the same noise for each, each in a folder of its own.
+"""Images of several text encoders in one SDXL checkpoint, from equal noise, in a folder for each encoder.
 
-A run that was killed goes on with the pictures that are missing, several processes share them, and either way the
-pictures are those of one uninterrupted run, bit for bit: which pictures are drawn together depends on nothing else.
+A killed run continues with the missing images, and several processes share them. Either way the images equal those of
+one uninterrupted run, bit for bit.
 """
 
 import os
@@ -49,25 +49,25 @@ from debias_diffusion.tokens import clean
 
 from ..common.processes import Processes
 
-ORIGINAL = "original"  # in place of an encoder: the base's own
+ORIGINAL = "original"  # instead of an encoder: the checkpoint's own
 _SETTINGS, _DRAWN = "settings.json", "drawn.json"
-# What "auto" means for any base, and for toy/sdxl: its own settings, and as many small pictures as fill two cores.
+# "auto" for any checkpoint, and for toy/sdxl: its own settings, and as many small images as fill two cores.
 _AUTO = {"steps": (30, STEPS), "guidance_scale": (7.0, GUIDANCE_SCALE), "images_at_once": (1, 20)}
 
 
 @dataclass(frozen=True)
 class DrawingSettings:
-    """How pictures are drawn.
+    """How images are rendered.
 
     Attributes:
-        base: SDXL folder in diffusers' layout, hub id, or toy/sdxl.
+        base: SDXL checkpoint, see `find_checkpoint`.
         steps: denoising steps.
         guidance_scale: how strongly prompts are followed; 1 is no guidance.
-        images_at_once: pictures drawn together, of prompts of like length. Other numbers round differently.
+        images_at_once: batch size, of prompts of equal length. Other sizes round differently.
         prefix: put before each prompt.
-        windows: encoders with the window of the base's second one read long prompts in several windows, as this
-            package's pipelines do. Without it they are cut there, at 77 tokens, as stock SDXL does.
-        seed: added to each picture's own number, for the noise that it starts from.
+        windows: encoders with the context length of the checkpoint's second one read long prompts in several chunks, as
+            this package's pipelines do. Without it prompts are cut there, at 77 tokens, as in stock SDXL.
+        seed: added to the number of each image for the seed of its noise.
     """
 
     base: str
@@ -80,10 +80,10 @@ class DrawingSettings:
 
     @classmethod
     def of(cls, config: Any) -> "DrawingSettings":
-        """The fields of this name of an evaluation's configuration, with what "auto" means for its base.
+        """The fields of an evaluation's configuration, with "auto" resolved for its checkpoint.
 
         Raises:
-            UserError: a number is too small or too large, or the base is none.
+            UserError: a number is too small or too large, or there is no such SDXL checkpoint.
         """
         is_toy = config.base != shipped(config.base)
         settings = {name: getattr(config, name) for name in cls.__dataclass_fields__}
@@ -98,12 +98,12 @@ class DrawingSettings:
 
 @dataclass(frozen=True)
 class Subject:
-    """One picture to draw.
+    """One image to render.
 
     Attributes:
-        name: of its file, without .png; may begin with a folder's.
-        prompt: what is on it.
-        number: the settings' seed + this is the seed of the noise that it starts from, the same on every device.
+        name: file name without .png; may begin with a folder's name.
+        prompt: what to render.
+        number: plus the seed of the settings, the seed of its noise, equal on every device.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Subject:
 
 
 def folder_names(labels: Sequence[str]) -> dict[str, str]:
-    """A folder's name for each label, without what file systems and shells give a meaning to, of at most 200 bytes."""
+    """A folder name for each label: at most 200 bytes, without characters special to file systems and shells."""
     plain = {label: re.sub(r"[^\w.-]+", "-", label).strip(".-") or "encoder" for label in labels}
     for label, name in plain.items():
         while len(os.fsencode(name)) + len(f"-{len(plain)}") > 200:
@@ -126,15 +126,15 @@ def folder_names(labels: Sequence[str]) -> dict[str, str]:
 
 
 class Drawing:
-    """Draws with one encoder after the other. The base's other models are loaded once, and only when they are needed.
+    """Renders with one encoder after the other. The checkpoint's other models are loaded once, on demand.
 
     Args:
-        settings: how.
-        processes: who shares the work; all must make the same calls.
-        data: digest of where the prompts come from.
+        settings: how to render.
+        processes: share the work; all must make the same calls.
+        data: digest of the source of the prompts.
 
     Attributes:
-        digests: of the base, and of the encoders so far, by name; in the main process.
+        digests: of the checkpoint, and of the encoders so far, by name; in the main process.
     """
 
     def __init__(self, settings: DrawingSettings, processes: Processes, data: str | None = None):
@@ -145,48 +145,47 @@ class Drawing:
         self._pipe: StableDiffusionXLLongPromptPipeline | None = None
 
     def check(self, encoders: Sequence[str], folders: Sequence[Path], subjects: Sequence[Subject]) -> None:
-        """What can be known before anything is drawn, of all encoders.
+        """Checks all encoders before anything is rendered.
 
         Raises:
-            UserError: an encoder that has pictures to draw cannot be loaded or does not fit the base, a seed is out of
-                range, or a folder holds pictures made with other settings.
+            UserError: an encoder with missing images cannot be loaded or does not fit the checkpoint, a seed is out of
+                range, or a folder holds images of other settings.
         """
 
-        def look() -> None:
+        def check_all() -> None:
             self._check_seeds(subjects)
             for encoder, folder in zip(encoders, folders, strict=True):
-                _check_same_settings(folder, self._decides(encoder))
+                _check_same_settings(folder, self._settings_record(encoder))
                 if _missing(folder, subjects) and encoder != ORIGINAL:
                     self._load_encoder(encoder)
 
-        self.processes.from_main(look)
+        self.processes.from_main(check_all)
 
     def draw(self, encoder: str, folder: Path, subjects: Sequence[Subject], title: str) -> list[Path]:
-        """Draws what is missing; what is there stays.
+        """Renders the missing images of a folder.
 
         Args:
-            encoder: what takes the place of SDXL's first text encoder, anything `load_text_encoder` takes; or
-                `ORIGINAL`.
-            folder: gets `{name}.png` of each subject, and `settings.json`, everything that decides what they look like.
-            subjects: all that this folder is for, whether drawn or not.
-            title: for the progress bar.
+            encoder: replaces SDXL's first text encoder, anything `load_text_encoder` takes; or `ORIGINAL`.
+            folder: gets `{name}.png` of each subject, and `settings.json` with every setting that affects the images.
+            subjects: all images of the folder, finished or not.
+            title: of the progress bar.
 
         Returns:
-            The pictures' files, in the order of `subjects`.
+            The image files, in the order of `subjects`.
 
         Raises:
-            UserError: the folder holds pictures made with other settings, the models cannot be loaded, or memory does
-                not suffice.
-            FailedError: values of some pictures are no finite numbers. These are not written, and all others are.
+            UserError: the folder holds images of other settings, the models cannot be loaded, or memory does not
+                suffice.
+            FailedError: some images have values that are not finite. These are not written, all others are.
         """
 
         def begin() -> set[str]:
             self._check_seeds(subjects)
-            decides = self._decides(encoder)
-            _check_same_settings(folder, decides)
+            record = self._settings_record(encoder)
+            _check_same_settings(folder, record)
             missing = _missing(folder, subjects)
             if missing:
-                write_json(folder / _SETTINGS, decides)
+                write_json(folder / _SETTINGS, record)
                 for leftover in folder.rglob(".*.tmp"):  # of processes that were killed
                     if not leftover.is_dir():
                         leftover.unlink()
@@ -203,8 +202,8 @@ class Drawing:
         if seeds:
             check_seeds(min(seeds), max(seeds))
 
-    def _decides(self, encoder: str) -> dict:
-        """Everything that decides what a picture looks like, besides its prompt and seed."""
+    def _settings_record(self, encoder: str) -> dict:
+        """Every setting that affects an image, besides its prompt and seed."""
         if self.digests["base"] is None:
             self.digests["base"] = model_digest(self.settings.base)
         known = self.digests["encoders"]
@@ -246,7 +245,7 @@ class Drawing:
         if processes.is_main:
             _note(folder, **_cuts(pipe, prompts))
         several = f", {processes.count} processes" if processes.count > 1 else ""
-        bar = tqdm(desc=f"draw{several}, {title}", total=len(missing), disable=not processes.is_main)
+        bar = tqdm(desc=f"render{several}, {title}", total=len(missing), disable=not processes.is_main)
         with quiet_diffusers(), bar:  # it warns of every prompt that it cuts
             for start in range(0, len(batches), processes.count):
                 batches_now, started = batches[start : start + processes.count], time.monotonic()
@@ -256,7 +255,7 @@ class Drawing:
                     _note(folder, time.monotonic() - started)
                 bar.update(sum(subjects[index].name in missing for batch in batches_now for index in batch))
 
-        processes.together(lambda: _raise_if_any(failed, len(subjects), encoder, self.dtype))
+        processes.together(lambda: _raise_if_failed(failed, len(subjects), encoder, self.dtype))
 
     def _load(self, encoder: str) -> StableDiffusionXLPipeline:
         """The SDXL checkpoint with an encoder, reading prompts as `DrawingSettings.windows` says."""
@@ -293,12 +292,12 @@ def _write_missing(
     return failed
 
 
-def _raise_if_any(failed: Sequence[str], count: int, encoder: str, dtype: torch.dtype) -> None:
-    """Raises FailedError where there is no image of a subject."""
+def _raise_if_failed(failed: Sequence[str], count: int, encoder: str, dtype: torch.dtype) -> None:
+    """Raises FailedError if images could not be rendered."""
     if failed:
         raise FailedError(
-            f"{len(failed):,} of {count:,} images by {encoder!r} were not drawn, the first: {failed[0]}. Where values "
-            "are not finite, weights of the encoder or of the base model are damaged, or too large for "
+            f"{len(failed):,} of {count:,} images by {encoder!r} were not rendered, the first: {failed[0]}. Where "
+            "values are not finite, weights of the encoder or of the SDXL checkpoint are damaged, or too large for "
             f"{str(dtype).removeprefix('torch.')}. Give another encoder. The other images are kept."
         )
 
@@ -308,16 +307,16 @@ def _file(folder: Path, subject: Subject) -> Path:
 
 
 def _missing(folder: Path, subjects: Sequence[Subject]) -> set[str]:
-    """The names of the pictures that are not there, or are damaged."""
+    """The names of the images that do not exist or are damaged."""
     return {subject.name for subject in subjects if png_damage(_file(folder, subject))}
 
 
 def how_drawn(folder: Path) -> dict:
-    """What is noted of a folder's pictures.
+    """How the images of a folder were rendered.
 
     Returns:
-        "cut_at": the tokens at which prompts were cut, with those around a text, or None; "prompts_cut": how many were;
-        "seconds" of drawing, in whichever runs did it, without the loading of models.
+        "cut_at": the number of tokens, BOS and EOS included, at which prompts were cut, or None; "prompts_cut": how
+        many were; "seconds" of rendering in all runs, without the loading of models.
     """
     return {"cut_at": None, "prompts_cut": 0, "seconds": 0.0} | read_json_object(folder / _DRAWN)
 
@@ -337,7 +336,7 @@ def _cuts(pipe: StableDiffusionXLPipeline, prompts: Sequence[ImagePrompt]) -> di
 
 
 def _check_same_settings(folder: Path, settings: dict) -> None:
-    """Refuses a folder whose pictures were made with other settings."""
+    """Raises UserError for a folder of images with other settings."""
     file = folder / _SETTINGS
     if not file.exists():
         if any(folder.rglob("*.png")):
@@ -347,5 +346,5 @@ def _check_same_settings(folder: Path, settings: dict) -> None:
     if before != settings:
         raise UserError(
             f"The images in {str(folder)!r} were made with other settings: {changed_settings(before, settings)}. Give "
-            "another output, go back to those settings, or remove the folder."
+            "another output, return to those settings, or remove the folder."
         )

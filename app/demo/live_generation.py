@@ -1,4 +1,4 @@
-"""Pictures of one prompt by several text encoders, step by step, so that a person can watch and break off."""
+"""Images of one prompt by several text encoders, generated step by step, so that a visitor can watch and stop."""
 
 import io
 import math
@@ -24,20 +24,21 @@ from debias_diffusion.pipelines.rendering import (
 
 from ..generate.png_settings import png_info, settings_text
 from ..generate.prompts import cleaned
-from .models import Models
-from .requests import SAME, Request, check, unweighted
+from .checks import check, unweighted
+from .models import DemoModels
+from .request import SHARED_SETTINGS, Request
 
 
 @dataclass(frozen=True)
 class Step:
-    """How far the drawing is.
+    """The progress of a request.
 
     Attributes:
-        label: of the encoder.
-        picture: its number among the encoder's, from 1.
-        step: steps that are done of this picture, 0 when it begins.
-        steps: how many it takes.
-        done_share: of the whole request, from 0 to 1.
+        label: the encoder.
+        picture: number of the image among those of the encoder, from 1.
+        step: finished steps of this image.
+        steps: all steps of this image.
+        done_share: finished share of the request, from 0 to 1.
     """
 
     label: str
@@ -49,14 +50,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A finished picture.
+    """A finished image.
 
     Attributes:
-        label: of the encoder.
-        picture: its number among the encoder's, from 1.
-        seed: of its noise.
-        image: the picture.
-        png: the same as a file, with the settings that made it in its text.
+        label: the encoder.
+        picture: number of the image among those of the encoder, from 1.
+        seed: of the noise.
+        image: the image.
+        png: the image as a file that contains its settings.
         read: in words, how much of the prompt the encoder read.
     """
 
@@ -70,7 +71,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A prompt as one encoder reads it: what draws from it, and what it is drawn from."""
+    """A prompt encoded by one encoder, with the pipeline that renders it."""
 
     pipe: StableDiffusionXLLongPromptPipeline
     sampling: Sampling
@@ -79,43 +80,43 @@ class _Encoded:
     read: str
 
 
-class _BrokenOffError(Exception):
+class _CancelledError(Exception):
     pass
 
 
 def draw(
-    models: Models, request: Request, cancelled: Callable[[], bool], budget: int | None = None
+    models: DemoModels, request: Request, cancelled: Callable[[], bool], budget: int | None = None
 ) -> Iterator[Step | Drawn]:
-    """Draws what a request asks for: the first picture by each encoder, then the second by each, and so on.
+    """Generates the images of a request: the first one by each encoder, then the second one by each, and so on.
 
-    A picture is the one that `debias-diffusion generate` draws with the same settings, bit for bit, whatever was drawn
-    before. Whoever calls sees to it that nothing else uses the models' device meanwhile.
+    Images equal those of `debias-diffusion generate` with the same settings, bit for bit, whatever was drawn before.
+    The caller must keep the models' device to this iterator.
 
     Args:
-        models: what draws.
-        request: what; it is checked.
-        cancelled: asked before every step, in another thread. Once it says yes, or the iterator is closed, no further
-            step is taken and the iterator ends.
-        budget: denoising steps that it may take, as `check_budget` counts them; None for any number.
+        models: the demo's models.
+        request: unchecked.
+        cancelled: called before every step, in another thread. Once it returns True, or the iterator is closed, no
+            further step is taken and the iterator ends.
+        budget: denoising steps allowed, as `check_budget` counts them; None for any number.
 
     Raises:
-        UserError: the request cannot be drawn, takes too many steps, or memory does not suffice.
+        UserError: the request cannot be drawn, takes too many steps, or the device runs out of memory.
     """
     request = check(request, models)
     if budget is not None:
         check_budget(models, request, budget)
-    news: queue.SimpleQueue = queue.SimpleQueue()
+    items: queue.SimpleQueue = queue.SimpleQueue()
     closed = threading.Event()
 
     def stop_if_asked() -> None:
         if closed.is_set() or cancelled():
-            raise _BrokenOffError
+            raise _CancelledError
 
-    # diffusers draws in one call and not step by step; so it runs beside, and says what it has.
-    drawing = threading.Thread(target=_work, args=(models, request, stop_if_asked, news.put), daemon=True)
+    # diffusers renders an image in one call, so it runs in a thread that reports each step.
+    drawing = threading.Thread(target=_work, args=(models, request, stop_if_asked, items.put), daemon=True)
     drawing.start()
     try:
-        while (item := news.get()) is not None:
+        while (item := items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
@@ -124,19 +125,19 @@ def draw(
         drawing.join()
 
 
-def check_budget(models: Models, request: Request, budget: int) -> None:
-    """Raises UserError for a request that takes more denoising steps than it may, before any is taken.
+def check_budget(models: DemoModels, request: Request, budget: int) -> None:
+    """Raises UserError for a request of more denoising steps than allowed.
 
-    A step of an image larger than the base's own counts as often as it is larger. A step with a prompt of more
-    positions than the longest encoder reads at once counts as often as there are more, for encoders that read all of
-    it.
+    A step counts in proportion to the pixels beyond the checkpoint's native size, and, for encoders that read the whole
+    prompt, to the positions beyond the longest context length.
 
     Args:
+        models: the demo's models.
         request: checked.
-        budget: steps of all images by all encoders together.
+        budget: steps of all images by all encoders.
     """
     pixels = max(1.0, request.height * request.width / math.prod(models.size))
-    lengths = [max(1.0, _positions(models, request, label) / models.long_window) for label in request.encoders]
+    lengths = [max(1.0, _positions(models, request, label) / models.longest_context) for label in request.encoders]
     steps = request.steps * request.images * pixels * sum(lengths)
     if steps <= budget:
         return
@@ -151,36 +152,34 @@ def check_budget(models: Models, request: Request, budget: int) -> None:
     )
 
 
-def _positions(models: Models, request: Request, label: str) -> int:
-    """Positions of a prompt's embeddings, or of all the pieces that an encoder reads it in, whichever are more."""
+def _positions(models: DemoModels, request: Request, label: str) -> int:
+    """Positions of a prompt's embeddings, or of all its chunks, whichever are more."""
     pipe = models.pipeline(label, request)
-    texts = [cleaned(its, request.weighting) for its in (request.prompt, request.negative_prompt) if its]
+    texts = [cleaned(text, request.weighting) for text in (request.prompt, request.negative_prompt) if text]
     layouts = [pipe.prompt_layout(text, do_classifier_free_guidance=False) for text in texts]
-    pieces = max(max(layout.windows) for layout in layouts)
-    return max(pieces * (models.short_window - 2) + 2, *(layout.positions for layout in layouts))
+    chunks = max(max(layout.windows) for layout in layouts)
+    return max(chunks * (models.stock_context - 2) + 2, *(layout.positions for layout in layouts))
 
 
-def _work(models: Models, request: Request, stop_if_asked: Callable, report: Callable) -> None:
-    """Reports what is drawn; at the end, whatever happens, None or what went wrong."""
+def _work(models: DemoModels, request: Request, stop_if_asked: Callable, report: Callable) -> None:
+    """Reports steps and images; at the end, whatever happens, None or the error."""
     end = None
     try:
         try:
             _draw_all(models, request, stop_if_asked, report)
         finally:
             models.restore()
-    except _BrokenOffError:
+    except _CancelledError:
         pass
     except BaseException as error:
         end = error
         if is_out_of_memory(error):
-            # Of the error itself nothing is kept, or its frames would keep the memory.
-            end = UserError(
-                f"The memory of {models.device} does not suffice ({reason(error)}). Draw a smaller picture."
-            )
+            # The error itself is dropped: its frames would hold the memory.
+            end = UserError(f"{models.device} is out of memory ({reason(error)}). Choose a smaller image.")
     report(end)
 
 
-def _draw_all(models: Models, request: Request, stop_if_asked: Callable, report: Callable) -> None:
+def _draw_all(models: DemoModels, request: Request, stop_if_asked: Callable, report: Callable) -> None:
     encoded: dict[str, _Encoded] = {}
     places = [(image, label) for image in range(request.images) for label in request.encoders]
     for place, (image, label) in enumerate(places):
@@ -196,7 +195,7 @@ def _draw_all(models: Models, request: Request, stop_if_asked: Callable, report:
         report(_draw_one(models, request, label, image, encoded[label], progress))
 
 
-def _encode(models: Models, request: Request, label: str) -> _Encoded:
+def _encode(models: DemoModels, request: Request, label: str) -> _Encoded:
     pipe = models.pipeline(label, request)
     texts = [cleaned(text, request.weighting) for text in (request.prompt, request.negative_prompt)]
     prompt = ImagePrompt(texts[0], negative_prompt=texts[1] if request.negative_prompt else None)
@@ -206,22 +205,27 @@ def _encode(models: Models, request: Request, label: str) -> _Encoded:
     return _Encoded(pipe, sampling, embeddings, layout, _read(models, request, label, layout))
 
 
-def _read(models: Models, request: Request, label: str, layout: PromptLayout) -> str:
+def _read(models: DemoModels, request: Request, label: str, layout: PromptLayout) -> str:
     """How much of the prompt the first encoder reads."""
     encoder, text = models.encoders[label], unweighted(request.prompt, request.weighting)
     total = len(encoder.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    room = min(encoder.window, models.short_window) - 2
+    room = min(encoder.context_length, models.stock_context) - 2
     if total > room and models.cuts(label, request.long_prompts):
         return f"reads the first {room:,} of {total:,} tokens"
-    windows = layout.windows[0]
-    return f"reads all {total:,} tokens in {'one piece' if windows == 1 else f'{windows} windows'}"
+    chunks = layout.windows[0]
+    return f"reads all {total:,} tokens" + (f" in {chunks} chunks" if chunks > 1 else " at once")
 
 
 def _draw_one(
-    models: Models, request: Request, label: str, image: int, encoded: _Encoded, progress: Callable[[int, int], None]
+    models: DemoModels,
+    request: Request,
+    label: str,
+    image: int,
+    encoded: _Encoded,
+    progress: Callable[[int, int], None],
 ) -> Drawn:
     pipe = encoded.pipe
-    # A new one, because schedulers count steps and keep past ones.
+    # A new one: schedulers keep state of past steps.
     pipe.scheduler = models.make_scheduler(request.scheduler)
     seed = request.seed + image
     [picture] = render(pipe, encoded.embeddings, [seed], encoded.sampling, progress)
@@ -232,14 +236,17 @@ def _draw_one(
     return Drawn(label, image + 1, seed, picture, file, encoded.read)
 
 
-def settings_of(models: Models, request: Request, label: str, picture: int, layout: PromptLayout) -> dict:
-    """What made a picture, as `debias-diffusion generate` writes it, and what else the request asked for.
+def settings_of(models: DemoModels, request: Request, label: str, picture: int, layout: PromptLayout) -> dict:
+    """The settings of an image as `debias-diffusion generate` writes them, and the rest of the request.
 
     Args:
-        picture: its number among the encoder's, from 1.
-        layout: how the prompt was read.
+        models: the demo's models.
+        request: checked.
+        label: the encoder.
+        picture: number of the image among those of the encoder, from 1.
+        layout: how the prompt was encoded.
     """
-    return {name: getattr(request, name) for name in SAME} | {
+    return {name: getattr(request, name) for name in SHARED_SETTINGS} | {
         "negative_prompt": request.negative_prompt or None,
         "prompt_2": None,
         "seed": request.seed + picture - 1,
@@ -254,10 +261,10 @@ def settings_of(models: Models, request: Request, label: str, picture: int, layo
 
 
 def as_png(image: Image.Image, settings: dict, scheduler: str) -> bytes:
-    """A picture as a file with its settings in its text, also for viewers that read those of A1111's interface.
+    """An image as a PNG that contains its settings, also in the format of A1111's interface.
 
     Args:
-        settings: of `settings_of`.
+        settings: from `settings_of`.
         scheduler: name of diffusers' class.
     """
     file = io.BytesIO()

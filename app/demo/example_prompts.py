@@ -1,8 +1,8 @@
-"""Long prompts to begin with."""
+"""Example prompts of the page."""
 
-from .models import Models
+from .models import DemoModels
 
-# Details that a reader of the beginning misses stand late in each.
+# Each has details near its end, which an encoder that cuts the prompt misses.
 _PROMPTS = {
     "Harbour": (
         "A small harbour town at first light, seen from a wooden pier. Fishing boats with peeling blue and white "
@@ -28,8 +28,8 @@ _PROMPTS = {
 _SCENES = (3, 5, 8)
 
 
-def examples(models: Models) -> dict[str, str | int]:
-    """By name, prompts; of a toy, numbers of scenes, because it knows of nothing else."""
+def examples(models: DemoModels) -> dict[str, str | int]:
+    """Prompts by name; for the toy world, numbers of its scenes, because its models draw nothing else."""
     if models.is_toy:
         return {f"Example {place}": number for place, number in enumerate(_SCENES, 1)}
     return dict(_PROMPTS)

@@ -1,4 +1,4 @@
-"""The queue: gradio's, with an end to answers that nobody reads, and a share of the places for each visitor."""
+"""gradio's queue, with a share of the places for each visitor and an end to unread answers."""
 
 import asyncio
 import time
@@ -14,20 +14,20 @@ from starlette.exceptions import HTTPException
 
 from .visitors import visitor
 
-UNREAD = 60.0  # seconds that an answer waits for somebody who reads it
-MOST_UNREAD = 64 * 2**20  # bytes of answers that wait to be read, of all visitors
-MOST_SESSIONS = 2000  # that are open at once
-MOST_NAME = 100  # characters of the name that a session gives itself
+UNREAD = 60.0  # seconds that an answer waits to be read
+MOST_UNREAD = 64 * 2**20  # bytes of unread answers, of all visitors
+MOST_SESSIONS = 2000  # open at once
+MOST_NAME = 100  # characters of a session's name
 
 
 class Mailbox(asyncio.Queue):
-    """Messages to one session that it has not read yet.
+    """Unread messages to one session.
 
-    An answer is kept as JSON, which takes a tenth of the memory that gradio's objects take.
+    Answers are kept as JSON, which takes a tenth of the memory of gradio's objects.
 
     Attributes:
         size: bytes of the answers.
-        last_read: when a message was last taken, or the mailbox made, by `time.monotonic`.
+        last_read: `time.monotonic` of the last read, or of the mailbox's creation.
     """
 
     def _init(self, maxsize: int) -> None:
@@ -36,7 +36,7 @@ class Mailbox(asyncio.Queue):
 
     def _put(self, message: Any) -> None:
         if isinstance(message, HeartbeatMessage) and not self.empty():
-            return  # who reads nothing needs no sign of life
+            return  # a client that reads nothing needs no heartbeat
         answer = None
         if getattr(message, "output", None):
             answer = orjson.dumps(message.output, default=_plain, option=orjson.OPT_NON_STR_KEYS)
@@ -58,7 +58,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Mailboxes(dict):
-    """By session. gradio puts queues of its own kind in, and takes out some that are gone."""
+    """Mailboxes by session. gradio inserts plain queues, and deletes sessions that may be gone already."""
 
     def __setitem__(self, session: str, _: Any) -> None:
         super().__setitem__(session, Mailbox())
@@ -68,25 +68,25 @@ class _Mailboxes(dict):
 
 
 class _WholeAnswer(Coroutine):
-    """The answer to some requests, which begins and ends as it should wherever a cancel meets it.
+    """The answer to some requests, as a coroutine that survives a cancel at any point.
 
-    gradio frees a request's place in the line, and forgets the request, where its answer ends. A cancel between taking
-    the request and beginning the answer would end it before it begins, and nobody behind it would ever have a turn. A
-    cancel while the end of the answer waits for something would leave the request known for ever.
+    gradio frees a request's place in the line, and forgets the request, at the end of its answer. A cancel between
+    taking the request and starting the answer would end it before it starts, and block the line for good. A cancel
+    while the end of the answer awaits something would leave the request registered for good.
     """
 
     def __init__(self, answer: Coroutine, events: list[queueing.Event], known: dict[str, queueing.Event]):
-        self._answer, self._events, self._known, self._begun = answer, events, known, False
+        self._answer, self._events, self._known, self._started = answer, events, known, False
 
     def send(self, value: Any) -> Any:
-        self._begun = True
+        self._started = True
         return self._continue(self._answer.send, value)
 
     def throw(self, *error: Any) -> Any:
-        if self._begun:
+        if self._started:
             return self._continue(self._answer.throw, *error)
         for event in self._events:
-            event.alive = False  # so that nothing is done for it
+            event.alive = False  # so no work is done for it
         return self.send(None)
 
     def _continue(self, step: Callable, *arguments: Any) -> Any:
@@ -105,29 +105,29 @@ class _WholeAnswer(Coroutine):
 
 
 class Queue(queueing.Queue):
-    """gradio's queue, that forgets those who do not read what it has for them.
+    """gradio's queue, shared fairly and without unread answers.
 
-    A session that has read nothing for `UNREAD` seconds, and has something to read, is forgotten: its requests that
-    wait are left out, what is drawn for it ends with its step, and its answers are freed. Where all answers that wait
-    take more than `MOST_UNREAD` bytes, the session that has not read for longest is forgotten at once.
+    A session that has messages and has not read for `UNREAD` seconds is dropped: its waiting requests are removed, its
+    drawing ends with the current step, and its answers are freed. If all unread answers exceed `MOST_UNREAD` bytes, the
+    session that has not read for longest is dropped at once.
 
-    A visitor has as many places at most as are still free, so that there is always one for somebody else; and requests
-    are answered in turn: the first of every visitor before the second of any.
+    A visitor may take at most as many places as remain free, so there is always one for others. Requests are answered
+    in turn: the first of every visitor before the second of any.
     """
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         self.pending_messages_per_session = _Mailboxes()
-        self.ANALYTICS_MAX_EVENTS = 100  # gradio makes a table of them after every request
+        self.ANALYTICS_MAX_EVENTS = 100  # gradio builds a table of them after every request
 
     def start(self) -> None:
         super().start()
         run_coro_in_background(self._forget_in_time)
 
     async def push(self, body, request, username):
-        """As gradio's. Raises HTTPException for what cannot wait here."""
+        """As in gradio. Raises HTTPException for requests that cannot be queued."""
         self._check(body, visitor(request.client))
-        # As a name of its own: gradio's would be known only after the request has its place.
+        # Named here: gradio names a session only after its request has a place.
         body.session_hash = body.session_hash or uuid.uuid4().hex
         self.pending_messages_per_session.setdefault(body.session_hash, Mailbox())
         self._make_room(body.session_hash)
@@ -146,29 +146,29 @@ class Queue(queueing.Queue):
 
     def _check(self, body, name: str) -> None:
         if body.fn_index not in self.blocks.fns:
-            raise HTTPException(400, f"There is no function {body.fn_index!r} here. See /gradio_api/info for what is.")
+            raise HTTPException(400, f"There is no function {body.fn_index!r}. /gradio_api/info lists them.")
         if len(body.session_hash or "") > MOST_NAME:
-            raise HTTPException(400, f"A session's name has at most {MOST_NAME} characters here.")
-        own = sum(visitor(event.request.client) == name for event in self._waiting())
-        if self.max_size is not None and 0 < self.max_size - len(self) <= own:
+            raise HTTPException(400, f"A session's name may have at most {MOST_NAME} characters.")
+        waiting = sum(visitor(event.request.client) == name for event in self._waiting())
+        if self.max_size is not None and 0 < self.max_size - len(self) <= waiting:
             raise HTTPException(
                 429,
-                f"You have {own:,} requests that wait here, and {self.max_size - len(self):,} places are left, which "
-                "are for others. Send this again when some of yours are answered.",
+                f"You have {waiting:,} waiting requests, and the {self.max_size - len(self):,} places left are for "
+                "others. Send this again when some of yours are answered.",
             )
 
     def _waiting(self) -> list[queueing.Event]:
         return [event for line in self.event_queue_per_concurrency_id.values() for event in line.queue]
 
     def _take_turns(self, event: queueing.Event) -> None:
-        """Puts a request that has come last before all whose visitors have an earlier one that waits with it."""
+        """Moves the last request ahead of requests whose visitors have more waiting before them."""
         line = self.event_queue_per_concurrency_id[event.concurrency_id].queue
         if event not in line:
             return
         line.remove(event)
         names = [visitor(other.request.client) for other in line]
         turn = names.count(visitor(event.request.client))
-        # Those with as many of the same visitor before them come later.
+        # The first request with more of its visitor's before it.
         later = (place for place, name in enumerate(names) if names[:place].count(name) > turn)
         place = next(later, len(line))
         line.insert(place, event)
@@ -176,27 +176,27 @@ class Queue(queueing.Queue):
             self.broadcast_estimations(event.concurrency_id, place)
 
     def _make_room(self, keep: str) -> None:
-        """Forgets those who have not read for longest, where there are too many sessions or bytes."""
+        """Drops the sessions that have not read for longest while there are too many sessions or bytes."""
         boxes = self.pending_messages_per_session
         while len(boxes) > MOST_SESSIONS or sum(box.size for box in boxes.values()) > MOST_UNREAD:
-            others = [session for session, box in boxes.items() if session != keep and self._can_go(session, box)]
-            if not others:
+            droppable = [session for session, box in boxes.items() if session != keep and self._can_go(session, box)]
+            if not droppable:
                 return
-            self.forget(min(others, key=lambda session: boxes[session].last_read))
+            self.forget(min(droppable, key=lambda session: boxes[session].last_read))
 
     def _can_go(self, session: str, box: Mailbox) -> bool:
-        """Whether a session has something to read, or nothing to come."""
+        """Whether a session may be dropped: it has unread messages, or expects none."""
         ids = self.pending_event_ids_session.get(session, ())
         return not box.empty() or not any(event_id in self.event_ids_to_events for event_id in ids)
 
     def forget(self, session: str) -> None:
-        """Frees what is kept for a session, and ends what it waits for."""
+        """Frees a session's messages, and ends its requests."""
         self.pending_messages_per_session.pop(session, None)
         for event_id in self.pending_event_ids_session.pop(session, ()):
             event = self.event_ids_to_events.get(event_id)
             if event is None:
                 continue
-            event.alive = False  # what is drawn for it ends with its step
+            event.alive = False  # its drawing ends with the current step
             line = self.event_queue_per_concurrency_id[event.concurrency_id].queue
             if event in line:
                 line.remove(event)
@@ -204,11 +204,11 @@ class Queue(queueing.Queue):
 
     async def _forget_in_time(self) -> None:
         while not self.stopped:
-            await asyncio.sleep(UNREAD / 10)
+            await asyncio.sleep(min(1.0, UNREAD / 10))
             before = time.monotonic() - UNREAD
             boxes = self.pending_messages_per_session
             for session, box in list(boxes.items()):
                 if box.last_read < before and self._can_go(session, box):
                     self.forget(session)
-            for session in [its for its in self.pending_event_ids_session if its not in boxes]:
+            for session in set(self.pending_event_ids_session) - set(boxes):
                 self.forget(session)

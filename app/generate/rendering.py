@@ -39,14 +39,14 @@ from .prompts import LeftOut, Prompt, cleaned, print_left_out
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageTask:
     """One image to render.
 
     Attributes:
         prompt: its entry in the file of prompts.
         where: that entry, in words.
         path: its file.
-        settings: everything that decides what it looks like, as its file will say.
+        settings: every setting that affects it, as its file records them.
     """
 
     prompt: Prompt
@@ -141,7 +141,9 @@ def _chunks(counts: Sequence[int]) -> str:
     return ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
 
 
-def draw(studio: Studio, pictures: Sequence[Picture], missing: set[Path], left_out: list[LeftOut]) -> list[LeftOut]:
+def render_missing(
+    studio: Studio, tasks: Sequence[ImageTask], missing: set[Path], left_out: list[LeftOut]
+) -> list[LeftOut]:
     """Renders the images whose files are missing, and adds to `left_out` the prompts that cannot be read.
 
     Returns:
@@ -152,9 +154,9 @@ def draw(studio: Studio, pictures: Sequence[Picture], missing: set[Path], left_o
     """
     config, sampling = studio.config, studio.sampling
     pipe = studio.load("encoders" if config.low_memory else "all")
-    prompts = [studio.image_prompt(picture.settings) for picture in pictures]
-    layouts = _layouts(studio, pipe, pictures, prompts, left_out)
-    wanted = {index for index, picture in enumerate(pictures) if picture.path in missing}
+    prompts = [studio.image_prompt(task.settings) for task in tasks]
+    layouts = _layouts(studio, pipe, tasks, prompts, left_out)
+    wanted = {index for index, task in enumerate(tasks) if task.path in missing}
     batches = plan_batches(prompts, layouts, config.batch, wanted)
     studio.check_memory(max(map(len, batches), default=1))
     sampler = type(pipe.scheduler).__name__
@@ -167,33 +169,33 @@ def draw(studio: Studio, pictures: Sequence[Picture], missing: set[Path], left_o
     with tqdm(total=len(wanted), desc="render", unit="image", disable=not config.several) as bar:
         for batch, images in zip(batches, rendered, strict=True):
             for index, image in zip(batch, images, strict=True):
-                picture = pictures[index]
+                task = tasks[index]
                 if index not in wanted:
                     continue
                 bar.update()
                 if isinstance(image, str):
-                    failed.append(LeftOut(f"{picture.where}, seed {picture.settings['seed']}", image))
+                    failed.append(LeftOut(f"{task.where}, seed {task.settings['seed']}", image))
                     continue
-                settings = picture.settings | layouts[index]._asdict()
-                write_png(image, picture.path, settings_text(settings, sampler))
+                settings = task.settings | layouts[index]._asdict()
+                write_png(image, task.path, settings_text(settings, sampler))
     return failed
 
 
 def _layouts(
     studio: Studio,
     pipe: DiffusionPipeline,
-    pictures: Sequence[Picture],
+    tasks: Sequence[ImageTask],
     prompts: Sequence[ImagePrompt],
     left_out: list[LeftOut],
 ) -> dict[int, PromptLayout]:
     """How the prompt of each image is read, by the image's index; prints it."""
     by_number: dict[int, PromptLayout | LeftOut] = {}
-    for picture, prompt in zip(pictures, prompts, strict=True):
-        if picture.prompt.number not in by_number:
+    for task, prompt in zip(tasks, prompts, strict=True):
+        if task.prompt.number not in by_number:
             try:
-                by_number[picture.prompt.number] = studio.layout(pipe, prompt)
+                by_number[task.prompt.number] = studio.layout(pipe, prompt)
             except UserError as error:
-                by_number[picture.prompt.number] = LeftOut(picture.where, str(error))
+                by_number[task.prompt.number] = LeftOut(task.where, str(error))
     unreadable = [entry for entry in by_number.values() if isinstance(entry, LeftOut)]
     readable = [layout for layout in by_number.values() if not isinstance(layout, LeftOut)]
     if not studio.config.several and unreadable:
@@ -203,7 +205,7 @@ def _layouts(
     print_left_out(unreadable)
     left_out += unreadable
     _print_layouts(readable, studio.config.several)
-    layouts = {index: by_number[picture.prompt.number] for index, picture in enumerate(pictures)}
+    layouts = {index: by_number[task.prompt.number] for index, task in enumerate(tasks)}
     return {index: layout for index, layout in layouts.items() if not isinstance(layout, LeftOut)}
 
 

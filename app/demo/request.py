@@ -1,0 +1,48 @@
+"""A request to the demo: every setting that decides its images, and their limits."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+LongPrompts = Literal["auto", "chunks", "cut"]
+MOST_STEPS = 100
+MOST_GUIDANCE = 30.0
+MOST_IMAGES = 8
+BUDGET = 1000  # denoising steps of one request: 8 images by 4 encoders in 30 steps
+# Settings of a PNG that have the same name and meaning in a request.
+SHARED_SETTINGS = (
+    *("prompt", "steps", "guidance_scale", "height", "width"),
+    *("weighting", "images", "scheduler", "long_prompts"),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that decides the images; `dataclasses.asdict` of it is JSON.
+
+    Attributes:
+        prompt: the prompt.
+        encoders: labels of the encoders, which take turns.
+        negative_prompt: "" for none.
+        seed: of the first image's noise; image i, from 0, has seed + i.
+        steps: denoising steps.
+        guidance_scale: 1 or less is no guidance.
+        height, width: in pixels.
+        images: images by each encoder.
+        scheduler: one of `DemoModels.schedulers`.
+        weighting: read (word:1.3), [word], word++ and BREAK as weights.
+        long_prompts: "auto": encoders with the context length of stock SDXL cut there, as stock SDXL does, and longer
+            ones read everything; "chunks": all read everything, in as many chunks as it takes; "cut": all cut there.
+    """
+
+    prompt: str
+    encoders: tuple[str, ...]
+    negative_prompt: str = ""
+    seed: int = 0
+    steps: int = 30
+    guidance_scale: float = 7.0
+    height: int = 1024
+    width: int = 1024
+    images: int = 1
+    scheduler: str = "Euler"
+    weighting: bool = False
+    long_prompts: LongPrompts = "auto"

@@ -1,0 +1,115 @@
+"""Reads a request back from the settings in a PNG."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from debias_diffusion.errors import UserError, reason
+
+from ..generate.png_settings import SETTINGS_KEY
+from ..generate.prompts import parse_seed
+from .checks import check, shown, whole_number
+from .models import DemoModels
+from .request import MOST_IMAGES, SHARED_SETTINGS, Request
+
+MOST_PNG = 32 * 2**20  # bytes, more than the largest image has uncompressed
+MOST_SETTINGS = 2**19  # characters: two prompts of characters written as \uXXXX\uXXXX, and the rest
+_HINT = "Give a PNG saved from this demo or by `debias-diffusion generate`, unchanged."
+
+
+def request_of_png(file: str | bytes, models: DemoModels) -> tuple[Request, list[str]]:
+    """The request that an image of this demo, or of `debias-diffusion generate`, was drawn from.
+
+    Only the text of the PNG is read; its pixels are never decoded.
+
+    Args:
+        file: the PNG's path, or its content.
+        models: the demo's models.
+
+    Returns:
+        The checked request, and notes in words on what had to change because this demo has other models: missing
+        encoders are left out, a missing scheduler and the size of a toy are replaced by the demo's own.
+
+    Raises:
+        UserError: the file is no PNG, contains no settings, or its settings cannot be used.
+    """
+    settings = _parsed(_settings_text(file))
+    notes: list[str] = []
+    request = _fitted(_request(settings, models), settings.get("base"), models, notes)
+    notes += [f"Its {name} is not used here." for name in ("prompt_2", "encoder_2") if settings.get(name) is not None]
+    return check(request, models), notes
+
+
+def _settings_text(file: str | bytes) -> str:
+    """The PNG's text chunk with the settings."""
+    size = len(file) if isinstance(file, bytes) else Path(file).stat().st_size
+    if size > MOST_PNG:
+        raise UserError(f"The file has {size:,} bytes; at most {MOST_PNG:,} are read. {_HINT}")
+    try:
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=("PNG",)) as image:
+            text = image.info.get(SETTINGS_KEY)
+    except Exception as error:  # a hostile file can make an image reader raise anything
+        raise UserError(f"The file cannot be read as a PNG ({reason(error)}). {_HINT}") from None
+    if not isinstance(text, str):
+        raise UserError(f"The PNG contains no settings; programs that share images often remove them. {_HINT}")
+    if len(text) > MOST_SETTINGS:
+        raise UserError(f"The PNG's settings have {len(text):,} characters; {MOST_SETTINGS:,} are read. {_HINT}")
+    return text
+
+
+def _parsed(text: str) -> dict:
+    def refuse(name: str):
+        raise ValueError(f"{name} is not a number")
+
+    try:
+        settings = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"The PNG's settings are not JSON ({reason(error)}). {_HINT}") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"The PNG's settings are {shown(settings)}. {_HINT}")
+    return settings
+
+
+def _request(settings: dict, models: DemoModels) -> Request:
+    """The settings as an unchecked request. Settings that `generate` does not write get its behaviour."""
+    if "prompt" not in settings:
+        raise UserError(f"The PNG's settings have no prompt. {_HINT}")
+    values = {"long_prompts": "chunks"} | {name: settings[name] for name in SHARED_SETTINGS if name in settings}
+    if values["long_prompts"] == "windows":  # PNGs of earlier releases
+        values["long_prompts"] = "chunks"
+    negative, encoder = settings.get("negative_prompt"), settings.get("encoder")
+    values["negative_prompt"] = "" if negative is None else negative
+    values["encoders"] = settings.get("encoders", ["original" if encoder is None else encoder])
+    if "seed" in settings:
+        picture = whole_number("picture", settings.get("picture", 1), 1, MOST_IMAGES)
+        values["seed"] = parse_seed(settings["seed"]) - picture + 1
+    return replace(models.defaults, **values)
+
+
+def _fitted(request: Request, base: Any, models: DemoModels, notes: list[str]) -> Request:
+    """The request with what this demo does not have replaced; says so in `notes`."""
+    changed: dict[str, Any] = {}
+    if isinstance(base, str) and models.base not in (base, Path(base).name):
+        notes.append(f"It was drawn with the SDXL checkpoint {shown(base)}; this demo has {models.base}.")
+    if isinstance(request.encoders, list | tuple) and all(isinstance(name, str) for name in request.encoders):
+        changed["encoders"] = _known_encoders(request.encoders, models, notes)
+    if isinstance(request.scheduler, str) and request.scheduler not in models.schedulers:
+        changed["scheduler"] = models.schedulers[0]
+        notes.append(f"There is no scheduler {shown(request.scheduler)} here; {models.schedulers[0]} is used.")
+    if models.is_toy and (request.height, request.width) != models.size:
+        changed["height"], changed["width"] = models.size
+        notes.append(f"Images have {models.size[0]} x {models.size[1]} pixels here.")
+    return replace(request, **changed)
+
+
+def _known_encoders(encoders: Any, models: DemoModels, notes: list[str]) -> tuple[str, ...]:
+    # `generate` writes an encoder as it was passed, which may be a path that ends in the label.
+    known = {name: next((end for end in (name, Path(name).name) if end in models.labels), None) for name in encoders}
+    missing = [name for name, label in known.items() if label is None]
+    if missing:
+        notes.append(f"The encoder {shown(', '.join(missing))} is not here and is left out.")
+    return tuple(dict.fromkeys(label for label in known.values() if label is not None)) or tuple(models.labels)

@@ -1,0 +1,164 @@
+"""What a training method provides, and the batch it gets. `docs/extending.md` adds one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..models.backbone import Backbone
+from ..tokens import CaptionTokenizer, TokenBatch
+
+Key = tuple[int, int, int]  # (epoch, index of the record, position in the epoch)
+
+
+@dataclass(frozen=True)
+class Caption:
+    """One tokenized caption, and how many PADs stand in front of it."""
+
+    ids: list[int]
+    n_pre: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one step on one process.
+
+    Attributes:
+        keys: one per sample.
+        sample_ids: of each sample, or of its replacement from the reserve.
+        images: [batch, 3, height, width] pixels; [batch, embed_dim] image features where `cached_features` is set.
+        tokens: the method's captions, one kind after the other: `len(tokens)` is a multiple of the batch, and all rows
+            share one prefix.
+        bad: the bad records that were replaced.
+        views: what `Method.views` drew, stacked: each [batch, ...].
+        cached_features: whether `images` holds features of a frozen image tower instead of pixels.
+    """
+
+    keys: list[Key]
+    sample_ids: list[str]
+    images: Tensor
+    tokens: TokenBatch
+    bad: list
+    views: dict[str, Tensor] = field(default_factory=dict)
+    cached_features: bool = False
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def to(self, device: torch.device) -> "Batch":
+        views = {name: view.to(device, non_blocking=True) for name, view in self.views.items()}
+        images = self.images.to(device, non_blocking=True)
+        return replace(self, images=images, tokens=self.tokens.to(device), views=views)
+
+    def pin_memory(self) -> "Batch":
+        views = {name: view.pin_memory() for name, view in self.views.items()}
+        return replace(self, images=self.images.pin_memory(), tokens=self.tokens.pin_memory(), views=views)
+
+    def chunks(self, size: int) -> "list[Batch]":
+        """The batch in chunks of `size` samples; the last may be smaller. `bad` stays with the whole batch."""
+        if size >= len(self):
+            return [self]
+        kinds = len(self.tokens) // len(self)
+        rows = [slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+        return [
+            replace(
+                self,
+                keys=self.keys[part],
+                sample_ids=self.sample_ids[part],
+                images=self.images[part],
+                tokens=self.tokens.select(
+                    [kind * len(self) + row for kind in range(kinds) for row in range(part.start, part.stop)]
+                ),
+                bad=[],
+                views={name: view[part] for name, view in self.views.items()},
+            )
+            for part in rows
+        ]
+
+
+def image_features(backbone: Backbone, batch: Batch) -> Tensor:
+    """[batch, embed_dim], encoded now or cached, not normalised."""
+    return batch.images if batch.cached_features else backbone.encode_image(batch.images)
+
+
+class Method(ABC):
+    """What a model learns from, and which losses it minimises.
+
+    A method is a frozen dataclass: its fields are its settings, and `__post_init__` raises UserError for values that
+    cannot be used. `methods.METHODS` lists them by the name that `--recipe` takes.
+
+    Four functions have to be written: `captions`, `encode`, `losses` and `describe`. The others have defaults.
+    """
+
+    def check(self, batch: int, embed_dim: int) -> None:  # noqa: B027 - optional
+        """Raises UserError when the method cannot work with a global batch of `batch` and features of `embed_dim`."""
+
+    def prepare(self, backbone: Backbone) -> None:  # noqa: B027 - optional
+        """Changes the base model in place before training: its pooling, its attention, parameters added to a tower.
+
+        Whatever changes a tower's output must be in its weights or in `backbone.config`, where digests, caches and
+        exports see it; it is saved and exported with the model.
+        """
+
+    def modules(self, backbone: Backbone) -> nn.Module | None:
+        """Modules of the method's own, made from the prepared base model with the run's seed.
+
+        Parameters with `requires_grad` are trained and, like buffers, restored when a run resumes. Frozen ones, such as
+        those of a reference model, are made anew by this function and take no room in a checkpoint. Nothing of them is
+        in the saved model or exported: what belongs there, `prepare` adds to the towers.
+        """
+        return None
+
+    @abstractmethod
+    def captions(
+        self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
+    ) -> list[Caption]:
+        """The captions that one sample is trained on, as many for every sample. A pure function of its arguments."""
+
+    def views(self, image: Tensor, seed: int, epoch: int, sample_id: str) -> dict[str, Tensor]:
+        """Whatever else is drawn for one sample, such as masks, crops or noise: tensors of one shape for all samples.
+
+        A pure function of its arguments; torch's generator must not be used, or workers would change what is drawn.
+
+        Args:
+            image: pixels, uint8 [3, height, width]; [embed_dim] features where the image tower is frozen.
+        """
+        return {}
+
+    def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
+        """Every sample's `captions` as one batch: all first captions, then all second ones, and so on."""
+        rows = [caption for kind in zip(*samples, strict=True) for caption in kind]
+        return tokenizer.batch([row.ids for row in rows], [row.n_pre for row in rows])
+
+    @abstractmethod
+    def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+        """Named features of the batch, each floating point and [batch, ...], with gradients.
+
+        A sample's features depend on that sample alone, because the batch may be one chunk, on one of several
+        processes. `losses` gets them gathered, for the global batch. Large states need not be gathered: reduce them
+        here to a loss per sample, [batch]. A parameter that `losses` needs is a feature too, expanded to [batch, ...].
+
+        Args:
+            modules: what `modules` returned, on the device.
+        """
+
+    @abstractmethod
+    def losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(losses, report) of the global batch.
+
+        Args:
+            features: what `encode` gave, each [global batch, ...].
+            scale: exp(logit_scale), a scalar.
+            bias: what SigLIP's loss adds to the scaled similarities; None for CLIP.
+
+        Returns:
+            The terms, already weighted, whose sum is minimised; and detached scalars that are only logged.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What the model learns from, in one line for the plan and the model card."""

@@ -1,0 +1,161 @@
+"""Long texts in chunks: where a text is cut, and how the chunks' hidden states are joined into one sequence."""
+
+import math
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+TRAINED_POSITIONS = 77  # what UNets for CLIP encoders are trained with, BOS and EOS included
+
+
+class Cut(IntEnum):
+    """How good it is to end a chunk after a token."""
+
+    NEVER = 0  # inside the vectors of one textual inversion
+    TOKEN = 1
+    WORD = 2
+    COMMA = 3
+    SENTENCE = 4
+    BREAK = 5  # a chunk ends here, however short it is
+
+
+class Tokens(NamedTuple):
+    """One text, tokenized for one encoder.
+
+    Attributes:
+        ids: token ids without BOS and EOS.
+        cuts: for each token, how good it is to end a chunk after it.
+        weights: for each token, its weight; 1 changes nothing.
+    """
+
+    ids: list[int]
+    cuts: list[Cut]
+    weights: list[float]
+
+
+def positions_for(n_tokens: int, context_lengths: list[int]) -> int:
+    """The length of the embeddings for `n_tokens` tokens, BOS and EOS.
+
+    Up to the longest context length: as many whole chunks of 77 as needed (of the shortest context length, if that is
+    below 77), at most the longest context length. Beyond it: whole chunks of the longest context length. With a
+    248-token encoder that gives 77, 152, 227, 248, 494, 740, ...; without one 77, 152, 227, 302, ...
+
+    Args:
+        n_tokens: of the longest text, without BOS and EOS.
+        context_lengths: of each text encoder, BOS and EOS included.
+    """
+
+    def whole_chunks(length: int) -> int:
+        return 2 + (length - 2) * max(1, math.ceil(n_tokens / (length - 2)))
+
+    positions = whole_chunks(min(TRAINED_POSITIONS, *context_lengths))
+    return positions if positions <= max(context_lengths) else whole_chunks(max(context_lengths))
+
+
+def rate_cuts(text: str, spans: list[tuple[int, int]], added_tokens: list[str | None]) -> list[Cut]:
+    """How good it is to end a chunk after each token of a text.
+
+    Args:
+        text: the text that was tokenized.
+        spans: start and end of each token in `text`, in characters.
+        added_tokens: the content of each added token, None for tokens of the original vocabulary.
+    """
+    cuts = []
+    for (_, end), (start, _), name, next_name in zip(spans, spans[1:], added_tokens, added_tokens[1:], strict=False):
+        gap = text[end:start]
+        # Closing quotation marks and brackets may follow the end of a sentence or clause: (like this.)
+        last = text[max(0, end - 8) : end].rstrip("\"'”’»)]}")[-1:] or " "
+        if next_name is not None and next_name == _next_vector(name):
+            cuts.append(Cut.NEVER)
+        elif start < end:  # both tokens are bytes of one character
+            cuts.append(Cut.TOKEN)
+        elif "\n" in gap or last in "。！？" or (gap and last in ".!?…"):
+            cuts.append(Cut.SENTENCE)
+        elif last in "，、；：" or (gap and last in ",;:"):
+            cuts.append(Cut.COMMA)
+        else:
+            cuts.append(Cut.WORD if gap else Cut.TOKEN)
+    return cuts + [Cut.SENTENCE] * (len(spans) > 0)
+
+
+def _next_vector(name: str | None) -> str | None:
+    """The token of a textual inversion that follows `name`: "<x>_1" after "<x>", "<x>_2" after "<x>_1"."""
+    if name is None:
+        return None
+    stem, _, number = name.rpartition("_")
+    return f"{stem}_{int(number) + 1}" if stem and number.isdecimal() else f"{name}_1"
+
+
+def split_chunks(tokens: Tokens, slots: int) -> list[range]:
+    """Splits a text into chunks of at most `slots` tokens, cut at the best places.
+
+    `Cut.BREAK` always ends a chunk. Any other cut leaves at most half of the chunk unused; among the remaining places
+    the best kind wins (end of a sentence, then comma, word, token), and among equals the last. The vectors of one
+    textual inversion stay together, even if more than half stays unused; only an inversion of more than `slots` vectors
+    is cut.
+
+    Returns:
+        the token indices of each chunk, at least one chunk; an empty text is one empty chunk.
+    """
+    ends = [at + 1 for at, cut in enumerate(tokens.cuts) if cut == Cut.BREAK]
+    chunks, start = [], 0
+    for end in [*ends, len(tokens.ids)]:
+        while end - start > slots:
+            best = _best_end(tokens.cuts, start, slots)
+            chunks.append(range(start, best))
+            start = best
+        chunks.append(range(start, end))
+        start = end
+    return chunks
+
+
+def _best_end(cuts: list[Cut], start: int, slots: int) -> int:
+    """Where a chunk that begins at token `start` ends, exclusive."""
+    half = start + slots - slots // 2
+
+    def goodness(end: int) -> tuple:
+        return cuts[end - 1] > Cut.NEVER, end >= half, cuts[end - 1], end
+
+    return max(range(start + 1, start + slots + 1), key=goodness)
+
+
+def join_chunks(states: torch.Tensor, n_tokens: list[int], empty: torch.Tensor | None, length: int) -> torch.Tensor:
+    """Joins the hidden states of a text's chunks into one sequence.
+
+    The result is BOS of the first chunk, every text token in order, EOS of the last chunk, then pads: first the last
+    chunk's, then, as often as needed, the positions after BOS of an empty chunk. So token j of a text always stands at
+    position 1 + j, and two encoders of different context lengths stay aligned.
+
+    Args:
+        states: [chunks, context_length, width], each row `[BOS, text, EOS, pads]`.
+        n_tokens: [chunks] text tokens in each.
+        empty: [context_length, width] hidden states of `[BOS, EOS, pads]`; None if the last chunk has enough pads.
+        length: positions of the result, at least the number of text tokens and two.
+
+    Returns:
+        [length, width]
+    """
+    texts = [row[1 : 1 + n] for row, n in zip(states, n_tokens, strict=True)]
+    parts = [states[0, :1], *texts, states[-1, 1 + n_tokens[-1] :]]
+    missing = length - sum(len(part) for part in parts)
+    if missing > 0:
+        parts += [empty[1:]] * math.ceil(missing / len(empty[1:]))
+    return torch.cat(parts)[:length]
+
+
+def weigh(states: torch.Tensor, weights: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """Moves hidden states away from those of an empty text, or towards them: empty + weight * (state - empty).
+
+    ComfyUI weights prompts in the same way. States of weight 1 stay as they are, bit for bit.
+
+    Args:
+        states: [chunks, context_length, width]
+        weights: [chunks, context_length]
+        empty: [context_length, width] hidden states of `[BOS, EOS, pads]`.
+    """
+    weights = weights.to(states)[..., None]
+    return torch.where(weights == 1, states, empty + weights * (states - empty))
+
+
+split_windows, join_windows = split_chunks, join_chunks  # names of earlier releases, for one more

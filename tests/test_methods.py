@@ -1,0 +1,132 @@
+"""The method of docs/extending.md, added as the page says and trained in chunks, two processes and pieces."""
+
+import json
+import re
+import runpy
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_training import config, log, losses, run_in_two_processes, same_weights, without_clock
+
+from debias_diffusion.app.cli import main
+from debias_diffusion.errors import UserError
+from debias_diffusion.methods import METHODS, Method, find_method
+from debias_diffusion.training import train
+
+PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
+SETTINGS = dict(recipe="predicting", method={"alpha": 0.75}, max_steps=5)
+NEWEST = "checkpoints/step-00000005"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def page(tmp_path_factory):
+    """The page's file, which has registered its method."""
+    file = tmp_path_factory.mktemp("page") / "predicting.py"
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    file.write_text(block)
+    runpy.run_path(str(file))
+    yield file
+    del METHODS["predicting"]
+
+
+@pytest.fixture(scope="module")
+def finished(world, page, one_thread, tmp_path_factory):
+    """The output folder of an uninterrupted run."""
+    output = tmp_path_factory.mktemp("finished")
+    train(config(world, output, **SETTINGS))
+    return output
+
+
+def test_the_added_term_and_its_module_are_trained_and_the_module_is_not_exported(world, finished, tmp_path, capsys):
+    lines = [line for line in log(finished) if "loss" in line]
+    assert all(line["predicted"] > 0 for line in lines) and lines[-1]["predicted"] < lines[0]["predicted"]
+    one, all_steps = (
+        load_file(finished / name / "method.safetensors") for name in ("checkpoints/step-00000004", NEWEST)
+    )
+    assert all_steps.keys() == {"weight", "bias"}
+    assert not any(torch.equal(one[name], all_steps[name]) for name in one)
+    train(config(world, tmp_path / "plain", max_steps=1))
+    models = (load_file(folder / "last" / "open_clip_model.safetensors") for folder in (finished, tmp_path / "plain"))
+    assert next(models).keys() == next(models).keys()
+    assert not (tmp_path / "plain" / "checkpoints" / "step-00000001" / "method.safetensors").exists()
+    main(["export", f"--model={finished}", f"--output={tmp_path / 'export'}"])
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "long captions predicted with weight 0.75" in card and "| recipe | `predicting` with" in card
+
+
+def test_chunks_give_the_same_run(world, finished, tmp_path):
+    train(config(world, tmp_path, chunk=3, **SETTINGS))
+    assert losses(tmp_path) == pytest.approx(losses(finished), rel=1e-4)
+
+
+def test_two_processes_give_the_same_run(world, finished, page, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(f"{page.read_text()}\nfrom debias_diffusion.app.cli import main\n\nmain()\n")
+    settings = config(world, tmp_path / "run", workers=1, trackers="tensorboard", **SETTINGS)
+    out = run_in_two_processes(settings, (str(program),))
+    assert "long captions predicted with weight 0.75" in out and out.count("Done: 5 steps") == 1
+    for one, other in zip(log(finished), log(tmp_path / "run"), strict=True):
+        assert one["step"] == other["step"]
+        assert other.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-3)
+    for name in ("last/open_clip_model.safetensors", f"{NEWEST}/method.safetensors"):
+        one, other = (load_file(folder / name) for folder in (finished, tmp_path / "run"))
+        # Adam divides by the size of a gradient, so a rounding of almost nothing can become a whole step of 1e-3.
+        apart = torch.cat([(one[key] - other[key]).abs().flatten() for key in one])
+        assert apart.mean() < 1e-5 and (apart > 1e-4).float().mean() < 0.01
+
+
+def test_a_killed_run_resumes_bit_identically_with_the_module_and_its_averages(world, finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "last")
+    shutil.rmtree(run / NEWEST)  # as after a kill in step 5
+    train(config(world, run, **SETTINGS))
+    assert same_weights(run, finished) and without_clock(log(run)) == without_clock(log(finished))
+    for name in ("method.safetensors", "optimizer.safetensors"):
+        assert (run / NEWEST / name).read_bytes() == (finished / NEWEST / name).read_bytes()
+    assert "method/weight/exp_avg" in load_file(run / NEWEST / "optimizer.safetensors")
+    with pytest.raises(UserError, match=r"method: \{'alpha': 0.75\} there, None here"):
+        train(config(world, run, **SETTINGS | {"method": None}))
+    file = run / NEWEST / "method.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(UserError, match=r"method.safetensors and its checksum in SHA256SUMS do not agree"):
+        train(config(world, run, **SETTINGS))
+
+
+def test_a_methods_settings_are_given_on_the_command_line_and_in_yaml(world, tmp_path, capsys):
+    settings = replace(config(world, tmp_path / "run"), max_steps=1, batch=8)
+    given = {name: getattr(settings, name) for name in ("data", "images", "model", "validation", "components", "batch")}
+    options = [f"--{name}={value}" for name, value in given.items()] + ["--max-steps=1", "--workers=0"]
+    (tmp_path / "run.yaml").write_text("recipe: predicting\nmethod: {alpha: 0.25}\n")
+    for name, more in {
+        "flag": ["--recipe=predicting", "--method.alpha", "0.75"],
+        "yaml": [f"--config={tmp_path / 'run.yaml'}"],
+    }.items():
+        main(["train", *options, *more, f"--output={tmp_path / name}"])
+    written = [json.loads((tmp_path / name / "settings.json").read_text())["method"] for name in ("flag", "yaml")]
+    assert written == [{"alpha": 0.75}, {"alpha": 0.25}]
+    with pytest.raises(SystemExit):
+        main(["train", *options, "--recipe=predicting", "--method.alpa=1", f"--output={tmp_path / 'x'}"])
+    assert "The recipe 'predicting' has no setting 'alpa'. Did you mean alpha" in capsys.readouterr().err
+
+
+def test_unknown_methods_and_settings_are_refused():
+    def refused(message, name="predicting", **settings):
+        with pytest.raises(UserError, match=message):
+            find_method(name, settings)
+
+    refused("Unknown recipe 'debias'. Did you mean debias-clip", "debias")
+    refused("alpha must be above 0 .*got -1", alpha=-1)
+    refused("alpha must be of type float, got 'much'", alpha="much")
+    refused("components must be of type int, got True", components=True)
+    refused("'debias-clip' has no setting 'alpha'", "debias-clip", alpha=0.5)
+    with pytest.raises(UserError, match="short_weight is an option of its own: give --short_weight"):
+        config(("m", "d", "i"), "o", recipe="predicting", method={"short_weight": 0.5})
+    assert find_method("predicting", {"alpha": 1}).alpha == 1
+    assert all(isinstance(method, Method) for method in METHODS.values())
