@@ -238,3 +238,8 @@ def test_help_ends_quietly_when_nobody_reads(closing):
     command = f"{sys.executable} -m debias_diffusion.app.cli --help {closing}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert done.stderr == "" and done.stdout in ("", "usage: debias-diffusion COMMAND [options]\n")
+
+
+def test_a_list_of_commands_imports_no_large_library():
+    code = "import sys; from debias_diffusion.app.cli import main; main(['evaluate']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=120)
