@@ -6,7 +6,8 @@ Counted: the FLOPs of SDXL at 1024 x 1024, its true configuration without weight
 batch; with guidance it runs on two, and every number of a step but the ratios doubles.
 Timed: the steps of an image with guidance, from the embeddings to the latents, and the encoding of its prompt. On an
 accelerator the model is SDXL with random weights in half precision, on the CPU the toy SDXL; `tiny` is a small random
-one that tries the path of the accelerator on the CPU. The variants take turns, so that other load affects all; ratios are to the steps of stock diffusers (77 positions, nothing kept) in the same round.
+one that tries the path of the accelerator on the CPU. The variants take turns, so that other load affects all; ratios
+are to the steps of stock diffusers (77 positions, nothing kept) in the same round.
 Prints Markdown, and writes to benchmarks/results/.
 """
 
