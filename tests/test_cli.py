@@ -241,5 +241,7 @@ def test_help_ends_quietly_when_nobody_reads(closing):
 
 
 def test_a_list_of_commands_imports_no_large_library():
-    code = "import sys; from debias_diffusion.app.cli import main; main(['evaluate']); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from debias_diffusion.app.cli import main; main(['evaluate']); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=120)
