@@ -171,7 +171,7 @@ class CaptionTokenizer:
         cleaning: what a caption goes through before the tokenizer.
 
     Raises:
-        ValueError: CLIP's EOT is not the highest id (open_clip pools there), or the context length is too short.
+        ValueError: CLIP's EOT is not the highest id (open_clip pools there), or the context length is below 3.
     """
 
     def __init__(
