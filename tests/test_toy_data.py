@@ -10,7 +10,7 @@ from PIL import Image
 from tiny_clip import save_tiny_clip
 from torch.utils.data import DataLoader
 
-from debias_diffusion.data import Record, data_digest, open_data, read_captions, toy_scene
+from debias_diffusion.data import Record, data_digest, open_data, read_captions, toy_scene, toy_scenes
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
@@ -21,10 +21,12 @@ from debias_diffusion.toyworld.checker import objects_correct
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import TrainConfig, train
 
-NAMES = ["toy/test", "toy/validation", "toy/development", "toy/test-2", "toy/train-2"]
+NAMES = ["toy/test", "toy/validation", "toy/development", "toy/test-2", "toy/train-2", "toy/short-test"]
 
 
 def digest(name):
+    for cached in (toy_scenes._scene_and_caption, toy_scenes._stamp):  # as in a new process
+        cached.cache_clear()
     return data_digest(name, read_captions(name))
 
 
