@@ -7,14 +7,12 @@ import pytest
 import torch
 from filelock import FileLock
 from html_page import Page
-from matplotlib.figure import Figure
 from PIL import Image
 from transformers import ViTConfig, ViTModel
 
 from debias_diffusion.app import quickstart as app
 from debias_diffusion.app.quickstart import Models, QuickstartConfig, quickstart
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common import intervals
 from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
 from debias_diffusion.eval.pictures.generation import GenerationConfig
 from debias_diffusion.files import write_json
@@ -28,7 +26,7 @@ from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import scene
 from debias_diffusion.toyworld.vocabulary import learn_tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "coarse_results")
 ENCODERS = ("clip", "long-clip", "debias-clip")
 # More prompts than scenes: the one does not limit the other.
 TINY = {"scenes": 3, "prompts": 4, "trained_on": 16, "steps": 2, "batch": 8, "drawing_steps": 1, "split": "development"}
@@ -67,17 +65,8 @@ def report_of(output: Path) -> dict:
     return json.loads((output / "report.json").read_text())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def coarse():
-    """Few bootstrap samples and blank figures: they take most of the time of evaluations as small as these."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intervals, "SAMPLES", 100)
-        patch.setattr(Figure, "savefig", lambda _, file, **__: Image.new("RGB", (9, 9)).save(file, "PNG"))
-        yield
-
-
 @pytest.fixture(scope="module")
-def finished(models, tmp_path_factory) -> Path:
+def finished(models, coarse_results, tmp_path_factory) -> Path:
     """A run that was killed after its images were generated, and continued with what was there."""
     output = tmp_path_factory.mktemp("quickstart")
     config, generate = QuickstartConfig(**TINY, output=str(output)), app.EVALUATE["generation"]
