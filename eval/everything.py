@@ -12,9 +12,9 @@ from debias_diffusion.errors import UserError
 
 from .common.inputs import check_output
 from .merged_report import ReportConfig, evaluate_report
-from .pictures.generation import GenerationConfig, check_generation, evaluate_generation, load_networks
+from .pictures.generation import GenerationConfig, evaluate_generation, load_networks
 from .text_image.attention import AttentionConfig, evaluate_attention
-from .text_image.classification import ClassificationConfig, check_classification, evaluate_classification
+from .text_image.classification import ClassificationConfig, evaluate_classification
 from .text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from .text_image.robustness import RobustnessConfig, evaluate_robustness
 
@@ -108,12 +108,10 @@ def settings_of_all(config: AllConfig) -> dict[str, Any]:
     base = _base(config)
     if base is not None:
         settings["generation"] = _generation(config, base, common)
-        check_generation(settings["generation"])
         load_networks(settings["generation"], torch.device("cpu"))
     if config.classification is not None:
         options = {"dataset": config.classification, "data": config.classification_data}
         settings["classification"] = ClassificationConfig(**(common | options))
-        check_classification(settings["classification"])
     return settings
 
 

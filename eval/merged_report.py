@@ -9,10 +9,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from debias_diffusion.data import BadRecord
+from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import whole_file, write_text
 
-from .common.inputs import check_output, print_left_out
+from .common.inputs import check_output
 from .common.pages import png_url, write_page
 from .common.report import Table, escaped, save_picture
 from .pictures import dpg_bench, generation

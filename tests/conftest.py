@@ -35,3 +35,13 @@ def coarse_results():
         patch.setattr(intervals, "SAMPLES", 100)
         patch.setattr(Figure, "savefig", lambda _, file, **__: Image.new("RGB", (9, 9)).save(file, "PNG"))
         yield
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """(base model, data file, image folder), for the smallest of training runs. Not to be written to."""
+    from tiny_clip import save_tiny_clip
+    from tiny_data import make_tiny_data
+
+    folder = tmp_path_factory.mktemp("world")
+    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)

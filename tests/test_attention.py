@@ -13,7 +13,7 @@ from tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
 
 from debias_diffusion.attention import PositionMeans, eot_attention
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.inputs import read_texts
+from debias_diffusion.eval.common.inputs import read_source
 from debias_diffusion.eval.common.intervals import mean_interval
 from debias_diffusion.eval.text_image.attention import (
     BANDS,
@@ -51,8 +51,8 @@ def long_backbone():
 
 
 def by_hand(backbone, caption):
-    """Equations 1 and 2 for one caption, with open_clip's own forward up to the last block: (before, after), lists of
-    numbers, SOT to EOT."""
+    """(before, after) softmax, lists from SOT to EOT: equations 1 and 2 for one caption, from open_clip's own forward
+    up to the last block."""
     tower, seen = backbone.model, []
     row = backbone.tokenize([caption]).padded()
     eot = int(row[0].argmax())
@@ -71,11 +71,11 @@ def by_hand(backbone, caption):
 
     before, after = [0.0] * (eot + 1), [0.0] * (eot + 1)
     for head in range(heads):
-        own = range(head * head_width, (head + 1) * head_width)
-        query = [projected(states[eot], out) for out in own]
+        rows = range(head * head_width, (head + 1) * head_width)
+        query = [projected(states[eot], out) for out in rows]
         scores = []
         for state in states[: eot + 1]:
-            key = [projected(state, width + out) for out in own]
+            key = [projected(state, width + out) for out in rows]
             scores.append(sum(q * k for q, k in zip(query, key, strict=True)) / math.sqrt(head_width))
         total = sum(math.exp(score) for score in scores)
         for slot, score in enumerate(scores):
@@ -145,9 +145,9 @@ def test_a_transformers_encoder_gives_the_same_and_what_it_says_itself(backbone,
         torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=1e-9)
     encoder.set_attn_implementation("eager")
     # [batch, heads, slots, slots] of the last layer
-    own = encoder(tokens.padded(), output_attentions=True).attentions[-1]
-    own = own[torch.arange(len(tokens)), :, got.ends - 1].mean(dim=1)
-    torch.testing.assert_close(got.after_softmax, own, rtol=0, atol=1e-6)
+    weights = encoder(tokens.padded(), output_attentions=True).attentions[-1]
+    from_eot = weights[torch.arange(len(tokens)), :, got.ends - 1].mean(dim=1)
+    torch.testing.assert_close(got.after_softmax, from_eot, rtol=0, atol=1e-6)
     attention = getattr(encoder, "text_model", encoder).encoder.layers[-1].self_attn
     assert not attention.q_proj._forward_hooks and not attention.k_proj._forward_hooks
 
@@ -340,23 +340,30 @@ def test_every_caption_of_a_benchmark_is_read(encoders, tmp_path):
     settings = {"dataset": "flickr30k", "root": str(folder)}
     report = evaluate_attention(AttentionConfig(encoders[1:], str(tmp_path / "out"), **settings))
     assert report["captions"] == 10
-    texts = read_texts(None, "flickr30k", str(folder), 1, 0.01)
-    assert texts.captions == [f"Man {number} of 1.jpg sits." for number in range(5)] and texts.image_of == [0] * 5
-    assert texts.digest != report["digests"]["data"] == read_texts(None, "flickr30k", str(folder), "auto", 0.01).digest
+    config = AttentionConfig(encoders[1:], str(tmp_path / "out"), limit=1, **settings)
+    pairs = read_source(config, only_captions=True)
+    assert pairs.captions == [f"Man {number} of 1.jpg sits." for number in range(5)] and pairs.image_of == [0] * 5
+    every = read_source(replace(config, limit="auto"), only_captions=True)
+    assert pairs.digest != report["digests"]["data"] == every.digest
     (folder / "results_20130124.token").write_text("".join(lines + ["no caption\n"] * 2))
     with pytest.raises(UserError, match="2 of 12 records.*share of 0.1"):
         evaluate_attention(AttentionConfig(encoders[1:], str(tmp_path / "out"), max_bad=0.1, **settings))
-    assert len(read_texts(None, "flickr30k", str(folder), 1, 0.2).bad) == 2
+    assert len(read_source(replace(config, max_bad=0.2), only_captions=True).bad) == 2
 
 
 def test_bad_records_of_data_have_a_largest_share(tmp_path):
     data = write_captions(tmp_path / "data.json", [*CAPTIONS, "", " "])
-    texts = read_texts(data, None, None, 2, 0.3)
-    assert texts.captions == CAPTIONS[:2] and texts.image_of == [0, 1] and len(texts.bad) == 2
+    config = AttentionConfig(["toy/clip"], str(tmp_path / "out"), data, limit=2, max_bad=0.3)
+    pairs = read_source(config, only_captions=True)
+    assert pairs.captions == CAPTIONS[:2] and pairs.image_of == [0, 1] and len(pairs.bad) == 2
     with pytest.raises(UserError, match="2 of 7 records"):
-        read_texts(data, None, None, 2, 0.2)
+        read_source(replace(config, max_bad=0.2), only_captions=True)
     many = write_captions(tmp_path / "many.json", [f"cat {number}" for number in range(1001)])
-    assert [len(read_texts(many, None, None, limit, 0).captions) for limit in ("auto", None)] == [1000, 1001]
+    counts = [
+        len(read_source(replace(config, data=many, limit=limit), only_captions=True).captions)
+        for limit in ("auto", None)
+    ]
+    assert counts == [1000, 1001]
 
 
 def test_a_model_with_weights_by_name(tmp_path):

@@ -43,7 +43,7 @@ def test_square_is_centred(tmp_path):
 def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     Image.new("RGB", (30, 30)).save(tmp_path / "cut.png")
     os.truncate(tmp_path / "cut.png", 60)
-    with pytest.raises(UserError, match=r"The picture '.*cut.png' cannot be read: .*Delete it and start the same"):
+    with pytest.raises(UserError, match=r"The image '.*cut.png' cannot be read: .*Delete it and start the same"):
         load_square(tmp_path / "cut.png", 16)
 
 

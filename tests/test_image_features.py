@@ -12,7 +12,7 @@ from tiny_clip import tiny_clip, tiny_siglip
 
 from debias_diffusion.data import ImageFolder, Record
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.cache import Parts
+from debias_diffusion.eval.common.cache import ResultCache
 from debias_diffusion.eval.common.encoders import TwoTower, how_used
 from debias_diffusion.eval.common.report import weights_digest
 from debias_diffusion.eval.text_image import image_features
@@ -52,7 +52,7 @@ def draw(folder: Path, index: int, seed: int | None = None) -> None:
 
 def encode(folder: Path, encoder: TwoTower, batch_size: int = 3) -> Encoded:
     records = [Record(str(index), f"{index}.png", "") for index in range(10)]
-    parts = Parts(folder.parent / "parts")
+    parts = ResultCache(folder.parent / "parts")
     return ImageFeatures(records, ImageFolder(folder), parts, batch_size, torch.device("cpu")).encode(encoder)
 
 
@@ -101,7 +101,7 @@ def test_a_kept_piece_of_other_tensors_is_made_anew(folder, encoder):
 
 
 def test_encoders_see_the_same_images(folder, encoder):
-    parts, records = Parts(folder.parent / "parts"), [Record(str(i), f"{i}.png", "") for i in range(10)]
+    parts, records = ResultCache(folder.parent / "parts"), [Record(str(i), f"{i}.png", "") for i in range(10)]
     draw(folder, 2)
     images = ImageFeatures(records, ImageFolder(folder), parts, 3, torch.device("cpu"))
     images.encode(encoder)
@@ -161,7 +161,7 @@ class OnceUnreadable(ImageFolder):
 
 def test_an_image_that_fails_once_and_then_opens_is_named(folder, encoder):
     records = [Record(f"id-{index}", f"{index}.png", "") for index in range(4)]
-    parts, device = Parts(folder.parent / "parts"), torch.device("cpu")
+    parts, device = ResultCache(folder.parent / "parts"), torch.device("cpu")
     encoded = ImageFeatures(records, OnceUnreadable(folder), parts, 3, device).encode(encoder)
     assert encoded.good == [0, 3]
     assert [(bad.where, bad.kind) for bad in encoded.bad] == [

@@ -3,6 +3,7 @@ run."""
 
 import io
 import json
+import multiprocessing
 import os
 import random
 import struct
@@ -18,19 +19,21 @@ import torch
 from accelerate import Accelerator
 from PIL import EpsImagePlugin, Image, features
 from tiny_clip import tiny_clip
+from torch.utils.data import DataLoader
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_shards
+from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.pictures import dpg_bench
 from debias_diffusion.eval.pictures import networks as feature_networks
 from debias_diffusion.eval.pictures.figures import plot_examples
-from debias_diffusion.eval.pictures.generation import _original, _with_readable_original
+from debias_diffusion.eval.pictures.generation import _reference, _with_readable_reference
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
-from debias_diffusion.training.check import _Everything
+from debias_diffusion.training.check import _CheckedRecords
 from debias_diffusion.training.feature_cache import FrozenTower, cached_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -197,7 +200,7 @@ def test_a_damaged_file_is_opened_or_refused_and_never_anything_else(tmp_path):
     assert len(files) > 15
     outcomes = {True: 0, False: 0}
     for kind, content in files.items():
-        for _ in range(80):
+        for _ in range(40):
             damaged = bytearray(content)
             for _ in range(rng.choice((1, 4, 16))):
                 damaged[rng.randrange(min(len(damaged), rng.choice((64, len(damaged)))))] = rng.randrange(256)
@@ -211,7 +214,7 @@ def test_a_damaged_file_is_opened_or_refused_and_never_anything_else(tmp_path):
                 assert type(error).__name__ == "UnreadableImage" and str(error), kind
                 assert error.kind in ("unreadable image", "absurdly large image")
                 outcomes[False] += 1
-    assert min(outcomes.values()) > 100
+    assert min(outcomes.values()) > 50
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="Pillow reads no AVIF here")
@@ -277,15 +280,15 @@ def test_whatever_an_image_raises_its_record_is_named_and_the_others_go_on(three
     dataset = CaptionDataset(records, images, backbone.read_pixels, TOKENIZER, RECIPE, 0, lambda epoch: [2])
     bad.append(dataset[(0, 1, 0)].bad)
     assert dataset[(0, 1, 0)].sample_id == "2"
-    everything = _Everything(records, images, TOKENIZER)
+    everything = _CheckedRecords(records, images, TOKENIZER)
     bad.append([fault for *_, fault in (everything[index] for index in range(3)) if fault])
     cache = folder / "cache"
     tower = FrozenTower(backbone, Accelerator(cpu=True), "fp32")
     bad.append(cached_images(tower, records, images, cache, batch=2)[1])
     bad.append(encode_images(backbone, records, images, 2, "cpu", progress=False)[2])
-    bad.append(_with_readable_original(records, images)[1])
+    bad.append(_with_readable_reference(records, images)[1])
     with pytest.raises(UserError, match=r"cannot be read now: 1.png: .*Start the same command again"):
-        _original(records[1], images)
+        _reference(records[1], images)
     for faults in bad:
         assert [(fault.where, fault.kind) for fault in faults] == [("1.png", kind)]
         assert faults[0].detail.startswith("1.png: ") and len(faults[0].detail) > len("1.png: ")
@@ -299,9 +302,9 @@ def test_what_no_image_causes_is_not_taken_for_a_bad_image(three, error):
     with pytest.raises(type(error)):
         dataset[(0, 1, 0)]
     with pytest.raises(type(error)):
-        _Everything(records, images, TOKENIZER)[1]
+        _CheckedRecords(records, images, TOKENIZER)[1]
     with pytest.raises(type(error)):
-        _with_readable_original(records, images)
+        _with_readable_reference(records, images)
 
 
 def test_an_image_that_the_preprocessing_fails_on_is_a_bad_record(three):
@@ -350,7 +353,7 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
     assert not images.is_there("1.png")
     with pytest.raises(OSError):
         images.stamp("1.png")
-    good, bad = _with_readable_original(records, images)
+    good, bad = _with_readable_reference(records, images)
     assert good == [0, 2] and [(fault.where, fault.kind) for fault in bad] == [("1.png", "unreadable image")]
     with pytest.raises(UserError, match=r"no usable sample. The first fault: s.tar: broken shard"):
         read_shards(folder)
@@ -416,39 +419,37 @@ def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     assert len(flickr) == 2 and all("cannot be read" in line and "not a regular file" in line for line in flickr)
 
 
-LOAD = """
-import os, signal, sys, time
-from pathlib import Path
-from torch.utils.data import DataLoader
-from debias_diffusion.data import ImageFolder, Record
-from debias_diffusion.data.bad_records import read_or_bad
+class Pipes:
+    """A data set whose every image is a pipe."""
 
-class Opened:
-    def __init__(self, folder):
-        self.images = ImageFolder(folder)
+    def __init__(self, folder: Path):
+        self.folder, self.images = folder, ImageFolder(folder)
+
     def __len__(self):
         return 1000
+
     def __getitem__(self, index):
+        (self.folder / f"reading-{os.getpid()}").touch()
         return read_or_bad(Record("a", "pipe.png", "A."), self.images.open)
 
-loader = iter(DataLoader(Opened(sys.argv[1]), batch_size=1, num_workers=2, collate_fn=list))
-Path(sys.argv[1], "workers").write_text(" ".join(str(worker.pid) for worker in loader._workers))
-time.sleep(600)
-"""
+
+def load_pipes(folder: Path) -> None:
+    batches = iter(DataLoader(Pipes(folder), batch_size=1, num_workers=2, collate_fn=list))
+    time.sleep(600)
+    next(batches)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to look for processes in")
 def test_no_worker_outlives_a_killed_run_because_of_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
-    run = subprocess.Popen([sys.executable, "-c", LOAD, str(tmp_path)], cwd=ROOT)
+    run = multiprocessing.get_context("fork").Process(target=load_pipes, args=(tmp_path,))
+    run.start()
     try:
-        workers = tmp_path / "workers"
-        wait_until(lambda: workers.exists() and len(workers.read_text().split()) == 2)
-        pids = [int(pid) for pid in workers.read_text().split()]
-        time.sleep(2)  # for them to begin reading
+        wait_until(lambda: len(list(tmp_path.glob("reading-*"))) == 2)
+        pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("reading-*")]
     finally:
         run.kill()
-        run.wait()
+        run.join()
     try:
         wait_until(lambda: not any(map(running, pids)))
     finally:

@@ -22,8 +22,8 @@ from debias_diffusion.eval.pictures import scores as picture_scores
 from debias_diffusion.eval.pictures.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
 from debias_diffusion.eval.pictures.scores import (
     HALVES,
-    PictureNumbers,
-    PictureScores,
+    ImageNumbers,
+    ImageScores,
     clip_scores,
     compare,
     dino_score,
@@ -156,17 +156,17 @@ def test_torch_fidelity_gives_the_same(folders, tmp_path):
     smaller = [tmp_path / folder.name for folder in folders]
     for folder, whole in zip(smaller, folders, strict=True):
         folder.mkdir()
-        for i in range(5):
+        for i in range(4):
             shutil.copy(whole / f"{i}.png", folder)
     generated, originals = (network(sorted(folder.iterdir()), batch_size=4) for folder in smaller)
     theirs = torch_fidelity.calculate_metrics(
-        input1=str(smaller[0]), input2=str(smaller[1]), cuda=False, fid=True, kid=True, prc=True, kid_subset_size=5,
+        input1=str(smaller[0]), input2=str(smaller[1]), cuda=False, fid=True, kid=True, prc=True, kid_subset_size=4,
         feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(weights),
-        feature_layer_prc="2048", cache=False, verbose=False,
+        feature_layer_fid="64", feature_layer_prc="2048", cache=False, verbose=False, save_cpu_ram=True,
     )  # fmt: skip
     expected = theirs["frechet_inception_distance"]
-    assert fast_fid(generated[2048], originals[2048]) == pytest.approx(expected, rel=1e-3) and expected > 0.01
-    assert fid(generated[2048], originals[2048]) == pytest.approx(expected, rel=1e-3)
+    assert fast_fid(generated[64], originals[64]) == pytest.approx(expected, rel=1e-3) and expected > 0.01
+    assert fid(generated[64], originals[64]) == pytest.approx(expected, rel=1e-3)
     expected = theirs["kernel_inception_distance_mean"]
     assert kid(generated[2048], originals[2048]) == pytest.approx(expected, rel=1e-3) and abs(expected) > 1e-4
     assert precision_and_recall(generated[2048], originals[2048]) == (theirs["precision"], theirs["recall"])
@@ -192,9 +192,9 @@ def drawn_set(seed: int, shift: float) -> tuple[torch.Tensor, torch.Tensor]:
     return 0.7 * originals + 0.7 * features(60, 4, 2 * seed + 1) + shift, originals
 
 
-def numbers_of(generated: torch.Tensor, originals: torch.Tensor) -> PictureNumbers:
+def numbers_of(generated: torch.Tensor, originals: torch.Tensor) -> ImageNumbers:
     drawn = [fast_fid(generated[half], originals[half]) for half in halves(len(generated))]
-    return PictureNumbers({"fid_own": {"value": fast_fid(generated, originals)}}, {"fid_own": drawn}, {}, 60)
+    return ImageNumbers({"fid_own": {"value": fast_fid(generated, originals)}}, {"fid_own": drawn}, {}, 60)
 
 
 def test_the_standard_error_of_fid_is_its_spread_over_sets_of_pictures():
@@ -249,8 +249,8 @@ def test_no_interval_goes_beyond_what_the_score_can_be():
 def test_what_is_not_of_the_same_pictures_is_not_compared():
     a = numbers_of(*drawn_set(0, 0.5))
     for other in (
-        PictureNumbers(a.numbers, a.halves, {}, 61),
-        PictureNumbers({"kid_own": {"value": 0}}, {"kid_own": a.halves["fid_own"]}, {}, 60),
+        ImageNumbers(a.numbers, a.halves, {}, 61),
+        ImageNumbers({"kid_own": {"value": 0}}, {"kid_own": a.halves["fid_own"]}, {}, 60),
     ):
         with pytest.raises(ValueError, match="same captions and scores"):
             compare(a, other)
@@ -276,10 +276,10 @@ def networks(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(networks, folders) -> tuple[PictureScores, PictureNumbers]:
-    scores = PictureScores(**networks, batch_size=4, device=CPU)
+def whole(networks, folders) -> tuple[ImageScores, ImageNumbers]:
+    scores = ImageScores(**networks, batch_size=4, device=CPU)
     generated, originals = (sorted(folder.iterdir()) for folder in folders)
-    return scores, scores(generated, scores.of_originals(originals), CAPTIONS)
+    return scores, scores(generated, scores.of_references(originals), CAPTIONS)
 
 
 def test_all_scores_of_pictures(networks, folders, whole):
@@ -307,7 +307,7 @@ def test_all_scores_of_pictures(networks, folders, whole):
     assert found.numbers["clip_score_1"]["pictures"] == 9 and "pictures" not in found.numbers["clip_score"]
     assert all(number["low"] <= number["value"] <= number["high"] for number in found.numbers.values())
     assert all(number["low"] < number["high"] for score, number in found.numbers.items() if "pictures" not in number)
-    assert found.notes == ["1 of 9 captions exceed CLIPScore's window of 77 tokens and were cut."]
+    assert found.notes == ["1 of 9 captions exceed CLIPScore's context length of 77 tokens and were cut."]
 
 
 def test_the_same_weights_used_otherwise_give_other_numbers(networks, whole, tmp_path):
@@ -321,9 +321,9 @@ def test_the_same_weights_used_otherwise_give_other_numbers(networks, whole, tmp
         else:
             config["model_cfg"]["quick_gelu"] = True
         (folder / file).write_text(json.dumps(config))
-        other = PictureScores(**(networks | {option: str(folder)}), batch_size=4, device=CPU)
+        other = ImageScores(**(networks | {option: str(folder)}), batch_size=4, device=CPU)
         assert other.digests == scores.digests and other.depends != scores.depends
-    again = PictureScores(**networks, batch_size=4, device=CPU)
+    again = ImageScores(**networks, batch_size=4, device=CPU)
     assert json.dumps(again.depends) == json.dumps(scores.depends)
 
 
@@ -340,14 +340,14 @@ def test_it_says_what_it_is_of(networks, whole):
 
 def test_numbers_go_through_json_and_are_compared(whole, folders):
     scores, found = whole
-    again = PictureNumbers(**json.loads(json.dumps(asdict(found))))
+    again = ImageNumbers(**json.loads(json.dumps(asdict(found))))
     assert again == found
     originals = sorted(folders[1].iterdir())
     # in a place of its own each original is the best there is
-    best = scores(originals, scores.of_originals(originals), CAPTIONS)
+    best = scores(originals, scores.of_references(originals), CAPTIONS)
     assert best.numbers["fid_own"]["value"] == pytest.approx(0, abs=1e-3 * found.numbers["fid_own"]["value"])
     assert best.numbers["dino_score"]["value"] == pytest.approx(1)
-    other = scores(originals, scores.of_originals(originals), CAPTIONS[1:] + CAPTIONS[:1])
+    other = scores(originals, scores.of_references(originals), CAPTIONS[1:] + CAPTIONS[:1])
     assert other.pictures["clip_score"] != best.pictures["clip_score"]
     compared = compare(again, best)
     assert list(compared) == list(found.numbers)
@@ -358,26 +358,26 @@ def test_numbers_go_through_json_and_are_compared(whole, folders):
 
 
 def test_few_pictures(networks, folders):
-    scores = PictureScores(own_features=networks["own_features"], batch_size=4, device=CPU)
+    scores = ImageScores(own_features=networks["own_features"], batch_size=4, device=CPU)
     generated, originals = (sorted(folder.iterdir()) for folder in folders)
 
-    def of(count: int) -> PictureNumbers:
-        return scores(generated[:count], scores.of_originals(originals[:count]), CAPTIONS[:count])
+    def of(count: int) -> ImageNumbers:
+        return scores(generated[:count], scores.of_references(originals[:count]), CAPTIONS[:count])
 
     four, three = of(4), of(3)
     assert list(four.numbers) == ["fid_own", "kid_own", "precision_own", "recall_own"]
     assert list(three.numbers) == ["fid_own", "kid_own"]
-    assert four.numbers["fid_own"]["low"] is None and "at least 8 pictures" in four.notes[0]
+    assert four.numbers["fid_own"]["low"] is None and "at least 8 images" in four.notes[0]
     assert compare(four, four)["fid_own"] == {"difference": 0, "low": None, "high": None, "p": None}
     with pytest.raises(UserError, match="at least 2 images on each side, got 1 generated.*own_features to null"):
         of(1)
-    with pytest.raises(ValueError, match="4 pictures, 4 originals and 5 captions"):
-        scores(generated[:4], scores.of_originals(originals[:4]), CAPTIONS[:5])
+    with pytest.raises(ValueError, match="4 images, 4 reference images and 5 captions"):
+        scores(generated[:4], scores.of_references(originals[:4]), CAPTIONS[:5])
 
 
 def test_no_network_is_refused():
     with pytest.raises(UserError, match="None of inception_weights.* is given.*--dino facebook/dino-vits16"):
-        PictureScores(batch_size=4, device=CPU)
+        ImageScores(batch_size=4, device=CPU)
 
 
 def test_titles_name_the_networks():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tiny_clip import save_tiny_clip
+from tiny_data import make_tiny_data
 
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
@@ -33,15 +34,31 @@ def tiny_clip(tmp_path_factory) -> str:
     return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"))
 
 
-def brute_force(image_features, text_features, k):
-    """Percent of texts whose image has fewer than k other images at least as similar, one comparison at a time."""
-    images = [row / row.norm() if row.norm() > 0 else row for row in image_features.double()]
-    texts = [row / row.norm() if row.norm() > 0 else row for row in text_features.double()]
-    hits = 0
-    for i, text in enumerate(texts):
-        own = float(text @ images[i])
-        hits += sum(float(text @ other) >= own - 1e-6 for j, other in enumerate(images) if j != i) < k
-    return 100 * hits / len(texts)
+def brute_force(images, texts, image_of, of_texts=None, of_images=None):
+    """(each text's rank of its image, each image's best rank of a caption), one comparison at a time.
+
+    Among all, or among the rows of images for each text, `of_texts`, and of texts for each image, `of_images`.
+    """
+    images, texts = ([row / row.norm() if row.norm() > 0 else row for row in rows.double()] for rows in (images, texts))
+    cosine = [[float(image @ text) for text in texts] for image in images]
+    of_texts, of_images = of_texts or [range(len(images))] * len(texts), of_images or [range(len(texts))] * len(images)
+    text_ranks = [
+        1 + sum(cosine[i][t] >= cosine[owner][t] - 1e-6 for i in of_texts[t] if i != owner)
+        for t, owner in enumerate(image_of)
+    ]
+    image_ranks = [
+        min(
+            1 + sum(cosine[i][t] >= cosine[i][own] - 1e-6 for t in of_images[i] if image_of[t] != i)
+            for own in of_images[i]
+            if image_of[own] == i
+        )
+        for i in range(len(images))
+    ]
+    return text_ranks, image_ranks
+
+
+def recall(ranks, k):
+    return 100 * sum(rank <= k for rank in ranks) / len(ranks)
 
 
 # Small whole numbers, so that exact ties, duplicates and zero vectors are frequent.
@@ -57,8 +74,8 @@ features = st.integers(1, 12).flatmap(
 def test_recall_equals_brute_force_with_ties_for_any_block(pair, k, block):
     images, texts = (torch.tensor(rows, dtype=torch.float32) for rows in pair)
     got = recall_at_k(images, texts, ks=(k,), block=block)
-    assert got["text_to_image"][f"R@{k}"] == pytest.approx(brute_force(images, texts, k))
-    assert got["image_to_text"][f"R@{k}"] == pytest.approx(brute_force(texts, images, k))
+    for ranks, direction in zip(brute_force(images, texts, range(len(texts))), got, strict=True):
+        assert got[direction][f"R@{k}"] == pytest.approx(recall(ranks, k))
 
 
 def test_recall_of_random_features_equals_brute_force():
@@ -66,32 +83,10 @@ def test_recall_of_random_features_equals_brute_force():
     images = torch.randn(60, 8, generator=generator)
     texts = images + 1.5 * torch.randn(60, 8, generator=generator)
     got = recall_at_k(images, texts, block=7)
-    for k in (1, 5, 10):
-        assert 0 < got["text_to_image"][f"R@{k}"] < 100
-        assert got["text_to_image"][f"R@{k}"] == pytest.approx(brute_force(images, texts, k))
-        assert got["image_to_text"][f"R@{k}"] == pytest.approx(brute_force(texts, images, k))
-
-
-def brute_force_of_several(images, texts, image_of, k):
-    """(text to image, image to text) in percent, one comparison at a time. Any of an image's captions will do."""
-    images = [row / row.norm() if row.norm() > 0 else row for row in images.double()]
-    texts = [row / row.norm() if row.norm() > 0 else row for row in texts.double()]
-    found = 0
-    for text, image in zip(texts, image_of, strict=True):
-        own = float(text @ images[image])
-        found += sum(float(text @ other) >= own - 1e-6 for j, other in enumerate(images) if j != image) < k
-    reached = 0
-    for i, image in enumerate(images):
-        hit = False
-        for text, owner in zip(texts, image_of, strict=True):
-            if owner == i:
-                own = float(image @ text)
-                strangers = [
-                    t for t, o in zip(texts, image_of, strict=True) if o != i and float(image @ t) >= own - 1e-6
-                ]
-                hit = hit or len(strangers) < k
-        reached += hit
-    return 100 * found / len(texts), 100 * reached / len(images)
+    for ranks, direction in zip(brute_force(images, texts, range(60)), got, strict=True):
+        for k in (1, 5, 10):
+            assert 0 < got[direction][f"R@{k}"] < 100
+            assert got[direction][f"R@{k}"] == pytest.approx(recall(ranks, k))
 
 
 # One to three captions for each of a few images, in any order.
@@ -112,8 +107,8 @@ def test_recall_with_several_captions_equals_brute_force_with_ties_for_any_block
     images, image_of, texts = given_features
     images, texts = torch.tensor(images, dtype=torch.float32), torch.tensor(texts, dtype=torch.float32)
     got = recall_at_k(images, texts, ks=(k,), block=block, image_of=image_of)
-    expected = brute_force_of_several(images, texts, image_of, k)
-    assert (got["text_to_image"][f"R@{k}"], got["image_to_text"][f"R@{k}"]) == pytest.approx(expected)
+    for ranks, direction in zip(brute_force(images, texts, image_of), got, strict=True):
+        assert got[direction][f"R@{k}"] == pytest.approx(recall(ranks, k))
 
 
 def test_recall_with_five_random_captions_an_image_equals_brute_force():
@@ -122,9 +117,8 @@ def test_recall_with_five_random_captions_an_image_equals_brute_force():
     images = torch.randn(20, 8, generator=generator)
     texts = images[image_of] + 2 * torch.randn(100, 8, generator=generator)
     got = recall_at_k(images, texts, block=7, image_of=image_of)
-    for k in (1, 5, 10):
-        numbers = got["text_to_image"][f"R@{k}"], got["image_to_text"][f"R@{k}"]
-        assert numbers == pytest.approx(brute_force_of_several(images, texts, image_of, k))
+    for ranks, direction in zip(brute_force(images, texts, image_of), got, strict=True):
+        assert list(got[direction].values()) == pytest.approx([recall(ranks, k) for k in (1, 5, 10)])
     assert 0 < got["text_to_image"]["R@1"] < got["image_to_text"]["R@1"] < 100  # one of five captions is enough
 
 
@@ -148,38 +142,22 @@ def test_owners_that_do_not_fit_are_refused(image_of):
 @st.composite
 def with_candidates(draw):
     """Images, captions, the captions' images, and for every query some candidates with a partner among them."""
-    vectors = st.lists(st.integers(-2, 2), min_size=3, max_size=3)
-    image_of = draw(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-    images, texts = (draw(st.lists(vectors, min_size=n, max_size=n)) for n in (5, len(image_of)))
-    asked = sorted(set(image_of))  # images with captions; the others only distract
-    of_texts = [[*draw(st.sets(st.integers(0, 4))) - {image}, image] for image in image_of]
-    of_images = []
-    for image in asked:
-        own = [row for row, owner in enumerate(image_of) if owner == image]
-        some = draw(st.sets(st.sampled_from(own), min_size=1))
-        of_images.append(sorted(some | draw(st.sets(st.integers(0, len(image_of) - 1)))))
-    return images, texts, image_of, of_texts, of_images
+    images, image_of, texts = draw(several)
+    some_images = st.sets(st.integers(0, len(images) - 1))
+    of_texts = [[*draw(some_images) - {owner}, owner] for owner in image_of]
+    some_texts = st.sets(st.integers(0, len(texts) - 1))
+    of_images = [sorted(draw(some_texts) | {image_of.index(image)}) for image in range(len(images))]
+    return images, image_of, texts, of_texts, of_images
 
 
 @settings(max_examples=100, deadline=None)
 @given(with_candidates(), st.integers(1, 9))
 def test_ranks_among_candidates_equal_brute_force_with_ties_for_any_block(drawn, block):
-    images, texts, image_of, of_texts, of_images = drawn
+    images, image_of, texts, of_texts, of_images = drawn
     images, texts = torch.tensor(images, dtype=torch.float32), torch.tensor(texts, dtype=torch.float32)
-    cosine = (
-        torch.nn.functional.normalize(images.double(), dim=1) @ torch.nn.functional.normalize(texts.double(), dim=1).T
-    )
-    got = recall_ranks(images, texts, block, image_of, {"text_to_image": of_texts})
-    assert got["text_to_image"].tolist() == [
-        1 + sum(cosine[image, text] >= cosine[image_of[text], text] - 1e-6 for image in rows if image != image_of[text])
-        for text, rows in enumerate(of_texts)
-    ]
-    asked = sorted(set(image_of))
-    owners = [asked.index(image) for image in image_of]
-    got = recall_ranks(images[asked], texts, block, owners, {"image_to_text": of_images})
-    for image, rows, rank in zip(asked, of_images, got["image_to_text"].tolist(), strict=True):
-        best = max(cosine[image, text] for text in rows if image_of[text] == image)
-        assert rank == 1 + sum(cosine[image, text] >= best - 1e-6 for text in rows if image_of[text] != image)
+    candidates = {"text_to_image": of_texts, "image_to_text": of_images}
+    got = recall_ranks(images, texts, block, image_of, candidates)
+    assert tuple(got[name].tolist() for name in candidates) == brute_force(images, texts, image_of, of_texts, of_images)
 
 
 def test_ranks_among_candidates_in_closed_form():
@@ -309,9 +287,16 @@ def another_clip(tmp_path_factory) -> str:
     return save_tiny_clip(tmp_path_factory.mktemp("another-clip"), seed=5)
 
 
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory) -> dict:
+    """Settings that name twelve tiny images."""
+    data, images = make_tiny_data(tmp_path_factory.mktemp("squares"), 12)
+    return {"data": data, "images": images}
+
+
 def settings_of(tmp_path, *encoders, **changes) -> RetrievalConfig:
-    own = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "output": str(tmp_path / "out"), "batch_size": 4}
-    return RetrievalConfig(list(encoders), **(own | changes))
+    settings = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "output": str(tmp_path / "out"), "batch_size": 4}
+    return RetrievalConfig(list(encoders), **(settings | changes))
 
 
 def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, another_clip, tmp_path, capsys):
@@ -354,7 +339,7 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, anothe
     assert [line["difference"] for line in compared] == pytest.approx(differences)
 
 
-def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, tmp_path, monkeypatch):
+def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, squares, tmp_path, monkeypatch):
     """Neither by a run that was killed with the second encoder, nor by one of another limit, batch or output name."""
     encoded = []
     for name in ("encode_image", "encode_text"):
@@ -365,7 +350,7 @@ def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, tmp_path, m
             return original(self, batch)
 
         monkeypatch.setattr(Backbone, name, counted)
-    config = settings_of(tmp_path, tiny_clip, another_clip)
+    config = settings_of(tmp_path, tiny_clip, another_clip, **squares)
     monkeypatch.setattr(image_features, "PIECE", 5)  # 12 images in pieces
     with monkeypatch.context() as patch:
         patch.setattr(retrieval, "encode_texts", killed_at_the_second_encoder(retrieval.encode_texts))
@@ -396,75 +381,68 @@ def killed_at_the_second_encoder(function):
     return work
 
 
-def test_an_image_that_has_changed_is_read_again(tiny_clip, tmp_path):
-    entries = json.loads(PHOTOGRAPHS.read_text())[:3]
-    for entry in entries:
-        shutil.copy(Path(skimage.data_dir) / entry["image"], tmp_path / entry["image"])
-    (tmp_path / "data.json").write_text(json.dumps(entries))
-    config = settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), images=str(tmp_path), max_bad=1)
-    assert evaluate_retrieval(config)["images"] == 3
-    (tmp_path / entries[1]["image"]).write_text("no image")
-    changed = evaluate_retrieval(config)
+@pytest.fixture
+def three(tiny_clip, squares, tmp_path) -> RetrievalConfig:
+    """Settings of three images in a folder that a test may change."""
+    shutil.copytree(squares["images"], tmp_path / "images")
+    own = {"data": squares["data"], "images": str(tmp_path / "images"), "limit": 3, "max_bad": 1}
+    return settings_of(tmp_path, tiny_clip, **own)
+
+
+def test_an_image_that_has_changed_is_read_again(three):
+    assert evaluate_retrieval(three)["images"] == 3
+    Path(three.images, "1.png").write_text("no image")
+    changed = evaluate_retrieval(three)
     assert changed["images"] == 2 and [bad["kind"] for bad in changed["left_out"]] == ["unreadable image"]
-    again = evaluate_retrieval(config)  # now from what is kept
-    assert again == changed
+    assert evaluate_retrieval(three) == changed  # now from the cache
 
 
-def test_ranks_are_of_the_images_that_were_read(tiny_clip, tmp_path):
-    entries = json.loads(PHOTOGRAPHS.read_text())[:3]
-    for entry in entries:
-        shutil.copy(Path(skimage.data_dir, entry["image"]), tmp_path)
-    (tmp_path / "data.json").write_text(json.dumps(entries))
-    config = settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), images=str(tmp_path), max_bad=1)
-    image = tmp_path / entries[1]["image"]
+def test_ranks_are_of_the_images_that_were_read(three):
+    image = Path(three.images, "1.png")
     whole, before = image.read_bytes(), image.stat()
     image.write_bytes(bytes(len(whole)))
     os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))  # as where a network drive failed
-    assert evaluate_retrieval(config)["images"] == 2
+    assert evaluate_retrieval(three)["images"] == 2
     image.write_bytes(whole)
     os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))
-    for piece in (tmp_path / "out" / "parts").glob("images-*"):
+    for piece in Path(three.output, "parts").glob("images-*"):
         piece.unlink()
-    assert evaluate_retrieval(config)["images"] == 3
+    assert evaluate_retrieval(three)["images"] == 3
 
 
-def test_a_piece_without_any_readable_image_is_no_end(tiny_clip, tmp_path, monkeypatch):
+def test_a_piece_without_any_readable_image_is_no_end(three, monkeypatch):
     monkeypatch.setattr(image_features, "PIECE", 2)
-    entries = json.loads(PHOTOGRAPHS.read_text())[:5]
     for index in (2, 3):
-        entries[index]["image"] = f"no-such-{index}.png"
-    (tmp_path / "data.json").write_text(json.dumps(entries))
-    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), max_bad=0.5))
+        Path(three.images, f"{index}.png").unlink()
+    report = evaluate_retrieval(replace(three, limit=5))
     assert report["images"] == 3 and len(report["left_out"]) == 2
 
 
-def test_a_data_file_with_too_many_faults_is_refused(tiny_clip, tmp_path):
-    entries = json.loads(PHOTOGRAPHS.read_text())[:3]
+def test_a_data_file_with_too_many_bad_records_is_refused(three, tmp_path):
+    entries = json.loads(Path(three.data).read_text())[:3]
     (tmp_path / "data.json").write_text(json.dumps([*entries, {"image": "a.png"}, {"image": "b.png"}]))
-    config = settings_of(tmp_path, tiny_clip, data=str(tmp_path / "data.json"), limit=2)
+    config = replace(three, data=str(tmp_path / "data.json"), limit=2, max_bad=0.01)
     with pytest.raises(UserError, match="2 of 5 records cannot be used.*--max-bad"):
         evaluate_retrieval(config)
     assert evaluate_retrieval(replace(config, max_bad=0.4))["images"] == 2
 
 
-def test_identical_entries_never_score_at_rank_one(tiny_clip, tmp_path):
-    entry = json.loads(PHOTOGRAPHS.read_text())[0]
-    data = tmp_path / "data.json"
-    data.write_text(json.dumps([entry] * 7))
-    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, data=str(data)))
+def test_identical_entries_never_score_at_rank_one(three, tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps(json.loads(Path(three.data).read_text())[:1] * 7))
+    report = evaluate_retrieval(replace(three, data=str(tmp_path / "data.json"), limit=None))
     recalls = next(iter(report["encoders"].values()))["recall_percent"]
     assert recalls["text_to_image"] == recalls["image_to_text"] == {"R@1": 0.0, "R@5": 0.0, "R@10": 100.0}
 
 
-def test_names_are_no_formulas(tiny_clip, tmp_path):
+def test_names_are_no_formulas(tiny_clip, squares, tmp_path):
     name = tmp_path / r"$\x$"
     shutil.copytree(tiny_clip, name)
-    report = evaluate_retrieval(settings_of(tmp_path, str(name), data=str(PHOTOGRAPHS), images=skimage.data_dir))
+    report = evaluate_retrieval(settings_of(tmp_path, str(name), **squares))
     assert list(report["encoders"]) == [r"$\x$"] and (tmp_path / "out" / "retrieval.png").is_file()
 
 
-def test_the_picture_shows_the_numbers(tiny_clip, another_clip, tmp_path):
-    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, another_clip))
+def test_the_figure_shows_the_numbers(tiny_clip, another_clip, squares, tmp_path):
+    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, another_clip, **squares))
     (figure,) = figures(report).values()
     for axes, direction in zip(figure.axes, ("text_to_image", "image_to_text"), strict=True):
         heights = [bar.get_height() for bar in axes.patches]
@@ -495,6 +473,16 @@ def test_unusable_settings_are_refused(tiny_clip, tmp_path, monkeypatch, change,
     with pytest.raises(UserError, match=message):
         evaluate_retrieval(RetrievalConfig(**({"output": "out"} | config | change)))
     assert not (tmp_path / "out" / "retrieval.json").exists()
+
+
+def test_settings_check_themselves_before_anything_is_read():
+    with pytest.raises(UserError, match="batch_size=0"):
+        RetrievalConfig(["toy/clip"], "out", data="nowhere.json", batch_size=0)
+    config = RetrievalConfig(["toy/clip"], "out", data="nowhere.json")
+    with pytest.raises(UserError, match="Unknown toy model 'toy/klip'"):
+        replace(config, encoders=["toy/klip"])
+    with pytest.raises(UserError, match="dataset is 'coco' with root None"):
+        replace(config, data=None, dataset="coco")
 
 
 def test_an_output_that_cannot_be_a_folder_is_told_first(tiny_clip, tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,7 +282,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(several, tmp_path, 
         return encode(self, tokens)
 
     monkeypatch.setattr(Backbone, "encode_text", counted)
-    config = RobustnessConfig(**(vars(several.config) | {"output": str(tmp_path / "out")}))
+    config = replace(several.config, output=str(tmp_path / "out"))
     # Four batches a variant and fifteen variants: in the third batch of the second encoder's eighth variant.
     stop, finished, whole = 60 + 28 + 3, 60 + 28, 120
     with pytest.raises(KeyboardInterrupt):
@@ -322,13 +323,13 @@ def test_evaluate_robustness_on_photographs(tiny_clip, tmp_path, capsys):
 def test_edits_reach_the_encoder(tiny_clip, tmp_path):
     # Captions that agree but for the first sentence are all alike once it is removed: R@1 falls to 0, because ties
     # do not flatter. What the edits do to features is thus seen in the numbers.
-    entries = json.loads(PHOTOGRAPHS.read_text())[:4]
-    for entry in entries:
-        first = split_sentences(entry["conversations"][1]["value"].replace("\n", " "))[0]
-        entry["conversations"][1]["value"] = f"{first} It is a photograph."
-    data = tmp_path / "data.json"
-    data.write_text(json.dumps([*entries, dict(entries[0], conversations=[{}, {"value": "One sentence only."}])]))
-    report = evaluate_robustness(RobustnessConfig([tiny_clip], str(tmp_path), str(data), skimage.data_dir))
+    data, images = make_tiny_data(tmp_path, 5)
+    entries = json.loads(Path(data).read_text())
+    for number, entry in enumerate(entries):
+        entry["conversations"][1]["value"] = f"This is image {number}. It is a photograph."
+    entries[4]["conversations"][1]["value"] = "One sentence only."
+    Path(data).write_text(json.dumps(entries))
+    report = evaluate_robustness(RobustnessConfig([tiny_clip], str(tmp_path), data, images))
     assert report["one_sentence_captions"] == 1
     assert "1 of 5 captions have a single sentence" in report["notes"][0]
     (numbers,) = report["encoders"].values()
@@ -341,11 +342,9 @@ def test_edits_reach_the_encoder(tiny_clip, tmp_path):
 
 
 def test_who_finds_nothing_has_nothing_to_lose(tiny_clip, other_clip, tmp_path):
-    entry = json.loads(PHOTOGRAPHS.read_text())[0]
-    (tmp_path / "data.json").write_text(json.dumps([entry] * 3))
-    report = evaluate_robustness(
-        RobustnessConfig([tiny_clip, other_clip], str(tmp_path), str(tmp_path / "data.json"), skimage.data_dir)
-    )
+    data, images = make_tiny_data(tmp_path, 1)
+    Path(data).write_text(json.dumps(json.loads(Path(data).read_text()) * 3))
+    report = evaluate_robustness(RobustnessConfig([tiny_clip, other_clip], str(tmp_path), data, images))
     for numbers in report["encoders"].values():
         assert set(numbers["recall_at_1_percent"]["keep"].values()) == {0.0}
         assert numbers["kept_without_summary_percent"]["text_to_image"] == {"share": None, "low": None, "high": None}
@@ -382,11 +381,7 @@ def test_plot_draws_the_numbers(several):
     assert legend == list(several.report["encoders"])
 
 
-def test_some_edits_alone_give_the_same_recall(tiny_clip, tmp_path):
-    settings = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "batch_size": 5}
-    report = evaluate_robustness(RobustnessConfig([tiny_clip], str(tmp_path / "all"), **settings))
-    (numbers,) = report["encoders"].values()
-    (found,) = recall_at_1(
-        RobustnessConfig([tiny_clip], str(tmp_path / "some"), **settings), ("remove", "keep")
-    ).values()
-    assert found == {edit: numbers["recall_at_1_percent"][edit] for edit in ("remove", "keep")}
+def test_some_edits_alone_give_the_same_recall(several, tmp_path):
+    recalls = recall_at_1(replace(several.config, output=str(tmp_path)), ("remove", "keep"))
+    for label, numbers in several.report["encoders"].items():
+        assert recalls[label] == {edit: numbers["recall_at_1_percent"][edit] for edit in ("remove", "keep")}

@@ -1,4 +1,4 @@
-"""Pieces of an evaluation that are not done again: each is kept with everything that decides what comes of it."""
+"""On-disk cache of evaluation results, keyed by every input that affects them."""
 
 import json
 import os
@@ -14,59 +14,63 @@ from debias_diffusion.models.weights import save_tensors
 
 from .report import versions
 
+FOLDER = "parts"  # of the cache, in an evaluation's output folder
 
-class Parts:
-    """Results of finished parts in one folder.
 
-    A part is found again by what decides it: its settings, digests of its data and models, and the versions of the
-    libraries. So a killed evaluation goes on with the first part that is not finished, a changed setting finds nothing,
-    and evaluations of the same encoders on the same data share what they have in common. A damaged part is done again.
+class ResultCache:
+    """Results in one folder, each found by its key: settings, digests of data and models, versions of the libraries.
+
+    So a killed evaluation resumes at the first unfinished result, changed settings find nothing, and evaluations of the
+    same encoders on the same data share results. A damaged result is computed again.
 
     Args:
-        folder: where they are kept; made when the first part is.
+        folder: where results are kept; created with the first one.
 
     Attributes:
-        seconds: how long all parts asked for so far took, in whichever run did them.
+        seconds: how long the results requested so far took to compute, in whichever run that was.
     """
 
     def __init__(self, folder: str | os.PathLike):
         self.folder, self.seconds = Path(folder), 0.0
 
-    def result(self, name: str, depends: dict, work: Callable[[], dict]) -> dict:
-        """What `work` returned, now or when it was done before.
+    def result(self, name: str, depends: dict, compute: Callable[[], dict]) -> dict:
+        """The result of `compute`, from the cache if it is there.
 
         Args:
-            name: of the part, for its file.
-            depends: JSON values: everything that decides the result.
-            work: returns JSON values.
+            name: of the kind of result, for its file.
+            depends: JSON values: everything that affects the result.
+            compute: returns JSON values.
         """
-        depends, file = self._place(name, depends)
-        kept = read_json_object(file)
-        if kept.get("depends") != depends or kept.get("sha256") != json_digest(kept):
+        depends, file = self._key(name, depends)
+        entry = read_json_object(file)
+        if entry.get("depends") != depends or entry.get("sha256") != json_digest(entry):
             started = time.monotonic()
-            result = work()
-            kept = {"depends": depends, "seconds": time.monotonic() - started, "result": result}
-            write_json(file, kept | {"sha256": json_digest(kept)})
-            kept = read_json_object(file)  # so that a first run and one that goes on see the same
-        self.seconds += kept["seconds"]
-        return kept["result"]
+            result = compute()
+            entry = {"depends": depends, "seconds": time.monotonic() - started, "result": result}
+            write_json(file, entry | {"sha256": json_digest(entry)})
+            entry = read_json_object(file)  # so that a first run and a resumed one get the same
+        self.seconds += entry["seconds"]
+        return entry["result"]
 
-    def tensors(self, name: str, depends: dict, work: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The same for tensors on the CPU, which lie beside the JSON."""
-        _, file = self._place(name, depends)
-        file = file.with_suffix(".safetensors")
+    def tensors(self, name: str, depends: dict, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The same for tensors on the CPU, in a file beside the JSON."""
+        _, entry_file = self._key(name, depends)
+        file = entry_file.with_suffix(".safetensors")
 
-        def keep() -> dict:
+        def save() -> dict:
             with whole_file(file) as unfinished:
-                save_tensors(work(), unfinished)
+                save_tensors(compute(), unfinished)
             return {"sha256": sha256(file)}
 
-        told = read_json_object(file.with_suffix(".json")).get("result")
-        if not file.is_file() or told != {"sha256": sha256(file)}:  # deleted, or cut short by what wrote no whole files
-            file.with_suffix(".json").unlink(missing_ok=True)
-        self.result(name, depends, keep)
+        if not file.is_file() or read_json_object(entry_file).get("result") != {"sha256": sha256(file)}:
+            entry_file.unlink(missing_ok=True)
+        self.result(name, depends, save)
         return load_file(file)
 
-    def _place(self, name: str, depends: dict) -> tuple[dict, Path]:
+    def _key(self, name: str, depends: dict) -> tuple[dict, Path]:
+        """The whole key as JSON values, and the file that it names."""
         depends = json.loads(json.dumps({"part": name, **depends, "versions": versions()}))
         return depends, self.folder / f"{name}-{json_digest(depends)[:24]}.json"
+
+
+Parts = ResultCache  # its name in earlier releases

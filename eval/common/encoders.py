@@ -1,4 +1,4 @@
-"""The encoders that an evaluation compares."""
+"""The encoders that an evaluation compares: checked, loaded, named, compared."""
 
 import json
 import os
@@ -26,8 +26,8 @@ class TwoTower:
     """An encoder with its image tower.
 
     Attributes:
-        name: as it was given.
-        label: short and unique among the encoders of one evaluation.
+        name: as the settings have it.
+        label: short, and unique among the encoders of one evaluation.
         backbone: in evaluation mode, on its device.
         digest: of its weights.
     """
@@ -39,14 +39,14 @@ class TwoTower:
 
     @cached_property
     def depends(self) -> dict:
-        """What decides what it makes of images and texts."""
+        """Everything that affects its features, for the cache."""
         return {"encoder": self.digest, **how_used(self.backbone)}
 
 
 def how_used(backbone: Backbone) -> dict:
-    """What decides, besides its weights, what a two-tower makes of images and texts."""
+    """Everything besides its weights that affects a two-tower's features."""
     tokenizer = json.loads(backbone.tokenizer.tokenizer.backend_tokenizer.to_str())
-    # these two are of the last call, and no row here is made by them
+    # These two are left from the last call, and no row here depends on them.
     rules = {name: rule for name, rule in tokenizer.items() if name not in ("truncation", "padding")}
     return {
         "configuration": backbone.config,
@@ -56,22 +56,22 @@ def how_used(backbone: Backbone) -> dict:
 
 
 def check_encoders(names: Sequence[str]) -> None:
-    """Raises UserError when there are none, or one twice, or a toy's name is misspelt."""
+    """Raises UserError if there are none, one is named twice, or a toy model's name is misspelt."""
     if not names or len(set(names)) < len(names):
         raise UserError(f"encoders={list(names)} is not allowed. Name at least one encoder, and none twice.")
     for name in names:
-        shipped(name)  # before others are loaded
+        shipped(name)
 
 
-def of_each(names: Sequence[str], device: torch.device, work: Callable[[TwoTower], Result]) -> dict[str, Result]:
-    """What `work` says of each encoder, by label. One encoder at a time takes memory.
+def of_each(names: Sequence[str], device: torch.device, evaluate: Callable[[TwoTower], Result]) -> dict[str, Result]:
+    """The result of `evaluate` for each encoder, by label. One encoder at a time is in memory.
 
     Raises:
-        UserError: one cannot be loaded.
+        UserError: an encoder cannot be loaded.
     """
-    # No variable holds an encoder, or it would stay while the next is loaded.
+    # No variable holds an encoder, or it would stay in memory while the next is loaded.
     pairs = zip(names, labels(names), strict=True)
-    return {label: work(_load(name, label, device)) for name, label in pairs}
+    return {label: evaluate(_load(name, label, device)) for name, label in pairs}
 
 
 def _load(name: str, label: str, device: torch.device) -> TwoTower:
@@ -80,7 +80,7 @@ def _load(name: str, label: str, device: torch.device) -> TwoTower:
 
 
 def labels(encoders: Sequence[str]) -> list[str]:
-    """Short names for plots: names as they are, of paths the last part, or as many parts as tell them apart."""
+    """Short unique names: names unchanged; of paths the last parts, as many as make them unique."""
     paths = [Path(name) if os.path.exists(name) else None for name in encoders]
     pairs = list(zip(encoders, paths, strict=True))
     for parts in range(1, max((len(path.parts) for path in paths if path), default=1) + 1):
@@ -91,15 +91,15 @@ def labels(encoders: Sequence[str]) -> list[str]:
 
 
 def _plotted(label: str) -> str:
-    """As it stands in a legend, where matplotlib leaves out what begins with an underscore."""
+    """A label for legends, where matplotlib omits names that begin with an underscore."""
     return f"./{label}" if label.startswith("_") else label
 
 
 def compare(values: Mapping[str, Mapping], difference: Callable[..., dict]) -> list[dict]:
-    """Every two encoders, the later one against the earlier, by every score.
+    """Every two encoders compared, the later with the earlier, by every score.
 
     Args:
-        values: {label: {score: whatever `difference` takes}}
+        values: {label: {score: an argument of `difference`}}
         difference: (a, b, score) -> "difference" a - b, "low", "high", "p"
 
     Returns:

@@ -1,4 +1,4 @@
-"""The processes that share an evaluation's work: one for each GPU, as `accelerate launch` starts them, or only one."""
+"""The processes of an evaluation: one for each GPU, as `accelerate launch` starts them, or a single one."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from debias_diffusion.process_group import end_group_at_exit
 
 Result = TypeVar("Result")
 
-# The others wait while the main process looks at all of the data, which may take longer than the usual ten minutes. No
-# failure is waited for as long: what one process meets is told to all, and launchers end the rest where one is killed.
+# The other processes wait while the main one reads all of the data, which may take longer than the default ten minutes.
+# A failure ends the wait: processes report theirs to each other, and launchers stop the rest if one is killed.
 _PATIENCE = timedelta(days=1)
 
 
@@ -27,20 +27,20 @@ class Processes:
     """All processes of this run. Every process calls the same methods in the same order.
 
     Args:
-        device: where to run. None: each process on its own GPU; a single one where `pick_device` says.
+        device: where to run. None: each process on its own GPU; a single process where `pick_device` says.
 
     Attributes:
-        count: how many there are.
-        index: which one this is, from 0.
-        is_main: whether it is the one that reads, scores and writes.
-        device: where it runs.
+        count: number of processes.
+        index: of this process, from 0.
+        is_main: whether this process is the one that reads, scores and writes.
+        device: where this process runs.
 
     Raises:
         UserError: there is no such device, or several processes cannot share it.
     """
 
     def __init__(self, device: str | None = None):
-        # Several processes without a GPU are each alone to accelerate, unless it is told that they use the CPU.
+        # Without a GPU, accelerate takes each of several processes for a single one unless it is set to use the CPU.
         cpu = device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
         state = PartialState(cpu=cpu, timeout=_PATIENCE)
         end_group_at_exit()
@@ -56,16 +56,16 @@ class Processes:
             )
 
     def from_main(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns in the main process, which alone does it; it must be picklable.
+        """The result of `work`, which runs in the main process only; it must be picklable.
 
         Raises:
-            UserError: the main process failed. There it raises what it met.
+            UserError: the main process failed. The main process raises its own error.
         """
         outcome, failure = [None, None], None
         if self.is_main:
             try:
                 outcome[0] = work()
-            except Exception as error:  # told to the others before it is raised
+            except Exception as error:  # the other processes hear of it before it is raised
                 outcome[1] = str(error) if isinstance(error, UserError) else reason(error)
                 failure = error
         if self.count > 1:
@@ -77,29 +77,29 @@ class Processes:
         return outcome[0]
 
     def together(self, work: Callable[[], None]) -> None:
-        """Does `work` in each process, and waits until all have.
+        """Runs `work` in each process, and waits until all have finished.
 
         Raises:
-            UserError: another process failed. Where it failed it raises what it met.
+            UserError: another process failed. The process that failed raises its own error.
         """
         failure = None
         try:
             work()
-        except Exception as error:  # told to the others before it is raised
+        except Exception as error:  # the other processes hear of it before it is raised
             failure = error
         if self.count > 1:
-            told = gather_object([failure and f"Process {self.index} of {self.count} failed: {reason(failure)}."])
-            if failure is None and any(told):
-                raise UserError(next(filter(None, told)))
+            failures = gather_object([failure and f"Process {self.index} of {self.count} failed: {reason(failure)}."])
+            if failure is None and any(failures):
+                raise UserError(next(filter(None, failures)))
         if failure is not None:
             raise failure
 
     @contextmanager
     def alone_in(self, folder: Path) -> Iterator[None]:
-        """Makes a folder and holds it for this run, in which only the main process prints.
+        """Creates and locks a folder for this run; inside the context only the main process prints.
 
         Raises:
-            UserError: another run holds it.
+            UserError: another run has the lock.
         """
         busy = f"Another process is writing to {str(folder)!r}. Wait for it, or give another output."
         with ExitStack() as stack:
@@ -114,7 +114,7 @@ class Processes:
 
     @contextmanager
     def only_main_prints(self) -> Iterator[None]:
-        """Within, what the other processes print is lost."""
+        """Discards what the other processes print inside the context."""
         if self.is_main:
             yield
             return

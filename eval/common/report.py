@@ -1,4 +1,4 @@
-"""What every evaluation leaves behind: one JSON of settings, versions, digests and numbers, and a small table."""
+"""The result of an evaluation: a JSON file of settings, versions, digests and numbers, tables and figures."""
 
 import os
 import re
@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -17,27 +19,26 @@ from debias_diffusion.files import whole_file, write_json
 from debias_diffusion.models.weights import weights_digest  # noqa: F401
 
 PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
-PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of pictures
+PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of generated images
 
 
 def versions() -> dict[str, str]:
-    """The versions of this package and of the libraries that decide the numbers."""
+    """The versions of this package and of the libraries that affect the numbers."""
     return {package: version(package) for package in PACKAGES}
 
 
 def write_report(
     evaluation: str, config, *, digests: dict, left_out: Iterable[BadRecord], seconds: float, **numbers
 ) -> dict:
-    """Writes what an evaluation found to `config.output`/`evaluation`.json, and returns it.
+    """Writes the report of an evaluation to `config.output`/`evaluation`.json, and returns it.
 
     Args:
         evaluation: its name.
         config: its settings, a dataclass.
         digests: of data and weights: "data" and, by label, "encoders".
-        left_out: the records that could not be used.
+        left_out: the bad records.
         seconds: how long it took.
-        numbers: what was found: by label "encoders"; between encoders "compared", as `encoders.compare` has it;
-            "notes", for whoever reads the numbers.
+        numbers: by label "encoders"; between encoders "compared", see `encoders.compare`; "notes" on the numbers.
     """
     report = {
         "evaluation": evaluation,
@@ -54,11 +55,11 @@ def write_report(
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers to read, on a console or a page.
+    """Numbers for people, on a console or a page.
 
     Attributes:
-        header: of the columns; the first says what the table is of.
-        rows: the first of each says whose numbers follow; None is a missing one.
+        header: of the columns; the first is the title of the table.
+        rows: the first cell of each names it; None is a missing number.
     """
 
     header: Sequence[str]
@@ -68,7 +69,7 @@ class Table:
         return table(self.header, self.rows)
 
     def markdown(self) -> str:
-        """As Markdown in which no cell can end its table or hold HTML."""
+        """The table in Markdown; no cell can end it or hold HTML."""
         lines = [[escaped(cell) for cell in row] for row in (self.header, *self.cells())]
         lines.insert(1, ["---", *["--:"] * (len(self.header) - 1)])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -79,17 +80,17 @@ class Table:
 
 
 def escaped(text: str) -> str:
-    """Text in one line that Markdown shows as it is."""
+    """Text in one line, escaped for Markdown."""
     return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", " ".join(text.split()))
 
 
 def compared_tables(compared: Sequence[dict]) -> list[Table]:
-    """`encoders.compare`'s differences as a table, of points where the scores are percentages; none where none are."""
+    """A table of the differences of `encoders.compare`, in points if the scores are percentages; none without any."""
     rows = []
     for line in compared:
         p = None if line["p"] is None else f"{line['p']:.4f}"
         rows.append([f"{line['a']} - {line['b']}, {line['score']}", line["difference"], line["low"], line["high"], p])
-    return [Table(["difference", "found", "95% from", "to", "p"], rows)] if rows else []
+    return [Table(["comparison", "difference", "95% from", "to", "p"], rows)] if rows else []
 
 
 def interval(ends: Sequence[float], digits: int = 1) -> str:
@@ -98,9 +99,9 @@ def interval(ends: Sequence[float], digits: int = 1) -> str:
 
 
 def show(report: dict, tables: Iterable[Table], figures: Mapping[str, Figure]) -> None:
-    """Prints tables and notes, and saves figures in the evaluation's output folder, by their files' names."""
-    for its in tables:
-        print(f"\n{its}")
+    """Prints tables and notes, and saves figures in the evaluation's output folder; `figures` is by file name."""
+    for shown in tables:
+        print(f"\n{shown}")
     for note in report["notes"]:
         print(f"Note: {note}")
     for name, figure in figures.items():
@@ -108,15 +109,46 @@ def show(report: dict, tables: Iterable[Table], figures: Mapping[str, Figure]) -
             save_picture(figure, unfinished)
 
 
+def draw_bars(
+    axes: Axes,
+    groups: Mapping[str, tuple[Sequence[float], Sequence[Sequence[float]]]],
+    names: Sequence[str],
+    digits: int = 0,
+) -> None:
+    """Bars with 95% intervals, side by side for each name, a colour for each label.
+
+    Args:
+        groups: {label: (values [N], intervals [N, 2])}
+        names: below the bars, [N].
+        digits: of the numbers on the bars.
+    """
+    width = 0.8 / len(groups)
+    for index, (label, (values, intervals)) in enumerate(groups.items()):
+        places = np.arange(len(names)) + (index - (len(groups) - 1) / 2) * width
+        errors = {"yerr": error_lengths(values, intervals), "capsize": 2, "error_kw": {"linewidth": 0.8}}
+        bars = axes.bar(places, values, width, label=label, **errors)
+        axes.bar_label(bars, fmt=f"%.{digits}f", fontsize=7, padding=2)
+    axes.set_xticks(np.arange(len(names)), names)
+
+
+def error_lengths(values: Sequence[float], intervals: Sequence[Sequence[float]]) -> np.ndarray:
+    """How far intervals reach below and above their values, [2, N], as matplotlib's error bars need it.
+
+    At least 0: rounding may put the mean of a skewed sample just outside its interval.
+    """
+    values, (low, high) = np.asarray(values), np.asarray(intervals).T
+    return np.maximum([values - low, high - values], 0)
+
+
 def save_picture(figure: Figure, file: str | os.PathLike | BinaryIO) -> None:
-    """Saves a figure as PNG. A dollar sign is itself, not the beginning of a formula: names hold any."""
+    """Saves a figure as PNG. A dollar sign in a name begins no formula."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)
     figure.savefig(file, format="png")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> str:
-    """A plain text table: fractions with two decimals, right-aligned; a missing number is a dash."""
+    """A plain text table: numbers right-aligned with two decimals; a missing one is a dash."""
     cells = [list(header)] + [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []

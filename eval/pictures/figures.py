@@ -1,4 +1,4 @@
-"""Pictures of an evaluation of generated images: its scores, and the first images beside each other."""
+"""Figures of an evaluation of generated images: its scores, and the first images side by side."""
 
 import os
 import textwrap
@@ -16,22 +16,23 @@ _COLUMNS = 4
 _SENTENCES = "clip_score_"  # scores of one sentence each, by its number
 _OBJECTS = "objects_right_by_sentence"
 _SHOWN = 300  # pixels of an example's longer side
-_WORDS = 520  # characters of a prompt beside its pictures
+_WORDS = 520  # characters of a prompt beside its images
 
 
 def plot(encoders: Mapping[str, dict], titles: Mapping[str, str]) -> Figure:
-    """Every score with its 95% interval, one panel a score, one row an encoder; below, scores sentence by sentence.
+    """Every score with its 95% interval, a panel for each score, a row for each encoder; below, scores by sentence.
 
     Args:
         encoders: {label: {"scores": ...}} as in the report.
         titles: of the scores.
     """
-    scores = {label: its["scores"] for label, its in encoders.items()}
-    names = dict.fromkeys(name for its in scores.values() for name, number in its.items() if isinstance(number, dict))
+    scores = {label: numbers["scores"] for label, numbers in encoders.items()}
+    every = [score for numbers in scores.values() for score in numbers.items()]
+    names = dict.fromkeys(name for name, number in every if isinstance(number, dict))  # one number, not a list
     single = [name for name in names if not name.startswith(_SENTENCES)]
     series = _series(scores, titles)
     rows = -(-len(single) // _COLUMNS)
-    # A Figure of its own draws with Agg and leaves pyplot alone.
+    # Without pyplot, which would keep the figure and may open a window.
     height = rows * (0.9 + 0.28 * len(encoders)) + 3.0 * bool(series)
     figure = Figure(figsize=(12, height), layout="constrained", dpi=150)
     heights = [0.9 + 0.28 * len(encoders)] * rows + [3.0] * bool(series)
@@ -39,7 +40,8 @@ def plot(encoders: Mapping[str, dict], titles: Mapping[str, str]) -> Figure:
     for place, name in enumerate(single):
         row, column = divmod(place, _COLUMNS)
         axes = figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
-        _dots(axes, {label: its[name] for label, its in scores.items() if name in its}, list(scores), not column)
+        of_score = {label: numbers[name] for label, numbers in scores.items() if name in numbers}
+        _dots(axes, of_score, list(scores), not column)
         axes.set_title(titles.get(name, name), fontsize="medium")
     width = 2 * _COLUMNS // max(len(series), 1)
     for place, (title, lines) in enumerate(series.items()):
@@ -63,45 +65,47 @@ def _dots(axes: Axes, numbers: Mapping[str, dict], labels: Sequence[str], named:
 
 
 def _series(scores: Mapping[str, dict], titles: Mapping[str, str]) -> dict[str, dict[str, list[dict]]]:
-    """{title: {label: numbers with "sentence"}} of what is said of single sentences."""
-    objects = {label: its[_OBJECTS] for label, its in scores.items() if _OBJECTS in its}
+    """{title: {label: numbers with "sentence"}} of the scores by sentence."""
+    objects = {label: numbers[_OBJECTS] for label, numbers in scores.items() if _OBJECTS in numbers}
     sentences = {
         label: [
             number | {"sentence": int(name.removeprefix(_SENTENCES))}
-            for name, number in its.items()
+            for name, number in numbers.items()
             if name.startswith(_SENTENCES)
         ]
-        for label, its in scores.items()
+        for label, numbers in scores.items()
     }
-    found = {"objects right, %, by the sentence that first tells them": objects}
-    found[f"{titles.get('clip_score')}, by sentence"] = {label: its for label, its in sentences.items() if its}
-    return {title: lines for title, lines in found.items() if lines}
+    series = {
+        "objects right, %, by the sentence that first mentions them": objects,
+        f"{titles.get('clip_score')}, by sentence": {label: line for label, line in sentences.items() if line},
+    }
+    return {title: lines for title, lines in series.items() if lines}
 
 
 def _lines(axes: Axes, title: str, lines: Mapping[str, list[dict]], labels: Sequence[str]) -> None:
     for row, label in enumerate(labels):
-        its = lines.get(label, [])
-        # A little apart, so that intervals do not hide each other.
-        places = [number["sentence"] + 0.12 * (row - (len(labels) - 1) / 2) for number in its]
-        values = [number["value"] for number in its]
+        numbers = lines.get(label, [])
+        # Shifted a little, so that intervals do not overlap.
+        places = [number["sentence"] + 0.12 * (row - (len(labels) - 1) / 2) for number in numbers]
+        values = [number["value"] for number in numbers]
         axes.plot(places, values, "o-", color=f"C{row}", label=label, markersize=4)
-        for place, number in zip(places, its, strict=True):
+        for place, number in zip(places, numbers, strict=True):
             axes.plot([place, place], [number["low"], number["high"]], color=f"C{row}", linewidth=1, alpha=0.6)
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("sentence")
-    axes.set_xticks(sorted({number["sentence"] for its in lines.values() for number in its}))
+    axes.set_xticks(sorted({number["sentence"] for numbers in lines.values() for number in numbers}))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
 
 
 def plot_examples(
     captions: Sequence[str],
-    originals: Sequence[Image.Image],
-    pictures: Mapping[str, Sequence[str | os.PathLike]],
+    references: Sequence[Image.Image],
+    generated: Mapping[str, Sequence[str | os.PathLike]],
 ) -> Figure:
-    """One row a prompt: the prompt, its original, and the picture of each encoder; tiny ones with their pixels."""
-    columns = {"the original image": originals}
-    columns |= {label: [open_picture(file) for file in files] for label, files in pictures.items()}
+    """A row for each prompt: the prompt, its reference image, and the image of each encoder; small ones as pixels."""
+    columns = {"reference image": references}
+    columns |= {label: [open_picture(file) for file in files] for label, files in generated.items()}
     figure = Figure(figsize=(3.4 + 2.2 * len(columns), 2.35 * len(captions)), layout="constrained", dpi=110)
     grid = figure.add_gridspec(len(captions), 1 + len(columns), width_ratios=[1.5, *[1] * len(columns)])
     for row, caption in enumerate(captions):

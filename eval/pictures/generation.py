@@ -1,6 +1,5 @@
-"""Images drawn from captions with several text encoders, against the originals and the captions (Table S7)."""
+"""Images generated from captions with several text encoders, and their scores (Table S7)."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -14,19 +13,19 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes, toy_scene
-from debias_diffusion.data.bad_records import read_or_bad
+from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import sha256
+from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
-from ..common.cache import Parts
-from ..common.encoders import check_encoders, labels
-from ..common.inputs import check_batch_size, check_max_bad, check_output, check_share, print_left_out, read_pairs
+from ..common.cache import FOLDER, ResultCache
+from ..common.encoders import labels
+from ..common.inputs import check_settings, read_pairs
 from ..common.processes import Processes
 from ..common.report import Table, compared_tables, show, write_report
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .figures import plot, plot_examples
-from .scores import Originals, PictureNumbers, PictureScores, compare, score_cell, score_titles
+from .scores import ImageNumbers, ImageScores, References, compare, score_cell, score_titles
 from .toy_objects import SCORES as OBJECTS
 from .toy_objects import compare_objects, objects_numbers, objects_right
 
@@ -42,35 +41,34 @@ class GenerationConfig:
 
     Attributes:
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
-            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the base's own.
-        base: SDXL folder in diffusers' layout, a hub id, or toy/sdxl.
+            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own.
+        base: SDXL checkpoint: a folder in diffusers' layout, a hub id, or toy/sdxl.
         output: Folder for the results, `generation.json`, `generation.png` and `examples.png`, and for the generated
-            images, `pictures/ENCODER/000000.png` and so on. Images that are finished there are kept, if they were made
-            with the same settings.
+            images, `pictures/ENCODER/000000.png` and so on. Finished images of the same settings are kept.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
-            beside them, or toy/test, scenes of the toy world. Captions are the prompts, images the originals.
+            beside them, or toy/test, scenes of the toy world. Captions are the prompts, images the references.
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
         limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
         seed: Image i starts from noise seeded with this number + i, the same for every encoder and on every device.
         steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
         guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, as in `generate`, and 5 for
             toy/sdxl.
-        images_at_once: Pictures drawn at once, of prompts of like length; more need more memory. auto is 1, and 20 for
-            toy/sdxl.
-        prefix: Put before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
-        windows: Let encoders of 77 positions read long prompts in several windows, as this package's pipelines do.
-            Without it they are cut at 77 tokens, as stock SDXL does.
+        images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
+            20 for toy/sdxl.
+        prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
+        windows: Let encoders of 77 positions read long prompts in chunks, as this package's pipelines do. Without it
+            prompts are cut at 77 tokens, as in stock SDXL.
         inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
-            the one that torch-fidelity has downloaded. Without it they are skipped.
+            the one that torch-fidelity has downloaded. Without it these scores are skipped.
         dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
             Without it the DINO score is skipped.
-        dinov2: Folder or hub id of a DINOv2 in transformers' layout (facebook/dinov2-small), for the same of it.
-        own_features: Network on whose CLS features FID, KID, precision and recall are computed besides: a folder of a
+        dinov2: Folder or hub id of a DINOv2 in transformers' layout (facebook/dinov2-small), for the DINOv2 score.
+        own_features: Another network for FID, KID, precision and recall, on its CLS features: a folder of a
             transformers vision model, or toy/features. Its scores compare with nothing published.
         clip_score: CLIP model for CLIPScore, of the whole caption and sentence by sentence: a folder, file, hub id, or
             MODEL:PRETRAINED as open_clip names them.
         batch_size: Images scored at once.
-        max_bad: Largest share of originals that may be unreadable before the evaluation stops, from 0 to 1.
+        max_bad: Largest share of reference images that may be unreadable before the evaluation stops, from 0 to 1.
         device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
             process has its own.
     """
@@ -96,57 +94,51 @@ class GenerationConfig:
     max_bad: float = 0.01
     device: str | None = None
 
+    def __post_init__(self):
+        check_settings(self)
+        DrawingSettings.of(self)
+
 
 def evaluate_generation(config: GenerationConfig) -> dict:
-    """Draws an image of every caption with every encoder and scores them; writes what it finds and prints tables.
+    """Generates an image from every caption with every encoder and scores them; writes a report and prints tables.
 
-    A run that was killed continues with the images that are missing, and computes no score twice. Started by
-    `accelerate launch` it draws with several processes, one a GPU, of which the main one scores. Originals that cannot
-    be read are left out, and named.
+    A killed run continues with the missing images, and computes no score twice. Started by `accelerate launch` it
+    generates in several processes, one on each GPU; the main one scores. Pairs with an unreadable reference image are
+    skipped and reported.
 
     Returns:
-        What `generation.json` holds: settings, versions, digests; by encoder its scores with their 95% intervals, how
-        many prompts were cut, digest of its pictures, seconds of drawing; the encoders compared; notes, the resizes,
-        the pairs left out, seconds. In processes other than the main one, nothing.
+        The content of `generation.json`: settings, versions, digests; by encoder its scores with 95% intervals, how
+        many prompts were cut, the digest of its images, seconds of generating; the encoders compared; notes, the
+        resizes, the bad records, seconds. In processes other than the main one, {}.
 
     Raises:
-        UserError: a setting cannot be used; all are checked before the first image is drawn.
+        UserError: the data or a model cannot be used; all are checked before the first image is generated.
     """
-    return _Generation(config, check_generation(config), Processes(config.device)).run()
+    return _Generation(config).run()
 
 
-def check_generation(config: GenerationConfig) -> DrawingSettings:
-    """How pictures are drawn. Raises UserError for settings that cannot be used, whatever the data and the networks."""
-    check_output(config.output)
-    check_encoders(config.encoders)
-    check_batch_size(config.batch_size)
-    check_max_bad(config.max_bad)
-    return DrawingSettings.of(config)
-
-
-def load_networks(config: GenerationConfig, device: torch.device) -> PictureScores | None:
-    """The networks that score pictures; None where the toy world's own score is all that is asked for.
+def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores | None:
+    """The networks that score images; None if only the toy world's own score is requested.
 
     Raises:
-        UserError: one cannot be loaded, or none is named.
+        UserError: a network cannot be loaded, or none is named.
     """
     networks = {name: getattr(config, name) for name in NETWORKS}
     if is_toy_scenes(config.data) and not any(networks.values()):
         return None
-    return PictureScores(**networks, batch_size=config.batch_size, device=device)
+    return ImageScores(**networks, batch_size=config.batch_size, device=device)
 
 
 class _Generation:
-    """One evaluation. What is read and scored is in the main process alone."""
+    """One evaluation. Only the main process reads and scores."""
 
-    def __init__(self, config: GenerationConfig, settings: DrawingSettings, processes: Processes):
-        self.config, self.settings, self.processes = config, settings, processes
+    def __init__(self, config: GenerationConfig):
+        self.config, self.settings, self.processes = config, DrawingSettings.of(config), Processes(config.device)
         self.output = Path(config.output)
         self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
-        self.folders = {
-            label: self.output / "pictures" / name for label, name in folder_names(list(self.encoders)).items()
-        }
-        self.parts = Parts(self.output / "parts")
+        names = folder_names(list(self.encoders))
+        self.folders = {label: self.output / "pictures" / name for label, name in names.items()}
+        self.cache = ResultCache(self.output / FOLDER)
 
     def run(self) -> dict:
         with self.processes.only_main_prints():
@@ -154,29 +146,29 @@ class _Generation:
             drawing = Drawing(self.settings, self.processes, digest)
             drawing.check(self.encoders.values(), self.folders.values(), subjects)
             with self.processes.alone_in(self.output):
-                pictures = {
+                files = {
                     label: drawing.draw(encoder, self.folders[label], subjects, label)
                     for label, encoder in self.encoders.items()
                 }
                 digests = drawing.digests
-                del drawing  # and with it the models, whose memory the networks may need
-                return self._report(pictures, digests) if self.processes.is_main else {}
+                del drawing  # and with it the models: the networks may need their memory
+                return self._report(files, digests) if self.processes.is_main else {}
 
     def _read(self) -> tuple[list[Subject], str]:
-        """What to draw, and the digest of the data; the networks are loaded before hours of drawing, not after."""
+        """The images to generate, and the digest of the data. Networks are loaded before hours of generating."""
         config = self.config
         self.is_toy = is_toy_scenes(config.data)
         self.scores = load_networks(config, self.processes.device)
         self.pairs = read_pairs(config.data, config.images, config.limit, config.max_bad)
         records, images = self.pairs.records, self.pairs.images
-        good, self.unreadable = _with_readable_original(records, images)
+        good, self.unreadable = _with_readable_reference(records, images)
         print_left_out(self.unreadable)
         needs_fid = config.inception_weights is not None or config.own_features is not None
         if len(good) < (2 if needs_fid else 1):
             raise UserError(
-                f"{len(good)} of {len(records)} pairs have a readable original in {str(images.root)!r}; FID needs at "
-                "least 2, other scores 1. Give the folder that the data file's image paths start from, or raise the "
-                "limit."
+                f"{len(good)} of {len(records)} pairs have a readable reference image in {str(images.root)!r}; FID "
+                "needs at least 2, other scores 1. Give the folder that the data file's image paths start from, or "
+                "raise the limit."
             )
         check_share(self.unreadable, len(records), config.max_bad)
         self.records = [records[index] for index in good]
@@ -184,84 +176,76 @@ class _Generation:
         return subjects, self.pairs.digest
 
     @cached_property
-    def _originals(self) -> Originals:
-        return self.scores.of_originals([partial(_original, record, self.pairs.images) for record in self.records])
+    def _references(self) -> References:
+        return self.scores.of_references([partial(_reference, record, self.pairs.images) for record in self.records])
 
     @cached_property
     def _shown(self) -> str:
-        """Changes with the captions, and where the originals' files could have changed."""
-        total = hashlib.sha256()
-        for record in self.records:
-            total.update(self.pairs.images.stamp(record.image))
-            total.update(record.caption.encode("utf-8", "surrogatepass") + b"\0")
-        return total.hexdigest()
+        """Digest of the captions, and of what shows that the files of the reference images have changed."""
+        stamp = self.pairs.images.stamp
+        captions = ((record, record.caption.encode("utf-8", "surrogatepass")) for record in self.records)
+        return bytes_digest(stamp(record.image) + caption + b"\0" for record, caption in captions)
 
-    def _score(self, pictures: Sequence[Path], digest: str) -> PictureNumbers:
-        """What the networks say of one encoder's pictures."""
+    def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
+        """The scores of one encoder's images."""
         if self.scores is None:
-            return PictureNumbers({}, {}, {}, len(pictures))
+            return ImageNumbers({}, {}, {}, len(files))
         captions = [record.caption for record in self.records]
         depends = {"pictures": digest, "originals": self._shown, **self.scores.depends}
-        kept = self.parts.result("scores", depends, lambda: asdict(self.scores(pictures, self._originals, captions)))
-        return PictureNumbers(**kept)
+        numbers = self.cache.result("scores", depends, lambda: asdict(self.scores(files, self._references, captions)))
+        return ImageNumbers(**numbers)
 
-    def _objects(self, pictures: Sequence[Path], digest: str) -> list[dict[str, bool]]:
-        """Which objects of the toy world are right on one encoder's pictures."""
+    def _objects(self, files: Sequence[Path], digest: str) -> list[dict[str, bool]]:
+        """Which objects of the toy world are correct in one encoder's images."""
         scenes = [toy_scene(record)[0] for record in self.records]
         depends = {"pictures": digest, "originals": self._shown}
-        return self.parts.result("objects", depends, lambda: {"right": objects_right(pictures, scenes)})["right"]
+        return self.cache.result("objects", depends, lambda: {"right": objects_right(files, scenes)})["right"]
 
-    def _report(self, pictures: Mapping[str, Sequence[Path]], digests: dict) -> dict:
-        found, right, encoders = {}, {}, {}
-        told = [toy_scene(record)[1].first_told() for record in self.records] if self.is_toy else []
-        for label, files in pictures.items():
-            digest = _pictures_digest(files)
-            found[label] = self._score(files, digest)
-            numbers = dict(found[label].numbers)
+    def _report(self, files: Mapping[str, Sequence[Path]], digests: dict) -> dict:
+        scores, correct, encoders = {}, {}, {}
+        mentions = [toy_scene(record)[1].first_told() for record in self.records] if self.is_toy else []
+        for label, paths in files.items():
+            digest = _files_digest(paths)
+            scores[label] = self._score(paths, digest)
+            numbers = dict(scores[label].numbers)
             if self.is_toy:
-                right[label] = self._objects(files, digest)
-                numbers |= objects_numbers(right[label], told)
+                correct[label] = self._objects(paths, digest)
+                numbers |= objects_numbers(correct[label], mentions)
             encoders[label] = {"scores": numbers, **how_drawn(self.folders[label]), "pictures": digest}
         notes = [*(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
-        notes += [note for its in found.values() for note in its.notes]
+        notes += [note for of_encoder in scores.values() for note in of_encoder.notes]
         networks = self.scores.digests if self.scores else dict.fromkeys(NETWORKS)
+        weights = {label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()}
         report = write_report(
             NAME,
             self.config,
-            digests={
-                "data": self.pairs.digest,
-                "base": digests["base"],
-                **networks,
-                "encoders": {
-                    label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()
-                },
-            },
+            digests={"data": self.pairs.digest, "base": digests["base"], **networks, "encoders": weights},
             left_out=self.pairs.bad + self.unreadable,
-            seconds=self.parts.seconds + sum(its["seconds"] for its in encoders.values()),
+            seconds=self.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=asdict(self.settings),
             images=len(self.records),
             resize=self.scores.resize if self.scores else {},
             encoders=encoders,
-            compared=_compared(found, right, told),
+            compared=_compared(scores, correct, mentions),
             notes=list(dict.fromkeys(notes)),
         )
-        show(report, tables(report), figures(report) | {PICTURES[0]: self._examples(pictures)})
+        show(report, tables(report), figures(report) | {PICTURES[0]: self._examples(files)})
         return report
 
-    def _examples(self, pictures: Mapping[str, Sequence[Path]]) -> Figure:
-        step = ARRANGEMENTS if self.is_toy else 1  # toy scenes in a row show the same objects
+    def _examples(self, files: Mapping[str, Sequence[Path]]) -> Figure:
+        step = ARRANGEMENTS if self.is_toy else 1  # consecutive toy scenes show the same objects
         shown = range(0, len(self.records), step)[:EXAMPLES]
         return plot_examples(
-            [self.records[place].caption for place in shown],
-            [_original(self.records[place], self.pairs.images) for place in shown],
-            {label: [files[place] for place in shown] for label, files in pictures.items()},
+            [self.records[index].caption for index in shown],
+            [_reference(self.records[index], self.pairs.images) for index in shown],
+            {label: [paths[index] for index in shown] for label, paths in files.items()},
         )
 
 
-def _with_readable_original(records: Sequence[Record], images: ImageSource) -> tuple[list[int], list[BadRecord]]:
-    """The positions of the records whose original can be decoded, and the others by name."""
+def _with_readable_reference(records: Sequence[Record], images: ImageSource) -> tuple[list[int], list[BadRecord]]:
+    """The positions of the records whose image can be decoded, and the bad records."""
     good, bad = [], []
-    for index, record in enumerate(tqdm(records, desc="check originals")):
+    for index, record in enumerate(tqdm(records, desc="check reference images")):
         image = read_or_bad(record, images.open)
         if isinstance(image, BadRecord):
             bad.append(image)
@@ -270,74 +254,70 @@ def _with_readable_original(records: Sequence[Record], images: ImageSource) -> t
     return good, bad
 
 
-def _original(record: Record, images: ImageSource) -> Image.Image:
-    """A record's image, which could be read when the evaluation began. Raises UserError when it no longer can."""
+def _reference(record: Record, images: ImageSource) -> Image.Image:
+    """The image of a record that was readable when the evaluation began. Raises UserError if it no longer is."""
     image = read_or_bad(record, images.open)
     if isinstance(image, BadRecord):
         raise UserError(
             f"An image that could be read at the start cannot be read now: {image}. Start the same command again, "
-            "which leaves out what it cannot read, and leave the images as they are meanwhile."
+            "which skips unreadable images, and do not change the images meanwhile."
         )
     return image
 
 
-def _pictures_digest(files: Sequence[Path]) -> str:
-    return hashlib.sha256("\n".join(map(sha256, files)).encode()).hexdigest()
+def _files_digest(files: Sequence[Path]) -> str:
+    return bytes_digest(["\n".join(map(sha256, files)).encode()])
 
 
 def _compared(
-    found: Mapping[str, PictureNumbers], right: Mapping[str, list[dict[str, bool]]], told: Sequence[dict[str, int]]
+    scores: Mapping[str, ImageNumbers], correct: Mapping[str, list[dict[str, bool]]], mentions: Sequence[dict[str, int]]
 ) -> list[dict]:
-    """Every two encoders, the later one against the earlier, by every score."""
+    """Every two encoders compared, the later with the earlier, by every score."""
     compared = []
-    for b, a in combinations(found, 2):
-        differences = compare(found[a], found[b])
-        if right:
-            differences |= compare_objects(right[a], right[b], told)
+    for b, a in combinations(scores, 2):
+        differences = compare(scores[a], scores[b])
+        if correct:
+            differences |= compare_objects(correct[a], correct[b], mentions)
         compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
     return compared
 
 
 def _reading_notes(encoders: Mapping[str, dict], count: int) -> list[str]:
     return [
-        f"{label} was given the first {its['cut_at']} tokens of a prompt, as stock SDXL does: {its['prompts_cut']} of "
+        f"{label} read the first {numbers['cut_at']} tokens of a prompt, as in stock SDXL: {numbers['prompts_cut']} of "
         f"{count} were cut."
-        for label, its in encoders.items()
-        if its["cut_at"] is not None
+        for label, numbers in encoders.items()
+        if numbers["cut_at"] is not None
     ]
 
 
 def titles(report: dict) -> dict[str, str]:
-    """The scores' names for readers; they name the networks, which decide what a number compares with."""
+    """Titles of the scores. They name the network, which decides what a number can be compared with."""
     settings = report["settings"]
     known = score_titles(**{name: settings[name] for name in NETWORKS if name != "inception_weights"}) | OBJECTS
-    for its in report["encoders"].values():
-        for score in its["scores"]:
+    for numbers in report["encoders"].values():
+        for score in numbers["scores"]:
             if score.startswith("clip_score_"):
                 known[score] = f"{known['clip_score']}, sentence {score.rpartition('_')[2]}"
     return known
 
 
-def _single(scores: Mapping) -> dict[str, dict]:
-    """The scores that are one number with its interval."""
-    return {name: number for name, number in scores.items() if isinstance(number, dict)}
-
-
 def tables(report: dict) -> list[Table]:
     """A report's scores with their 95% intervals, and the encoders compared."""
     names, encoders = titles(report), report["encoders"]
-    scores = dict.fromkeys(score for its in encoders.values() for score in _single(its["scores"]))
-    rows = [[names[score], *(_cell(its["scores"].get(score)) for its in encoders.values())] for score in scores]
-    rows.append(["prompts cut", *(its["prompts_cut"] for its in encoders.values())])
-    rows.append(["seconds of drawing", *(f"{its['seconds']:.0f}" for its in encoders.values())])
-    found = [Table([f"{report['images']} images, with 95% intervals", *encoders], rows)]
-    # Sentence by sentence they would hide the others; the JSON has them.
+    every = [score for numbers in encoders.values() for score in numbers["scores"].items()]
+    single = dict.fromkeys(score for score, number in every if isinstance(number, dict))  # one number, not a list
+    rows = [[names[score], *(_cell(numbers["scores"].get(score)) for numbers in encoders.values())] for score in single]
+    rows.append(["prompts cut", *(numbers["prompts_cut"] for numbers in encoders.values())])
+    rows.append(["seconds of generating", *(f"{numbers['seconds']:.0f}" for numbers in encoders.values())])
+    scores = Table([f"{report['images']} images, with 95% intervals", *encoders], rows)
+    # Without those of single sentences, which are in the JSON: they would hide the others.
     shown = [line for line in report["compared"] if not line["score"].startswith("clip_score_")]
-    return found + compared_tables([_readable(line, names) for line in shown])
+    return [scores, *compared_tables([_readable(line, names) for line in shown])]
 
 
 def _readable(line: dict, names: Mapping[str, str]) -> dict:
-    """With three digits that count, because some scores are in thousandths."""
+    """A comparison with three significant digits, because some scores are in thousandths."""
     digits = {name: None if line[name] is None else f"{line[name]:.3g}" for name in ("difference", "low", "high")}
     return line | digits | {"score": names[line["score"]]}
 
@@ -347,5 +327,5 @@ def _cell(number: dict | None) -> str | None:
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """The picture of a report, by its file's name."""
+    """The figure of a report, by file name."""
     return {f"{NAME}.png": plot(report["encoders"], titles(report))}

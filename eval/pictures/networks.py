@@ -1,4 +1,4 @@
-"""Networks that see in pictures what scores are made of, and the one way in which all of them are shown pictures."""
+"""Networks whose features scores are computed from, and the one way in which all of them read images."""
 
 import io
 import os
@@ -29,49 +29,49 @@ from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weights import read_state
 from debias_diffusion.retrieval import encode_texts
 
-# Of generated and original images alike.
+# Of generated and reference images alike.
 RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"
 FID_FEATURES = (64, 2048)
-CACHED = "cache"  # in place of a file: what torch-fidelity has downloaded before
-# DINOv2's position table is of 518 pixels, but it was trained at 224 and is used at it, as its own processor does.
+CACHED = "cache"  # in place of a file: the one that torch-fidelity has downloaded
+# DINOv2's position table is of 518 pixels, but it was trained at 224, and its processor uses that.
 DINOV2_SIZE = 224
 
 
-# An image's file, or what opens an image that has none of its own, as RGB.
+# An image's file, or a function that returns an image as RGB.
 Picture = str | os.PathLike | Callable[[], Image.Image]
 
 
-def open_picture(picture: Picture) -> Image.Image:
+def open_picture(image: Picture) -> Image.Image:
     """The image, as RGB.
 
     Raises:
         UserError: a file cannot be read.
     """
-    if callable(picture):
-        return picture()
+    if callable(image):
+        return image()
     try:
-        return open_image(picture)
+        return open_image(image)
     except UnreadableImage as error:
         raise UserError(
-            f"The picture {os.fspath(picture)!r} cannot be read: {error}. Delete it and start the same command again, "
-            "which draws it anew."
+            f"The image {os.fspath(image)!r} cannot be read: {error}. Delete it and start the same command again, "
+            "which generates it again."
         ) from error
 
 
-def load_square(picture: Picture, size: int) -> Image.Image:
+def load_square(image: Picture, size: int) -> Image.Image:
     """The largest centred square of an image, as RGB, resized with Pillow's antialiased bicubic filter."""
-    image = open_picture(picture)
+    image = open_picture(image)
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     box = (left, top, left + side, top + side)
-    # Cropped first, because with box= Pillow's filter would look past the box's edge.
+    # Cropped first, because with box= Pillow's filter would read pixels outside of the box.
     return image.crop(box).resize((size, size), Image.Resampling.BICUBIC)
 
 
-def _batches(pictures: Sequence[Picture], size: int, batch_size: int, what: str) -> Iterator[Tensor]:
+def _batches(images: Sequence[Picture], size: int, batch_size: int, title: str) -> Iterator[Tensor]:
     """The images as uint8 [B, 3, size, size]."""
-    for start in tqdm(range(0, len(pictures), batch_size), desc=what):
-        squares = [np.asarray(load_square(picture, size)) for picture in pictures[start : start + batch_size]]
+    for start in tqdm(range(0, len(images), batch_size), desc=title):
+        squares = [np.asarray(load_square(image, size)) for image in images[start : start + batch_size]]
         yield torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
 
 
@@ -91,14 +91,14 @@ class InceptionFeatures:
 
     Args:
         weights: file of torch-fidelity's Inception weights, or "cache" for the one in torch hub's cache. It is read as
-            plain tensors only, so that a pickle with code in it is refused before anything in it runs.
+            plain tensors only: a pickle that holds code is refused, and nothing in it runs.
         device: where the network runs.
 
     Attributes:
-        file: where the weights were found.
+        file: the file of weights.
 
     Raises:
-        UserError: the file is missing, holds anything but tensors, or the tensors do not fit.
+        UserError: the file is missing, or does not hold the tensors of this network.
     """
 
     size = FeatureExtractorInceptionV3.INPUT_IMAGE_SIZE
@@ -111,8 +111,8 @@ class InceptionFeatures:
                 raise UserError(f"{named} are not there. {_INCEPTION_ADVICE}")
             state = read_state(self.file)
             check_finite(state.items(), named)
-            # torch-fidelity unpickles what it is given without restraint. So it is given a copy of these tensors,
-            # and never the file itself, which could also change between the check and its reading.
+            # torch-fidelity unpickles its file without any check. So it gets a copy of these tensors, never the file
+            # itself, which could also change after our check.
             copy = io.BytesIO()
             torch.save(state, copy)
             copy.seek(0)
@@ -121,11 +121,11 @@ class InceptionFeatures:
         self.device = device
 
     @torch.inference_mode()
-    def __call__(self, pictures: Sequence[Picture], batch_size: int) -> dict[int, Tensor]:
+    def __call__(self, images: Sequence[Picture], batch_size: int) -> dict[int, Tensor]:
         """{64: [N, 64], 2048: [N, 2048]} features of the images, from one pass, on the CPU."""
         batches = [
             [features.cpu() for features in self.extractor(batch.to(self.device))]
-            for batch in _batches(pictures, self.size, batch_size, "Inception features")
+            for batch in _batches(images, self.size, batch_size, "Inception features")
         ]
         return {n: torch.cat(features) for n, features in zip(FID_FEATURES, zip(*batches, strict=True), strict=True)}
 
@@ -134,13 +134,13 @@ _EXAMPLES = {"dino": "facebook/dino-vits16", "dinov2": "facebook/dinov2-small"}
 
 
 def _check_config(model: str) -> None:
-    """Raises UserError where a folder's configuration asks for more than its files of weights can hold."""
+    """Raises UserError if a folder's configuration needs more weights than its files can hold."""
     folder = Path(model)
     if folder.is_dir():
         read_config(folder / "config.json")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
-        build_empty(lambda: AutoModel.from_config(config, trust_remote_code=False), held, repr(model))
+        available = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
+        build_empty(lambda: AutoModel.from_config(config, trust_remote_code=False), available, repr(model))
 
 
 class ClsFeatures:
@@ -151,14 +151,14 @@ class ClsFeatures:
             as DINO was trained, at the size that the model's configuration names; DINOv2 at 224 pixels (or fewer, if
             its configuration names fewer), to which it resizes its position table.
         device: where the network runs.
-        option: the setting that names the model, for messages.
+        option: the setting that names the model, for error messages.
 
     Attributes:
-        size: pixels of a side of what the model reads.
+        size: side of the images that the model reads, in pixels.
         width: length of a feature vector.
 
     Raises:
-        UserError: there is no such model.
+        UserError: the model cannot be loaded.
     """
 
     def __init__(self, model: str | os.PathLike, device: torch.device, option: str = "dino"):
@@ -171,16 +171,16 @@ class ClsFeatures:
             if not Path(place).is_dir() and not may_be_hub_id(place):
                 raise ValueError("it is not there")
             _check_config(place)
-            # Files that are no safetensors are read with weights_only=True.
+            # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModel.from_pretrained(
                 place, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
             )
-            # The pooler is not used, and DINO's weights have none.
+            # The pooler is not used, and DINO's weights lack one.
             missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
             if missing:
                 raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
             if getattr(loaded, "pooler", None) is not None:
-                loaded.pooler = None  # random where its weights are missing, which no digest may depend on
+                loaded.pooler = None  # random if its weights are missing, and the digest must not depend on it
             check_finite(loaded.state_dict().items(), repr(os.fspath(model)))
             self.model = loaded.to(device).eval()
             self.size, self.width = self.model.config.image_size, self.model.config.hidden_size
@@ -193,18 +193,18 @@ class ClsFeatures:
         self.device = device
 
     @torch.inference_mode()
-    def __call__(self, pictures: Sequence[Picture], batch_size: int) -> Tensor:
+    def __call__(self, images: Sequence[Picture], batch_size: int) -> Tensor:
         """[N, width] features of the images, on the CPU."""
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
         features = []
-        for batch in _batches(pictures, self.size, batch_size, "CLS features"):
+        for batch in _batches(images, self.size, batch_size, "CLS features"):
             pixels = ((batch.float() / 255 - mean) / std).to(self.device)
             features.append(self.model(pixel_values=pixels).last_hidden_state[:, 0].float().cpu())
         return torch.cat(features)
 
 
 class TwoTowerFeatures:
-    """A CLIP's features of pictures and of texts, each prepared as the model wants it.
+    """A CLIP's features of images and texts, with its own transform and tokenizer.
 
     Args:
         name: of the two-tower, see `load_two_tower`.
@@ -223,25 +223,23 @@ class TwoTowerFeatures:
 
     @property
     def resize(self) -> str:
-        """How it is shown pictures, in words."""
+        """How the model reads images, in words."""
         return f"the model's own: {', '.join(str(step) for step in self.backbone.read_pixels.transforms[:-2])}"
 
     @torch.inference_mode()
-    def of_pictures(self, pictures: Sequence[Picture], batch_size: int) -> Tensor:
+    def of_pictures(self, images: Sequence[Picture], batch_size: int) -> Tensor:
         """[N, D] features of the images, on the CPU."""
         features = []
-        for start in tqdm(range(0, len(pictures), batch_size), desc="two-tower features"):
-            pixels = [
-                self.backbone.read_pixels(open_picture(picture)) for picture in pictures[start : start + batch_size]
-            ]
+        for start in tqdm(range(0, len(images), batch_size), desc="two-tower features"):
+            pixels = [self.backbone.read_pixels(open_picture(image)) for image in images[start : start + batch_size]]
             features.append(self.backbone.encode_image(torch.stack(pixels).to(self.device)).float().cpu())
         return torch.cat(features)
 
     def of_texts(self, texts: Sequence[str], batch_size: int) -> Tensor:
-        """[N, D] features of the texts, on the CPU; what exceeds the window is cut."""
+        """[N, D] features of the texts, cut at the context length, on the CPU."""
         return encode_texts(self.backbone, texts, batch_size, self.device)
 
     def over_window(self, texts: Sequence[str]) -> int:
-        """How many of the texts exceed the window."""
+        """How many of the texts exceed the context length."""
         tokenizer = self.backbone.tokenizer
         return sum(tokenizer.count(text) > tokenizer.context_length for text in texts)

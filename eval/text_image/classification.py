@@ -1,10 +1,12 @@
 """Zero-shot classification: ImageNet-1k, -V2, -A, -O, CIFAR-10 and CIFAR-100, top-1.
 
 A class is the mean of its name's text features over the usual templates (Radford et al. 2021, section 3.1.4), and an
-image belongs to the class it is most similar to.
+image is assigned the most similar class.
+
+torchvision's readers do not fit: its CIFAR10 unpickles the files, which could run code. Its ImageFolder ignores files
+without an image's suffix, stops at an unreadable image instead of naming it, and sorts folders as text (1, 10, 100).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from PIL import Image
+from scipy.stats import binomtest
 from timm.data import ImageNetInfo
 from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, Record
+from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, near_matches
@@ -27,9 +31,9 @@ from debias_diffusion.files import sha256
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.retrieval import TIE, encode_texts
 
-from ..common.cache import Parts
-from ..common.encoders import TwoTower, check_encoders, compare, of_each
-from ..common.inputs import check_batch_size, check_max_bad, check_output, check_share, print_left_out
+from ..common.cache import FOLDER, ResultCache
+from ..common.encoders import TwoTower, compare, of_each
+from ..common.inputs import check_settings
 from ..common.intervals import paired_difference
 from ..common.report import Table, compared_tables, interval, show, write_report
 from .image_features import ImageFeatures
@@ -65,7 +69,7 @@ class ClassificationConfig:
         dataset: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or cifar-100.
         data: Its folder, as its authors publish it: 1000 (A and O: 200) folders of images named by WordNet id, V2's
             named 0 to 999; of CIFAR the folder of the binary version.
-        output: Folder for the results, a JSON and a picture. What is finished there is not done again.
+        output: Folder for the results, a JSON file and a figure. Finished results in it are reused.
         batch_size: Images, or prompts, encoded at once.
         max_bad: Largest share of images that may be unusable before the evaluation stops, from 0 to 1.
         device: Device to run on. The default is cuda where there is one, else cpu.
@@ -79,18 +83,26 @@ class ClassificationConfig:
     max_bad: float = 0.01
     device: str | None = None
 
+    def __post_init__(self):
+        check_settings(self)
+        if self.dataset not in BENCHMARKS:
+            raise UserError(
+                f"Unknown dataset {self.dataset!r}.{near_matches(self.dataset, BENCHMARKS)} Give one of "
+                f"{', '.join(BENCHMARKS)}."
+            )
+
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """What is classified.
+    """Images and their classes.
 
     Attributes:
         records: the images; a record's caption is the name of its class.
         labels: the class of each, from 0.
-        classes: the classes' names, all of which compete.
-        images: what opens the images.
-        bad: the records that the data cannot give.
-        digest: of the data; of image folders it covers names and sizes.
+        classes: the names of all candidate classes.
+        images: opens them.
+        bad: the bad records of the data.
+        digest: of the data; of image folders, of the files' names and sizes.
     """
 
     records: list[Record]
@@ -107,10 +119,10 @@ def imagenet_wnids() -> list[str]:
 
 
 def read_by_wnid(data: str, dataset: str, count: int) -> LabelledImages:
-    """A folder of `count` folders named by WordNet id. Only the classes that have a folder compete.
+    """Reads `count` folders named by WordNet id. Only the classes that have a folder are candidates.
 
     Raises:
-        UserError: the folders are others, or hold no files.
+        UserError: the folders are not these, or are empty.
     """
     wnids = imagenet_wnids()
     folders = _class_folders(data, dataset, set(wnids), f"{count} folders named by WordNet id, such as {wnids[0]}")
@@ -123,12 +135,12 @@ def read_by_wnid(data: str, dataset: str, count: int) -> LabelledImages:
 
 
 def read_imagenet_v2(data: str) -> LabelledImages:
-    """A folder of the folders 0 to 999: each is its class's place in ImageNet-1k's order.
+    """Reads the folders 0 to 999, named by the position of their class in ImageNet-1k's order.
 
     Raises:
-        UserError: the folders are others, or hold no files.
+        UserError: the folders are not these, or are empty.
     """
-    names = [str(index) for index in range(1000)]  # not in the order of text, in which 10 stands before 2
+    names = [str(index) for index in range(1000)]  # not sorted as text, where 10 precedes 2
     missing = set(names) - _class_folders(data, "imagenet-v2", set(names), "1000 folders, 0 to 999")
     if missing:
         raise UserError(
@@ -139,23 +151,24 @@ def read_imagenet_v2(data: str) -> LabelledImages:
 
 
 def _class_folders(data: str, dataset: str, allowed: set[str], layout: str) -> set[str]:
-    """The names of the folders in `data`, hidden ones left out, if all are allowed."""
+    """The names of the folders in `data`, without hidden ones. Raises UserError unless all are allowed."""
     root = Path(data)
-    found = {entry.name for entry in root.iterdir() if entry.is_dir() and entry.name[0] != "."} if root.is_dir() else ()
-    strange = sorted(set(found) - allowed)
-    if strange or not found:
-        what = (
-            f"holds the folder {strange[0]!r}" if strange else "holds no folders" if root.is_dir() else "is no folder"
-        )
-        raise UserError(f"{data!r} {what}. {dataset} is a folder of {layout}, with the images in them.")
-    return set(found)
+    if not root.is_dir():
+        fault = "is no folder"
+    else:
+        names = {entry.name for entry in root.iterdir() if entry.is_dir() and entry.name[0] != "."}
+        strange = sorted(names - allowed)
+        if names and not strange:
+            return names
+        fault = f"holds the folder {strange[0]!r}" if strange else "holds no folders"
+    raise UserError(f"{data!r} {fault}. {dataset} is a folder of {layout}, with the images in them.")
 
 
 def _labelled(data: str, classes: dict[str, str]) -> LabelledImages:
-    """The files of the class folders in `data`; `classes` is folder -> name, in the order of the labels."""
+    """The files in the class folders of `data`; `classes` is {folder: class name}, in the order of the labels."""
     root, records, labels = Path(data), [], []
     for label, (folder, name) in enumerate(classes.items()):
-        # By name, because the file system's order is any.
+        # Sorted, because a file system's order is arbitrary.
         for file in sorted(entry.name for entry in (root / folder).iterdir()):
             if not file.startswith("."):
                 records.append(Record(f"{folder}/{file}", f"{folder}/{file}", name))
@@ -167,18 +180,18 @@ def _labelled(data: str, classes: dict[str, str]) -> LabelledImages:
 
 
 class CifarImages:
-    """Opens the images of a CIFAR file of the binary version by their place in it, "0" and so on.
+    """Opens the images of a CIFAR file of the binary version by their index in it, as text.
 
     Args:
         file: the file.
-        label_bytes: how many bytes stand before each image's pixels; the last of them is the class.
+        label_bytes: bytes before each image's pixels; the last of them is the class.
 
     Attributes:
         root: the file, for messages.
         labels: uint8 [N].
 
     Raises:
-        UserError: the file's length is not one of whole images.
+        UserError: the file does not hold whole images.
     """
 
     def __init__(self, file: Path, label_bytes: int):
@@ -192,7 +205,7 @@ class CifarImages:
             )
         rows = content.reshape(-1, row)
         self.labels = rows[:, label_bytes - 1]
-        # Stored as one plane a colour.
+        # Stored as a plane for each colour.
         self._pixels = rows[:, label_bytes:].reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE).transpose(0, 2, 3, 1)
 
     def open(self, image: str) -> Image.Image:
@@ -208,11 +221,11 @@ class CifarImages:
 def read_cifar(data: str, dataset: str) -> LabelledImages:
     """The test images of CIFAR-10 or CIFAR-100 (fine labels), from the binary version.
 
-    The Python version is pickled, and opening a pickle runs what is in it; so it is not read. The classes' names are
-    those in the folder's own text file, with spaces for underscores.
+    The Python version is pickled, and a pickle can run code, so it is not read. Class names come from the folder's text
+    file, with spaces for underscores.
 
     Raises:
-        UserError: the folder is not that of the binary version, or its files do not fit each other.
+        UserError: the folder is not of the binary version, or its files do not match.
     """
     file, names, label_bytes, count, kind = {
         "cifar-10": ("test_batch.bin", "batches.meta.txt", 1, 10, "cifar-10-binary.tar.gz"),
@@ -244,7 +257,7 @@ def read_cifar(data: str, dataset: str) -> LabelledImages:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """How a data set is read and asked about, and what a reader must know of its number."""
+    """A data set: how to read it, its templates, and a note on its number."""
 
     read: Callable[[str], LabelledImages]
     templates: Sequence[Callable[[str], str]]
@@ -268,8 +281,8 @@ BENCHMARKS = {
     "imagenet-o": Benchmark(
         lambda data: read_by_wnid(data, "imagenet-o", 200),
         IMAGENET_TEMPLATES,
-        "ImageNet-O was made to detect what is of no ImageNet class (AUPR). Papers on CLIP report, as here and in "
-        "CLIP_benchmark, top-1 of its 200 folders' classes: whether the confusion its authors sought happens. "
+        "ImageNet-O was made to detect images of no ImageNet class (AUPR). Papers on CLIP report, as here and in "
+        "CLIP_benchmark, top-1 of its 200 folders' classes: whether models make the confusions its authors chose. "
         "open_clip's class names, OpenAI's 80 templates.",
     ),
     "cifar-10": Benchmark(
@@ -292,7 +305,7 @@ def class_features(
     title: str = "classes",
 ) -> Tensor:
     """[C, D] normalised mean, over the templates, of the normalised text features of each class's name."""
-    # A name that two classes share (two of ImageNet's are) is encoded once, so that they are the same to the last bit.
+    # A name that two classes share (two of ImageNet's are) is encoded once, so that their features are identical.
     unique = list(dict.fromkeys(classes))
     features = []
     size = max(1, 8192 // len(templates))  # all prompts of ImageNet at once would be half a gigabyte of features
@@ -306,7 +319,7 @@ def class_features(
 
 
 def classify(image_features: Tensor, class_features: Tensor, block: int = 4096) -> Tensor:
-    """The class of each image, by cosine similarity; of equals (within 1e-6) the first.
+    """The class of each image, by cosine similarity; of equal ones (within 1e-6) the first.
 
     Args:
         image_features: [N, D], finite; need not be normalised.
@@ -333,17 +346,14 @@ def _first_best(similarity: Tensor) -> Tensor:
 
 def wilson_interval(right: int, total: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share, in percent."""
-    z = 1.959964
-    share, denominator = right / total, 1 + z**2 / total
-    centre = (share + z**2 / (2 * total)) / denominator
-    half = z / denominator * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
-    return 100 * max(0.0, centre - half), 100 * min(1.0, centre + half)
+    interval = binomtest(right, total).proportion_ci(method="wilson")
+    return 100 * float(interval.low), 100 * float(interval.high)
 
 
 def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> dict:
-    """Top-1 in percent, its 95% interval, the mean over classes, and each class's own number, by label.
+    """Top-1 in percent, its 95% interval, the mean over classes, and the number of each class, by label.
 
-    The headline number weighs images alike, as published ones do.
+    Top-1 weighs all images equally, as published numbers do.
     """
     rows: dict[int, list[bool]] = {}
     for label, guess in zip(labels, predicted, strict=True):
@@ -362,7 +372,7 @@ def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]
 
 
 def plot(encoders: dict[str, dict], dataset: str) -> Figure:
-    """Each encoder's top-1 by class, from its worst to its best, and of all images. Leaves pyplot alone.
+    """Each encoder's top-1 by class, from its worst to its best, and of all images.
 
     Args:
         encoders: {label: `top1`'s numbers}
@@ -385,28 +395,15 @@ def plot(encoders: dict[str, dict], dataset: str) -> Figure:
     return figure
 
 
-def check_classification(config: ClassificationConfig) -> None:
-    """Raises UserError for settings that cannot be used, as far as that can be told without the data."""
-    check_output(config.output)
-    check_encoders(config.encoders)
-    check_batch_size(config.batch_size)
-    check_max_bad(config.max_bad)
-    if config.dataset not in BENCHMARKS:
-        raise UserError(
-            f"Unknown dataset {config.dataset!r}.{near_matches(config.dataset, BENCHMARKS)} Give one of "
-            f"{', '.join(BENCHMARKS)}."
-        )
-
-
 @dataclass(frozen=True)
 class Classified:
-    """What one encoder takes the readable images for.
+    """The classes that one encoder assigns to the readable images.
 
     Attributes:
         digest: of its weights.
-        guesses: the class of each, from 0.
-        labels: the class that each is of.
-        bad: the images that could not be read.
+        guesses: the assigned class of each, from 0.
+        labels: the true class of each.
+        bad: the unreadable images.
     """
 
     digest: str
@@ -415,7 +412,7 @@ class Classified:
     bad: list[BadRecord]
 
     def hits(self) -> list[float]:
-        """100 for each image that is right, else 0, so that their mean is top-1 in percent."""
+        """100 for each correct image, else 0: their mean is top-1 in percent."""
         return [100.0 * (guess == label) for guess, label in zip(self.guesses, self.labels, strict=True)]
 
 
@@ -426,16 +423,13 @@ def _classify_all(
     check_share([*data.bad, *encoded.bad], len(data.records) + len(data.bad), config.max_bad)
     templates = BENCHMARKS[config.dataset].templates
 
-    def work() -> dict[str, Tensor]:
+    def compute() -> dict[str, Tensor]:
+        named = encoder.backbone, data.classes, templates
         title = f"classes, {encoder.label}"
-        return {
-            "features": class_features(
-                encoder.backbone, data.classes, templates, config.batch_size, images.device, title
-            )
-        }
+        return {"features": class_features(*named, config.batch_size, images.device, title)}
 
     depends = encoder.depends | {"classes": data.classes, "templates": _written(templates)}
-    classes = images.parts.tensors("classes", depends, work)["features"]
+    classes = images.cache.tensors("classes", depends, compute)["features"]
     guesses = classify(encoded.features, classes).tolist()
     return Classified(encoder.digest, guesses, [data.labels[index] for index in encoded.good], encoded.bad)
 
@@ -448,35 +442,33 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     """Zero-shot top-1 of each encoder; writes `classification.json` and `classification.png` and prints tables.
 
     Returns:
-        What the file holds: settings, versions, digests, images, classes, templates; by encoder top-1 in percent with
-        its interval and by class; the encoders compared in points, paired by image; what the numbers mean, the images
-        left out, seconds.
+        The content of the file: settings, versions, digests, numbers of images and classes, templates; by encoder top-1
+        in percent with its interval and by class; the encoders compared in points, paired by image; a note, the bad
+        records, seconds.
 
     Raises:
-        UserError: a setting cannot be used, or more of the images than the share `max_bad`.
+        UserError: the data or an encoder cannot be used, or more of the images are bad than the share `max_bad`.
     """
-    check_classification(config)
     benchmark = BENCHMARKS[config.dataset]
     data = benchmark.read(config.data)
     print_left_out(data.bad)
     check_share(data.bad, len(data.records) + len(data.bad), config.max_bad)
-    device, parts = pick_device(config.device), Parts(Path(config.output) / "parts")
-    images = ImageFeatures(data.records, data.images, parts, config.batch_size, device)
-    found = of_each(config.encoders, device, lambda encoder: _classify_all(config, data, images, encoder))
-    first = next(iter(found.values()))
+    device, cache = pick_device(config.device), ResultCache(Path(config.output) / FOLDER)
+    images = ImageFeatures(data.records, data.images, cache, config.batch_size, device)
+    results = of_each(config.encoders, device, lambda encoder: _classify_all(config, data, images, encoder))
+    first = next(iter(results.values()))
     print_left_out(first.bad)
-    encoders = {label: top1(its.guesses, its.labels, data.classes) for label, its in found.items()}
-    hits = {label: {"top-1": its.hits()} for label, its in found.items()}
+    hits = {label: {"top-1": result.hits()} for label, result in results.items()}
     report = write_report(
         "classification",
         config,
-        digests={"data": data.digest, "encoders": {label: its.digest for label, its in found.items()}},
+        digests={"data": data.digest, "encoders": {label: result.digest for label, result in results.items()}},
         left_out=data.bad + first.bad,
-        seconds=parts.seconds,
+        seconds=cache.seconds,
         images=len(first.labels),
         classes=len(data.classes),
         templates=_written(benchmark.templates),
-        encoders=encoders,
+        encoders={label: top1(result.guesses, result.labels, data.classes) for label, result in results.items()},
         compared=compare(hits, lambda a, b, _: paired_difference(a, b)),
         notes=[benchmark.note],
     )
@@ -485,15 +477,15 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
 
 
 def tables(report: dict) -> list[Table]:
-    """A report's numbers, and the encoders compared."""
+    """The numbers of a report, and the encoders compared."""
     name = f"{report['settings']['dataset']}, percent of {report['images']} images in {report['classes']} classes"
     rows = [
-        [label, its["top1_percent"], interval(its["top1_interval_percent"]), its["mean_per_class_percent"]]
-        for label, its in report["encoders"].items()
+        [label, numbers["top1_percent"], interval(numbers["top1_interval_percent"]), numbers["mean_per_class_percent"]]
+        for label, numbers in report["encoders"].items()
     ]
     return [Table([name, "top-1", "95%", "mean of classes"], rows), *compared_tables(report["compared"])]
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """The picture of a report, by its file's name."""
+    """The figure of a report, by file name."""
     return {"classification.png": plot(report["encoders"], report["settings"]["dataset"])}

@@ -1,6 +1,5 @@
-"""Features of the images that an evaluation looks at, encoded in pieces that are not encoded again."""
+"""Features of an evaluation's images, encoded and cached in pieces."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,22 +9,23 @@ from torch import Tensor
 from debias_diffusion.data import BadRecord, ImageSource, Record
 from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.errors import UserError
+from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_readable, none_readable
 
-from ..common.cache import Parts
+from ..common.cache import ResultCache
 from ..common.encoders import TwoTower
 
-PIECE = 2048  # images whose features are kept at once
+PIECE = 2048  # images whose features are in one file of the cache
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What an encoder makes of images.
+    """Encoded images.
 
     Attributes:
         features: of the readable images, [M, D], on the CPU.
         good: their positions among all, ascending, [M].
-        bad: the other images, by name.
+        bad: the unreadable images.
     """
 
     features: Tensor
@@ -34,39 +34,39 @@ class Encoded:
 
 
 class ImageFeatures:
-    """Encodes the same images with one encoder after the other, a piece at a time.
+    """Encodes the same images with one encoder after the other, in pieces.
 
     Args:
         records: the images, at least one.
         images: what opens them.
-        parts: where finished pieces are kept.
+        cache: where finished pieces are kept.
         batch_size: images encoded at once.
         device: where encoders run.
 
     Attributes:
-        digest: changes with the images' names and order, and where their files could have changed.
+        digest: of the images' names and order, and of what shows that their files have changed.
     """
 
     def __init__(
-        self, records: Sequence[Record], images: ImageSource, parts: Parts, batch_size: int, device: torch.device
+        self, records: Sequence[Record], images: ImageSource, cache: ResultCache, batch_size: int, device: torch.device
     ):
-        self.records, self.images, self.parts = records, images, parts
+        self.records, self.images, self.cache = records, images, cache
         self.batch_size, self.device = batch_size, device
-        self.digest = self._stamps()
+        self.digest = bytes_digest(map(self._stamp, records))
         self._first: list[int] | None = None
 
     def encode(self, encoder: TwoTower) -> Encoded:
-        """The features of all images that can be read. What is finished comes from the disk.
+        """The features of all readable images. Finished pieces come from the cache.
 
         Raises:
-            UserError: none of the images can be read, or other ones than for an earlier encoder.
+            UserError: no image is readable, or not the same images as for an earlier encoder.
         """
         features, good = [], []
         for start in range(0, len(self.records), PIECE):
             piece = self._piece(encoder, start)
             features.append(piece["features"])
             good += (start + piece["good"]).tolist()
-        bad = [self._fault(self.records[index]) for index in sorted(set(range(len(self.records))) - set(good))]
+        bad = [self._explain(self.records[index]) for index in sorted(set(range(len(self.records))) - set(good))]
         if not good:
             raise none_readable(self.records, self.images, bad)
         if self._first is None:
@@ -75,15 +75,15 @@ class ImageFeatures:
             name = self.records[min(set(good) ^ set(self._first))].image
             raise UserError(
                 f"{name!r} and perhaps other images could be read for one encoder and not for another, so that their "
-                f"numbers would be of other images. Delete {str(self.parts.folder)!r} and start again."
+                f"numbers would be of other images. Delete {str(self.cache.folder)!r} and start again."
             )
         return Encoded(torch.cat([part for part in features if len(part)]), good, bad)
 
     def _piece(self, encoder: TwoTower, start: int) -> dict[str, Tensor]:
-        """ "features" [n, D] of the n readable images of one piece, and their places in it, "good" [n]"""
+        """The n readable images of one piece: "features" [n, D], and "good", their positions in the piece, [n]."""
         records = self.records[start : start + PIECE]
 
-        def work() -> dict[str, Tensor]:
+        def compute() -> dict[str, Tensor]:
             title = f"images, {encoder.label}"
             features, good, _ = encode_readable(
                 encoder.backbone, records, self.images, self.batch_size, self.device, title
@@ -91,20 +91,17 @@ class ImageFeatures:
             return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
 
         depends = encoder.depends | {"pixels": self.digest, "start": start, "count": len(records)}
-        return self.parts.tensors("images", depends, work)
+        return self.cache.tensors("images", depends, compute)
 
-    def _fault(self, record: Record) -> BadRecord:
-        """What is wrong with an image that is not among a piece's features, which may come from an earlier run."""
+    def _explain(self, record: Record) -> BadRecord:
+        """Why an image is missing from the features of its piece, which may come from an earlier run."""
         image = read_or_bad(record, self.images.open)
         if isinstance(image, BadRecord):
             return image
         return BadRecord(record.image, "unreadable image", f"{record.image}: it could not be read when it was encoded")
 
-    def _stamps(self) -> str:
-        total = hashlib.sha256()
-        for record in self.records:
-            try:
-                total.update(self.images.stamp(record.image))
-            except (OSError, ValueError):
-                total.update(f"no {record.image}\n".encode("utf-8", "surrogatepass"))
-        return total.hexdigest()
+    def _stamp(self, record: Record) -> bytes:
+        try:
+            return self.images.stamp(record.image)
+        except (OSError, ValueError):
+            return f"no {record.image}\n".encode("utf-8", "surrogatepass")

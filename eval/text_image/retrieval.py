@@ -1,6 +1,5 @@
 """Recall of image-caption retrieval, in both directions."""
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,25 +11,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from debias_diffusion.data import Record
+from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.devices import pick_device
-from debias_diffusion.errors import UserError
+from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
-from ..common.cache import Parts
-from ..common.encoders import TwoTower, check_encoders, compare, of_each
-from ..common.inputs import (
-    Pairs,
-    check_batch_size,
-    check_max_bad,
-    check_output,
-    check_share,
-    print_left_out,
-    read_benchmark,
-    read_pairs,
-)
+from ..common.cache import FOLDER, ResultCache
+from ..common.encoders import TwoTower, compare, of_each
+from ..common.inputs import check_settings, check_source, read_source
 from ..common.intervals import mean_interval, paired_difference
-from ..common.report import Table, compared_tables, interval, show, write_report
+from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from .image_features import ImageFeatures
 
 DIRECTIONS = ("text_to_image", "image_to_text")
@@ -41,12 +31,12 @@ KS = (1, 5, 10)
 class RetrievalConfig:
     """Settings of a retrieval evaluation.
 
-    What is evaluated is either `data` (with `images`), pairs of one's own, or `dataset` with `root`, a benchmark.
+    Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
 
     Attributes:
         encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
             them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
-        output: Folder for the results, a JSON and a picture. What is finished there is not done again.
+        output: Folder for the results, a JSON file and a figure. Finished results in it are reused.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/test, scenes of the toy world.
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
@@ -71,16 +61,20 @@ class RetrievalConfig:
     max_bad: float = 0.01
     device: str | None = None
 
+    def __post_init__(self):
+        check_settings(self)
+        check_source(self)
+
 
 @dataclass(frozen=True)
 class Readable:
-    """What of the data an encoder could see.
+    """The readable images of the data, encoded, and their captions.
 
     Attributes:
         features: of the readable images, [N, D].
         good: their positions among all images, [N].
         captions: of these images, [M].
-        image_of: the row in `features` of each caption's image, [M].
+        image_of: the row of `features` of each caption's image, [M].
     """
 
     features: Tensor
@@ -90,42 +84,36 @@ class Readable:
 
 
 class Evaluation:
-    """What evaluations of two-towers on image-caption pairs have in common.
+    """What the evaluations of two-towers on image-caption pairs share.
 
     Attributes:
-        pairs: what to evaluate on, each image once. An image with several captions stands there with its first.
-        captions: all captions, [M].
-        image_of: the position in `pairs.records` of each caption's image, [M].
-        parts: what is finished.
+        pairs: the images and captions.
+        cache: of results.
         digests: of the data, and of the encoders so far.
-        left_out: what could not be used so far.
+        left_out: the bad records so far.
 
     Raises:
-        UserError: a setting cannot be used.
+        UserError: the data cannot be used.
     """
 
     def __init__(self, name: str, config: RetrievalConfig):
-        check_output(config.output)
-        check_encoders(config.encoders)
-        check_batch_size(config.batch_size)
-        check_max_bad(config.max_bad)
         self.name, self.config = name, config
-        self.pairs, self.captions, self.image_of = _given(config)
+        self.pairs = read_source(config)
         self.device = pick_device(config.device)
-        self.parts = Parts(Path(config.output) / "parts")
+        self.cache = ResultCache(Path(config.output) / FOLDER)
         self.digests = {"data": self.pairs.digest, "encoders": {}}
         self.left_out = list(self.pairs.bad)
-        self._shown = False
-        self._images = ImageFeatures(self.pairs.records, self.pairs.images, self.parts, config.batch_size, self.device)
+        self._printed = False
+        self._images = ImageFeatures(self.pairs.records, self.pairs.images, self.cache, config.batch_size, self.device)
 
-    def of_each(self, work: Callable[[TwoTower], dict]) -> dict[str, dict]:
-        """What `work` says of each encoder, by label."""
+    def of_each(self, evaluate: Callable[[TwoTower], dict]) -> dict[str, dict]:
+        """The result of `evaluate` for each encoder, by label."""
 
-        def noted(encoder: TwoTower) -> dict:
+        def with_digest(encoder: TwoTower) -> dict:
             self.digests["encoders"][encoder.label] = encoder.digest
-            return work(encoder)
+            return evaluate(encoder)
 
-        return of_each(self.config.encoders, self.device, noted)
+        return of_each(self.config.encoders, self.device, with_digest)
 
     def read(self, encoder: TwoTower) -> Readable:
         """The features of the images, and the captions of those that can be read.
@@ -134,35 +122,32 @@ class Evaluation:
             UserError: more images or records than the share `max_bad` are unreadable, or all.
         """
         encoded = self._images.encode(encoder)
-        if not self._shown:
+        if not self._printed:
             print_left_out(encoded.bad)
-            self._shown = True
+            self._printed = True
             self.left_out += encoded.bad
-        # a data file is read beyond `limit`; its own faults were weighed against all of it
+        # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
         bad = encoded.bad if self.config.dataset is None else self.pairs.bad + encoded.bad
         check_share(bad, len(self.pairs.records), self.config.max_bad)
-        place = {position: row for row, position in enumerate(encoded.good)}
-        kept = [
-            (caption, place[image])
-            for caption, image in zip(self.captions, self.image_of, strict=True)
-            if image in place
-        ]
+        row_of = {position: row for row, position in enumerate(encoded.good)}
+        pairs = zip(self.pairs.captions, self.pairs.image_of, strict=True)
+        kept = [(caption, row_of[image]) for caption, image in pairs if image in row_of]
         return Readable(encoded.features, encoded.good, [caption for caption, _ in kept], [row for _, row in kept])
 
     def depends(self, encoder: TwoTower, readable: Readable) -> dict:
-        """Everything that decides a number of this encoder on this data."""
-        seen = [readable.good, readable.captions, readable.image_of]
-        texts = hashlib.sha256(json.dumps(seen).encode()).hexdigest()
-        return encoder.depends | {"pixels": self._images.digest, "texts": texts}
+        """Everything that affects a result of this encoder on this data, for the cache."""
+        texts = [readable.good, readable.captions, readable.image_of]
+        digest = bytes_digest([json.dumps(texts).encode()])
+        return encoder.depends | {"pixels": self._images.digest, "texts": digest}
 
     def write(self, encoders: dict[str, dict], compared: list[dict], notes: Sequence[str] = (), **more) -> dict:
-        """The JSON, written and returned."""
+        """Writes and returns the report."""
         return write_report(
             self.name,
             self.config,
             digests=self.digests,
             left_out=self.left_out,
-            seconds=self.parts.seconds,
+            seconds=self.cache.seconds,
             **more,
             encoders=encoders,
             compared=compared,
@@ -170,42 +155,16 @@ class Evaluation:
         )
 
 
-def _given(config: RetrievalConfig) -> tuple[Pairs, list[str], list[int]]:
-    """The pairs, each image once, all captions, and each one's image. Raises UserError for unusable settings."""
-    own, benchmark = (config.data, config.images), (config.dataset, config.root)
-    if (config.data is None) == (config.dataset is None) or (any(own) and any(benchmark)):
-        raise UserError(
-            f"data is {config.data!r} with images {config.images!r}, dataset is {config.dataset!r} with root "
-            f"{config.root!r}. Give either --data, with --images unless it is shards, or --dataset with --root."
-        )
-    if config.dataset is None:
-        limit = 1000 if config.limit == "auto" else config.limit
-        pairs = read_pairs(config.data, config.images, limit, config.max_bad)
-        return pairs, [record.caption for record in pairs.records], list(range(len(pairs.records)))
-    if config.root is None:
-        raise UserError(f"dataset is {config.dataset!r}, but root is not given. Give the folder that it lies in.")
-    found = read_benchmark(config.dataset, config.root, None if config.limit == "auto" else config.limit)
-    firsts = dict(zip(reversed(found.image_of), reversed(found.captions), strict=True))  # the earliest is set last
-    records = [Record(image, image, firsts[position]) for position, image in enumerate(found.images)]
-    return Pairs(records, found.source, found.bad, found.digest()), found.captions, found.image_of
-
-
 def plot(encoders: dict[str, dict]) -> Figure:
-    """Bars of recall by k with their intervals, one panel a direction, one colour an encoder."""
-    # A Figure of its own draws with Agg and leaves pyplot alone.
+    """Bars of recall at k with 95% intervals: a panel for each direction, a colour for each encoder."""
+    # Without pyplot, which would keep the figure and may open a window.
     figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=150)
-    width = 0.8 / len(encoders)
     for axes, direction in zip(figure.subplots(1, 2, sharey=True), DIRECTIONS, strict=True):
-        for index, (label, found) in enumerate(encoders.items()):
-            heights = found["recall_percent"][direction]
-            places = np.arange(len(heights)) + (index - (len(encoders) - 1) / 2) * width
-            ends = np.array([found["interval_percent"][direction][k] for k in heights]).T  # [2, ks]
-            values = np.array(list(heights.values()))
-            # A skewed sample's interval need not hold its mean to the last bit.
-            error = np.maximum([values - ends[0], ends[1] - values], 0)
-            bars = axes.bar(places, values, width, yerr=error, capsize=2, label=label, error_kw={"linewidth": 0.8})
-            axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
-        axes.set_xticks(np.arange(len(heights)), list(heights))
+        both = {
+            label: [list(numbers[name][direction].values()) for name in ("recall_percent", "interval_percent")]
+            for label, numbers in encoders.items()
+        }
+        draw_bars(axes, both, [f"R@{k}" for k in KS], digits=1)
         axes.set(title=direction.replace("_", " "), ylim=(0, 115))
     figure.axes[0].set_ylabel("recall (%), with 95% intervals")
     figure.axes[1].legend(fontsize="small", loc="upper left")
@@ -213,19 +172,18 @@ def plot(encoders: dict[str, dict]) -> Figure:
 
 
 def hits(ranks: Sequence[int], k: int) -> np.ndarray:
-    """100 for each query whose partner is among the first k, else 0, so that their mean is the recall in percent."""
+    """100 for each query whose match is among the first k, else 0: their mean is the recall in percent."""
     return 100.0 * (np.asarray(ranks) <= k)
 
 
-def _retrieve(own: Evaluation, encoder: TwoTower) -> dict:
-    """One encoder's ranks with what belongs to them, as JSON."""
-    readable = own.read(encoder)
+def _retrieve(evaluation: Evaluation, encoder: TwoTower) -> dict:
+    """One encoder's ranks, and what they are of, as JSON."""
+    readable = evaluation.read(encoder)
     tokenizer = encoder.backbone.tokenizer
 
-    def work() -> dict:
-        texts = encode_texts(
-            encoder.backbone, readable.captions, own.config.batch_size, own.device, f"captions, {encoder.label}"
-        )
+    def compute() -> dict:
+        batch_size, title = evaluation.config.batch_size, f"captions, {encoder.label}"
+        texts = encode_texts(encoder.backbone, readable.captions, batch_size, evaluation.device, title)
         ranks = recall_ranks(readable.features, texts, image_of=readable.image_of)
         over = sum(tokenizer.count(caption) > tokenizer.context_length for caption in readable.captions)
         return {
@@ -233,78 +191,82 @@ def _retrieve(own: Evaluation, encoder: TwoTower) -> dict:
             "image_of": readable.image_of,
             "window": tokenizer.context_length,
             "captions_over_window": over,
-            "ranks": {direction: its.tolist() for direction, its in ranks.items()},
+            "ranks": {direction: values.tolist() for direction, values in ranks.items()},
         }
 
-    return own.parts.result("retrieval", own.depends(encoder, readable), work)
+    return evaluation.cache.result("retrieval", evaluation.depends(encoder, readable), compute)
 
 
-def _groups(found: dict, direction: str) -> Sequence[int] | None:
-    """Captions of one image succeed and fail together."""
-    return found["image_of"] if direction == "text_to_image" else None
+def _groups(result: dict, direction: str) -> Sequence[int] | None:
+    """The groups of queries to resample: captions of one image succeed and fail together."""
+    return result["image_of"] if direction == "text_to_image" else None
 
 
-def _numbers(found: dict) -> dict:
+def _numbers(result: dict) -> dict:
     recall, interval = {}, {}
     for direction in DIRECTIONS:
-        by_k = {f"R@{k}": hits(found["ranks"][direction], k) for k in KS}
+        by_k = {f"R@{k}": hits(result["ranks"][direction], k) for k in KS}
         recall[direction] = {name: float(values.mean()) for name, values in by_k.items()}
-        groups = _groups(found, direction)
+        groups = _groups(result, direction)
         interval[direction] = {name: mean_interval(values, groups) for name, values in by_k.items()}
     return {
-        "window": found["window"],
-        "captions_over_window": found["captions_over_window"],
+        "window": result["window"],
+        "captions_over_window": result["captions_over_window"],
         "recall_percent": recall,
         "interval_percent": interval,
     }
 
 
-def compare_at_1(found: dict[str, dict]) -> list[dict]:
-    """Every two encoders' R@1, in points, paired by query.
+def compare_at_1(results: dict[str, dict]) -> list[dict]:
+    """R@1 of every two encoders compared, in points, paired by query.
 
     Args:
-        found: {label: {"ranks": {direction: ranks}, "image_of": ...}}
+        results: {label: {"ranks": {direction: ranks}, "image_of": ...}}
     """
     names = {f"R@1 {direction.replace('_', ' ')}": direction for direction in DIRECTIONS}
-    values = {label: {name: hits(its["ranks"][names[name]], 1) for name in names} for label, its in found.items()}
-    groups = {name: _groups(next(iter(found.values())), direction) for name, direction in names.items()}
+    values = {
+        label: {name: hits(result["ranks"][direction], 1) for name, direction in names.items()}
+        for label, result in results.items()
+    }
+    groups = {name: _groups(next(iter(results.values())), direction) for name, direction in names.items()}
     return compare(values, lambda a, b, name: paired_difference(a, b, groups[name]))
 
 
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
     """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints tables.
 
-    Captions over a model's window are cut, and counted. `recall_ranks` says how several captions an image, ties and
-    duplicates count.
+    Captions longer than a model's context length are cut, and counted. See `recall_ranks` for several captions an
+    image, ties and duplicates.
 
     Returns:
-        What the file holds: settings, versions, digests, how many images and captions; by encoder the window, how many
-        captions exceed it, recalls in percent with their 95% intervals (bootstrap over images); the encoders' R@1
-        compared, in points; what was left out, seconds.
+        The content of the file: settings, versions, digests, numbers of images and captions; by encoder its context
+        length ("window"), how many captions exceed it, recalls in percent with 95% intervals (bootstrap over images);
+        the encoders' R@1 compared, in points; the bad records, seconds.
 
     Raises:
-        UserError: a setting cannot be used.
+        UserError: the data or an encoder cannot be used.
     """
-    own = Evaluation("retrieval", config)
-    found = own.of_each(partial(_retrieve, own))
-    encoders = {label: _numbers(its) for label, its in found.items()}
-    its = next(iter(found.values()))
-    report = own.write(encoders, compare_at_1(found), images=its["images"], captions=len(its["image_of"]))
+    evaluation = Evaluation("retrieval", config)
+    results = evaluation.of_each(partial(_retrieve, evaluation))
+    encoders = {label: _numbers(result) for label, result in results.items()}
+    first = next(iter(results.values()))
+    counts = {"images": first["images"], "captions": len(first["image_of"])}
+    report = evaluation.write(encoders, compare_at_1(results), **counts)
     show(report, tables(report), figures(report))
     return report
 
 
 def tables(report: dict) -> list[Table]:
-    """A report's numbers, and the encoders compared."""
-    found = []
+    """The numbers of a report, and the encoders compared."""
+    recalls = []
     for direction in DIRECTIONS:
         rows = [
-            [label, its["captions_over_window"], *_with_intervals(its, direction)]
-            for label, its in report["encoders"].items()
+            [label, numbers["captions_over_window"], *_with_intervals(numbers, direction)]
+            for label, numbers in report["encoders"].items()
         ]
         columns = [column for k in KS for column in (f"R@{k}", "95%")]
-        found.append(Table([f"recall in percent, {direction.replace('_', ' ')}", "captions cut", *columns], rows))
-    return found + compared_tables(report["compared"])
+        recalls.append(Table([f"recall in percent, {direction.replace('_', ' ')}", "captions cut", *columns], rows))
+    return recalls + compared_tables(report["compared"])
 
 
 def _with_intervals(numbers: dict, direction: str) -> list[str | float]:
@@ -313,5 +275,5 @@ def _with_intervals(numbers: dict, direction: str) -> list[str | float]:
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """The picture of a report, by its file's name."""
+    """The figure of a report, by file name."""
     return {"retrieval.png": plot(report["encoders"])}

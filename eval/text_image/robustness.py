@@ -1,9 +1,8 @@
-"""How shortsighted is an encoder? R@1 when the captions' sentences change places, are removed, or come late.
+"""How much of a caption does an encoder read? R@1 when sentences are moved, removed, or come later.
 
-The edits are those of Figures 1a, 2, 3, 4 and S1 to S5 of the DeBias-CLIP paper, and all sentences in random order.
+The edits are those of the DeBias-CLIP paper, Figures 1a, 2, 3, 4 and S1 to S5, and all sentences in random order.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from debias_diffusion.files import bytes_digest
 from debias_diffusion.methods.sampling import draw_generator, join_sentences
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 from debias_diffusion.sentences import split_sentences
 
 from ..common.encoders import TwoTower, compare
 from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from ..common.report import Table, compared_tables, interval, show
+from ..common.report import Table, compared_tables, draw_bars, error_lengths, interval, show
 from .retrieval import DIRECTIONS, Evaluation, Readable, RetrievalConfig, hits
 
 PADDING = "This is a photo."  # Figures 2 and S2
@@ -29,7 +29,7 @@ SHUFFLES = 3  # random orders of every caption
 
 @dataclass
 class RobustnessConfig(RetrievalConfig):
-    """Settings of a robustness evaluation: those of a retrieval evaluation."""
+    """Settings of a robustness evaluation, the same as of a retrieval evaluation."""
 
 
 def keep(sentences: list[str]) -> list[str]:
@@ -73,7 +73,7 @@ def padded(count: int, sentences: list[str]) -> list[str]:
 
 
 def shuffled(seed: int, sentences: list[str]) -> list[str]:
-    """All sentences in a random order that only the seed and the caption decide."""
+    """All sentences in a random order, a function of the seed and the caption alone."""
     rng = draw_generator(seed, 0, join_sentences(sentences))
     return rng.sample(sentences, len(sentences))
 
@@ -93,8 +93,8 @@ class Edit:
 
     Attributes:
         title: the paper's name for it.
-        base: the edit that it is compared with, by its key in `EDITS`; its own key: it is such a base itself.
-        variants: functions of a caption's sentences; the R@1 of several is their mean.
+        base: the key in `EDITS` of the edit that it is compared with; its own key for such a base.
+        variants: functions of a caption's sentences; R@1 is the mean over them.
     """
 
     title: str
@@ -117,7 +117,7 @@ EDITS = {
     },
 }
 LOSING = {name: edit for name, edit in EDITS.items() if edit.base != name}
-# Encoders are compared by these drops; the paddings between say nothing that the most does not.
+# Encoders are compared by these drops; fewer padding sentences add nothing to the largest number.
 COMPARED = ("move2", "move4", "remove", "shuffle", "swap2", "first", f"padding{MOST_PADDING}")
 
 
@@ -127,13 +127,13 @@ def edit_caption(caption: str, edit: str) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one encoder finds.
+class EditedHits:
+    """Which queries of one encoder succeed, by edit.
 
     Attributes:
-        window: its window in tokens.
-        over: how many edited captions exceed it, by edit; of several variants, their mean.
-        hits: by edit and direction, 100 for each query that finds a partner of its own first, else 0: [variants, N].
+        window: the encoder's context length.
+        over: how many edited captions exceed it, by edit; the mean over its variants.
+        hits: by edit and direction, 100 for each query with a match in first place, else 0: [variants, N].
         groups: by direction, the image of each query, [N]; None: each query is another image.
         one_sentence: how many captions have a single sentence.
     """
@@ -149,46 +149,46 @@ class Found:
         return self.hits[edit][direction].mean(axis=0)
 
     def drop(self, edit: str, direction: str) -> np.ndarray:
-        """What each query loses against the edit's base, in points, [N]."""
+        """The loss of each query against the edit's base, in points, [N]."""
         return self.of(EDITS[edit].base, direction) - self.of(edit, direction)
 
 
-def _find(own: Evaluation, encoder: TwoTower, edits: Sequence[str] = tuple(EDITS)) -> Found:
-    readable = own.read(encoder)
+def _evaluate(evaluation: Evaluation, encoder: TwoTower, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
+    readable = evaluation.read(encoder)
     captions = [split_sentences(caption) for caption in readable.captions]
-    variants = [(name, variant) for name in edits for variant in EDITS[name].variants]
-    parts = {name: [] for name in edits}
-    for name, variant in tqdm(variants, desc=f"edits, {encoder.label}"):
-        parts[name].append(
-            _part(own, encoder, readable, [join_sentences(variant(sentences)) for sentences in captions])
-        )
-    return Found(
+    variants = [(edit, variant) for edit in edits for variant in EDITS[edit].variants]
+    results = {edit: [] for edit in edits}
+    for edit, variant in tqdm(variants, desc=f"edits, {encoder.label}"):
+        texts = [join_sentences(variant(sentences)) for sentences in captions]
+        results[edit].append(_rank(evaluation, encoder, readable, texts))
+    return EditedHits(
         encoder.backbone.tokenizer.context_length,
-        {name: float(np.mean([part["over_window"] for part in its])) for name, its in parts.items()},
+        {edit: float(np.mean([result["over_window"] for result in of_edit])) for edit, of_edit in results.items()},
         {
-            name: {direction: np.stack([hits(part["ranks"][direction], 1) for part in its]) for direction in DIRECTIONS}
-            for name, its in parts.items()
+            edit: {way: np.stack([hits(result["ranks"][way], 1) for result in of_edit]) for way in DIRECTIONS}
+            for edit, of_edit in results.items()
         },
         {"text_to_image": readable.image_of, "image_to_text": None},
         sum(len(sentences) < 2 for sentences in captions),
     )
 
 
-def _part(own: Evaluation, encoder: TwoTower, readable: Readable, texts: list[str]) -> dict:
+def _rank(evaluation: Evaluation, encoder: TwoTower, readable: Readable, texts: list[str]) -> dict:
     """The ranks with these texts in place of the captions."""
-    tokenizer, config = encoder.backbone.tokenizer, own.config
+    tokenizer, batch_size = encoder.backbone.tokenizer, evaluation.config.batch_size
 
-    def work() -> dict:
-        features = encode_texts(encoder.backbone, texts, config.batch_size, own.device, progress=False)
+    def compute() -> dict:
+        features = encode_texts(encoder.backbone, texts, batch_size, evaluation.device, progress=False)
         ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
         return {
             "over_window": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
-            "ranks": {direction: its.tolist() for direction, its in ranks.items()},
+            "ranks": {direction: values.tolist() for direction, values in ranks.items()},
         }
 
-    # By the texts and not by the edit's name: where two edits come to the same, the second need not be encoded.
-    digest = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
-    return own.parts.result("robustness", own.depends(encoder, readable) | {"edited": digest}, work)
+    # The key holds the texts, not the edit's name: if two edits give the same texts, they are encoded once.
+    digest = bytes_digest(["\0".join(texts).encode("utf-8", "surrogatepass")])
+    depends = evaluation.depends(encoder, readable) | {"edited": digest}
+    return evaluation.cache.result("robustness", depends, compute)
 
 
 @dataclass(frozen=True)
@@ -196,33 +196,33 @@ class Share:
     """A ratio of two sums over the same queries.
 
     Attributes:
-        percent: the ratio; nan where the sum below is 0.
-        drawn: the ratio in each of `SAMPLES` bootstrap samples, which are the same for all shares of as many groups,
-            [SAMPLES]; nan likewise.
+        percent: the ratio; nan where the divisor is 0.
+        drawn: the ratio in each bootstrap sample, [SAMPLES]; nan likewise. Shares over equally many groups use the same
+            samples.
     """
 
     percent: float
     drawn: np.ndarray
 
     def numbers(self) -> dict[str, float | None]:
-        """ "share", "low" and "high", a 95% interval; all None where there is no ratio."""
+        """ "share", "low" and "high", a 95% interval; all None if there is no ratio."""
         if np.isnan(self.percent):
             return {"share": None, "low": None, "high": None}
         return {"share": self.percent, **_low_and_high(self.drawn)}
 
     def minus(self, other: "Share") -> dict[str, float | None]:
-        """ "difference" in points, its "low" and "high"; "p" is None: nothing is tested."""
+        """ "difference" in points, its "low" and "high"; "p" is None, as there is no test."""
         return {"difference": self.percent - other.percent, **_low_and_high(self.drawn - other.drawn), "p": None}
 
 
 def share(after: Sequence[float], before: Sequence[float], groups: Sequence[int] | None = None) -> Share:
-    """Which share of the hits `before` is there `after`.
+    """Hits `after` as a share of the hits `before`.
 
     Args:
         after, before: hits of the same queries, in the same order, [N].
-        groups: the image of each query, from 0, [N]; None: each is another. Images are drawn with all their queries.
+        groups: the image of each query, from 0, [N]; None: each query is another image. Images are resampled whole.
     """
-    above, below = (by_group(its, groups)[0] for its in (after, before))
+    above, below = (by_group(values, groups)[0] for values in (after, before))
     percent = 100 * above.sum() / below.sum() if below.any() else np.nan
     return Share(float(percent), drawn_ratios(100 * above, below))
 
@@ -231,30 +231,30 @@ def _low_and_high(drawn: np.ndarray) -> dict[str, float]:
     return dict(zip(("low", "high"), ends(drawn), strict=True))
 
 
-def _shares_kept(found: Found) -> dict[str, Share]:
+def _shares_kept(result: EditedHits) -> dict[str, Share]:
     """By direction, the share of R@1 that is kept when the first sentence is removed."""
-    return {way: share(found.of("remove", way), found.of("keep", way), found.groups[way]) for way in DIRECTIONS}
+    return {way: share(result.of("remove", way), result.of("keep", way), result.groups[way]) for way in DIRECTIONS}
 
 
-def _numbers(label: str, found: Found, shares: dict[str, Share]) -> dict:
-    by_edit = {name: {direction: found.of(name, direction) for direction in DIRECTIONS} for name in EDITS}
-    orders = {direction: found.hits["shuffle"][direction].mean(axis=1) for direction in DIRECTIONS}
-    kept = {direction: its.numbers() for direction, its in shares.items()}
+def _numbers(label: str, result: EditedHits, shares: dict[str, Share]) -> dict:
+    by_edit = {name: {direction: result.of(name, direction) for direction in DIRECTIONS} for name in EDITS}
+    orders = {direction: result.hits["shuffle"][direction].mean(axis=1) for direction in DIRECTIONS}
+    kept = {direction: share.numbers() for direction, share in shares.items()}
     return {
-        "window": found.window,
-        "captions_over_window": found.over,
+        "window": result.window,
+        "captions_over_window": result.over,
         "recall_at_1_percent": {
-            name: {direction: float(values.mean()) for direction, values in its.items()}
-            for name, its in by_edit.items()
+            name: {direction: float(values.mean()) for direction, values in by_direction.items()}
+            for name, by_direction in by_edit.items()
         },
         "interval_percent": {
-            name: {direction: mean_interval(values, found.groups[direction]) for direction, values in its.items()}
-            for name, its in by_edit.items()
+            name: {way: mean_interval(values, result.groups[way]) for way, values in by_direction.items()}
+            for name, by_direction in by_edit.items()
         },
         "drop_points": {
             name: {
                 direction: paired_difference(
-                    by_edit[edit.base][direction], by_edit[name][direction], found.groups[direction]
+                    by_edit[edit.base][direction], by_edit[name][direction], result.groups[direction]
                 )
                 for direction in DIRECTIONS
             }
@@ -278,16 +278,16 @@ def _in_words(label: str, kept: dict) -> str:
     )
 
 
-def _compared(found: Mapping[str, Found], shares: Mapping[str, Mapping[str, Share]]) -> list[dict]:
+def _compared(results: Mapping[str, EditedHits], shares: Mapping[str, Mapping[str, Share]]) -> list[dict]:
     """Every two encoders' drops, in points, paired by query; then their shares kept when the summary is removed."""
-    groups = next(iter(found.values())).groups
+    groups = next(iter(results.values())).groups
     drops = {f"drop of {EDITS[name].title}, {_words(way)}": (name, way) for way in DIRECTIONS for name in COMPARED}
-    lost = {label: {score: its.drop(*drops[score]) for score in drops} for label, its in found.items()}
+    lost = {label: {score: result.drop(*drops[score]) for score in drops} for label, result in results.items()}
     lines = compare(lost, lambda a, b, score: paired_difference(a, b, groups[drops[score][1]]))
     kept = {
-        label: {f"share kept without summary, {_words(way)}": its[way] for way in DIRECTIONS}
-        for label, its in shares.items()
-        if not any(np.isnan(its[way].percent) for way in DIRECTIONS)
+        label: {f"share kept without summary, {_words(way)}": by_way[way] for way in DIRECTIONS}
+        for label, by_way in shares.items()
+        if not any(np.isnan(by_way[way].percent) for way in DIRECTIONS)
     }
     return lines + compare(kept, lambda a, b, _: a.minus(b))
 
@@ -297,10 +297,10 @@ def _words(direction: str) -> str:
 
 
 def plot(encoders: dict[str, dict]) -> Figure:
-    """A row a direction: R@1 under the edits of whole captions, of the first two sentences, behind padding sentences,
-    and the share kept without the first sentence. A colour an encoder; everything with its 95% interval.
+    """R@1 under edits of whole captions, of the first two sentences and behind padding sentences, and the share kept
+    without the first sentence, with 95% intervals: a row for each direction, a colour for each encoder.
     """
-    # A Figure of its own draws with Agg and leaves pyplot alone.
+    # Without pyplot, which would keep the figure and may open a window.
     figure = Figure(figsize=(14, 6.6), layout="constrained", dpi=130)
     whole, opening = (
         [name for name, edit in EDITS.items() if edit.base == base and not name.startswith("padding")]
@@ -330,29 +330,23 @@ def plot(encoders: dict[str, dict]) -> Figure:
     return figure
 
 
-def _values(numbers: dict, direction: str, edits: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """R@1 [E] and its interval's lengths below and above it, [2, E]"""
-    values = np.array([numbers["recall_at_1_percent"][edit][direction] for edit in edits])
-    ends = np.array([numbers["interval_percent"][edit][direction] for edit in edits]).T
-    # A skewed sample's interval need not hold its mean to the last bit.
-    return values, np.maximum([values - ends[0], ends[1] - values], 0)
+def _values(numbers: dict, direction: str, edits: Sequence[str]) -> tuple[list[float], list[list[float]]]:
+    """R@1 under each edit, [E], and its intervals, [E, 2]"""
+    recall, intervals = (numbers[name] for name in ("recall_at_1_percent", "interval_percent"))
+    return [recall[edit][direction] for edit in edits], [intervals[edit][direction] for edit in edits]
 
 
 def _bars(axes: Axes, encoders: dict[str, dict], direction: str, edits: Sequence[str]) -> None:
-    width = 0.84 / len(encoders)
-    for index, (label, numbers) in enumerate(encoders.items()):
-        values, error = _values(numbers, direction, edits)
-        places = np.arange(len(edits)) + (index - (len(encoders) - 1) / 2) * width
-        bars = axes.bar(places, values, width, yerr=error, capsize=2, label=label, error_kw={"linewidth": 0.8})
-        axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
-    axes.set_xticks(np.arange(len(edits)), [EDITS[edit].title for edit in edits])
+    groups = {label: _values(numbers, direction, edits) for label, numbers in encoders.items()}
+    draw_bars(axes, groups, [EDITS[edit].title for edit in edits])
     axes.margins(y=0.08)
 
 
 def _curves(axes: Axes, encoders: dict[str, dict], direction: str, edits: Sequence[str]) -> None:
     for label, numbers in encoders.items():
-        values, error = _values(numbers, direction, edits)
-        axes.errorbar(range(len(edits)), values, yerr=error, marker="o", markersize=3, capsize=2, label=label)
+        values, intervals = _values(numbers, direction, edits)
+        lengths = error_lengths(values, intervals)
+        axes.errorbar(range(len(edits)), values, yerr=lengths, marker="o", markersize=3, capsize=2, label=label)
     axes.set_xticks(range(len(edits)))
 
 
@@ -360,59 +354,59 @@ def _shares(axes: Axes, encoders: dict[str, dict], direction: str) -> None:
     for index, numbers in enumerate(encoders.values()):
         kept = numbers["kept_without_summary_percent"][direction]
         if kept["share"] is not None:
-            error = np.maximum([[kept["share"] - kept["low"]], [kept["high"] - kept["share"]]], 0)
+            error = error_lengths([kept["share"]], [[kept["low"], kept["high"]]])
             bars = axes.bar([index], [kept["share"]], color=f"C{index}", yerr=error, capsize=3)
             axes.bar_label(bars, fmt="%.0f%%", fontsize=9, padding=1)
     axes.set(xticks=[], ylim=(0, max(110, axes.get_ylim()[1])), ylabel="%")
 
 
 def recall_at_1(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """R@1 alone, in percent, by encoder, edit and direction; writes nothing but what is not to be done again.
+    """R@1 in percent, by encoder, edit and direction. Writes no report, only the cache.
 
     Args:
         config: the settings.
         edits: of `EDITS`.
 
     Raises:
-        UserError: a setting cannot be used.
+        UserError: the data or an encoder cannot be used.
     """
-    own = Evaluation("robustness", config)
-    found = own.of_each(partial(_find, own, edits=edits))
+    evaluation = Evaluation("robustness", config)
+    results = evaluation.of_each(partial(_evaluate, evaluation, edits=edits))
     return {
-        label: {edit: {direction: float(its.of(edit, direction).mean()) for direction in DIRECTIONS} for edit in edits}
-        for label, its in found.items()
+        label: {edit: {way: float(result.of(edit, way).mean()) for way in DIRECTIONS} for edit in edits}
+        for label, result in results.items()
     }
 
 
 def evaluate_robustness(config: RobustnessConfig) -> dict:
     """R@1 under every edit of `EDITS`; writes `robustness.json` and `.png` into `config.output` and prints tables.
 
-    All of an image's captions are edited, and count as in `evaluate_retrieval`. A caption of one sentence has nothing
-    to move or to lose, and counts as it is.
+    All captions of an image are edited, and count as in `evaluate_retrieval`. A caption of one sentence has nothing to
+    move or remove, and counts unedited.
 
     Returns:
-        What the file holds: settings, versions, digests, how many images, captions and captions of one sentence; by
-        encoder its window, how many edited captions exceed it, R@1 in percent by edit and direction, the drops against
-        each edit's base in points, R@1 in each random order, the share of R@1 that is kept when the first sentence is
-        removed (None where R@1 is 0 already), all with 95% intervals (bootstrap over images); the encoders compared;
-        what was left out, seconds.
+        The content of the file: settings, versions, digests, numbers of images, captions and captions of one sentence;
+        by encoder its context length ("window"), how many edited captions exceed it, R@1 in percent by edit and
+        direction, the drops against each edit's base in points, R@1 in each random order, the share of R@1 kept when
+        the first sentence is removed (None if R@1 is 0), all with 95% intervals (bootstrap over images); the encoders
+        compared; the bad records, seconds.
 
     Raises:
-        UserError: a setting cannot be used.
+        UserError: the data or an encoder cannot be used.
     """
-    own = Evaluation("robustness", config)
-    found = own.of_each(partial(_find, own))
-    shares = {label: _shares_kept(its) for label, its in found.items()}
-    encoders = {label: _numbers(label, its, shares[label]) for label, its in found.items()}
-    its = next(iter(found.values()))
-    queries = {direction: len(its.of("keep", direction)) for direction in DIRECTIONS}
-    report = own.write(
+    evaluation = Evaluation("robustness", config)
+    results = evaluation.of_each(partial(_evaluate, evaluation))
+    shares = {label: _shares_kept(result) for label, result in results.items()}
+    encoders = {label: _numbers(label, result, shares[label]) for label, result in results.items()}
+    first = next(iter(results.values()))
+    queries = {direction: len(first.of("keep", direction)) for direction in DIRECTIONS}
+    report = evaluation.write(
         encoders,
-        _compared(found, shares),
-        _notes(its.one_sentence, queries["text_to_image"]),
+        _compared(results, shares),
+        _notes(first.one_sentence, queries["text_to_image"]),
         images=queries["image_to_text"],
         captions=queries["text_to_image"],
-        one_sentence_captions=its.one_sentence,
+        one_sentence_captions=first.one_sentence,
     )
     show(report, tables(report), figures(report))
     for numbers in encoders.values():
@@ -424,24 +418,24 @@ def _notes(one_sentence: int, captions: int) -> list[str]:
     if not one_sentence:
         return []
     return [
-        f"{one_sentence} of {captions} captions have a single sentence, which no edit moves or removes: they make the "
+        f"{one_sentence} of {captions} captions have a single sentence, which no edit moves or removes: this makes the "
         "drops smaller and the share kept larger."
     ]
 
 
 def tables(report: dict) -> list[Table]:
-    """A report's numbers: the shares kept, for each encoder R@1 and drops by edit, and the encoders compared."""
+    """The numbers of a report: shares kept, R@1 and drops by edit for each encoder, and the encoders compared."""
     rows = [
         [label, *(_with_interval(*numbers["kept_without_summary_percent"][way].values()) for way in DIRECTIONS)]
         for label, numbers in report["encoders"].items()
     ]
-    found = [Table(["share of R@1 kept without the first sentence, percent", *map(_words, DIRECTIONS)], rows)]
-    header = ["captions cut", *(f"{what}, {_words(way)}" for way in DIRECTIONS for what in ("R@1", "drop"))]
+    result = [Table(["share of R@1 kept without the first sentence, percent", *map(_words, DIRECTIONS)], rows)]
+    header = ["captions cut", *(f"{column}, {_words(way)}" for way in DIRECTIONS for column in ("R@1", "drop"))]
     for label, numbers in report["encoders"].items():
-        found.append(Table([label, *header], [_row(numbers, name) for name in EDITS]))
-    # as many again from image to text would hide what matters; the JSON has them
+        result.append(Table([label, *header], [_row(numbers, name) for name in EDITS]))
+    # Without those from image to text, which are in the JSON: twice as many lines would hide the important ones.
     shown = [line for line in report["compared"] if line["score"].endswith(_words(DIRECTIONS[0]))]
-    return found + compared_tables(shown)
+    return result + compared_tables(shown)
 
 
 def _row(numbers: dict, edit: str) -> list[str | None]:
@@ -459,5 +453,5 @@ def _with_interval(value: float | None, low: float | None, high: float | None) -
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """The picture of a report, by its file's name."""
+    """The figure of a report, by file name."""
     return {"robustness.png": plot(report["encoders"])}
