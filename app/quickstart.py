@@ -241,8 +241,8 @@ class _Quickstart:
                 results[name] = command()
             if name in evaluations:
                 seconds[name] = results[name]["seconds"]  # over all runs
-            else:  # a finished command takes only a moment when it is started again
-                seconds[name] = max(seconds.get(name, 0), round(time.monotonic() - started, 1))
+            else:  # a finished command takes only a moment when it is started again, which does not count
+                seconds.setdefault(name, round(time.monotonic() - started, 1))
             self._write_marker(seconds=seconds)
         found = numbers(results["generation"], results["robustness"], results[SHORT_FOLDER])
         report = found | {

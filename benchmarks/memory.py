@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from machine import PeakMemory, machine, seconds
 from train_step import make_batch
 
-from debias_diffusion.methods.dual_caption import find_recipe
+from debias_diffusion.methods import find_method
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.training.step import backward
 
@@ -33,7 +33,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # Blocks from 64 kB on go back to the system when freed; else the holes between blocks of ever other sizes count.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
-    accelerator, recipe = Accelerator(), find_recipe("debias-clip")
+    accelerator, recipe = Accelerator(), find_method("debias-clip")
     backbone = load_backbone("toy/clip")
     backbone.stretch()
     backbone.to(accelerator.device).train()

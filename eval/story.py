@@ -324,7 +324,7 @@ def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
             {"text": texts[place], "sentence": mentioned[place] + 1, "right": is_right}
             for place, is_right in right.items()
         ]
-        with Image.open(file) as image:
+        with Image.open(file, formats=("PNG",)) as image:
             drawn.append(_image(image, name, f"{name}: {score}") | {"score": score, "objects": objects})
     return {
         "sentences": [sentence.text for sentence in prompt.sentences],

@@ -1,4 +1,4 @@
-"""Images, or why there are none: diffusers makes black pixels of what is no number, and calls it a success."""
+"""Images, or why there are none: diffusers silently turns values that are not finite into black pixels."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds",
 
 
 def generate_images(pipe: DiffusionPipeline, *prompts: Sequence[str], **arguments) -> list[Image.Image | str]:
-    """The images of a Stable Diffusion pipeline, each checked to be one.
+    """Calls a Stable Diffusion pipeline and checks its images.
 
-    Embeddings, the latents after each step and the decoded pixels must be finite; a batch of which no image can become
-    one is broken off at once. Others come out bit for bit as without the checks.
+    Embeddings, the latents after each step and the decoded pixels must be finite. A batch without a finite image ends
+    at once. All other images are bit for bit those of the pipeline without checks.
 
     Args:
-        pipe: draws; may have a safety checker.
-        prompts, arguments: what it is called with.
+        pipe: may have a safety checker.
+        prompts, arguments: of the call.
 
     Returns:
         each image, or in words why there is none: "its embeddings are not finite (NaN or infinite)"
@@ -41,7 +41,7 @@ def generate_images(pipe: DiffusionPipeline, *prompts: Sequence[str], **argument
     hook = pipe.vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.extend(_finite_rows(pixels)))
     arguments |= {"callback_on_step_end": check_latents, "callback_on_step_end_tensor_inputs": ["latents"]}
     try:
-        with np.errstate(invalid="ignore"):  # that NaN makes no byte is said below
+        with np.errstate(invalid="ignore"):  # NaN is reported below
             output = pipe(*prompts, **arguments)
     except _LostError as lost:
         return [_not_finite(f"latents after step {lost.step}")] * lost.images
@@ -56,7 +56,7 @@ def generate_images(pipe: DiffusionPipeline, *prompts: Sequence[str], **argument
     ]
 
 
-_FLAGGED = "the base model's safety checker has blacked it out"
+_FLAGGED = "the safety checker of the checkpoint has blacked it out"
 
 
 class _LostError(Exception):
@@ -64,10 +64,10 @@ class _LostError(Exception):
         self.step, self.images = step, images
 
 
-def _not_finite(what: str) -> str:
-    return f"its {what} are not finite (NaN or infinite)"
+def _not_finite(values: str) -> str:
+    return f"its {values} are not finite (NaN or infinite)"
 
 
 def _finite_rows(tensor: torch.Tensor) -> list[bool]:
-    """Of each row of [rows, ...] whether all its values are finite."""
+    """Whether all values of each row of [rows, ...] are finite."""
     return tensor.isfinite().flatten(1).all(dim=1).tolist()

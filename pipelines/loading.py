@@ -88,7 +88,7 @@ def find_checkpoint(base: str | os.PathLike) -> Checkpoint:
                 f"The SDXL checkpoint {name!r} is a file that is not read. Give a folder in diffusers' layout, or a "
                 "single-file checkpoint in .safetensors."
             )
-        return Checkpoint(name, shipped(name))
+        return Checkpoint(name, _local_or_hub(shipped(name), name))
     if not file.is_file():
         raise UserError(
             f"The SDXL checkpoint {name!r} is not there: {str(file)!r} is no file. Give an SDXL folder in diffusers' "
@@ -96,7 +96,7 @@ def find_checkpoint(base: str | os.PathLike) -> Checkpoint:
         )
     with explain_failure(f"The SDXL checkpoint {name!r} cannot be read", "Give a whole .safetensors file."):
         folder = folder or _inferred_hub_id(file)
-    folder = shipped(folder)
+    folder = _local_or_hub(shipped(folder), name)
     if not Path(folder).is_dir():
         hub_id = folder
         try:
@@ -108,6 +108,17 @@ def find_checkpoint(base: str | os.PathLike) -> Checkpoint:
                 f"them, without weights if you like: {'FOLDER:' + str(file)!r}."
             ) from error
     return Checkpoint(name, folder, file)
+
+
+def _local_or_hub(folder: str, name: str) -> str:
+    """A folder or hub id as it is. Raises UserError for a missing path, so that the hub is not asked for it."""
+    if not Path(folder).is_dir() and not may_be_hub_id(folder):
+        missing = "" if folder == name else f" {folder!r} is no folder."
+        raise UserError(
+            f"The SDXL checkpoint {name!r} is not there.{missing} Give an SDXL folder in diffusers' layout, a hub id, "
+            "or a .safetensors file."
+        )
+    return folder
 
 
 def _split(base: str) -> tuple[str, Path | None]:
@@ -303,8 +314,6 @@ def check_base(base: str | os.PathLike, kinds: tuple[str, ...] = (SDXL,)) -> str
 
 def _check_kind(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> str:
     named, folder = f"The SDXL checkpoint {checkpoint.name!r}", Path(checkpoint.folder)
-    if not checkpoint.is_local and not may_be_hub_id(checkpoint.folder):
-        raise UserError(f"{named} is not there. Give an SDXL folder in diffusers' layout, a hub id, or a .safetensors.")
     why = "it has no readable model_index.json" if checkpoint.is_local else "no hub model of this name can be reached"
     if checkpoint.is_local:
         if not (folder / "model_index.json").is_file():

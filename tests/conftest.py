@@ -21,3 +21,13 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """(base model, data file, image folder), for the smallest of training runs. Not to be written to."""
+    from tiny_clip import save_tiny_clip
+    from tiny_data import make_tiny_data
+
+    folder = tmp_path_factory.mktemp("world")
+    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)

@@ -51,8 +51,8 @@ def long_backbone():
 
 
 def by_hand(backbone, caption):
-    """Equations 1 and 2 for one caption, with open_clip's own forward up to the last block: (before, after), lists of
-    numbers, SOT to EOT."""
+    """(before, after) softmax, lists from SOT to EOT: equations 1 and 2 for one caption, from open_clip's own forward
+    up to the last block."""
     tower, seen = backbone.model, []
     row = backbone.tokenize([caption]).padded()
     eot = int(row[0].argmax())
@@ -71,11 +71,11 @@ def by_hand(backbone, caption):
 
     before, after = [0.0] * (eot + 1), [0.0] * (eot + 1)
     for head in range(heads):
-        own = range(head * head_width, (head + 1) * head_width)
-        query = [projected(states[eot], out) for out in own]
+        rows = range(head * head_width, (head + 1) * head_width)
+        query = [projected(states[eot], out) for out in rows]
         scores = []
         for state in states[: eot + 1]:
-            key = [projected(state, width + out) for out in own]
+            key = [projected(state, width + out) for out in rows]
             scores.append(sum(q * k for q, k in zip(query, key, strict=True)) / math.sqrt(head_width))
         total = sum(math.exp(score) for score in scores)
         for slot, score in enumerate(scores):
@@ -145,9 +145,9 @@ def test_a_transformers_encoder_gives_the_same_and_what_it_says_itself(backbone,
         torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=1e-9)
     encoder.set_attn_implementation("eager")
     # [batch, heads, slots, slots] of the last layer
-    own = encoder(tokens.padded(), output_attentions=True).attentions[-1]
-    own = own[torch.arange(len(tokens)), :, got.ends - 1].mean(dim=1)
-    torch.testing.assert_close(got.after_softmax, own, rtol=0, atol=1e-6)
+    weights = encoder(tokens.padded(), output_attentions=True).attentions[-1]
+    from_eot = weights[torch.arange(len(tokens)), :, got.ends - 1].mean(dim=1)
+    torch.testing.assert_close(got.after_softmax, from_eot, rtol=0, atol=1e-6)
     attention = getattr(encoder, "text_model", encoder).encoder.layers[-1].self_attn
     assert not attention.q_proj._forward_hooks and not attention.k_proj._forward_hooks
 

@@ -91,4 +91,4 @@ def test_an_image_that_the_safety_checker_blacked_out_is_none():
     pipe.set_progress_bar_config(disable=True)
     pipe.run_safety_checker = lambda image, device, dtype: (image, [True, False])
     images = generate_images(pipe, PROMPTS[:2], num_inference_steps=1, generator=noise(2))
-    assert images[0] == "the base model's safety checker has blacked it out" and images[1].size == (64, 64)
+    assert images[0] == "the safety checker of the checkpoint has blacked it out" and images[1].size == (64, 64)

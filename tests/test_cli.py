@@ -189,7 +189,7 @@ def test_what_failed_though_all_was_usable_exits_with_1(capsys, tmp_path, monkey
     (tmp_path / "p.txt").write_text("a star\na ring")
     settings = ["--prompts", tmp_path / "p.txt", "--base=toy/sdxl", "--steps=1", "--device=cpu"]
     code, out, err = run(capsys, "generate", *settings, "--output", tmp_path / "out")
-    assert code == 1 and err.splitlines()[-1].startswith("error: 2 pictures were not drawn, the first: line 1, seed 0")
+    assert code == 1 and err.splitlines()[-1].startswith("error: 2 images were not rendered, the first: line 1, seed 0")
     assert "Left out: line 2, seed 1: its pixels are not finite" in out and not list((tmp_path / "out").glob("*.png"))
 
 
@@ -238,3 +238,8 @@ def test_help_ends_quietly_when_nobody_reads(closing):
     command = f"{sys.executable} -m debias_diffusion.app.cli --help {closing}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert done.stderr == "" and done.stdout in ("", "usage: debias-diffusion COMMAND [options]\n")
+
+
+def test_a_list_of_commands_imports_no_large_library():
+    code = "import sys; from debias_diffusion.app.cli import main; main(['evaluate']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=120)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_training import config, log, same_weights, without_clock
-from tiny_clip import save_tiny_clip, tiny_clip
+from tiny_clip import tiny_clip
 from tiny_data import make_tiny_data
 
 from debias_diffusion.errors import UserError
@@ -18,13 +18,6 @@ from debias_diffusion.training.folder import RunFolder
 
 STEPS = 6
 NEWEST, OLDER = f"step-{STEPS:08}", f"step-{STEPS - 2:08}"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """(base model, data file, image folder)"""
-    folder = tmp_path_factory.mktemp("world")
-    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +104,11 @@ def test_a_run_begun_before_the_base_model_was_noted_continues_and_notes_it(worl
 
 @pytest.fixture
 def bad_world(world, tmp_path):
-    """(base model, data file, image folder) with six of 40 images unreadable, none of them held out"""
+    """(base model, data file, image folder) with five of 40 images unreadable and one missing, none of them held out"""
     data, images = make_tiny_data(tmp_path / "world", count=40)
-    for bad in (10, 15, 20, 25, 30, 35):
+    for bad in (10, 15, 20, 25, 30):
         Path(images, f"{bad}.png").write_text("not an image")
+    Path(images, "35.png").unlink()
     return world[0], data, images
 
 
@@ -145,12 +139,14 @@ def test_a_bad_record_is_named_once_however_often_a_run_continues(bad_world, tmp
         file.write('{"where": "1')  # a kill
     train(config(bad_world, tmp_path / "run", **settings))
     alone, run = ((tmp_path / name / "bad-records.jsonl").read_text().splitlines() for name in ("alone", "run"))
-    assert len(alone) == len(set(alone)) == 6
+    kinds = {record["where"]: record["kind"] for record in map(json.loads, alone)}
+    assert len(alone) == len(kinds) == 6
+    assert (kinds["10.png"], kinds["35.png"]) == ("unreadable image", "missing image")
     assert run == [*alone, '{"where": "1'] or sorted(run) == sorted([*alone, '{"where": "1'])
     assert same_weights(tmp_path / "run", tmp_path / "alone")
 
 
-def test_a_workers_error_is_told_without_its_traceback(bad_world, tmp_path):
+def test_a_workers_error_is_reported_without_its_traceback(bad_world, tmp_path):
     for index in range(6, 40):
         Path(bad_world[2], f"{index}.png").write_text("not an image")
     for index in (6, 16, 26, 36):  # `look_for_images` finds all
@@ -205,12 +201,13 @@ def with_an_entry_too_many(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (with_a_renamed_entry, "/exp_avg' is missing"),
         (with_a_lost_entry, "/exp_avg_sq' is missing"),
         (with_another_shape, "has the shape"),
         (with_an_entry_too_many, "the optimizer has no 'x/step'"),
+        (b"cut short", "header"),
         ("{}", "state.json is that of step 0"),
         ('{"step": 4}', "state.json is that of step 4"),
         ('{"step": 6, "best_r1": null}', "other values than numbers"),
@@ -219,17 +216,19 @@ def with_an_entry_too_many(optimizer):
         ("[" * 100_000, "recursion"),
     ],
 )
-def test_damaged_checkpoints_without_checksums_are_named(world, stopped, damage, told):
+def test_damaged_checkpoints_without_checksums_are_named(world, stopped, damage, message):
     """As an earlier version wrote them, or with checksums made after the damage."""
     newest = stopped / "checkpoints" / NEWEST
     (newest / "SHA256SUMS").unlink()
-    if isinstance(damage, str):
+    if isinstance(damage, bytes):
+        (newest / "model.safetensors").write_bytes(damage)
+    elif isinstance(damage, str):
         (newest / "state.json").write_text(damage)
     else:
         optimizer = load_file(newest / "optimizer.safetensors")
         damage(optimizer)
         save_file(optimizer, newest / "optimizer.safetensors")
-    with pytest.raises(UserError, match=f"{NEWEST}' cannot be used: .*{told}.*continue from {OLDER}"):
+    with pytest.raises(UserError, match=f"{NEWEST}' cannot be used: .*{message}.*continue from {OLDER}"):
         continue_run(world, stopped)
 
 

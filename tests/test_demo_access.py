@@ -51,18 +51,9 @@ def raw(url: str, head: str) -> bytes:
 # ---- names of the server
 
 LOCAL = ["localhost", "LOCALHOST", "localhost:1", "127.0.0.1:65535", "127.1.2.3", "[::1]", "[::1]:7860"]
-OTHERS = ["", "evil.com", "127.0.0.1:evil.com", "127.0.0.1:7860:evil.com", "127.0.0.1:", "127.0.0.1:99999", "127.1"]
-OTHERS += [
-    "localhost.",
-    "localhost.evil.com",
-    "a@localhost",
-    "localhost:1@evil.com",
-    "localhost/",
-    "[::1",
-    "::1",
-    "[::2]",
-]
-OTHERS += ["[::1]evil.com", "[localhost]", "127.0.0.1 evil.com", "localhost,evil.com", "0.0.0.0", "0x7f.0.0.1", "é"]
+OTHERS = "evil.com 127.0.0.1:evil.com 127.0.0.1:7860:evil.com 127.0.0.1: 127.0.0.1:99999 127.1 localhost."
+OTHERS += " localhost.evil.com a@localhost localhost:1@evil.com localhost/ [::1 ::1 [::2] [::1]evil.com [localhost]"
+OTHERS += " localhost,evil.com 0.0.0.0 0x7f.0.0.1 é"
 
 
 @pytest.mark.parametrize("host", LOCAL)
@@ -70,7 +61,7 @@ def test_names_of_this_machine_lead_to_it(url, host):
     assert b" 200 " in raw(url, f"GET /config HTTP/1.1\nHost: {host}")
 
 
-@pytest.mark.parametrize("host", OTHERS)
+@pytest.mark.parametrize("host", ["", "127.0.0.1 evil.com", *OTHERS.split()])
 def test_no_other_names_lead_to_it(url, host):
     assert re.search(rb" 40[03] ", raw(url, f"GET /config HTTP/1.1\nHost: {host}"))
 

@@ -1,8 +1,8 @@
-"""The demo's page in a real browser: Debian's chromium, driven by Playwright. It asks for nothing outside the machine.
+"""The demo's page in a real browser: Debian's chromium, driven by Playwright, without requests to other machines.
 
     python tests/test_demo_browser.py docs
 
-writes the pictures of the page that the documentation shows.
+writes the screenshots of the documentation.
 """
 
 import os
@@ -18,7 +18,7 @@ import pytest
 from demo_steps import counted_steps
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from debias_diffusion.app.demo import device, launch
 from debias_diffusion.app.demo.live_generation import Step
@@ -42,13 +42,15 @@ DESKTOP = {"width": 1280, "height": 900}
 
 @contextmanager
 def opened():
-    """The demo and a browser."""
+    """(browser's context, address) of the demo. All pages share a context, and with it a cache."""
     page, url = launch.open_app(launch.AppConfig(port=17960, device="cpu"))
     try:
         with sync_playwright() as playwright:
             # As root, as in containers, chromium has no sandbox.
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            yield browser, url
+            context = browser.new_context()
+            context.set_default_timeout(30_000)
+            yield context, url
             browser.close()
     finally:
         page.close(verbose=False)
@@ -61,11 +63,17 @@ def demo():
 
 
 @contextmanager
-def visited(browser: Browser, url: str, ready=lambda page: page.locator("#tokens .hint"), **settings):
-    """The page, which may say nothing on the console and ask for nothing elsewhere."""
-    context = browser.new_context(**({"viewport": DESKTOP} | settings))
-    context.set_default_timeout(30_000)
+def visited(
+    context: BrowserContext,
+    url: str,
+    ready=lambda page: page.locator("#tokens .hint"),
+    viewport: dict = DESKTOP,
+    color_scheme: str = "light",
+):
+    """A new page, which may write nothing to the console and request nothing from elsewhere."""
     page, said, asked = context.new_page(), [], []
+    page.set_viewport_size(viewport)
+    page.emulate_media(color_scheme=color_scheme)
     page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
@@ -74,7 +82,7 @@ def visited(browser: Browser, url: str, ready=lambda page: page.locator("#tokens
     yield page
     assert said == []
     assert asked and all(address.startswith((url, "data:", "blob:")) for address in asked)
-    context.close()
+    page.close()
 
 
 @pytest.fixture
@@ -176,9 +184,9 @@ def test_stop_ends_it_within_a_step(page, steps):
     expect(page.locator("#status progress")).to_have_count(1)
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#status")).to_contain_text("Stopped.")
-    page.wait_for_timeout(300)
+    page.wait_for_timeout(200)
     taken = len(steps)
-    page.wait_for_timeout(700)
+    page.wait_for_timeout(200)
     assert len(steps) == taken < 150
     expect(page.get_by_role("button", name="Stop")).to_be_disabled()
     ask(page, LONG, 2)

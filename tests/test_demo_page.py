@@ -171,9 +171,9 @@ def test_documentation_works_as_it_stands(url):
     assert examples
     found: dict = {}
     for example in examples:
-        exec(example.replace("http://127.0.0.1:7860", url).replace('"picture.png"', "os.devnull"), {"os": os}, found)
-    assert {"pictures", "counted", "read"} <= set(found)
-    assert found["pictures"][0]["label"] == "toy/clip" and found["counted"]["count"] > 5
+        exec(example.replace("http://127.0.0.1:7860", url).replace('"image.png"', "os.devnull"), {"os": os}, found)
+    assert {"images", "counted", "read"} <= set(found)
+    assert found["images"][0]["label"] == "toy/clip" and found["counted"]["count"] > 5
 
 
 # ---- the queue
@@ -197,11 +197,7 @@ def test_one_at_a_time_and_each_is_told_its_place(client, steps):
 
 
 def test_who_goes_away_is_not_drawn_for(visitor, url, steps, models):
-    config = httpx.get(f"{url}config").json()
-    number = next(its["id"] for its in config["dependencies"] if its["api_name"] == "generate")
-    data = [LONG, None, "", 0, 100, None, None, None, 1, None, False, "auto"]
-    body = {"data": data, "fn_index": number, "session_hash": "gone"}
-    httpx.post(f"{url}gradio_api/queue/join", json=body).raise_for_status()
+    visitor.join(visitor.number("generate"), drawing(steps=100), "gone").raise_for_status()
     with httpx.stream("GET", f"{url}gradio_api/queue/data", params={"session_hash": "gone"}) as stream:
         next(line for line in stream.iter_lines() if "process_generating" in line)
     assert pngs(generate(visitor)) == alone(models)
@@ -209,11 +205,9 @@ def test_who_goes_away_is_not_drawn_for(visitor, url, steps, models):
 
 
 def test_nobody_passes_those_who_wait(url):
-    dependencies = httpx.get(f"{url}config").json()["dependencies"]
-    number = next(its["id"] for its in dependencies if its["api_name"] == "generate")
-    data = [LONG, ["toy/clip"], "", 0, 1, None, None, None, 1, None, False, "auto"]
-    for path, named in (("run/generate", {}), ("api/generate", {}), ("run/tokens", {"fn_index": number})):
-        response = httpx.post(f"{url}gradio_api/{path}", json={"data": data} | named)
+    named = {"fn_index": Visitor(url).number("generate")}
+    for path, body in (("run/generate", {}), ("api/generate", {}), ("run/tokens", named)):
+        response = httpx.post(f"{url}gradio_api/{path}", json={"data": drawing()} | body)
         assert response.status_code == 404 and "queue" in response.text
     # What needs no turn is answered there.
     counted = httpx.post(f"{url}gradio_api/run/tokens", json={"data": [LONG, False]})
@@ -320,23 +314,15 @@ def named(url: str) -> set[str]:
 # ---- what is refused
 
 TOO_LONG = "word " * 20_000
+# tests/test_demo_core.py checks every setting.
 BAD = {
     "empty": ({"prompt": ""}, "prompt"),
     "100,000 characters": ({"prompt": TOO_LONG}, "20,000"),
-    "control characters": ({"prompt": "a red\x00 ring"}, "control character"),
     "no text": ({"prompt": {"a": 1}}, "must be text"),
-    "size of a toy": ({"height": 1024}, "48"),
-    "memory": ({"width": 10**9}, "width"),
     "odd size": ({"height": "tall"}, "height"),
-    "steps": ({"steps": 10**9}, "steps"),
-    "images": ({"images": 0}, "images"),
-    "seed": ({"seed": -1}, "seed"),
     "guidance": ({"guidance_scale": 1e30}, "guidance"),
-    "encoder": ({"encoders": ["toy/none"]}, "toy/none"),
     "encoders": ({"encoders": "toy/clip"}, "toy/clip"),
     "path": ({"encoders": ["/etc/passwd"]}, "Choose one of"),
-    "scheduler": ({"scheduler": "os.system"}, "Choose one of"),
-    "policy": ({"long_prompts": "../.."}, "Choose one of"),
 }
 
 
@@ -372,21 +358,19 @@ def test_messages_hold_no_html(visitor):
     assert "&lt;img" in str(raised.value) and "<img" not in str(raised.value)
 
 
-@pytest.mark.parametrize("png", ["", "!", "é", base64.b64encode(b"GIF89a").decode(), None, 7])
+@pytest.mark.parametrize("png", ["", "é", base64.b64encode(b"GIF89a").decode(), None])
 def test_what_is_no_picture_is_refused(visitor, png):
     with pytest.raises(RuntimeError, match="PNG"):
         visitor.ask("settings", [png])
 
 
-def test_hostile_settings_of_a_picture_are_refused(visitor, models):
-    for text in ("[" * 100_000, HOSTILE, '{"prompt": 1}', '{"prompt": "a", "steps": "<img src=x>"}'):
-        file, info = BytesIO(), PngInfo()
-        info.add_text("settings", text)
-        Image.new("RGB", (8, 8)).save(file, format="PNG", pnginfo=info)
-        with pytest.raises(RuntimeError, match="PNG|prompt|steps") as raised:
-            visitor.ask("settings", [base64.b64encode(file.getvalue()).decode()])
-        assert "<img" not in str(raised.value)
-    assert pngs(generate(visitor)) == alone(models)
+def test_hostile_settings_of_a_picture_are_refused(visitor):
+    file, info = BytesIO(), PngInfo()
+    info.add_text("settings", '{"prompt": "a", "steps": "<img src=x>"}')
+    Image.new("RGB", (8, 8)).save(file, format="PNG", pnginfo=info)
+    with pytest.raises(RuntimeError, match="steps") as raised:
+        visitor.ask("settings", [base64.b64encode(file.getvalue()).decode()])
+    assert "<img" not in str(raised.value)
 
 
 WRITES = ["upload", "upload/", "/upload", "process_recording", "component_server", "vibe-edit", "stream/x"]
@@ -396,7 +380,12 @@ def test_what_writes_or_fetches_is_closed(url, files):
     for path in [*(f"gradio_api/{path}" for path in WRITES), *WRITES]:
         response = httpx.post(url + path, files={"files": ("a.png", b"x"), "video": ("a.mp4", b"x")})
         assert (response.status_code, response.text) == (403, "This path is closed."), path
-    for path in ("gradio_api/proxy=http://127.0.0.1/", "gradio_api/file=/a/gradio_api/b", "file=x"):
+    for path in (
+        "gradio_api/proxy=http://127.0.0.1/",
+        "gradio_api/file=/etc/passwd",
+        "gradio_api/file=app/a.py",
+        "file=x",
+    ):
         assert httpx.get(url + path).status_code == 403
     assert written(files) == []
 
@@ -433,16 +422,12 @@ def test_no_file_is_fetched(url, files):
     assert written(files) == []
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "app/demo/page.py", "../../etc/passwd", "pyproject.toml"])
-def test_no_file_of_the_machine_is_given_out(url, path):
-    assert httpx.get(f"{url}gradio_api/file={path}").status_code in (403, 404)
-
-
 def test_what_a_visitor_was_shown_is_not_kept(demo):
     page, url = demo
     (picture,) = generate(Visitor(url))
-    kept = str([list(state.components) for state in page.state_holder.session_data.values()])
-    assert "Textbox" in kept and picture["png"] not in kept and LONG not in kept
+    sessions = page.state_holder.session_data.values()
+    kept = str([list(session.components) for session in sessions])
+    assert sessions and picture["png"] not in kept and LONG not in kept
 
 
 def test_nothing_is_written(files, visitor):
@@ -513,12 +498,6 @@ def test_a_password_and_a_full_queue(files, monkeypatch, models):
 def test_settings_that_cannot_be_used(settings, message):
     with pytest.raises(UserError, match=message):
         launch.open_app(launch.AppConfig(**settings))
-
-
-def test_a_port_that_is_taken_is_passed_over():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert launch._free_port("127.0.0.1", port) > port
 
 
 # ---- what the page shows

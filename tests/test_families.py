@@ -216,7 +216,7 @@ def test_every_configuration_reads_its_context_length_and_trains_all_its_weights
 
 
 def of_true_width(model):
-    """Two layers of a model, as wide as it is, with few words; for timm's image towers, of fixed depth, a tiny one."""
+    """Two layers of a model in its true width with a small vocabulary; a tiny image tower in place of timm's."""
     config = open_clip.get_model_config(model)
     config["text_cfg"] |= {"layers": 2, "vocab_size": 514}
     if "timm_model_name" in config["vision_cfg"]:

@@ -1,23 +1,16 @@
-"""What people do with diffusers' SDXL, done with the long-prompt class: short prompts as diffusers does, and long."""
+"""What people load into diffusers' SDXL and its encoders, loaded into the long-prompt class: LoRAs, dtypes and more."""
 
 import copy
-import re
 import warnings
-from importlib.metadata import version
 
 import numpy as np
 import pytest
 import tiny_sdxl
 import torch
-from diffusers import (
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
-    LCMScheduler,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
+from diffusers import StableDiffusionXLPipeline
 from diffusers.hooks import apply_layerwise_casting
 from safetensors.torch import load_file, save_file
+from single_files import original_layout
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +20,6 @@ from debias_diffusion.tokens import clip_tokenizer
 SHORT = "A red cat sleeps on a blue sofa, next to a window."
 WORDS = ["red", "cat", "blue", "sofa", "tree", "house", "sky"]  # one token each
 LONG = " ".join(WORDS * 20)
-DTYPE = "dtype" if version("diffusers") >= "0.40" else "torch_dtype"  # diffusers renamed it
 BOS, EOS = 49406, 49407
 ENCODERS = ("text_encoder", "text_encoder_2")
 
@@ -56,7 +48,7 @@ def loaded(base):
 
 
 def build(cls, loaded, **components):
-    """A pipeline with models of its own: reading the folder each time would take seconds, because of the tokenizers."""
+    """A pipeline with copied models: reading the folder each time would take seconds, because of the tokenizers."""
     parts = {name: part for name, part in loaded.components.items() if name not in components}
     for name in ("unet", "vae", *ENCODERS):
         if name in parts:
@@ -79,7 +71,7 @@ def draw(pipe, prompt=None, steps=2, **call):
 
 
 def same_as_stock(stock, pipe, **call):
-    """The picture of a short prompt, which both draw alike, bit for bit."""
+    """The image of a short prompt, the same from both, bit for bit."""
     images = draw(pipe, SHORT, **call)
     assert np.array_equal(images, draw(stock, SHORT, **call))
     return images
@@ -331,100 +323,11 @@ def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
 
 # ---- single files
 
-UNET_NAMES = {  # diffusers' names, as regular expressions -> the original ones, for one resnet a block
-    r"^conv_in": "input_blocks.0.0",
-    r"^conv_norm_out": "out.0",
-    r"^conv_out": "out.2",
-    r"^time_embedding\.linear_([12])": lambda m: f"time_embed.{2 * int(m[1]) - 2}",
-    r"^add_embedding\.linear_([12])": lambda m: f"label_emb.0.{2 * int(m[1]) - 2}",
-    r"^down_blocks\.(\d)\.resnets\.0": lambda m: f"input_blocks.{2 * int(m[1]) + 1}.0",
-    r"^down_blocks\.(\d)\.attentions\.0": lambda m: f"input_blocks.{2 * int(m[1]) + 1}.1",
-    r"^down_blocks\.0\.downsamplers\.0\.conv": "input_blocks.2.0.op",
-    r"^up_blocks\.(\d)\.resnets\.(\d)": lambda m: f"output_blocks.{2 * int(m[1]) + int(m[2])}.0",
-    r"^up_blocks\.(\d)\.attentions\.(\d)": lambda m: f"output_blocks.{2 * int(m[1]) + int(m[2])}.1",
-    r"^up_blocks\.0\.upsamplers\.0": "output_blocks.1.2",
-    r"^mid_block\.resnets\.([01])": lambda m: f"middle_block.{2 * int(m[1])}",
-    r"^mid_block\.attentions\.0": "middle_block.1",
-}
-RESNET_NAMES = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "time_emb_proj": "emb_layers.1",
-    "conv_shortcut": "skip_connection",
-}
-VAE_NAMES = {
-    r"down_blocks\.(\d)\.resnets": r"down.\1.block",
-    r"down_blocks\.(\d)\.downsamplers\.0": r"down.\1.downsample",
-    r"up_blocks\.(\d)\.resnets": lambda m: f"up.{3 - int(m[1])}.block",
-    r"up_blocks\.(\d)\.upsamplers\.0": lambda m: f"up.{3 - int(m[1])}.upsample",
-    r"mid_block\.resnets\.(\d)": lambda m: f"mid.block_{int(m[1]) + 1}",
-    r"mid_block\.attentions\.0": "mid.attn_1",
-    r"group_norm": "norm",
-    r"to_([qkv])\.": r"\1.",
-    r"to_out\.0": "proj_out",
-    r"conv_shortcut": "nin_shortcut",
-    r"conv_norm_out": "norm_out",
-}
-OPEN_CLIP_NAMES = {
-    r"^text_model\.": "",
-    r"^embeddings\.token_embedding": "token_embedding",
-    r"^embeddings\.position_embedding\.weight": "positional_embedding",
-    r"^encoder\.layers": "transformer.resblocks",
-    r"layer_norm([12])": r"ln_\1",
-    r"mlp\.fc1": "mlp.c_fc",
-    r"mlp\.fc2": "mlp.c_proj",
-    r"self_attn\.out_proj": "attn.out_proj",
-    r"^final_layer_norm": "ln_final",
-}
-
-
-def renamed(name, names):
-    for theirs, original in names.items():
-        name = re.sub(theirs, original, name)
-    return name
-
-
-def open_clip_state(encoder):
-    """transformers' text tower under open_clip's names, q, k and v packed."""
-    state, packed = {}, {}
-    for name, tensor in encoder.state_dict().items():
-        name = renamed(name, OPEN_CLIP_NAMES)
-        if name == "text_projection.weight":
-            state["text_projection"] = tensor.T
-        elif part := re.match(r"(.*)\.self_attn\.[qkv]_proj\.(\w+)", name):
-            packed.setdefault(f"{part[1]}.attn.in_proj_{part[2]}", {})[name] = tensor
-        elif not name.endswith("position_ids"):
-            state[name] = tensor
-    for name, parts in packed.items():
-        query, key, value = (next(t for n, t in parts.items() if f".{letter}_proj" in n) for letter in "qkv")
-        state[name] = torch.cat([query, key, value])
-    return state
-
-
-def write_single_file(path, pipe):
-    """The pipeline's models in one safetensors file with the original SDXL's names, as shared checkpoints are."""
-    state = {}
-    for name, tensor in pipe.unet.state_dict().items():
-        names = RESNET_NAMES if "resnets" in name else {}
-        name = renamed(name, {rf"\.{theirs}\.": f".{ours}." for theirs, ours in names.items()})
-        state[f"model.diffusion_model.{renamed(name, UNET_NAMES)}"] = tensor
-    for name, tensor in pipe.vae.state_dict().items():
-        is_linear = "attentions" in name and tensor.ndim == 2  # there a convolution of one pixel
-        state[f"first_stage_model.{renamed(name, VAE_NAMES)}"] = tensor[..., None, None] if is_linear else tensor
-    for name, tensor in pipe.text_encoder.state_dict().items():
-        name = name.removeprefix("text_model.")
-        state[f"conditioner.embedders.0.transformer.text_model.{name}"] = tensor
-    for name, tensor in open_clip_state(pipe.text_encoder_2).items():
-        state[f"conditioner.embedders.1.model.{name}"] = tensor
-    save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, path)
-    return path
-
 
 def test_from_single_file(base, loaded, tmp_path):
     stock, pipe = pair(loaded)
-    path = write_single_file(tmp_path / "checkpoint.safetensors", stock)
+    path = tmp_path / "checkpoint.safetensors"
+    save_file(original_layout(stock.components), path)
     single = quiet(StableDiffusionXLLongPromptPipeline.from_single_file(path, config=str(base), add_watermarker=False))
     for name in ("unet", "vae", *ENCODERS):
         expected, got = (getattr(p, name).state_dict() for p in (stock, single))
@@ -440,34 +343,7 @@ def test_from_single_file(base, loaded, tmp_path):
     assert torch.equal(single.encode_prompt(LONG)[0], ours(loaded, **encoder).encode_prompt(LONG)[0])
 
 
-# ---- other ways in and out, and other dtypes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_from_pipe_shares_the_models(loaded, dtype):
-    stock = build(StableDiffusionXLPipeline, loaded).to(dtype)
-    pipe = quiet(StableDiffusionXLLongPromptPipeline.from_pipe(stock, **{DTYPE: dtype}))
-    assert type(pipe) is StableDiffusionXLLongPromptPipeline
-    for model in ("unet", "vae", *ENCODERS):
-        assert getattr(pipe, model) is getattr(stock, model) and getattr(pipe, model).dtype == dtype
-    same_as_stock(stock, pipe, negative_prompt="blurry")
-    embeds = pipe.encode_prompt(LONG, negative_prompt="blurry")
-    assert all(part.dtype == dtype for part in embeds)
-    assert draw(pipe, LONG).std() > 0.01
-    # and back, with all there is
-    again = quiet(StableDiffusionXLPipeline.from_pipe(pipe, **{DTYPE: dtype}))
-    assert type(again) is StableDiffusionXLPipeline
-    same_as_stock(again, pipe)
-
-
-def test_saved_in_half_precision_and_loaded_again(loaded, tmp_path):
-    pipe = ours(loaded).to(torch.bfloat16)
-    pipe.save_pretrained(tmp_path, variant="fp16")
-    again = quiet(
-        StableDiffusionXLLongPromptPipeline.from_pretrained(tmp_path, variant="fp16", **{DTYPE: torch.bfloat16})
-    )
-    assert {getattr(again, model).dtype for model in ("unet", "vae", *ENCODERS)} == {torch.bfloat16}
-    assert np.array_equal(draw(again, LONG, negative_prompt="grey"), draw(pipe, LONG, negative_prompt="grey"))
+# ---- dtypes
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -541,55 +417,7 @@ def test_no_float64(loaded):
         torch.ones(1, dtype=torch.float64)
 
 
-# ---- few-step models, callbacks
-
-
-@pytest.mark.parametrize("guidance_scale", [0.0, 1.0])
-@pytest.mark.parametrize("scheduler", [EulerAncestralDiscreteScheduler, EulerDiscreteScheduler])
-def test_turbo_and_lightning(loaded, scheduler, guidance_scale):
-    """Without guidance a negative prompt is not read, however long it is."""
-    pipes = pair(loaded)
-    for pipe in pipes:
-        pipe.scheduler = scheduler.from_config(pipe.scheduler.config, timestep_spacing="trailing")
-    call = {"guidance_scale": guidance_scale, "steps": 1}
-    image = same_as_stock(*pipes, **call)
-    assert np.array_equal(draw(pipes[1], SHORT, negative_prompt=LONG, **call), image)
-    image = draw(pipes[1], LONG, **call)
-    assert np.array_equal(draw(pipes[1], LONG, negative_prompt=LONG * 2, **call), image)
-    assert not np.array_equal(draw(pipes[1], LONG + " dragon", **call), image)
-
-
-def test_lcm(base, loaded):
-    """A UNet that was given the guidance scale as an input is not guided, so the negative prompt is not read."""
-    config = UNet2DConditionModel.load_config(base, subfolder="unet") | {"time_cond_proj_dim": 16}
-    torch.manual_seed(0)
-    pipes = pair(loaded, unet=UNet2DConditionModel.from_config(config).eval())
-    for pipe in pipes:
-        pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
-    image = same_as_stock(*pipes, guidance_scale=8.0)
-    assert np.array_equal(draw(pipes[1], SHORT, negative_prompt=LONG, guidance_scale=8.0), image)
-    assert not np.array_equal(draw(pipes[1], LONG, guidance_scale=8.0), draw(pipes[1], LONG, guidance_scale=2.0))
-
-
-def test_callbacks_read_and_change_the_embeddings(loaded):
-    """diffusers' example: guidance ends after the first step, and the callback drops the negative halves."""
-    names = ["prompt_embeds", "add_text_embeds", "add_time_ids"]
-    shapes = []
-
-    def end_guidance(pipe, step, timestep, tensors):
-        shapes.append(tuple(tensors["prompt_embeds"].shape))
-        if step == 0:
-            tensors = {name: tensor.chunk(2)[-1] for name, tensor in tensors.items()}
-            pipe._guidance_scale = 0.0
-        return tensors
-
-    call = {"callback_on_step_end": end_guidance, "callback_on_step_end_tensor_inputs": names, "steps": 3}
-    stock, pipe = pair(loaded)
-    image = same_as_stock(stock, pipe, negative_prompt="grey", **call)
-    assert not np.array_equal(draw(pipe, SHORT, negative_prompt="grey", steps=3), image)
-    shapes.clear()
-    draw(pipe, LONG, negative_prompt="grey", num_images_per_prompt=2, **call)
-    assert shapes == [(4, 152, 72), (2, 152, 72), (2, 152, 72)]
+# ---- all together
 
 
 def test_everything_at_once_is_what_it_is_one_by_one(loaded):

@@ -3,6 +3,7 @@ run."""
 
 import io
 import json
+import multiprocessing
 import os
 import random
 import struct
@@ -18,9 +19,11 @@ import torch
 from accelerate import Accelerator
 from PIL import EpsImagePlugin, Image, features
 from tiny_clip import tiny_clip
+from torch.utils.data import DataLoader
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_shards
+from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.pictures import dpg_bench
@@ -30,7 +33,7 @@ from debias_diffusion.eval.pictures.generation import _reference, _with_readable
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
-from debias_diffusion.training.check import _Everything
+from debias_diffusion.training.check import _CheckedRecords
 from debias_diffusion.training.feature_cache import FrozenTower, cached_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -197,7 +200,7 @@ def test_a_damaged_file_is_opened_or_refused_and_never_anything_else(tmp_path):
     assert len(files) > 15
     outcomes = {True: 0, False: 0}
     for kind, content in files.items():
-        for _ in range(80):
+        for _ in range(40):
             damaged = bytearray(content)
             for _ in range(rng.choice((1, 4, 16))):
                 damaged[rng.randrange(min(len(damaged), rng.choice((64, len(damaged)))))] = rng.randrange(256)
@@ -211,7 +214,7 @@ def test_a_damaged_file_is_opened_or_refused_and_never_anything_else(tmp_path):
                 assert type(error).__name__ == "UnreadableImage" and str(error), kind
                 assert error.kind in ("unreadable image", "absurdly large image")
                 outcomes[False] += 1
-    assert min(outcomes.values()) > 100
+    assert min(outcomes.values()) > 50
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="Pillow reads no AVIF here")
@@ -277,7 +280,7 @@ def test_whatever_an_image_raises_its_record_is_named_and_the_others_go_on(three
     dataset = CaptionDataset(records, images, backbone.read_pixels, TOKENIZER, RECIPE, 0, lambda epoch: [2])
     bad.append(dataset[(0, 1, 0)].bad)
     assert dataset[(0, 1, 0)].sample_id == "2"
-    everything = _Everything(records, images, TOKENIZER)
+    everything = _CheckedRecords(records, images, TOKENIZER)
     bad.append([fault for *_, fault in (everything[index] for index in range(3)) if fault])
     cache = folder / "cache"
     tower = FrozenTower(backbone, Accelerator(cpu=True), "fp32")
@@ -299,7 +302,7 @@ def test_what_no_image_causes_is_not_taken_for_a_bad_image(three, error):
     with pytest.raises(type(error)):
         dataset[(0, 1, 0)]
     with pytest.raises(type(error)):
-        _Everything(records, images, TOKENIZER)[1]
+        _CheckedRecords(records, images, TOKENIZER)[1]
     with pytest.raises(type(error)):
         _with_readable_reference(records, images)
 
@@ -416,39 +419,37 @@ def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     assert len(flickr) == 2 and all("cannot be read" in line and "not a regular file" in line for line in flickr)
 
 
-LOAD = """
-import os, signal, sys, time
-from pathlib import Path
-from torch.utils.data import DataLoader
-from debias_diffusion.data import ImageFolder, Record
-from debias_diffusion.data.bad_records import read_or_bad
+class Pipes:
+    """A data set whose every image is a pipe."""
 
-class Opened:
-    def __init__(self, folder):
-        self.images = ImageFolder(folder)
+    def __init__(self, folder: Path):
+        self.folder, self.images = folder, ImageFolder(folder)
+
     def __len__(self):
         return 1000
+
     def __getitem__(self, index):
+        (self.folder / f"reading-{os.getpid()}").touch()
         return read_or_bad(Record("a", "pipe.png", "A."), self.images.open)
 
-loader = iter(DataLoader(Opened(sys.argv[1]), batch_size=1, num_workers=2, collate_fn=list))
-Path(sys.argv[1], "workers").write_text(" ".join(str(worker.pid) for worker in loader._workers))
-time.sleep(600)
-"""
+
+def load_pipes(folder: Path) -> None:
+    batches = iter(DataLoader(Pipes(folder), batch_size=1, num_workers=2, collate_fn=list))
+    time.sleep(600)
+    next(batches)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to look for processes in")
 def test_no_worker_outlives_a_killed_run_because_of_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
-    run = subprocess.Popen([sys.executable, "-c", LOAD, str(tmp_path)], cwd=ROOT)
+    run = multiprocessing.get_context("fork").Process(target=load_pipes, args=(tmp_path,))
+    run.start()
     try:
-        workers = tmp_path / "workers"
-        wait_until(lambda: workers.exists() and len(workers.read_text().split()) == 2)
-        pids = [int(pid) for pid in workers.read_text().split()]
-        time.sleep(2)  # for them to begin reading
+        wait_until(lambda: len(list(tmp_path.glob("reading-*"))) == 2)
+        pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("reading-*")]
     finally:
         run.kill()
-        run.wait()
+        run.join()
     try:
         wait_until(lambda: not any(map(running, pids)))
     finally:

@@ -34,15 +34,31 @@ def tiny_clip(tmp_path_factory) -> str:
     return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"), tokenizer=byte_tokenizer(77))
 
 
-def brute_force(image_features, text_features, k):
-    """Percent of texts whose image has fewer than k other images at least as similar, one comparison at a time."""
-    images = [row / row.norm() if row.norm() > 0 else row for row in image_features.double()]
-    texts = [row / row.norm() if row.norm() > 0 else row for row in text_features.double()]
-    hits = 0
-    for i, text in enumerate(texts):
-        own = float(text @ images[i])
-        hits += sum(float(text @ other) >= own - 1e-6 for j, other in enumerate(images) if j != i) < k
-    return 100 * hits / len(texts)
+def brute_force(images, texts, image_of, of_texts=None, of_images=None):
+    """(each text's rank of its image, each image's best rank of a caption), one comparison at a time.
+
+    Among all, or among the rows of images for each text, `of_texts`, and of texts for each image, `of_images`.
+    """
+    images, texts = ([row / row.norm() if row.norm() > 0 else row for row in rows.double()] for rows in (images, texts))
+    cosine = [[float(image @ text) for text in texts] for image in images]
+    of_texts, of_images = of_texts or [range(len(images))] * len(texts), of_images or [range(len(texts))] * len(images)
+    text_ranks = [
+        1 + sum(cosine[i][t] >= cosine[owner][t] - 1e-6 for i in of_texts[t] if i != owner)
+        for t, owner in enumerate(image_of)
+    ]
+    image_ranks = [
+        min(
+            1 + sum(cosine[i][t] >= cosine[i][own] - 1e-6 for t in of_images[i] if image_of[t] != i)
+            for own in of_images[i]
+            if image_of[own] == i
+        )
+        for i in range(len(images))
+    ]
+    return text_ranks, image_ranks
+
+
+def recall(ranks, k):
+    return 100 * sum(rank <= k for rank in ranks) / len(ranks)
 
 
 # Small whole numbers, so that exact ties, duplicates and zero vectors are frequent.
@@ -58,8 +74,8 @@ features = st.integers(1, 12).flatmap(
 def test_recall_equals_brute_force_with_ties_for_any_block(pair, k, block):
     images, texts = (torch.tensor(rows, dtype=torch.float32) for rows in pair)
     got = recall_at_k(images, texts, ks=(k,), block=block)
-    assert got["text_to_image"][f"R@{k}"] == pytest.approx(brute_force(images, texts, k))
-    assert got["image_to_text"][f"R@{k}"] == pytest.approx(brute_force(texts, images, k))
+    for ranks, direction in zip(brute_force(images, texts, range(len(texts))), got, strict=True):
+        assert got[direction][f"R@{k}"] == pytest.approx(recall(ranks, k))
 
 
 def test_recall_of_random_features_equals_brute_force():
@@ -67,32 +83,10 @@ def test_recall_of_random_features_equals_brute_force():
     images = torch.randn(60, 8, generator=generator)
     texts = images + 1.5 * torch.randn(60, 8, generator=generator)
     got = recall_at_k(images, texts, block=7)
-    for k in (1, 5, 10):
-        assert 0 < got["text_to_image"][f"R@{k}"] < 100
-        assert got["text_to_image"][f"R@{k}"] == pytest.approx(brute_force(images, texts, k))
-        assert got["image_to_text"][f"R@{k}"] == pytest.approx(brute_force(texts, images, k))
-
-
-def brute_force_of_several(images, texts, image_of, k):
-    """(text to image, image to text) in percent, one comparison at a time. Any of an image's captions will do."""
-    images = [row / row.norm() if row.norm() > 0 else row for row in images.double()]
-    texts = [row / row.norm() if row.norm() > 0 else row for row in texts.double()]
-    found = 0
-    for text, image in zip(texts, image_of, strict=True):
-        own = float(text @ images[image])
-        found += sum(float(text @ other) >= own - 1e-6 for j, other in enumerate(images) if j != image) < k
-    reached = 0
-    for i, image in enumerate(images):
-        hit = False
-        for text, owner in zip(texts, image_of, strict=True):
-            if owner == i:
-                own = float(image @ text)
-                strangers = [
-                    t for t, o in zip(texts, image_of, strict=True) if o != i and float(image @ t) >= own - 1e-6
-                ]
-                hit = hit or len(strangers) < k
-        reached += hit
-    return 100 * found / len(texts), 100 * reached / len(images)
+    for ranks, direction in zip(brute_force(images, texts, range(60)), got, strict=True):
+        for k in (1, 5, 10):
+            assert 0 < got[direction][f"R@{k}"] < 100
+            assert got[direction][f"R@{k}"] == pytest.approx(recall(ranks, k))
 
 
 # One to three captions for each of a few images, in any order.
@@ -113,8 +107,8 @@ def test_recall_with_several_captions_equals_brute_force_with_ties_for_any_block
     images, image_of, texts = given_features
     images, texts = torch.tensor(images, dtype=torch.float32), torch.tensor(texts, dtype=torch.float32)
     got = recall_at_k(images, texts, ks=(k,), block=block, image_of=image_of)
-    expected = brute_force_of_several(images, texts, image_of, k)
-    assert (got["text_to_image"][f"R@{k}"], got["image_to_text"][f"R@{k}"]) == pytest.approx(expected)
+    for ranks, direction in zip(brute_force(images, texts, image_of), got, strict=True):
+        assert got[direction][f"R@{k}"] == pytest.approx(recall(ranks, k))
 
 
 def test_recall_with_five_random_captions_an_image_equals_brute_force():
@@ -123,9 +117,8 @@ def test_recall_with_five_random_captions_an_image_equals_brute_force():
     images = torch.randn(20, 8, generator=generator)
     texts = images[image_of] + 2 * torch.randn(100, 8, generator=generator)
     got = recall_at_k(images, texts, block=7, image_of=image_of)
-    for k in (1, 5, 10):
-        numbers = got["text_to_image"][f"R@{k}"], got["image_to_text"][f"R@{k}"]
-        assert numbers == pytest.approx(brute_force_of_several(images, texts, image_of, k))
+    for ranks, direction in zip(brute_force(images, texts, image_of), got, strict=True):
+        assert list(got[direction].values()) == pytest.approx([recall(ranks, k) for k in (1, 5, 10)])
     assert 0 < got["text_to_image"]["R@1"] < got["image_to_text"]["R@1"] < 100  # one of five captions is enough
 
 
@@ -149,38 +142,22 @@ def test_owners_that_do_not_fit_are_refused(image_of):
 @st.composite
 def with_candidates(draw):
     """Images, captions, the captions' images, and for every query some candidates with a partner among them."""
-    vectors = st.lists(st.integers(-2, 2), min_size=3, max_size=3)
-    image_of = draw(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-    images, texts = (draw(st.lists(vectors, min_size=n, max_size=n)) for n in (5, len(image_of)))
-    asked = sorted(set(image_of))  # images with captions; the others only distract
-    of_texts = [[*draw(st.sets(st.integers(0, 4))) - {image}, image] for image in image_of]
-    of_images = []
-    for image in asked:
-        own = [row for row, owner in enumerate(image_of) if owner == image]
-        some = draw(st.sets(st.sampled_from(own), min_size=1))
-        of_images.append(sorted(some | draw(st.sets(st.integers(0, len(image_of) - 1)))))
-    return images, texts, image_of, of_texts, of_images
+    images, image_of, texts = draw(several)
+    some_images = st.sets(st.integers(0, len(images) - 1))
+    of_texts = [[*draw(some_images) - {owner}, owner] for owner in image_of]
+    some_texts = st.sets(st.integers(0, len(texts) - 1))
+    of_images = [sorted(draw(some_texts) | {image_of.index(image)}) for image in range(len(images))]
+    return images, image_of, texts, of_texts, of_images
 
 
 @settings(max_examples=100, deadline=None)
 @given(with_candidates(), st.integers(1, 9))
 def test_ranks_among_candidates_equal_brute_force_with_ties_for_any_block(drawn, block):
-    images, texts, image_of, of_texts, of_images = drawn
+    images, image_of, texts, of_texts, of_images = drawn
     images, texts = torch.tensor(images, dtype=torch.float32), torch.tensor(texts, dtype=torch.float32)
-    cosine = (
-        torch.nn.functional.normalize(images.double(), dim=1) @ torch.nn.functional.normalize(texts.double(), dim=1).T
-    )
-    got = recall_ranks(images, texts, block, image_of, {"text_to_image": of_texts})
-    assert got["text_to_image"].tolist() == [
-        1 + sum(cosine[image, text] >= cosine[image_of[text], text] - 1e-6 for image in rows if image != image_of[text])
-        for text, rows in enumerate(of_texts)
-    ]
-    asked = sorted(set(image_of))
-    owners = [asked.index(image) for image in image_of]
-    got = recall_ranks(images[asked], texts, block, owners, {"image_to_text": of_images})
-    for image, rows, rank in zip(asked, of_images, got["image_to_text"].tolist(), strict=True):
-        best = max(cosine[image, text] for text in rows if image_of[text] == image)
-        assert rank == 1 + sum(cosine[image, text] >= best - 1e-6 for text in rows if image_of[text] != image)
+    candidates = {"text_to_image": of_texts, "image_to_text": of_images}
+    got = recall_ranks(images, texts, block, image_of, candidates)
+    assert tuple(got[name].tolist() for name in candidates) == brute_force(images, texts, image_of, of_texts, of_images)
 
 
 def test_ranks_among_candidates_in_closed_form():

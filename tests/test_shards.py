@@ -2,6 +2,7 @@ import io
 import json
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def pair(key, index=0):
     return [(f"{key}.jpg", encoded(picture(index))), (f"{key}.txt", caption(index).encode())]
 
 
-def batches(captions, images, workers=0, context=None):
+def batches(captions, images, workers=0):
     """Two epochs' batches of four pairs."""
     # Of importable parts alone, because a process that is not forked is sent all of it.
     preprocess = Compose([Resize((4, 4)), PILToTensor()])
@@ -119,7 +120,6 @@ def batches(captions, images, workers=0, context=None):
             batch_sampler=[[(epoch, index, 0) for index in (3, 0, 5, 6)] for epoch in range(2)],
             collate_fn=Collate(TOKENIZER, recipe),
             num_workers=workers,
-            multiprocessing_context=context,
         )
     )
 
@@ -280,12 +280,13 @@ def test_folder_and_shards_give_the_same_draws(folder, tmp_path):
     assert not torch.equal(ours[0].tokens.padded(), ours[1].tokens.padded())
 
 
-@pytest.mark.parametrize(("workers", "context"), [(2, "fork"), (1, "spawn")])
-def test_workers_read_what_one_process_reads(folder, tmp_path, workers, context):
+def test_workers_read_what_one_process_reads(folder, tmp_path):
     captions, images = written(folder, tmp_path / "shards")
     alone = batches(captions, images)  # which leaves shards open that a forked process inherits
-    for one, other in zip(alone, batches(captions, images, workers, context), strict=True):
-        assert torch.equal(one.images, other.images) and torch.equal(one.tokens.padded(), other.tokens.padded())
+    copied = batches(*pickle.loads(pickle.dumps((captions, images))))  # as workers that are not forked get them
+    for one, *others in zip(alone, batches(captions, images, 2), copied, strict=True):
+        for other in others:
+            assert torch.equal(one.images, other.images) and torch.equal(one.tokens.padded(), other.tokens.padded())
     assert len({bytes(image.numpy()) for image in alone[0].images}) == 4
 
 
@@ -448,18 +449,17 @@ def test_a_damaged_header_ends_a_shard_and_no_damage_stops_the_reading(tmp_path)
     assert bad.kind == "broken shard" and f"byte {header} of {len(whole)}" in bad.detail
 
 
-@hypothesis.settings(max_examples=200)
-@hypothesis.given(st.data())
-def test_whatever_the_bytes_are_they_are_read_or_named(data):
-    with tempfile.TemporaryDirectory() as there:
-        path = tar(Path(there) / "s.tar", [*pair("a"), *pair("x" * 120), *pair("c")])
-        content = bytearray(path.read_bytes())
-        with tarfile.open(path) as file:
-            headers = [member.offset for member in file.getmembers()]
-        for _ in range(data.draw(st.integers(1, 4))):
-            start = data.draw(st.sampled_from(headers)) + data.draw(st.integers(0, 511))
-            content[start : start + 1] = data.draw(st.binary(min_size=1, max_size=12))
-        for header in headers if data.draw(st.booleans()) else []:  # damage that the check sum hides
+def test_whatever_the_bytes_are_they_are_read_or_named(tmp_path):
+    path = tar(tmp_path / "s.tar", [*pair("a"), *pair("x" * 120), *pair("c")])
+    whole, rng, refused = path.read_bytes(), random.Random(0), 0
+    with tarfile.open(path) as file:
+        headers = [member.offset for member in file.getmembers()]
+    for number in range(300):
+        content = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            start = rng.choice(headers) + rng.randrange(512)
+            content[start : start + 1] = rng.randbytes(rng.randint(1, 12))
+        for header in headers if number % 2 else []:  # damage that the check sum hides
             block = content[header : header + 512]
             block[148:156] = b" " * 8
             content[header + 148 : header + 156] = b"%06o\0 " % sum(block)
@@ -468,9 +468,11 @@ def test_whatever_the_bytes_are_they_are_read_or_named(data):
             captions, images = read_shards(path)
         except UserError as error:
             assert "no usable sample" in str(error)
-            return
+            refused += 1
+            continue
         for record in captions.records:
             assert images.is_there(record.image)
+    assert 0 < refused < 300
 
 
 def with_header(path, index, kind, size, unpacked=0):

@@ -1,16 +1,15 @@
 """Long prompts through Stable Diffusion 1.5, where they differ from SDXL's: one encoder, its last layer."""
 
-import drawing
 import pytest
 import tiny_sdxl
 import torch
 from diffusers import StableDiffusionPipeline
+from drawing import OTHER, SHORT, LoraLinear
 
 from debias_diffusion.pipelines import StableDiffusionLongPromptImg2ImgPipeline, StableDiffusionLongPromptPipeline
 from debias_diffusion.tokens import clip_tokenizer
 
-SHORT, OTHER = "A red cat sleeps on a blue sofa, next to a window.", "Two green birds."
-LONG = "a red cat on a blue sofa, " * 15 + "under a tree"  # 123 tokens, the first window cut after 72
+LONG = "a red cat on a blue sofa, " * 15 + "under a tree"  # 123 tokens, the first chunk cut after 72
 BOS, EOS = 49406, 49407
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,7 +96,7 @@ def test_clip_skip_ends_cleanly_when_the_encoder_fails(ours):
             encode(ours, SHORT, clip_skip=wrong)
 
 
-def test_a_long_prompt_in_windows_and_at_once(ours, long):
+def test_a_long_prompt_in_chunks_and_at_once(ours, long):
     tokens = ours._tokenize(LONG)[0][0]
     assert len(tokens.ids) == 123
     assert ours.prompt_layout(LONG) == (123, 152, (2,))
@@ -139,7 +138,7 @@ def test_strict(ours, long):
 def test_lora_scale_holds_for_one_call():
     pipe = StableDiffusionLongPromptPipeline(**tiny_sdxl.sd15_parts())
     attention = parts_of(pipe.text_encoder).encoder.layers[0].self_attn
-    attention.v_proj = drawing.LoraLinear(attention.v_proj, 0.3)
+    attention.v_proj = LoraLinear(attention.v_proj, 0.3)
     full, none = encode(pipe, SHORT)[0], encode(pipe, SHORT, lora_scale=0.0)[0]
     assert not torch.equal(full, none)
     assert torch.equal(encode(pipe, SHORT)[0], full)

@@ -12,20 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 from test_training import command_of_two_processes, config, log, same_weights, wait_for_step, without_clock
-from tiny_clip import save_tiny_clip
 from tiny_data import make_tiny_data
 
 from debias_diffusion.training import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the processes that are started here, to the last bit
 SETTINGS = dict(checkpoint_every=1000, max_steps=40, eval_every=1000)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """(base model, data file, image folder)"""
-    folder = tmp_path_factory.mktemp("world")
-    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +31,8 @@ def alone(world, one_thread, tmp_path_factory):
 def start(command: list[str], **environment: str) -> subprocess.Popen:
     """The first process of a process group of its own, as a scheduler starts it."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | environment
-    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, **told)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
 
 def command_of_one_process(settings) -> list[str]:
@@ -74,9 +66,9 @@ def test_a_signal_to_all_processes_of_a_run_writes_a_checkpoint(world, alone, tm
     assert len(workers_of(process)) == workers
     for _ in range(3 if asked_with == signal.SIGTERM else 1):  # schedulers repeat it
         os.killpg(process.pid, asked_with)
-    told = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, told[-3000:]
-    assert "The same command continues from there" in told
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output[-3000:]
+    assert "The same command continues from there" in output
     has_stopped_and_can_continue(world, tmp_path, alone)
 
 
@@ -91,9 +83,9 @@ def test_a_signal_to_both_processes_of_a_run_writes_one_checkpoint(world, tmp_pa
     wait_for_step(tmp_path, 2, processes[0])
     for process in processes:
         os.killpg(process.pid, signal.SIGTERM)
-    told = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    assert told[0].count("The same command continues from there") == 1
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0].count("The same command continues from there") == 1
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
 
 
@@ -103,8 +95,8 @@ def test_a_signal_to_a_launcher_and_all_its_processes_writes_one_checkpoint(worl
     process = start(command_of_two_processes(settings))
     wait_for_step(tmp_path, 2, process)
     os.killpg(process.pid, signal.SIGTERM)  # which the launcher passes on to processes that have had it
-    told = process.communicate(timeout=120)[0]
-    assert told.count("The same command continues from there") == 1, told[-3000:]
+    output = process.communicate(timeout=120)[0]
+    assert output.count("The same command continues from there") == 1, output[-3000:]
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
 
 

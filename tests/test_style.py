@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from test_imports import MODULES, PACKAGE, ROOMS, ROOT
 
+from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
+
 # Pronouns and participles that could name anything.
 BANNED = {"its", "found", "told", "own", "what", "others"}
 # Modules that still have some.
@@ -16,12 +18,11 @@ LEFTOVERS = """
     app/demo/models.py app/demo/page.py app/demo/reading.py app/demo/requests.py app/demo/scenes.py
     app/demo/waiting.py app/quickstart.py debias_diffusion/data/json_list.py
     debias_diffusion/data/retrieval_sets.py debias_diffusion/data/shards.py
-    debias_diffusion/methods/objectives.py debias_diffusion/models/model_files.py debias_diffusion/sentences.py
+    debias_diffusion/sentences.py
     debias_diffusion/tokens.py debias_diffusion/toymodels/clip.py debias_diffusion/toymodels/feature_network.py
     debias_diffusion/toymodels/scores.py debias_diffusion/toymodels/unet.py debias_diffusion/toymodels/vae.py
     debias_diffusion/toyworld/checker.py debias_diffusion/toyworld/grammar.py
-    debias_diffusion/toyworld/scenes.py debias_diffusion/training/check.py debias_diffusion/training/loop.py
-    debias_diffusion/training/step.py
+    debias_diffusion/toyworld/scenes.py
     eval/story.py
     pipelines/checked.py pipelines/custom_pipeline.py pipelines/long_prompt.py
     pipelines/weighting.py
@@ -103,6 +104,13 @@ def test_pages_name_what_exists(page):
             target = (page.parent / link).read_text() if link else text
             headings = {heading(line) for line in re.findall(r"^#+ (.*)", target, re.MULTILINE)}
             assert anchor in headings, f"{link}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_pages_name_commands_that_exist(page):
+    for command, kind in re.findall(r"(?:debias-diffusion|app\.cli) ([a-z]+)(?: ([a-z-]+))?", page.read_text()):
+        assert command in COMMANDS
+        assert command != "evaluate" or kind in ("", *EVALUATIONS)
 
 
 def heading(title: str) -> str:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_interchange import open_clip_states
 from tiny_clip import tiny_clip, tiny_siglip
 
 from debias_diffusion.errors import UserError
@@ -15,7 +16,7 @@ from debias_diffusion.tokens import CaptionTokenizer, Markers
 BACKBONE = tiny_clip().double()
 BACKBONE.stretch(keep=5, factor=2)
 WITHOUT_SOT = CaptionTokenizer(BACKBONE.tokenizer.tokenizer, 149, Markers(sot=None, eot=49407, pad=7))
-# How rows begin: what all captions share, and what not.
+# How rows begin.
 BEGINNINGS = ["SOT, pads, text", "pads, SOT, text", "pads, text"]
 
 
@@ -46,18 +47,18 @@ def gradients(backbone, loss):
 
 
 def literal_features(backbone, tokens):
-    """open_clip's own forward on literal rows; for average pooling its parts, and the mean slot by slot."""
+    """open_clip's own forward on literal rows; for average pooling the mean slot by slot."""
     rows = tokens.padded()
     if backbone.pooling == "eot":
         return backbone.model.encode_text(rows)
     tower = getattr(backbone.model, "text", backbone.model)
     states = tower.transformer(tower.token_embedding(rows) + tower.positional_embedding, attn_mask=tower.attn_mask)
     means = []
-    for caption, its_states in enumerate(tower.ln_final(states)):
+    for caption, row_states in enumerate(tower.ln_final(states)):
         start = int(tokens.n_prefix[caption])
         counted = [0] if tokens.shared_sot else []
         counted += range(start, start + int(tokens.lengths[caption]))
-        means.append(sum(its_states[slot] for slot in counted) / len(counted))
+        means.append(sum(row_states[slot] for slot in counted) / len(counted))
     return backbone.text.project(torch.stack(means))
 
 
@@ -107,27 +108,18 @@ def test_a_tower_without_a_mask_is_pooled_likewise(pooling):
         assert_same_values_and_gradients(backbone, tokens, direction)
 
 
-def literal_states(backbone, tokens, at):
-    """Each block's output at one slot of every literal row, [batch, blocks, width], from open_clip's own forward."""
-    seen = []
-    blocks = getattr(backbone.model, "text", backbone.model).transformer.resblocks
-    hooks = [block.register_forward_hook(lambda *call: seen.append(call[2])) for block in blocks]
-    features = backbone.model.encode_text(tokens.padded())
-    for hook in hooks:
-        hook.remove()
-    return features, torch.stack([states[torch.arange(len(tokens)), at] for states in seen], dim=1)
-
-
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_states_of_eot_after_each_block_equal_the_padded_rows(beginning, pooling):
     tokens = batch_of(MANY, beginning, 0)
-    _, expected = literal_states(BACKBONE, tokens, tokens.n_prefix + tokens.lengths - 1)
-    expected_gradients = gradients(BACKBONE, expected[:, [2, 0, 2]].square().sum())
+    (_, *blocks), _ = open_clip_states(BACKBONE.model, tokens.padded())
+    eot = torch.arange(len(tokens)), tokens.n_prefix + tokens.lengths - 1
+    expected = torch.stack([blocks[block][eot] for block in (2, 0, 2)], dim=1)
+    expected_gradients = gradients(BACKBONE, expected.square().sum())
     with pooled(BACKBONE, pooling):
         features, states = BACKBONE.text.encode(tokens, blocks=[-1, 0, 2])
         assert torch.equal(features, BACKBONE.encode_text(tokens))
-    torch.testing.assert_close(states, expected[:, [2, 0, 2]], rtol=0, atol=1e-9)
+    torch.testing.assert_close(states, expected, rtol=0, atol=1e-9)
     for name, gradient in gradients(BACKBONE, states.square().sum()).items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-9, atol=1e-9, msg=name)
     assert BACKBONE.text.encode(tokens)[1].shape == (40, 0, 32)
@@ -139,9 +131,10 @@ def test_states_of_a_tower_without_a_mask_are_of_its_last_slot():
     backbone = tiny_siglip().double()
     tokens = backbone.tokenizer.batch(backbone.tokenizer.text_ids(["the cat", "", "a thing " * 40]), [5, 0, 0])
     features, states = backbone.text.encode(tokens, blocks=[1, 0, -1])
-    expected, rows = literal_states(backbone, tokens, -1)
+    (_, *rows), expected = open_clip_states(backbone.model, tokens.padded())
     torch.testing.assert_close(features, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(states, rows[:, [1, 0, 1]], rtol=0, atol=1e-12)
+    last_slots = torch.stack([rows[block][:, -1] for block in (1, 0, 1)], dim=1)
+    torch.testing.assert_close(states, last_slots, rtol=0, atol=1e-12)
     with pytest.raises(UserError, match="has no causal mask, and SDXL's UNet reads"):
         backbone.text.penultimate_states(tokens, 0)
 
@@ -167,14 +160,11 @@ def test_penultimate_states_equal_those_of_the_exported_encoder(pad):
 
 def test_pads_before_a_text_stay_in_the_penultimate_states():
     tokens = batch_of([(5, 0.1)], "SOT, pads, text", 0)
-    start, tower = int(tokens.n_prefix), BACKBONE.model
-    states = [BACKBONE.text.penultimate_states(tokens, pad) for pad in (0, 49407)]
-    torch.testing.assert_close(states[0][:, : start + 6], states[1][:, : start + 6], rtol=0, atol=1e-12)
-    seen = []
-    hook = tower.transformer.resblocks[-1].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
-    tower.encode_text(tokens.padded())
-    hook.remove()
-    torch.testing.assert_close(states[0], seen[0], rtol=0, atol=1e-12)
+    states, others = (BACKBONE.text.penultimate_states(tokens, pad) for pad in (0, 49407))
+    end = int(tokens.n_prefix) + 6
+    torch.testing.assert_close(others[:, :end], states[:, :end], rtol=0, atol=1e-12)
+    assert not torch.allclose(others[:, end:], states[:, end:], atol=1e-3)
+    torch.testing.assert_close(states, open_clip_states(BACKBONE.model, tokens.padded())[0][-2], rtol=0, atol=1e-12)
 
 
 def test_nothing_that_is_not_needed_is_computed():
@@ -211,12 +201,12 @@ def assert_same_steps(plain, other, sizes, **tolerances):
         for backbone in (plain, other):
             features = torch.cat([backbone.encode_image(images), backbone.encode_text(tokens)])
             results.append((features, gradients(backbone, features.square().sum())))
-        (features, expected), (others, found) = results
-        torch.testing.assert_close(others, features, **tolerances)
-        assert found.keys() == expected.keys()
+        (features, expected), (other_features, other_gradients) = results
+        torch.testing.assert_close(other_features, features, **tolerances)
+        assert other_gradients.keys() == expected.keys()
         for name, gradient in expected.items():
             tolerance = tolerances["rtol"] * max(1.0, gradient.abs().max().item())
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=tolerance, msg=name)
+            torch.testing.assert_close(other_gradients[name], gradient, rtol=0, atol=tolerance, msg=name)
     assert plain.state_dict().keys() == other.state_dict().keys()
 
 

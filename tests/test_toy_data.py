@@ -10,7 +10,7 @@ from PIL import Image
 from tiny_clip import save_tiny_clip
 from torch.utils.data import DataLoader
 
-from debias_diffusion.data import Record, data_digest, open_data, read_captions, toy_scene
+from debias_diffusion.data import Record, data_digest, open_data, read_captions, toy_scene, toy_scenes
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
@@ -71,6 +71,7 @@ def test_the_captions_need_no_images():
 
 
 def test_the_digest_is_of_captions_and_pictures(monkeypatch):
+    monkeypatch.setattr(toy_scenes, "PAIRS", 40)
     digests = [digest(name) for name in NAMES[:2]]
     assert digests[0] != digests[1] and digests[0] == digest("toy/test")
     with monkeypatch.context() as changed:
@@ -141,13 +142,14 @@ def test_worker_processes_draw_the_same(tmp_path):
         assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1]) and one[2] == other[2] == []
 
 
-def test_train_reads_them_checks_them_and_caches_their_features(tmp_path):
+def test_train_reads_them_checks_them_and_caches_their_features(tmp_path, monkeypatch):
+    monkeypatch.setattr(toy_scenes, "PAIRS", 40)
     settings = dict(validation=4, batch=4, components=2, epochs=1, max_steps=2, warmup=1, workers=0, max_bad=0.0)
     settings |= dict(data="toy/train-2", model=str(save_tiny_clip(tmp_path / "base")), output=str(tmp_path / "run"))
     assert train(TrainConfig(**settings, check_data=True)) is None
     settings |= dict(freeze_image_tower=True, feature_cache=str(tmp_path / "features"))
     assert train(TrainConfig(**settings)) is not None
-    assert sum(path.stat().st_size for path in tmp_path.glob("features/*/stamps-*")) == 24 * 1000
+    assert sum(path.stat().st_size for path in tmp_path.glob("features/*/stamps-*")) == 24 * 40
     again = settings | {"data": "toy/train-3"}
     with pytest.raises(UserError, match="data"):
         train(TrainConfig(**again))

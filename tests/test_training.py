@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from poisoned_training import poisoned_by
 from safetensors.torch import load_file
-from tiny_clip import CONFIG, registered, save_tiny_clip, tiny_siglip
+from tiny_clip import CONFIG, registered, tiny_siglip
 from tiny_data import make_tiny_data
 from torch.utils.data import DataLoader
 
@@ -35,13 +35,6 @@ from debias_diffusion.training.folder import RunFolder
 from debias_diffusion.training.setup import held_out_count
 
 STEPS = 7
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """(base model, data file, image folder)"""
-    folder = tmp_path_factory.mktemp("world")
-    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)
 
 
 def config(world, output, **settings) -> TrainConfig:
@@ -128,8 +121,8 @@ def wait_for_step(output, step, process, patience=120):
 
 
 def test_a_killed_run_continues_bit_identically(world, finished, tmp_path):
-    # Killed at chosen moments; a run that was killed right after a checkpoint proves less than one killed between.
-    for step in (1, 3, 5):
+    # Before the first checkpoint, and between two: a kill right after a checkpoint would prove less.
+    for step in (1, 5):
         process = run_in_a_process(config(world, tmp_path))
         wait_for_step(tmp_path, step, process)
         process.send_signal(signal.SIGKILL)
@@ -138,18 +131,6 @@ def test_a_killed_run_continues_bit_identically(world, finished, tmp_path):
     train(config(world, tmp_path))
     assert same_weights(tmp_path, finished)
     assert without_clock(log(tmp_path)) == without_clock(log(finished))
-
-
-def test_sigterm_writes_a_checkpoint_and_exits_cleanly(world, finished, tmp_path):
-    process = run_in_a_process(config(world, tmp_path, checkpoint_every=1000))
-    wait_for_step(tmp_path, 2, process)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0
-    assert "The same command continues from there" in output
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
-    train(config(world, tmp_path, checkpoint_every=1000))
-    assert same_weights(tmp_path, finished)
 
 
 COMMAND_LINE = ("-m", "debias_diffusion.app.cli")
@@ -170,19 +151,6 @@ def run_in_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> str:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 x cpu" in done.stdout
     return done.stdout
-
-
-def test_two_processes_make_the_same_run_as_one(world, finished, tmp_path):
-    told = run_in_two_processes(config(world, tmp_path, workers=1, trackers="tensorboard"))
-    assert told.count("Done: 7 steps") == 1
-    alone, shared = log(finished), log(tmp_path)
-    assert [line["step"] for line in shared] == [line["step"] for line in alone]
-    for one, other in zip(alone, shared, strict=True):
-        assert other.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-3)
-    one, other = (load_file(f / "last" / "open_clip_model.safetensors") for f in (finished, tmp_path))
-    # Adam divides by a gradient's own size, so that a rounding of almost nothing can become a whole step of 1e-3.
-    apart = torch.cat([(one[name] - other[name]).abs().flatten() for name in one])
-    assert apart.mean() < 1e-5 and (apart > 1e-4).float().mean() < 0.01
 
 
 @pytest.mark.slow
@@ -256,9 +224,9 @@ def losses(output):
 def test_half_precisions_train_too_and_continue_bit_identically(world, finished, tmp_path, precision, steps):
     settings = dict(precision=precision, max_steps=steps)
     train(config(world, tmp_path / "whole", **settings))
-    its_losses = losses(tmp_path / "whole")
-    assert its_losses[0] == pytest.approx(losses(finished)[0], rel=0.05)
-    assert its_losses[-1] < 0.7 * its_losses[0]  # fp16 first leaves some steps out, until its scale is found
+    half = losses(tmp_path / "whole")
+    assert half[0] == pytest.approx(losses(finished)[0], rel=0.05)
+    assert half[-1] < 0.7 * half[0]  # fp16 skips some steps first, until its scale is found
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "last")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / f"step-{steps:08}")
@@ -382,17 +350,17 @@ def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(wor
     assert recalls[0] == recalls[1]
     written = {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")}
     assert written
-    process = run_in_a_process(config(world, tmp_path / "second", **settings))
-    wait_for_step(tmp_path / "second", 3, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    train(config(world, tmp_path / "second", **settings))
+    assert same_weights(tmp_path / "first", tmp_path / "second")
+    shutil.rmtree(tmp_path / "second" / "last")
+    shutil.rmtree(tmp_path / "second" / "checkpoints" / "step-00000007")  # as after a kill
     train(config(world, tmp_path / "second", **settings))
     assert same_weights(tmp_path / "first", tmp_path / "second")
     assert {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")} == written
 
 
 def test_sigterm_while_image_features_are_computed_exits_cleanly_and_keeps_them(world, tmp_path):
-    data, images = make_tiny_data(tmp_path / "world", count=3000)
+    data, images = make_tiny_data(tmp_path / "world", count=800)
     settings = config((world[0], data, images), tmp_path / "run", freeze_image_tower=True, max_steps=2)
     process = run_in_a_process(settings)
     cache = tmp_path / "image-features"
@@ -402,9 +370,9 @@ def test_sigterm_while_image_features_are_computed_exits_cleanly_and_keeps_them(
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0 and "Stopped while image features were computed" in output
     before = sum(path.stat().st_size for path in cache.rglob("features-*"))
-    assert 0 < before < 3000 * 24 * 4
+    assert 0 < before < 800 * 24 * 4
     train(settings)
-    assert sum(path.stat().st_size for path in cache.rglob("features-*")) == 3000 * 24 * 4
+    assert sum(path.stat().st_size for path in cache.rglob("features-*")) == 800 * 24 * 4
 
 
 def test_tensorboard_has_what_the_log_has(world, tmp_path):
@@ -434,27 +402,14 @@ def test_jsonl_and_shards_make_the_same_run_as_a_folder(world, finished, tmp_pat
     for start in (0, 12):
         with tarfile.open(tmp_path / "shards" / f"{start:03}.tar", "w") as shard:
             for number, line in enumerate(lines[start : start + 12]):
-                told = json.dumps({"id": line["image"], "caption": line["caption"]}).encode()
-                for ending, content in (("png", Path(world[2], line["image"]).read_bytes()), ("json", told)):
+                sidecar = json.dumps({"id": line["image"], "caption": line["caption"]}).encode()
+                for ending, content in (("png", Path(world[2], line["image"]).read_bytes()), ("json", sidecar)):
                     member = tarfile.TarInfo(f"{number:05}.{ending}")
                     member.size = len(content)
                     shard.addfile(member, io.BytesIO(content))
     train(config((world[0], str(tmp_path / "shards"), None), tmp_path / "tar"))
     for name in ("jsonl", "tar"):
         assert same_weights(tmp_path / name, finished)
-
-
-def test_unreadable_images_are_counted_named_and_survived(world, tmp_path):
-    data, images = make_tiny_data(tmp_path / "world")
-    Path(images, "7.png").write_text("not an image")
-    Path(images, "20.png").unlink()
-    settings = dict(max_steps=4, max_bad=0.2)
-    train(config((world[0], data, images), tmp_path / "run", **settings))
-    named = [json.loads(line) for line in (tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()]
-    assert {(record["where"], record["kind"]) for record in named} == {
-        ("7.png", "unreadable image"),
-        ("20.png", "missing image"),
-    }
 
 
 def test_every_process_and_worker_sees_each_pair_once_and_reserves_stand_in_for_bad_ones(world, tmp_path):
@@ -610,14 +565,8 @@ def test_an_output_folder_of_other_settings_is_refused(world, finished):
 
 
 def test_two_runs_do_not_share_a_folder(world, tmp_path):
-    process = run_in_a_process(config(world, tmp_path, max_steps=10_000))
-    try:
-        wait_for_step(tmp_path, 1, process)
-        with pytest.raises(UserError, match="Another run is writing to"):
-            train(config(world, tmp_path, max_steps=10_000))
-    finally:
-        process.kill()
-        process.wait()
+    with RunFolder(tmp_path).owned(is_main=True), pytest.raises(UserError, match="Another run is writing to"):
+        train(config(world, tmp_path))
 
 
 def test_an_output_that_is_a_file_is_refused(world, tmp_path):
@@ -671,13 +620,13 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_costs_nothing_but_time(worl
     subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
     (small_disk / "checkpoints").mkdir()
     (output / "checkpoints").symlink_to(small_disk / "checkpoints")
-    settings = dict(max_steps=30, eval_every=100)
+    settings = dict(max_steps=20, eval_every=100)
     process = run_in_a_process(config(world, output, **settings))
     wait_for_step(output, 5, process)
     used = shutil.disk_usage(small_disk).used
     subprocess.run(["mount", "-o", f"remount,size={used // 1000 + 4000}k", small_disk], check=True)
-    told = process.communicate(timeout=120)[0]
-    assert "No space left on the disk" in told and "start the same command again" in told
+    out = process.communicate(timeout=120)[0]
+    assert "No space left on the disk" in out and "start the same command again" in out
     assert not (output / "last").exists()
     subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
     assert max(path.name for path in (small_disk / "checkpoints").glob("step-*")) >= "step-00000004"
@@ -691,17 +640,6 @@ def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):
     (tmp_path / ".best.old" / "file").write_text("old")
     restore_folder(tmp_path / "best")
     assert (tmp_path / "best" / "file").read_text() == "old"
-
-
-def test_a_broken_checkpoint_is_named(world, finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoints" / "step-00000007"
-    (newest / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(UserError, match=r"step-00000007' cannot be used.*Remove that folder"):
-        train(config(world, tmp_path / "run"))
-    shutil.rmtree(newest)
-    train(config(world, tmp_path / "run"))
-    assert same_weights(tmp_path / "run", finished)
 
 
 def test_the_images_pass_open_clips_validation_transform(world, finished):

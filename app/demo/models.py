@@ -25,6 +25,7 @@ from debias_diffusion.pipelines.loading import (
     find_checkpoint,
     load_sdxl,
 )
+from debias_diffusion.pipelines.rendering import replace_encoder
 from debias_diffusion.tokens import CaptionTokenizer
 
 from ..generate.png_settings import SAMPLERS
@@ -117,9 +118,8 @@ class DemoModels:
         for name, label in zip(encoders, labels(encoders), strict=True):
             model, tokenizer = loaded[name]
             self.encoders[label] = Encoder(label, model.to(device, self.dtype).eval(), tokenizer)
-        self._zeros = pipe.config.force_zeros_for_empty_prompt
-        self._shared = {name: getattr(pipe, name) for name in ("unet", "vae", "text_encoder_2", "tokenizer_2")}
-        self._scheduler = pipe.scheduler
+        pipe.register_modules(text_encoder=None, tokenizer=None)  # an encoder that nobody asked for takes no memory
+        self._shared = pipe
         native = _scheduler_name(pipe.scheduler)
         self.schedulers = [native, *(name for name in _SCHEDULERS if name != native)]
         self.counter = deepcopy(next(iter(self.encoders.values())).tokenizer).backend_tokenizer
@@ -134,7 +134,7 @@ class DemoModels:
     @property
     def stock_context(self) -> int:
         """Context length of the second encoder: the positions that stock SDXL reads, BOS and EOS included."""
-        return self._shared["text_encoder_2"].config.max_position_embeddings
+        return self._shared.text_encoder_2.config.max_position_embeddings
 
     @property
     def longest_context(self) -> int:
@@ -164,28 +164,21 @@ class DemoModels:
         """A pipeline for one request: the shared models with this encoder, and a new scheduler."""
         encoder = self.encoders[label]
         cls = _CutPipeline if self.cuts(label, request.long_prompts) else StableDiffusionXLLongPromptPipeline
-        pipe = cls(
-            **self._shared,
-            text_encoder=encoder.model,
-            tokenizer=encoder.tokenizer,
-            scheduler=self.make_scheduler(request.scheduler),
-            force_zeros_for_empty_prompt=self._zeros,
-            add_watermarker=False,
-        )
-        pipe.set_progress_bar_config(disable=True)
+        scheduler = self.make_scheduler(request.scheduler)
+        pipe = replace_encoder(self._shared, encoder.model, encoder.tokenizer, cls, scheduler=scheduler)
         return pipe.set_long_prompt(weighting=request.weighting)
 
     def restore(self) -> None:
         """Restores the autoencoder's dtype after a failure: diffusers decodes some images in single precision."""
-        vae = self._shared["vae"]
+        vae = self._shared.vae
         if vae.dtype != self.dtype:
             vae.to(self.dtype)
 
     def make_scheduler(self, name: str) -> SchedulerMixin:
         """A new scheduler by a name in `schedulers`, with the checkpoint's configuration."""
-        config = self._scheduler.config
+        config = self._shared.scheduler.config
         if name == self.schedulers[0]:
-            return type(self._scheduler).from_config(config)
+            return type(self._shared.scheduler).from_config(config)
         cls = _SCHEDULERS[name]
         return getattr(diffusers, cls).from_config(config, **_SETTINGS[cls])
 

@@ -1,4 +1,4 @@
-"""Many pictures on few pages, each with the beginning of its prompt."""
+"""Contact sheets: many images on few pages, each with the beginning of its prompt."""
 
 import math
 import os
@@ -15,56 +15,56 @@ from debias_diffusion.png import UNREADABLE
 from .png_settings import write_png
 
 PER_PAGE = 48
-CELL = 240  # pixels of a picture's longer side
+CELL = 240  # pixels of an image's longer side
 _GAP = 12
 _FONT_SIZE = 13
 _LINES = 3  # of a prompt
 _NAME = "contact-sheet"
 
 
-def write_contact_sheets(folder: Path, pictures: Sequence[tuple[Path, str, str]]) -> list[Path]:
-    """Writes `contact-sheet.png`, and `contact-sheet-2.png` and so on where there are more than 48 pictures.
+def write_contact_sheets(folder: Path, images: Sequence[tuple[Path, str, str]]) -> list[Path]:
+    """Writes `contact-sheet.png`, and `contact-sheet-2.png` and so on for more than 48 images.
 
-    Pages that an earlier call left and that are no longer needed are removed.
+    Removes further pages of an earlier call.
 
     Args:
-        folder: where the pages go.
-        pictures: (file, a line above, the text below it of which the beginning is shown), in order.
+        folder: gets the pages.
+        images: (file, title, text of which the beginning is shown below the title), in order.
 
     Returns:
         the pages
 
     Raises:
-        UserError: a picture cannot be read.
+        UserError: an image cannot be read.
     """
-    starts = range(0, len(pictures), PER_PAGE)
+    starts = range(0, len(images), PER_PAGE)
     pages = [folder / f"{_NAME}{f'-{page}' if page > 1 else ''}.png" for page in range(1, len(starts) + 1)]
     bar = tqdm(zip(pages, starts, strict=True), "contact sheets", len(pages), unit="page", disable=len(pages) < 2)
     for path, start in bar:
-        write_png(_page(pictures[start : start + PER_PAGE]), path, {})
+        write_png(_page(images[start : start + PER_PAGE]), path, {})
     for old in set(folder.glob(f"{_NAME}-*.png")) - set(pages):
         if not old.is_dir():
             old.unlink()
     return pages
 
 
-def _page(pictures: Sequence[tuple[Path, str, str]]) -> Image.Image:
+def _page(images: Sequence[tuple[Path, str, str]]) -> Image.Image:
     import matplotlib  # takes a second
 
     # DejaVu, which comes with matplotlib, has more scripts than Pillow's own font; what it lacks becomes a box.
     font = ImageFont.truetype(os.path.join(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), _FONT_SIZE)
     line_height = math.ceil(1.3 * _FONT_SIZE)
-    thumbnails = [_thumbnail(path) for path, _, _ in pictures]
+    thumbnails = [_thumbnail(path) for path, _, _ in images]
     width = max(CELL // 2, *(image.width for image in thumbnails)) + _GAP
-    picture_height = max(image.height for image in thumbnails)
-    height = picture_height + (1 + _LINES) * line_height + 2 * _GAP
-    columns = math.ceil(math.sqrt(len(pictures) * height / width))
-    page = Image.new("RGB", (columns * width + _GAP, math.ceil(len(pictures) / columns) * height + _GAP), "whitesmoke")
+    image_height = max(image.height for image in thumbnails)
+    height = image_height + (1 + _LINES) * line_height + 2 * _GAP
+    columns = math.ceil(math.sqrt(len(images) * height / width))
+    page = Image.new("RGB", (columns * width + _GAP, math.ceil(len(images) / columns) * height + _GAP), "whitesmoke")
     draw = ImageDraw.Draw(page)
-    for place, (image, (_, title, text)) in enumerate(zip(thumbnails, pictures, strict=True)):
+    for place, (image, (_, title, text)) in enumerate(zip(thumbnails, images, strict=True)):
         left, top = _GAP + place % columns * width, _GAP + place // columns * height
-        page.paste(image, (left, top + picture_height - image.height))
-        below = top + picture_height + _GAP // 2
+        page.paste(image, (left, top + image_height - image.height))
+        below = top + image_height + _GAP // 2
         for line, (words, colour) in enumerate(
             [(title, "gray"), *((words, "black") for words in _wrap(text, font, width - _GAP))]
         ):
@@ -78,10 +78,10 @@ def _thumbnail(path: Path) -> Image.Image:
             image = image.convert("RGB")
     except UNREADABLE as error:
         raise UserError(
-            f"The picture {str(path)!r} cannot be read ({reason(error)}). Remove it, and start the same command again."
+            f"The image {str(path)!r} cannot be read ({reason(error)}). Remove it, and run the same command again."
         ) from error
     longest = max(image.size)
-    if longest < CELL:  # tiny pictures are shown with their pixels
+    if longest < CELL:  # tiny images are shown with their pixels
         return image.resize(
             (image.width * (CELL // longest), image.height * (CELL // longest)), Image.Resampling.NEAREST
         )

@@ -1,4 +1,4 @@
-"""PNGs that say how they were made: written whole or not at all, read back, and compared."""
+"""PNGs that hold their settings: written atomically, read back, and compared."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def png_info(text: dict[str, str]) -> PngInfo:
 
 
 def settings_text(settings: dict, scheduler: str) -> dict[str, str]:
-    """The text chunks that say how a picture was made, for this program and for viewers of A1111's.
+    """The text chunks with an image's settings, for this program and for viewers of A1111's.
 
     Args:
         settings: JSON values, with what `parameters` names.
@@ -69,7 +69,7 @@ def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
 
 
 def read_settings(path: Path) -> dict | None:
-    """The settings in a PNG that `generate` wrote, without decoding the picture; None if it holds none."""
+    """The settings in a PNG that `generate` wrote, without decoding the image; None if it holds none."""
     try:
         with Image.open(path, formats=("PNG",)) as image:
             settings = json.loads(image.info[SETTINGS_KEY])
@@ -79,13 +79,13 @@ def read_settings(path: Path) -> dict | None:
 
 
 def first_difference(before: dict, wanted: dict) -> str:
-    """The first of the `wanted` settings that a picture was not made with, in words; "" if there is none."""
+    """The first of the `wanted` settings that differs from those of an image, in words; "" if there is none."""
     name = next((name for name in wanted if before.get(name) != wanted[name]), None)
     if name is None:
         return ""
     values = [before.get(name), wanted[name]]
     if all(isinstance(value, str) for value in values):
-        # Of long prompts, where they part.
+        # Of long prompts, the part that differs.
         same = next((i for i, (a, b) in enumerate(zip(*values, strict=False)) if a != b), min(map(len, values)))
         begin = max(0, same - 20)
         values = ["…" * (begin > 0) + value[begin : begin + 60] + "…" * (len(value) > begin + 60) for value in values]
@@ -93,7 +93,7 @@ def first_difference(before: dict, wanted: dict) -> str:
 
 
 def parameters(settings: dict, scheduler: str) -> str:
-    """A picture's settings in the format of A1111's interface, which many viewers read.
+    """An image's settings in the format of A1111's interface, which many viewers read.
 
     The prompt; a line "Negative prompt: ..." if there is one; and a last line "Steps: 30, Sampler: Euler, ...".
 

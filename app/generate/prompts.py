@@ -1,4 +1,4 @@
-"""Files of prompts: one a line, JSON lines, or CSV. What cannot be drawn is left out, and named with its line."""
+"""Files of prompts: one a line, JSON lines, or CSV. Invalid entries are skipped and reported with their lines."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from debias_diffusion.data.bad_records import printable
 from debias_diffusion.errors import UserError
 from debias_diffusion.tokens import clean
 
-MAX_CHARACTERS = 20_000  # some 4,500 tokens, far past what one picture can show
+MAX_CHARACTERS = 20_000  # some 4,500 tokens, far more than one image can show
 MAX_SEED = 2**63 - 1
 MAX_PROMPTS = 1_000_000
 _MAX_BYTES = 2**30
@@ -28,23 +28,22 @@ _SHAPES = (
 
 
 def cleaned(text: str, weighting: bool) -> str:
-    """A prompt as the pipelines are given it: cleaned as captions were for training, with BREAK still a word of its own
-    where prompts are weighted."""
+    """A prompt as pipelines read it: cleaned like training captions; with weights, BREAK stays in capitals."""
     if not weighting:
         return clean(text)
-    return " BREAK ".join(clean(part) for part in re.split(r"\bBREAK\b", text))  # a word that lower case would hide
+    return " BREAK ".join(clean(part) for part in re.split(r"\bBREAK\b", text))  # cleaning lowers case
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to draw.
+    """An entry of a file of prompts.
 
     Attributes:
-        number: its place in the file, from 0; bad entries count, blank lines do not.
+        number: index in the file, from 0; invalid entries count, blank lines do not.
         text: the prompt.
-        negative: what not to draw, None if the entry does not say.
-        second: the prompt of SDXL's second text encoder, None if it is the same.
-        seed: of the noise, None if the entry does not say.
+        negative: the negative prompt, None if the entry has none.
+        second: the prompt for SDXL's second text encoder, None for `text`.
+        seed: of the noise, None if the entry has none.
     """
 
     number: int
@@ -56,7 +55,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """An entry that is not drawn: where it stands, and why."""
+    """An entry that is skipped: where it stands, and why."""
 
     where: str
     reason: str
@@ -67,14 +66,14 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What a file of prompts holds.
+    """The content of a file of prompts.
 
     Attributes:
-        prompts: the usable ones, in the file's order.
-        left_out: the others.
-        lines: for each prompt's number, the line of the file that it begins in, from 1.
-        unused: names of columns that nothing is done with.
-        over_lines: the first and last line of each row that runs over several, as quoted cells of a CSV may.
+        prompts: the valid entries, in file order.
+        left_out: the invalid entries.
+        lines: the first line of each prompt, from 1, by the prompt's number.
+        unused: names of unknown columns.
+        over_lines: first and last line of each row of several lines, as quoted cells of a CSV may be.
     """
 
     prompts: list[Prompt]
@@ -88,7 +87,7 @@ print_left_out = partial(bad_records.print_left_out, listed_in="left-out.jsonl")
 
 
 def check_text(name: str, text: str) -> None:
-    """Raises UserError for a prompt that is too long, or holds what no file can hold."""
+    """Raises UserError for a prompt that is too long or cannot be encoded as UTF-8."""
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"The {name} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read. Shorten it.")
     try:
@@ -98,7 +97,7 @@ def check_text(name: str, text: str) -> None:
 
 
 def check_prompt(text: str) -> None:
-    """Raises UserError for a prompt that is empty, too long, or holds what no file can hold."""
+    """Raises UserError for a prompt that is empty, too long, or cannot be encoded as UTF-8."""
     check_text("prompt", text)
     if not clean(text):
         raise UserError("The prompt is empty. Say what to draw.")
@@ -108,8 +107,8 @@ def read_prompts(path: str | os.PathLike) -> PromptFile:
     """Reads a .txt, .jsonl or .csv of prompts, in UTF-8.
 
     Raises:
-        UserError: there is no such file, it is of another kind, its columns do not fit, a quotation mark in it is never
-            closed, or no entry is usable.
+        UserError: there is no such file, it is of another kind, its columns do not fit, a quotation mark is never
+            closed, or no entry is valid.
     """
     path = Path(path)
     entries = _READERS.get(path.suffix.lower())
@@ -151,7 +150,7 @@ def _read(path: Path) -> bytes:
     return data.removeprefix(b"\xef\xbb\xbf")
 
 
-# An entry as a file has it: values by column, or, in words, why there are none.
+# A raw entry: values by column, or, in words, why it cannot be read.
 Entry = dict | str
 
 
@@ -200,20 +199,20 @@ def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, int, Entry]]:
 
 
 def _csv_entry(header: Sequence[str], row: list[str] | str) -> Entry:
-    """An empty one for a row of empty cells."""
+    """Empty for a row of empty cells."""
     if isinstance(row, str):
         return row
     if len(row) > len(header):
         return f"It has {len(row)} cells, and the first line names {len(header)} columns."
-    # An empty cell says nothing; a row may end early.
+    # Empty cells are ignored; a row may end early.
     return {name: cell for name, cell in zip(header, row, strict=False) if cell.strip()}
 
 
 def _check_extent(path: Path, first: int, last: int) -> None:
     """Raises UserError for an unusable row of several lines.
 
-    Where it ends is a guess: one quotation mark too few or too many takes in all rows up to the next one. To leave out
-    what may be a thousand prompts as one would be wrong, and mending it would give the rest other numbers and seeds.
+    Its end is a guess: one quotation mark too few or too many swallows all rows up to the next one. Skipping it could
+    drop a thousand prompts as one entry, and correcting it later would change the numbers and seeds of the rest.
     """
     if last > first:
         raise UserError(
@@ -223,7 +222,7 @@ def _check_extent(path: Path, first: int, last: int) -> None:
 
 
 def _next_row(rows: Iterator[list[str]]) -> list[str] | str | None:
-    """The next row; what is wrong with it; None after the last."""
+    """The next row; a string with its error; None after the last."""
     try:
         return next(rows, None)
     except csv.Error as error:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from PIL import Image
@@ -46,7 +47,8 @@ class ToyScenes:
 
     def stamp(self, image: str) -> bytes:
         """16 bytes of the name and the picture's pixels. Raises ValueError for a name that is no scene of the split."""
-        return digest_of(image, self.open(image).tobytes().hex())
+        self._key(image)
+        return _stamp(image)
 
     def _key(self, image: str) -> tuple[str, int]:
         split, index = _locate(image)
@@ -98,10 +100,17 @@ def toy_scene(record: Record) -> tuple[Scene, Caption]:
     return _scene_and_caption(*_locate(record.image))
 
 
+# One command may read a split several times: captions and stamps are kept, which take most of that time.
+@lru_cache(2 * PAIRS)
 def _scene_and_caption(split: str, index: int) -> tuple[Scene, Caption]:
     if split.startswith(_SHORT):
         return short_prompt(split.removeprefix(_SHORT), index)
     return scene(split, index), caption(split, index)
+
+
+@lru_cache(2 * PAIRS)
+def _stamp(image: str) -> bytes:
+    return digest_of(image, render(_scene_and_caption(*_locate(image))[0]).tobytes().hex())
 
 
 def _locate(image: str) -> tuple[str, int]:

@@ -152,17 +152,17 @@ def text_encoder_alone(source: str | Path) -> UserError:
 
 
 def _read_config(source: str | Path) -> CLIPConfig:
-    named = repr(os.fspath(source))
+    label = repr(os.fspath(source))
     if isinstance(source, Path) and not (source / "config.json").is_file():
         if any((source / name / "config.json").is_file() for name in ("text_encoder", "text_encoder_2")):
             raise text_encoder_alone(source)
         raise UserError(
-            f"{named} holds no model with two towers: neither {CONFIG_FILE}, in it or in the best/ or last/ of a "
+            f"{label} holds no model with two towers: neither {CONFIG_FILE}, in it or in the best/ or last/ of a "
             "training run, nor the config.json of a transformers CLIPModel."
         )
     if not isinstance(source, Path) and find_file(source, "config.json") is None:
         raise UserError(
-            f"{named} is not a folder or file here, and as a hub id it gives no CLIPModel: its config.json is neither "
+            f"{label} is not a folder or file here, and as a hub id it gives no CLIPModel: its config.json is neither "
             f"in the hub's cache nor could it be fetched. If it is in open_clip's layout, give hf-hub:{source}."
         )
     content = read_model_config(source)
@@ -171,10 +171,10 @@ def _read_config(source: str | Path) -> CLIPConfig:
         raise text_encoder_alone(source)
     if kind != "clip":
         raise UserError(
-            f"{named} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
+            f"{label} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
             "example ViT-B-16-SigLIP2:webli."
         )
-    with explain_failure(f"{named} has no configuration of a CLIPModel"):
+    with explain_failure(f"{label} has no configuration of a CLIPModel"):
         return CLIPConfig.from_dict(content)
 
 
@@ -220,16 +220,16 @@ def _read_state(source: str | Path, config: CLIPConfig) -> State:
     Raises:
         UserError: some are missing, of another size than in the configuration, or not finite.
     """
-    tensors, named = read_weights(source), repr(os.fspath(source))
+    tensors, label = read_weights(source), repr(os.fspath(source))
     for tower in (config.text_config, config.vision_config):
-        check_depth(tower, tensors, named)
+        check_depth(tower, tensors, label)
     numbers = sum(tensor.numel() for tensor in tensors.values())
-    expected = build_empty(lambda: CLIPModel(config), numbers, named).state_dict()
+    expected = build_empty(lambda: CLIPModel(config), numbers, label).state_dict()
     expected = {name: tensor for name, tensor in expected.items() if not name.endswith("position_ids")}
     parts = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "logit_scale")
     state = {name: t for name, t in tensors.items() if name.startswith(parts) and not name.endswith("position_ids")}
-    check_state(state, expected, named)
-    check_finite(state.items(), named)
+    check_state(state, expected, label)
+    check_finite(state.items(), label)
     vision = {
         name: tensor for name, tensor in state.items() if name.startswith(("vision_model.", "visual_projection."))
     }
@@ -254,8 +254,8 @@ def _preprocess(source: str | Path, image_size: int) -> PreprocessCfg:
     if mode is None or processor.resample not in _INTERPOLATIONS or not does_all:
         raise UserError(
             f"The image processor of {os.fspath(source)!r} (size {size}, crop {crop}, resample "
-            f"{processor.resample}) does what open_clip does not: it resizes images to {image_size} pixels here, by "
-            "the shorter side with a crop or as a square, bilinear or bicubic, and normalises them."
+            f"{processor.resample}) does what open_clip does not: it resizes images to {image_size} pixels, by the "
+            "shorter side with a crop or as a square, bilinear or bicubic, and normalises them."
         )
     return PreprocessCfg(
         size=image_size,

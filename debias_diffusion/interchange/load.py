@@ -48,9 +48,9 @@ def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
     place = Path(name.removeprefix("local-dir:"))
     if (place / DIFFERENCE).is_file():
         return to_transformers(load_fine_tuned(place))
-    named = model_and_weights(name)
-    if named or (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
-        backbone = load_backbone(*named or (name,))
+    parts = model_and_weights(name)
+    if parts or (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
+        backbone = load_backbone(*parts or (name,))
         return to_transformers(backbone, keeps_projection(backbone))
     if place.is_file():
         return read_file(place)

@@ -58,9 +58,9 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
     try:
         state, follows_rule = text_part(tensors, file)
         config, has_activation = _config(state, file)
-        named = f"the text encoder in {os.fspath(file)!r}"
-        check_state(state, expected_state(config, config.projection_dim is not None, state, named), named)
-        check_finite(state.items(), named[0].upper() + named[1:])
+        label = f"the text encoder in {os.fspath(file)!r}"
+        check_state(state, expected_state(config, config.projection_dim is not None, state, label), label)
+        check_finite(state.items(), label[0].upper() + label[1:])
         state = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
         encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state)
     except UserError:
@@ -97,19 +97,19 @@ _GUESSED = (
 
 
 def _unreadable(file: Path, error: Exception) -> str:
-    named, message = repr(os.fspath(file)), str(error)
+    label, message = repr(os.fspath(file)), str(error)
     if "TorchScript" in message:
         return (
-            f"{named} is a TorchScript archive, which holds code and is not run. For OpenAI's, name the model "
+            f"{label} is a TorchScript archive, which holds code and is not run. For OpenAI's, name the model "
             "instead: --model ViT-L-14-quickgelu --pretrained openai."
         )
     if "eights only load failed" in message or "weights_only" in message:  # torch advises to load it anyway
         match = re.search(r"(?:GLOBAL|global|class|operand) ([\w.]+)", message)
         return (
-            f"{named} is damaged, not a file of weights, or a pickle with more in it than tensors"
+            f"{label} is damaged, not a file of weights, or a pickle with more in it than tensors"
             f"{f' ({match[1]})' if match else ''}, which can be code. It is refused. Get the weights as .safetensors."
         )
-    return f"The file {named} could not be read; it may be cut short, or no file of weights: {reason(error)}."
+    return f"The file {label} could not be read; it may be cut short, or no file of weights: {reason(error)}."
 
 
 def text_part(tensors: State, file: Path) -> tuple[State, bool]:

@@ -73,14 +73,14 @@ def text_state(tower: nn.Module) -> State:
     return {name: tensor for name, tensor in tower.state_dict().items() if name.startswith(prefixes)}
 
 
-def expected_state(config: CLIPTextConfig, projection: bool, state: State, named: str) -> State:
+def expected_state(config: CLIPTextConfig, projection: bool, state: State, label: str) -> State:
     """The weights that a configuration describes, on the meta device, with the `text_model.` prefix.
 
     Raises:
         UserError: they are many times as large as `state`.
     """
     cls = CLIPTextModelWithProjection if projection else CLIPTextModel
-    return prefixed_state(build_empty(lambda: cls(config), sum(tensor.numel() for tensor in state.values()), named))
+    return prefixed_state(build_empty(lambda: cls(config), sum(tensor.numel() for tensor in state.values()), label))
 
 
 def make_encoder(config: CLIPTextConfig, state: Mapping[str, torch.Tensor], projection: bool) -> TextEncoder:
@@ -96,12 +96,12 @@ def make_encoder(config: CLIPTextConfig, state: Mapping[str, torch.Tensor], proj
         encoder = cls(config)
     # In memory a CLIPTextModel of transformers 5 has no prefix; older versions have.
     prefixed = any(name.startswith("text_model.") for name in encoder.state_dict())
-    named = {
+    renamed = {
         name if prefixed else name.removeprefix("text_model."): tensor
         for name, tensor in state.items()
         if projection or name != "text_projection.weight"
     }
-    encoder.load_state_dict(named, assign=True)
+    encoder.load_state_dict(renamed, assign=True)
     for module in encoder.modules():
         if "position_ids" in module._buffers:  # in no state dict
             module.position_ids = torch.arange(config.max_position_embeddings).expand(1, -1)

@@ -105,25 +105,25 @@ def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
     Raises:
         UserError: there is none, or weights and configuration do not fit each other exactly.
     """
-    named = repr(os.path.join(source, subfolder) if subfolder else os.fspath(source))
-    with explain_failure(f"The text encoder {named} could not be loaded"):
+    label = repr(os.path.join(source, subfolder) if subfolder else os.fspath(source))
+    with explain_failure(f"The text encoder {label} could not be loaded"):
         content = read_model_config(source, subfolder)
         kind = content.get("model_type", "clip_text_model")
         if kind not in _CLIPS:
             raise UserError(
-                f"{named} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
+                f"{label} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
             )
         projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
         tensors = read_weights(source, subfolder)
         config = CLIPTextConfig.from_dict(content.get("text_config", {}) if kind == "clip" else content)
-        check_depth(config, tensors, named)
+        check_depth(config, tensors, label)
         # Files that transformers 5 writes for a CLIPTextModel have no prefix.
         prefix = "text_model." if any(name.startswith("text_model.") for name in tensors) else ""
         state = below_prefix(tensors, prefix)
         if not projection:
             state.pop("text_projection.weight", None)
-        check_state(state, expected_state(config, projection, state, named), named)
-        check_finite(state.items(), named)
+        check_state(state, expected_state(config, projection, state, label), label)
+        check_finite(state.items(), label)
         dtype = _dtype(content, state)
         state = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in state.items()}
         return make_encoder(config, state, projection)
@@ -163,20 +163,20 @@ def read_weights(source: str | Path, subfolder: str = "") -> State:
     return tensors
 
 
-def check_depth(config: CLIPTextConfig | CLIPVisionConfig, tensors: State, named: str) -> None:
+def check_depth(config: CLIPTextConfig | CLIPVisionConfig, tensors: State, label: str) -> None:
     """Raises UserError for more blocks than weights, before a library builds them one by one."""
     if not 1 <= config.num_hidden_layers <= len(tensors):
         raise UserError(
-            f"The configuration of {named} has num_hidden_layers {config.num_hidden_layers}, which must be at least 1 "
+            f"The configuration of {label} has num_hidden_layers {config.num_hidden_layers}, which must be at least 1 "
             f"and cannot be more than its {len(tensors)} weights."
         )
 
 
 def _dtype(config: dict, state: State) -> torch.dtype:
     """The dtype in the configuration, as in transformers, else that of the weights."""
-    named = str(config.get("dtype") or config.get("torch_dtype") or "")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
     dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    return dtypes.get(named.removeprefix("torch."), next(iter(state.values())).dtype)
+    return dtypes.get(dtype.removeprefix("torch."), next(iter(state.values())).dtype)
 
 
 def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPTokenizer:

@@ -57,8 +57,8 @@ def _load(name: str) -> Backbone:
         return _load_file(place)
     if place.exists():
         return read_clip_model(place)
-    if named := model_and_weights(name):
-        return load_backbone(*named)
+    if parts := model_and_weights(name):
+        return load_backbone(*parts)
     if not may_be_hub_id(name):
         raise UserError(_unknown(name))
     return read_clip_model(name)
@@ -86,17 +86,17 @@ def _load_file(file: Path) -> Backbone:
     folder = file.parent
     if (folder / CONFIG_FILE).is_file() and find_weights("", f"local-dir:{folder}", None) == file:
         return load_backbone(str(folder))
-    tensors, named = read_tensors(file), repr(os.fspath(file))
+    tensors, label = read_tensors(file), repr(os.fspath(file))
     _, follows_rule = text_part(tensors, file)
     if any(".vision_model." in f".{name}" for name in tensors):
-        raise UserError(f"{named} holds a transformers CLIPModel. Give its folder, which also has the configuration.")
+        raise UserError(f"{label} holds a transformers CLIPModel. Give its folder, which also has the configuration.")
     if not any(name.startswith("visual.") for name in tensors):
         raise text_encoder_alone(file)
     sizes = _sizes_of(tensors)
     models = [name for name in open_clip.list_models() if sizes and _sizes(name) == sizes]
     if not models:
         raise UserError(
-            f"{named} holds two towers, but open_clip has no plain CLIP of these sizes. Name its model, "
+            f"{label} holds two towers, but open_clip has no plain CLIP of these sizes. Name its model, "
             f"MODEL:{os.fspath(file)}, or give its open_clip folder."
         )
     return load_backbone(_of_activation(models, tensors, file, follows_rule), str(file))

@@ -37,26 +37,26 @@ def check_readable(file: Path) -> None:
     """Raises UserError for a file whose beginning shows that it holds no weights."""
     with open(file, "rb") as opened:
         start = opened.read(512)
-    named = os.fspath(file)
+    label = os.fspath(file)
     if not start:
-        raise UserError(f"The file {named!r} is empty.")
+        raise UserError(f"The file {label!r} is empty.")
     for pattern, description in _BEGINNINGS:
         if re.match(pattern, start):
-            raise UserError(f"{named!r} is {description}.")
+            raise UserError(f"{label!r} is {description}.")
     if not re.search(rb"[\x00-\x08\x0e-\x1f\x80-\xff]", start):
-        raise UserError(f"{named!r} is a text file, not weights.")
+        raise UserError(f"{label!r} is a text file, not weights.")
     if start.startswith(b"PK"):
         _check_zip(file)
 
 
 def _check_zip(file: Path) -> None:
     """Raises UserError for a zip archive that is not a torch file."""
-    named = os.fspath(file)
+    label = os.fspath(file)
     if not zipfile.is_zipfile(file):
-        raise UserError(f"The file {named!r} is cut short. Get it again.")
+        raise UserError(f"The file {label!r} is cut short. Get it again.")
     with zipfile.ZipFile(file) as archive:
         if not any(name.endswith("data.pkl") for name in archive.namelist()):
-            raise UserError(f"{named!r} is a zip archive, not a file of weights; unpack it and give what is in it.")
+            raise UserError(f"{label!r} is a zip archive, not a file of weights; unpack it and give what is in it.")
 
 
 def describe_weights(names: Iterable[str]) -> str:

@@ -27,11 +27,11 @@ LARGEST_WEIGHT = 1e6
 
 
 @contextmanager
-def explain_failure(what: str, advice: str = "") -> Iterator[None]:
+def explain_failure(failure: str, advice: str = "") -> Iterator[None]:
     """Turns every error that a wrong or hostile file causes in a library into a UserError.
 
     Args:
-        what: the beginning of the message: "The text encoder 'runs/a' could not be loaded".
+        failure: the beginning of the message: "The text encoder 'runs/a' could not be loaded".
         advice: a sentence on what to do.
     """
     try:
@@ -42,7 +42,7 @@ def explain_failure(what: str, advice: str = "") -> Iterator[None]:
         # Libraries in Rust panic on some files, and a PanicException is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise UserError(f"{what}: {reason(error)}.{advice and f' {advice}'}") from error
+        raise UserError(f"{failure}: {reason(error)}.{advice and f' {advice}'}") from error
 
 
 def read_config(file: Path) -> dict:
@@ -51,20 +51,20 @@ def read_config(file: Path) -> dict:
     Raises:
         UserError: it is not a regular file, not a JSON object, or has numbers or nesting that no model has.
     """
-    named = repr(str(file))
+    label = repr(str(file))
     try:
         if not file.is_file():
-            raise UserError(f"{named} is not there, or is no regular file.")
+            raise UserError(f"{label} is not there, or is no regular file.")
         if file.stat().st_size > _MOST_BYTES:
-            raise UserError(f"{named} is not a configuration: it is larger than {_MOST_BYTES >> 20} MiB.")
+            raise UserError(f"{label} is not a configuration: it is larger than {_MOST_BYTES >> 20} MiB.")
         content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{named} is not readable JSON: {reason(error)}.") from error
+        raise UserError(f"{label} is not readable JSON: {reason(error)}.") from error
     if not isinstance(content, dict):
-        raise UserError(f"{named} is not a configuration: it must hold a JSON object, not a {type(content).__name__}.")
-    check_bounds(content, named)
+        raise UserError(f"{label} is not a configuration: it must hold a JSON object, not a {type(content).__name__}.")
+    check_bounds(content, label)
     return content
 
 
@@ -72,7 +72,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"it holds {name}")
 
 
-def check_bounds(config: Mapping, named: str) -> None:
+def check_bounds(config: Mapping, label: str) -> None:
     """Raises UserError for a configuration with more layers, larger numbers or deeper nesting than any model has.
 
     Otherwise a few bytes make a library build for hours before it compares anything with the weights.
@@ -81,7 +81,7 @@ def check_bounds(config: Mapping, named: str) -> None:
     while waiting:
         key, value, depth = waiting.pop()
         if depth > _DEEPEST:
-            raise UserError(f"{named} is nested more than {_DEEPEST} deep, as no model's configuration is.")
+            raise UserError(f"{label} is nested more than {_DEEPEST} deep, as no model's configuration is.")
         if isinstance(value, dict):
             waiting += [(inner, part, depth + 1) for inner, part in value.items()]
         elif isinstance(value, list):
@@ -89,7 +89,7 @@ def check_bounds(config: Mapping, named: str) -> None:
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             most = _MOST_LAYERS if "layers" in str(key) or "depth" in str(key) else _LARGEST_NUMBER
             if not (math.isfinite(value) and abs(value) <= most):
-                raise UserError(f"{named} says {key}: {str(value)[:30]}; no model has more than {most:,}.")
+                raise UserError(f"{label} says {key}: {str(value)[:30]}; no model has more than {most:,}.")
 
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")
@@ -122,14 +122,14 @@ def find_file(source: str | Path, name: str, subfolder: str = "") -> Path | None
     return file and Path(file)
 
 
-def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], what: str) -> None:
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
     """Raises UserError, with names and counts, if weights hold NaN, infinity, or values beyond LARGEST_WEIGHT.
 
     Takes one pass over the memory: a second for 13 GB of float32 on one core, three in half precision.
 
     Args:
         tensors: (name, tensor); integers are skipped.
-        what: the model they belong to, in words, at the beginning of the message.
+        label: the model they belong to, in words, at the beginning of the message.
     """
     damaged = []
     for name, tensor in tensors:
@@ -149,19 +149,19 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], what: str) -> None
     summary = ", ".join(f"{count} {kind}" for count, kind in counts if count)
     more = f", and {len(damaged) - 1} more tensors hold such values" if len(damaged) > 1 else ""
     raise UserError(
-        f"{what} has weights that give no results: of {values.numel():,} values in {name!r} there are {summary}{more}. "
-        "The file is damaged, or its training diverged. Get it again, or use an earlier checkpoint."
+        f"{label} has weights that give no results: of {values.numel():,} values in {name!r} there are {summary}{more}."
+        " The file is damaged, or its training diverged. Get it again, or use an earlier checkpoint."
     )
 
 
-def build_empty(build: Callable[[], nn.Module], most: int, what: str) -> nn.Module:
+def build_empty(build: Callable[[], nn.Module], most: int, label: str) -> nn.Module:
     """The module that a configuration describes, without memory for weights (on the meta device).
 
     Args:
         build: makes the module.
         most: an upper bound of the numbers in the files of weights, such as their size in bytes. Small excesses are
             left to `check_state`, which names the tensors.
-        what: the model, in words.
+        label: the model, in words.
 
     Raises:
         UserError: the module is many times larger than the weights.
@@ -171,20 +171,20 @@ def build_empty(build: Callable[[], nn.Module], most: int, what: str) -> nn.Modu
     numbers = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
     if numbers > 4 * most + _SMALL:
         raise UserError(
-            f"The configuration of {what} is of a model with {numbers:,} numbers, but its weights are at most "
+            f"The configuration of {label} is of a model with {numbers:,} numbers, but its weights are at most "
             f"{most:,}. They do not belong together."
         )
     return module.eval()
 
 
-def check_state(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
+def check_state(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], label: str) -> None:
     """Raises UserError unless `state` holds exactly the tensors of `expected`, in their shapes and fully stored.
 
     Libraries fill missing tensors with random numbers and drop unknown ones, with no more than a log message.
     """
     missing = sorted(expected.keys() - state.keys())
     if missing:
-        raise UserError(f"The weights of {what} lack {len(missing)} tensors of the model, such as {missing[0]}.")
+        raise UserError(f"The weights of {label} lack {len(missing)} tensors of the model, such as {missing[0]}.")
     faults = [f"{name} has no place in it" for name in sorted(state.keys() - expected.keys())]
     for name, model_tensor in expected.items():
         tensor = state[name]
@@ -197,7 +197,7 @@ def check_state(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
             faults.append(f"{name} is larger than what the file holds of it")
     if faults:
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise UserError(f"The weights of {what} do not fit the model: {faults[0]}{more}.")
+        raise UserError(f"The weights of {label} do not fit the model: {faults[0]}{more}.")
 
 
 @contextmanager

@@ -60,13 +60,13 @@ def _read_difference(file: Path, state: dict[str, torch.Tensor]) -> tuple[dict[s
     Raises:
         UserError: the file is damaged, or of another model.
     """
-    named = f"The fine-tuned model {str(file)!r}"
-    with explain_failure(f"{named} could not be loaded", "Install the package again."):
+    label = f"The fine-tuned model {str(file)!r}"
+    with explain_failure(f"{label} could not be loaded", "Install the package again."):
         counts = read_state(file)
         steps = counts.pop(_STEPS, torch.empty(0))
         shapes = {name: (torch.int8, tensor.shape) for name, tensor in state.items()}
         fits = {name: (tensor.dtype, tensor.shape) for name, tensor in counts.items()} == shapes
         if not fits or steps.shape != (len(counts),) or not steps.is_floating_point():
-            raise UserError(f"{named} is damaged: it is not a difference from toy/clip. Install the package again.")
-        check_finite([(_STEPS, steps)], named)
+            raise UserError(f"{label} is damaged: it is not a difference from toy/clip. Install the package again.")
+        check_finite([(_STEPS, steps)], label)
         return counts, steps

@@ -110,7 +110,7 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_digest(module: nn.Module) -> str:
-    """sha256 over the names, types, shapes and values of a module's state, wherever it was loaded from."""
+    """sha256 over the names, types, shapes and values of a module's state dict."""
 
     def parts():
         for name, tensor in sorted(module.state_dict().items()):

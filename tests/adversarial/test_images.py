@@ -13,7 +13,7 @@ from PIL import Image
 
 from debias_diffusion.data import ImageFolder, open_data
 from debias_diffusion.data.dataset import CaptionDataset
-from debias_diffusion.methods.dual_caption import find_recipe
+from debias_diffusion.methods import find_method
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def sample(captions, source, index: int, reserve: int):
         return image
 
     dataset = CaptionDataset(
-        captions.records, source, preprocess, TOKENIZER, find_recipe("debias-clip"), 0, lambda epoch: [reserve]
+        captions.records, source, preprocess, TOKENIZER, find_method("debias-clip"), 0, lambda epoch: [reserve]
     )
     with no_hang():
         return dataset[0, index, 0], seen

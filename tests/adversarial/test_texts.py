@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from debias_diffusion.app.generate.prompts import read_prompts
 from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.methods.dual_caption import find_recipe
+from debias_diffusion.methods import find_method
 from debias_diffusion.methods.sampling import SAMPLERS, draw_generator
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clean, clip_tokenizer
@@ -28,7 +28,7 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=20), max_size=40).ma
 
 
 def test_every_caption_is_split_sampled_and_tokenized():
-    recipes = [find_recipe(name) for name in ("debias-clip", "long-clip", "smart-clip-sampling")]
+    recipes = [find_method(name) for name in ("debias-clip", "long-clip", "smart-clip-sampling")]
 
     @examples(200)
     @given(TEXTS, st.integers(0, 2**31), st.sampled_from(sorted(SAMPLERS)))
