@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import save_tiny_clip
+from tiny_clip import byte_tokenizer, save_tiny_clip
 from tiny_data import make_tiny_data
 
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
@@ -31,7 +31,7 @@ PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 @pytest.fixture(scope="module")
 def tiny_clip(tmp_path_factory) -> str:
     """The folder of a small random two-tower."""
-    return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"))
+    return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"), tokenizer=byte_tokenizer(77))
 
 
 def brute_force(images, texts, image_of, of_texts=None, of_images=None):
@@ -284,7 +284,7 @@ def test_images_are_read_ahead_in_order_and_unreadable_ones_named(tiny_clip):
 def another_clip(tmp_path_factory) -> str:
     """Another small random two-tower, of the same sizes."""
     torch.manual_seed(99)
-    return save_tiny_clip(tmp_path_factory.mktemp("another-clip"), seed=5)
+    return save_tiny_clip(tmp_path_factory.mktemp("another-clip"), seed=5, tokenizer=byte_tokenizer(77))
 
 
 @pytest.fixture(scope="module")

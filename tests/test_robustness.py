@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import save_tiny_clip
+from tiny_clip import byte_tokenizer, save_tiny_clip
 from tiny_data import caption, make_tiny_data
 
 from debias_diffusion.data import read_sharegpt4v
@@ -41,16 +41,17 @@ from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.sentences import split_sentences
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
+LONG = {"context_length": 248, "tokenizer": byte_tokenizer(248)}
 
 
 @pytest.fixture(scope="module")
 def tiny_clip(tmp_path_factory) -> str:
-    return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"))
+    return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"), **LONG)
 
 
 @pytest.fixture(scope="module")
 def other_clip(tmp_path_factory) -> str:
-    return save_tiny_clip(tmp_path_factory.mktemp("other-clip"), seed=1)
+    return save_tiny_clip(tmp_path_factory.mktemp("other-clip"), seed=1, **LONG)
 
 
 @pytest.mark.parametrize(
