@@ -144,11 +144,11 @@ class TokenBatch:
     def padded(self) -> torch.Tensor:
         """Padded id rows, [batch, context_length], for encoders without prefix sharing."""
         slots, n_prefix = torch.arange(self.context_length), self.n_prefix[:, None]
-        own = (n_prefix <= slots) & (slots < n_prefix + self.lengths[:, None])
+        is_text = (n_prefix <= slots) & (slots < n_prefix + self.lengths[:, None])
         rows = self.ids.new_full((len(self), self.context_length), self.pad)
         rows[:, : len(self.prefix_ids)] = self.prefix_ids
         rows[(slots >= n_prefix).to(rows.device)] = self.pad
-        rows[own.to(rows.device)] = self.ids
+        rows[is_text.to(rows.device)] = self.ids
         return rows
 
 
@@ -231,8 +231,8 @@ class CaptionTokenizer:
                 raise ValueError(f"n_pre must be in [0, {self.n_post(ids)}] for {len(ids)} text tokens, got {pads}")
         sot, eot, pad = self.markers.sot, self.markers.eot, self.markers.pad
         shared = [sot] if sot is not None and not pads_before_sot else []
-        own = [sot] if sot is not None and pads_before_sot else []
-        rows = [[*own, *ids, eot] for ids in text_ids]
+        start = [sot] if sot is not None and pads_before_sot else []
+        rows = [[*start, *ids, eot] for ids in text_ids]
         return TokenBatch(
             prefix_ids=torch.tensor(shared + [pad] * max(n_pre, default=0), dtype=torch.long),
             n_prefix=torch.tensor(n_pre, dtype=torch.long) + len(shared),

@@ -362,8 +362,8 @@ def _coco(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
     for annotation in _objects(root / name, "annotations"):
         captions.setdefault(str(annotation.get("image_id")), []).append(annotation.get("caption"))
     for image in _objects(root / name, "images"):
-        own = captions.get(str(image.get("id")), [])
-        yield f"{name}, image {image.get('id')}", (image.get("file_name"), own[:CAPTIONS])
+        texts = captions.get(str(image.get("id")), [])
+        yield f"{name}, image {image.get('id')}", (image.get("file_name"), texts[:CAPTIONS])
 
 
 def _flickr30k_test(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:

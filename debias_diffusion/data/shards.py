@@ -253,7 +253,7 @@ def _record(sample: str, parts: list[_Part]) -> Record:
     return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption)
 
 
-def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], what: str) -> _Part | None:
+def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], content: str) -> _Part | None:
     """The part of one of these kinds, if there is one. "jpg" goes before "small.jpg".
 
     Raises:
@@ -264,9 +264,9 @@ def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], what: str) -> _Part 
         return None
     part = fitting[0][1]
     if len(fitting) > 1 and fitting[1][0] == fitting[0][0]:
-        raise ValueError(f"several {what}s: {part.name} and {fitting[1][1].name}")
+        raise ValueError(f"several {content}s: {part.name} and {fitting[1][1].name}")
     if part.size > _LARGEST[_kind(part.extension)]:
-        raise ValueError(f"absurdly large {what}: {part.name} has {part.size} bytes")
+        raise ValueError(f"absurdly large {content}: {part.name} has {part.size} bytes")
     return part
 
 
