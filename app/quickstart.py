@@ -244,9 +244,9 @@ class _Quickstart:
             else:  # a finished command takes only a moment when it is started again, which does not count
                 seconds.setdefault(name, round(time.monotonic() - started, 1))
             self._write_marker(seconds=seconds)
-        found = numbers(results["generation"], results["robustness"], results[SHORT_FOLDER])
-        report = found | {
-            "expectations": claims(found),
+        measured = numbers(results["generation"], results["robustness"], results[SHORT_FOLDER])
+        report = measured | {
+            "expectations": claims(measured),
             "seconds": {name: seconds[name] for name in work if name != "report"},
             "settings": asdict(self.config),
             "digests": self.digests | {recipe: digest(self.output / recipe) for recipe in RECIPES},
@@ -300,7 +300,7 @@ class _Quickstart:
             dino=None,
             own_features=None,
         )
-        evaluations = {name: (name, its) for name, its in settings.items()}
+        evaluations = {name: (name, options) for name, options in settings.items()}
         return evaluations | {"generation": ("generation", images), SHORT_FOLDER: ("generation", short)}
 
 

@@ -1,4 +1,4 @@
-"""From image-caption pairs to WebDataset shards of small JPEGs, which training reads without decoding large images."""
+"""Writes image-caption pairs as WebDataset shards of small JPEGs, so that training need not decode large images."""
 
 import dataclasses
 import io
@@ -7,6 +7,7 @@ import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
 from PIL import Image
@@ -23,17 +24,17 @@ from debias_diffusion.files import changed_settings, held, hidden_beside, new_fi
 
 @dataclass
 class ShardsConfig:
-    """Write image-caption pairs as WebDataset shards of small JPEGs, which `train --data` reads in their place.
+    """Write image-caption pairs as WebDataset shards of small JPEGs, for `train --data`.
 
     Attributes:
-        data: JSON file in ShareGPT4V's layout, or what else `train` reads.
-        output: Folder to write. A run that was stopped continues there when started again with the same settings.
-        images: Folder that the data file's image paths start from.
-        size: Pixels of each image's shorter side. Smaller images stay as they are.
-        per_shard: Pairs a shard.
-        quality: Of the JPEGs, from 1 to 100.
-        workers: Processes that read and shrink images. 0 does it in the one process.
-        max_bad: Largest share of pairs that may be unusable, from 0 to 1.
+        data: JSON file in ShareGPT4V's layout, or any other data that `train` reads.
+        output: Folder to write. A stopped run continues there with the same settings.
+        images: Folder that image paths in the data file start from.
+        size: Pixels of each image's shorter side. Smaller images are not enlarged.
+        per_shard: Pairs in a shard.
+        quality: JPEG quality, from 1 to 100.
+        workers: Processes that read and shrink images; 0 uses the main process.
+        max_bad: Largest share of bad records, from 0 to 1.
     """
 
     data: str
@@ -46,27 +47,22 @@ class ShardsConfig:
     max_bad: float = 0.01
 
     def __post_init__(self):
-        for name, least, most in (
-            ("size", 1, 65500),
-            ("per_shard", 1, None),
-            ("quality", 1, 100),
-            ("workers", 0, None),
-        ):
+        for name, least, most in (("size", 1, 65500), ("per_shard", 1, inf), ("quality", 1, 100), ("workers", 0, inf)):
             value = getattr(self, name)
-            if value < least or (most is not None and value > most):
-                limit = f"at least {least}" if most is None else f"from {least} to {most}"
+            if not least <= value <= most:
+                limit = f"at least {least}" if most == inf else f"from {least} to {most}"
                 raise UserError(f"{name} is {value}, but must be {limit}.")
         check_max_bad(self.max_bad)
 
 
 def write_shards(config: ShardsConfig) -> Path:
-    """Writes the shards, in the pairs' order, and `shards.json` beside them, and says what to do with them.
+    """Writes the pairs in order as shards, with `shards.json`, and returns the output folder.
 
-    Each shard is there whole or not at all, and the same pairs give the same bytes. Pairs that cannot be used are left
-    out and named in `bad-records.jsonl`. A run that was killed continues with the shards that are missing.
+    A shard is complete or not there, and the same pairs give the same bytes. Bad records are skipped and listed in
+    `bad-records.jsonl`. A killed run continues with the missing shards.
 
     Raises:
-        UserError: the data cannot be used, too many pairs are unusable, or the output holds something else.
+        UserError: the data cannot be used, too many records are bad, or the output has other content.
     """
     output = Path(config.output)
     _check_output(output)
@@ -80,7 +76,7 @@ def write_shards(config: ShardsConfig) -> Path:
 
 
 def shrink(image: Image.Image, size: int, quality: int) -> bytes:
-    """An RGB image as JPEG, its shorter side `size` pixels, or as it is where that is shorter still."""
+    """An RGB image as JPEG, shrunk until its shorter side has `size` pixels."""
     scale = size / max(1, min(image.size))
     if scale < 1:
         sides = [max(size, round(side * scale)) for side in image.size]
@@ -91,7 +87,7 @@ def shrink(image: Image.Image, size: int, quality: int) -> bytes:
 
 
 class _Shrunk(Dataset):
-    """Each record's image as a small JPEG, or the BadRecord that says why there is none."""
+    """Each record's image as a small JPEG, or a BadRecord."""
 
     def __init__(self, records: Sequence[Record], images: ImageSource, config: ShardsConfig):
         self.records, self.images, self.config = records, images, config
@@ -107,11 +103,11 @@ class _Shrunk(Dataset):
 
 
 class _Writer:
-    """One run: which shards there are to be, and what is known of those that are there.
+    """One run: the shards to write, and those already written.
 
     Attributes:
-        bad: records that the data itself cannot give.
-        shards: {name: entry of `shards.json`} of the shards that are done.
+        bad: records without a usable caption.
+        shards: {name: entry of `shards.json`} of the finished shards.
     """
 
     def __init__(self, config: ShardsConfig, output: Path):
@@ -129,7 +125,7 @@ class _Writer:
         self.shards = self._done()
 
     def _done(self) -> dict[str, dict]:
-        """The shards of an earlier run that are there. Raises UserError when it had other settings."""
+        """The finished shards of an earlier run. Raises UserError if it had other settings."""
         manifest = read_manifest(self.output) or {"settings": self.settings, "shards": []}
         before, now = manifest["settings"], self.settings
         if before != now:
@@ -140,11 +136,11 @@ class _Writer:
         return {shard["name"]: shard for shard in manifest["shards"] if _is_whole(self.output, shard)}
 
     def write(self) -> None:
-        """Writes the shards that are missing."""
+        """Writes the missing shards."""
         missing = {name: part for name, part in self.parts.items() if name not in self.shards}
         self._save(complete=False)
         indices = [index for part in missing.values() for index in part]
-        # In the order asked for, whichever worker is ready first.
+        # Results come in the sampler's order, whichever worker is ready first.
         loader = DataLoader(self.dataset, batch_size=None, sampler=indices, num_workers=self.config.workers)
         done = len(self.records) - len(indices)
         bar = tqdm(desc="writing shards", total=len(self.records), initial=done, unit=" pairs")
@@ -156,7 +152,7 @@ class _Writer:
                 self._require_any()
 
     def _write_shard(self, name: str, part: range, images: Iterator[bytes | BadRecord]) -> dict:
-        """One shard; returns its entry of `shards.json`. The samples' keys are their positions in the data."""
+        """Writes one shard and returns its entry of `shards.json`. A sample's key is its position in the data."""
         temporary, bad = hidden_beside(self.output / name, ".tmp"), []
         try:
             with new_file(temporary) as file:
@@ -179,7 +175,7 @@ class _Writer:
         return entry
 
     def _require_any(self) -> None:
-        """Raises UserError when of all pairs so far none has an image: the folder is a wrong one."""
+        """Raises UserError if no image could be read so far: the image folder is wrong."""
         if not any(shard["samples"] for shard in self.shards.values()):
             first = next(record for shard in self.shards.values() for record in shard["left_out"])
             tried = min(self.config.per_shard, len(self.records))
@@ -194,7 +190,7 @@ class _Writer:
         write_json(self.output / MANIFEST, manifest)
 
     def finish(self) -> None:
-        """Says what was left out and how much was written. Raises UserError when too much was left out."""
+        """Reports bad records and marks the shards as complete. Raises UserError if too many records are bad."""
         shards = self.shards.values()
         bad = [*self.bad, *(BadRecord(**record) for shard in shards for record in shard["left_out"])]
         (self.output / BAD_RECORDS).unlink(missing_ok=True)
@@ -217,7 +213,7 @@ def _counted(images: Iterable, bar: tqdm) -> Iterator:
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Adds a file without a time or an owner, so that the same content gives the same bytes."""
+    """Adds a file without time and owner, so that the same content gives the same bytes."""
     member = tarfile.TarInfo(name)
     member.size = len(content)
     tar.addfile(member, io.BytesIO(content))
@@ -236,10 +232,10 @@ def _is_whole(output: Path, shard: dict) -> bool:
 
 
 def _check_output(output: Path) -> None:
-    """Raises UserError for an output that is no folder, or one with anything but shards of this command."""
-    # A kill may have left the lock and an unfinished manifest, both hidden.
-    theirs = output.is_dir() and any(not path.name.startswith(".") for path in output.iterdir())
-    if theirs and not (output / MANIFEST).is_file():
+    """Raises UserError if the output is no folder, or has content but no manifest of this command."""
+    # Hidden files may be the lock and an unfinished manifest that a kill left.
+    used = output.is_dir() and any(not path.name.startswith(".") for path in output.iterdir())
+    if used and not (output / MANIFEST).is_file():
         raise UserError(f"The output {str(output)!r} exists and holds something else. Give a new folder.")
     if output.exists() and not output.is_dir():
         raise UserError(f"The output {str(output)!r} is a file. Give a new folder.")

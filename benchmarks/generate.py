@@ -1,13 +1,13 @@
-"""What a longer prompt costs a picture, and what keeping its keys and values over the steps saves.
+"""The cost of longer prompts for an image, and the savings of keeping keys and values over the steps.
 
     python benchmarks/generate.py [--model toy|sdxl|tiny] [--steps 30] [--repeats 7]
 
 Counted: the FLOPs of SDXL at 1024 x 1024, its true configuration without weights. A step is the UNet on one row of the
 batch; with guidance it runs on two, and every number of a step but the ratios doubles.
-Timed: the steps of a picture with guidance, from the embeddings to the latents, and the encoding of its prompt. On an
+Timed: the steps of an image with guidance, from the embeddings to the latents, and the encoding of its prompt. On an
 accelerator the model is SDXL with random weights in half precision, on the CPU the toy SDXL; `tiny` is a small random
-one that tries the former's path on the latter. The variants take turns, so that what else the machine does falls on
-all; ratios are to the steps of stock diffusers (77 positions, nothing kept) in the same round.
+one that tries the path of the accelerator on the CPU. The variants take turns, so that other load affects all; ratios
+are to the steps of stock diffusers (77 positions, nothing kept) in the same round.
 Prints Markdown, and writes to benchmarks/results/.
 """
 
@@ -35,7 +35,7 @@ from debias_diffusion.tokens import clip_tokenizer
 RESULTS = Path(__file__).parent / "results"
 WINDOW, STOCK = 248, 77
 POSITIONS = (STOCK, 152, 227, WINDOW, 494)
-COUNTED = (*POSITIONS, 496)  # the last: two windows that keep their own BOS and EOS
+COUNTED = (*POSITIONS, 496)  # the last: two chunks that keep their BOS and EOS
 
 CROSS_BLOCKS = {"down_block_types": ("DownBlock2D", *2 * ["CrossAttnDownBlock2D"])}
 CROSS_BLOCKS["up_block_types"] = (*2 * ["CrossAttnUpBlock2D"], "UpBlock2D")
@@ -105,8 +105,8 @@ def random_sdxl(name: str, device: torch.device, dtype: torch.dtype) -> StableDi
 def prompt_of(pipe: StableDiffusionXLLongPromptPipeline, positions: int) -> str:
     """A prompt whose embeddings have that many positions."""
     prompt = "red " * (positions - 2)
-    found = pipe.prompt_layout(prompt).positions
-    assert found == positions, f"{found} positions, {positions} wanted"
+    actual = pipe.prompt_layout(prompt).positions
+    assert actual == positions, f"{actual} positions, {positions} wanted"
     return prompt
 
 
@@ -190,7 +190,7 @@ def print_counted(result: dict) -> None:
     print(
         f"\nCounted: SDXL's UNet ({result['unet_parameters'] / 1e9:.3f} billion parameters) at 1024 x 1024, one row of "
         f"the batch (two with guidance).\nKept: the average of {result['steps']} steps. Encoding: CLIP-L of {WINDOW} "
-        f"positions, bigG in windows of {STOCK}, prompt and negative prompt; its share\nis of a picture with guidance, "
+        f"positions, bigG in chunks of {STOCK}, prompt and negative prompt; its share\nis of an image with guidance, "
         f"{result['steps']} plain steps and decoding ({result['decode'] / tera:.2f} TFLOP).\n\n"
         "| positions | TFLOP a step | to stock | kept | to stock | kept MB, fp16, guidance | encoding TFLOP | share |\n"
         "|---|---|---|---|---|---|---|---|"

@@ -1,4 +1,4 @@
-"""What no drawing is asked to exceed: numbers that can only be slips, refused before anything is loaded."""
+"""Limits for generated images: larger values can only be mistakes, and are refused before anything is loaded."""
 
 from .errors import UserError
 

@@ -1,4 +1,4 @@
-"""How a process that shares its work with others ends."""
+"""Ends one process of several that share their work."""
 
 import atexit
 import os
@@ -13,10 +13,9 @@ def _grouped() -> bool:
 
 
 def end_group_at_exit() -> None:
-    """Sees to the end of the process group, if accelerate has opened one; call it wherever that may have happened.
+    """Closes the process group at exit, if accelerate has opened one; call it wherever that may have happened.
 
-    A group that is left to the interpreter's last moments has threads that can abort the process after its work is
-    done, with exit code -6.
+    A group still open during the interpreter's shutdown has threads that can abort the process, with exit code -6.
     """
     if _grouped():
         atexit.unregister(_end_group)
@@ -30,12 +29,12 @@ def _end_group() -> None:
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Whether another process has left while this one waited for it."""
+    """Whether another process ended while this one waited for it."""
     return _grouped() and (isinstance(error, torch.distributed.DistError) or "third_party/gloo" in str(error))
 
 
 def leave(code: int) -> NoReturn:
-    """Exits with `code`; one process of several does so without a wait for the others, which may not come."""
+    """Exits with `code`. One process of several exits without waiting for the others, which may not come."""
     if _grouped():
         sys.stdout.flush()
         sys.stderr.flush()

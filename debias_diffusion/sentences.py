@@ -80,11 +80,11 @@ def split_sentences(caption: str) -> list[str]:
     before a list's item. A missing last full stop is no matter. A caption without any text has no sentences.
     """
     sentences, start = [], 0
-    for found in _CANDIDATES.finditer(caption):
-        kind = found.lastgroup
-        if kind == "broken" or (kind == "stop" and _ends(caption, start, *found.span(), found["stop"])):
-            sentences.append(caption[start : found.end()].strip())
-            start = found.end()
+    for match in _CANDIDATES.finditer(caption):
+        kind = match.lastgroup
+        if kind == "broken" or (kind == "stop" and _ends(caption, start, *match.span(), match["stop"])):
+            sentences.append(caption[start : match.end()].strip())
+            start = match.end()
     sentences.append(caption[start:].strip())
     return [sentence for sentence in sentences if sentence]
 

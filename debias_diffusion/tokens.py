@@ -1,4 +1,4 @@
-"""Captions to ids: the one cleaning, the long window, prefix padding, and where EOT stands."""
+"""Captions to ids: cleaning, context length, prefix padding, and the place of EOT."""
 
 import gzip
 import html
@@ -95,7 +95,7 @@ def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Captions of a batch without what need not be computed.
+    """A batch of captions, reduced to the tokens that must be computed.
 
     The literal row of caption i is `[SOT, PAD * n_pre_i, text_i, EOT, PAD ...]`. All rows begin alike, so the
     beginning `[SOT, PAD, PAD, ...]` is kept once, as long as the longest needs it; and nothing after EOT is kept. Where
@@ -106,7 +106,7 @@ class TokenBatch:
         n_prefix: [batch] how many of the prefix each caption sees. On the CPU.
         ids: [sum of lengths] each caption's own tokens up to its EOT, one caption after the other.
         lengths: [batch] how many of `ids` each caption has. On the CPU.
-        context_length: the window, in tokens.
+        context_length: positions that the encoder reads at once.
         pad: the id that fills a literal row after EOT.
         shared_sot: whether the prefix begins with SOT.
     """
@@ -142,13 +142,13 @@ class TokenBatch:
         )
 
     def padded(self) -> torch.Tensor:
-        """The literal rows, [batch, context_length], as an encoder that knows nothing of prefixes takes them."""
+        """Padded id rows, [batch, context_length], for encoders without prefix sharing."""
         slots, n_prefix = torch.arange(self.context_length), self.n_prefix[:, None]
-        own = (n_prefix <= slots) & (slots < n_prefix + self.lengths[:, None])
+        is_text = (n_prefix <= slots) & (slots < n_prefix + self.lengths[:, None])
         rows = self.ids.new_full((len(self), self.context_length), self.pad)
         rows[:, : len(self.prefix_ids)] = self.prefix_ids
         rows[(slots >= n_prefix).to(rows.device)] = self.pad
-        rows[own.to(rows.device)] = self.ids
+        rows[is_text.to(rows.device)] = self.ids
         return rows
 
 
@@ -162,16 +162,16 @@ class Markers:
 
 
 class CaptionTokenizer:
-    """Cleans and tokenizes captions for one window.
+    """Cleans and tokenizes captions for one context length.
 
     Args:
         tokenizer: the transformers tokenizer that will be exported.
-        context_length: window in tokens, SOT and EOT included.
+        context_length: in tokens, SOT and EOT included.
         markers: the ids around a text; None: those of CLIP, from the tokenizer, with id 0 as PAD.
         cleaning: what a caption goes through before the tokenizer.
 
     Raises:
-        ValueError: CLIP's EOT is not the highest id (open_clip pools there), or the window holds no text.
+        ValueError: CLIP's EOT is not the highest id (open_clip pools there), or the context length is below 3.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class CaptionTokenizer:
                 )
             markers = Markers(tokenizer.bos_token_id, tokenizer.eos_token_id, PAD)
         if context_length < 3:
-            raise ValueError(f"a window of {context_length} tokens holds no text between SOT and EOT")
+            raise ValueError(f"a context length of {context_length} leaves no room for text between SOT and EOT")
         self.tokenizer = tokenizer
         self.context_length = context_length
         self.markers = markers
@@ -197,7 +197,7 @@ class CaptionTokenizer:
         self.n_special = 1 if markers.sot is None else 2  # tokens of a row that are neither text nor PAD
 
     def with_context_length(self, context_length: int) -> "CaptionTokenizer":
-        """The same tokenizer for another window."""
+        """The same tokenizer for another context length."""
         self.tokenizer.model_max_length = context_length
         return CaptionTokenizer(self.tokenizer, context_length, self.markers, self.cleaning)
 
@@ -206,11 +206,11 @@ class CaptionTokenizer:
         return self.tokenizer(cleaned, add_special_tokens=False, verbose=False)["input_ids"]
 
     def text_ids(self, captions: list[str]) -> list[list[int]]:
-        """Each caption's ids without SOT and EOT, cut so that both still fit the window."""
+        """Each caption's ids without SOT and EOT, cut so that both still fit the context length."""
         return [row[: self.context_length - self.n_special] for row in self._all_ids(captions)]
 
     def count(self, caption: str) -> int:
-        """How many tokens the whole caption has, SOT and EOT included; may exceed the window."""
+        """How many tokens the whole caption has, SOT and EOT included; may exceed the context length."""
         return len(self._all_ids([caption])[0]) + self.n_special
 
     def n_post(self, text_ids: list[int]) -> int:
@@ -223,7 +223,7 @@ class CaptionTokenizer:
         """Tokenized captions as a batch, with `n_pre` PADs between SOT and each text, or before SOT.
 
         Raises:
-            ValueError: a caption with its prefix does not fit the window.
+            ValueError: a caption with its prefix does not fit the context length.
         """
         n_pre = [0] * len(text_ids) if n_pre is None else n_pre
         for ids, pads in zip(text_ids, n_pre, strict=True):
@@ -231,8 +231,8 @@ class CaptionTokenizer:
                 raise ValueError(f"n_pre must be in [0, {self.n_post(ids)}] for {len(ids)} text tokens, got {pads}")
         sot, eot, pad = self.markers.sot, self.markers.eot, self.markers.pad
         shared = [sot] if sot is not None and not pads_before_sot else []
-        own = [sot] if sot is not None and pads_before_sot else []
-        rows = [[*own, *ids, eot] for ids in text_ids]
+        start = [sot] if sot is not None and pads_before_sot else []
+        rows = [[*start, *ids, eot] for ids in text_ids]
         return TokenBatch(
             prefix_ids=torch.tensor(shared + [pad] * max(n_pre, default=0), dtype=torch.long),
             n_prefix=torch.tensor(n_pre, dtype=torch.long) + len(shared),

@@ -40,19 +40,19 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
     generated, robustness = reports[folder, "generation"], reports.get((folder, "robustness"))
     if robustness and robustness["settings"]["data"] != generated["settings"]["data"]:
         robustness = None
-    found = numbers(generated, robustness, reports.get((folder / SHORT_FOLDER, "generation")))
-    names = {key: NAMES.get(key, key) for key in found["generation"]}
+    measured = numbers(generated, robustness, reports.get((folder / SHORT_FOLDER, "generation")))
+    names = {key: NAMES.get(key, key) for key in measured["generation"]}
     return {
         "prompts": generated["images"],
         "names": names,
         "image_columns": [title for title, *_ in _IMAGE_COLUMNS],
         "examples": _examples(folder, generated, names),
         "edits": list(EDITS.values()),
-        "retrieval": {way.replace("_", " "): _retrieval_rows(found, way_r1) for way_r1, way in DIRECTIONS.items()},
-        "sentences": _sentence_rows(found["generation"]),
-        "images": _rows([_image_column(found, *column) for column in _IMAGE_COLUMNS], found["generation"]),
-        "differences": [_difference(pair, line, names) for pair, line in found["bootstrap"].items()],
-        "claims": claims(found),
+        "retrieval": {way.replace("_", " "): _retrieval_rows(measured, way_r1) for way_r1, way in DIRECTIONS.items()},
+        "sentences": _sentence_rows(measured["generation"]),
+        "images": _rows([_image_column(measured, *column) for column in _IMAGE_COLUMNS], measured["generation"]),
+        "differences": [_difference(pair, line, names) for pair, line in measured["bootstrap"].items()],
+        "claims": claims(measured),
         "few": FEW,
     }
 
@@ -62,7 +62,7 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
 
 def _is_of_captions(report: dict) -> bool:
     """Whether images were generated from long captions of the toy world."""
-    scored = all("objects_right" in its["scores"] for its in report["encoders"].values())
+    scored = all("objects_right" in entry["scores"] for entry in report["encoders"].values())
     return scored and not report["settings"]["data"].startswith(SHORT_PROMPTS)
 
 
@@ -94,15 +94,15 @@ def numbers(generated: dict, robustness: dict | None = None, short: dict | None 
     return {
         "retrieval": {
             keys[label]: {
-                edit: {name: its["recall_at_1_percent"][edit][way] for name, way in DIRECTIONS.items()}
+                edit: {name: entry["recall_at_1_percent"][edit][way] for name, way in DIRECTIONS.items()}
                 for edit in EDITS
             }
-            for label, its in (robustness["encoders"] if robustness else {}).items()
+            for label, entry in (robustness["encoders"] if robustness else {}).items()
             if label in keys
         },
         "generation": {
-            keys[label]: _generation_numbers(its["scores"]) | {"n": generated["images"]}
-            for label, its in generated["encoders"].items()
+            keys[label]: _generation_numbers(entry["scores"]) | {"n": generated["images"]}
+            for label, entry in generated["encoders"].items()
         },
         "bootstrap": {
             f"{keys[line['a']]} - {keys[line['b']]}": {end: line[end] / 100 for end in ("difference", "low", "high")}
@@ -110,8 +110,8 @@ def numbers(generated: dict, robustness: dict | None = None, short: dict | None 
             if line["score"] == "objects_right"
         },
         "short_prompts": {
-            keys[label]: its["scores"]["objects_right"]["value"] / 100
-            for label, its in (short["encoders"] if short else {}).items()
+            keys[label]: entry["scores"]["objects_right"]["value"] / 100
+            for label, entry in (short["encoders"] if short else {}).items()
             if label in keys
         },
     }
@@ -132,14 +132,14 @@ def _generation_numbers(scores: dict) -> dict:
 # ---- claims
 
 
-def claims(found: dict) -> list[dict]:
+def claims(measured: dict) -> list[dict]:
     """What the method promises, and whether `numbers` show it; nothing unless all of `NAMES` were evaluated.
 
     Returns:
         {"expectation": the promise, "found": the numbers, "met": True, False, or None where they do not decide}
     """
-    retrieval, drawn = found["retrieval"], found["generation"]
-    of_both_recipes = found["bootstrap"].get("debias-clip - long-clip")
+    retrieval, drawn = measured["retrieval"], measured["generation"]
+    of_both_recipes = measured["bootstrap"].get("debias-clip - long-clip")
     if of_both_recipes is None or not (NAMES.keys() <= retrieval.keys() and NAMES.keys() <= drawn.keys()):
         return []
     return [
@@ -153,8 +153,8 @@ def claims(found: dict) -> list[dict]:
     ]
 
 
-def _claim(expectation: str, found: str, met: bool | None) -> dict:
-    return {"expectation": expectation, "found": found, "met": met}
+def _claim(expectation: str, result: str, met: bool | None) -> dict:
+    return {"expectation": expectation, "found": result, "met": met}
 
 
 def _whole_captions(retrieval: dict, direction: str, name: str) -> dict:
@@ -233,15 +233,15 @@ _IMAGE_COLUMNS = (
 )
 
 
-def _image_column(found: dict, title, part, score, digits, factor, highest) -> tuple[dict, int, bool]:
-    values = {key: found[part].get(key) for key in found["generation"]}
+def _image_column(measured: dict, title, part, score, digits, factor, highest) -> tuple[dict, int, bool]:
+    values = {key: measured[part].get(key) for key in measured["generation"]}
     values = {key: value[score] if score and value else value for key, value in values.items()}
     return {key: value and factor * value for key, value in values.items()}, digits, highest
 
 
-def _retrieval_rows(found: dict, direction: str) -> dict[str, list[dict]]:
-    retrieval = found["retrieval"]
-    columns = [({key: its[edit][direction] for key, its in retrieval.items()}, 1, True) for edit in EDITS]
+def _retrieval_rows(measured: dict, direction: str) -> dict[str, list[dict]]:
+    retrieval = measured["retrieval"]
+    columns = [({key: entry[edit][direction] for key, entry in retrieval.items()}, 1, True) for edit in EDITS]
     return _rows(columns, retrieval)
 
 
@@ -273,7 +273,7 @@ def _sentence_rows(drawn: dict) -> list[dict]:
     spans = [(number, number) for number in range(1, last)] + [(last, len(counts))]
     rows = []
     for first, end in spans:
-        shares = {key: _share(its, slice(first - 1, end)) for key, its in drawn.items()}
+        shares = {key: _share(entry, slice(first - 1, end)) for key, entry in drawn.items()}
         percents = {key: None if share is None else 100 * share for key, share in shares.items()}
         cells = _rows([(percents, 1, True)], drawn)
         rows.append(

@@ -23,6 +23,20 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def coarse_results():
+    """Few bootstrap samples and blank figures: they take most of the time of evaluations of a few images."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    from debias_diffusion.eval.common import intervals
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intervals, "SAMPLES", 100)
+        patch.setattr(Figure, "savefig", lambda _, file, **__: Image.new("RGB", (9, 9)).save(file, "PNG"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """(base model, data file, image folder), for the smallest of training runs. Not to be written to."""

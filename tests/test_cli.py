@@ -162,7 +162,7 @@ def test_paths_that_cannot_be_used_have_no_traceback(capsys, tmp_path):
     ):
         error(capsys, *settings, "--output", output)
     (tmp_path / "loop").symlink_to("loop")
-    assert "loop' cannot be made" in error(capsys, *settings, "--output", tmp_path / "loop" / "a.png")
+    assert "loop' cannot be created" in error(capsys, *settings, "--output", tmp_path / "loop" / "a.png")
     name = f"{'x' * 251}.png"
     assert run(capsys, *settings, "--output", tmp_path / name)[0] == 0 and (tmp_path / name).is_file()
 
@@ -241,5 +241,7 @@ def test_help_ends_quietly_when_nobody_reads(closing):
 
 
 def test_a_list_of_commands_imports_no_large_library():
-    code = "import sys; from debias_diffusion.app.cli import main; main(['evaluate']); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from debias_diffusion.app.cli import main; main(['evaluate']); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=120)

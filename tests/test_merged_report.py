@@ -104,7 +104,7 @@ def test_what_is_no_result_is_named_and_left_out(results, tmp_path, capsys):
     (tmp_path / "old" / "retrieval.json").write_text(json.dumps(old))
     evaluate_report(ReportConfig(str(tmp_path)))
     printed = capsys.readouterr().out
-    assert "left out bad/retrieval.json" in printed and "left out old/retrieval.json" in printed
+    assert "Left out: bad/retrieval.json" in printed and "Left out: old/retrieval.json" in printed
     assert "1 results in 1 sections" in printed and (tmp_path / "report.html").is_file()
 
 

@@ -7,15 +7,12 @@ import pytest
 import torch
 from filelock import FileLock
 from html_page import Page
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image
 from transformers import ViTConfig, ViTModel
 
 from debias_diffusion.app import quickstart as app
 from debias_diffusion.app.quickstart import Models, QuickstartConfig, quickstart
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common import intervals
 from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
 from debias_diffusion.eval.pictures.generation import GenerationConfig
 from debias_diffusion.files import write_json
@@ -29,7 +26,7 @@ from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import scene
 from debias_diffusion.toyworld.vocabulary import learn_tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "coarse_results")
 ENCODERS = ("clip", "long-clip", "debias-clip")
 # More prompts than scenes: the one does not limit the other.
 TINY = {"scenes": 3, "prompts": 4, "trained_on": 16, "steps": 2, "batch": 8, "drawing_steps": 1, "split": "development"}
@@ -68,19 +65,8 @@ def report_of(output: Path) -> dict:
     return json.loads((output / "report.json").read_text())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def coarse():
-    """Few bootstrap samples and rough figures: they take most of the time of evaluations as small as these."""
-    savefig = Figure.savefig
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intervals, "SAMPLES", 100)
-        patch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)
-        patch.setattr(Figure, "savefig", lambda *args, **options: savefig(*args, **options | {"dpi": 20}))
-        yield
-
-
 @pytest.fixture(scope="module")
-def finished(models, tmp_path_factory) -> Path:
+def finished(models, coarse_results, tmp_path_factory) -> Path:
     """A run that was killed after its images were generated, and continued with what was there."""
     output = tmp_path_factory.mktemp("quickstart")
     config, generate = QuickstartConfig(**TINY, output=str(output)), app.EVALUATE["generation"]
@@ -90,19 +76,14 @@ def finished(models, tmp_path_factory) -> Path:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        for name in ("retrieval", "robustness", "attention"):
+            patch.setitem(app.EVALUATE, name, lambda _: {"seconds": 0})  # done in the second run
         patch.setitem(app.EVALUATE, "generation", killed)
         quickstart(config, models)
     kept = made(output)
-    with pytest.MonkeyPatch.context() as patch:
-        encodes_nothing(patch)
-        assert quickstart(config, models) == output / "report.html"
+    assert quickstart(config, models) == output / "report.html"
     assert len(kept) > 10 and kept.items() < made(output).items()  # only the short prompts were missing
     return output
-
-
-def encodes_nothing(patch: pytest.MonkeyPatch) -> None:
-    for name in ("encode_image", "encode_text"):
-        patch.setattr(Backbone, name, lambda *_, **__: pytest.fail("encoded again"))
 
 
 def test_the_report_keeps_its_keys(finished):
@@ -170,7 +151,8 @@ def test_the_exports_and_images_are_ready_to_use(finished):
 
 def test_a_change_redoes_what_depends_on_it_and_nothing_else(finished, models, monkeypatch, capsys):
     before, report = made(finished), report_of(finished)
-    encodes_nothing(monkeypatch)
+    for name in ("encode_image", "encode_text"):
+        monkeypatch.setattr(Backbone, name, lambda *_, **__: pytest.fail("encoded again"))
     quickstart(QuickstartConfig(**TINY | {"drawing_steps": 2}, output=str(finished)), models)
     after, changed = made(finished), report_of(finished)
     assert before.keys() == after.keys()

@@ -91,7 +91,7 @@ PIECES = st.sampled_from([1, 2, 7, 50, 1 << 20])
 
 
 def listed(content, piece=1 << 20):
-    with patch.multiple(json_list, _PIECE=piece, _MOST=min(piece, 1 << 16)):
+    with patch.multiple(json_list, _CHUNK=piece, _USUAL_ENTRY=min(piece, 1 << 16)):
         return list(read_list(io.BytesIO(content)))
 
 
@@ -195,7 +195,7 @@ def test_an_entry_longer_than_any_is_no_reason_to_read_the_whole_file(monkeypatc
     monkeypatch.setattr(json_list, "LARGEST_ENTRY", 1000)
     content = b'["' + b"a" * 100_000 + b'"]'
     file = io.BytesIO(content)
-    with patch.multiple(json_list, _PIECE=10, _MOST=10), pytest.raises(BrokenList, match="more than 1000 bytes"):
+    with patch.multiple(json_list, _CHUNK=10, _MOST=10), pytest.raises(BrokenList, match="more than 1000 bytes"):
         list(read_list(file))
     assert file.tell() < 5000
 

@@ -12,21 +12,6 @@ from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
 
 # Pronouns and participles that could name anything.
 BANNED = {"its", "found", "told", "own", "what", "others"}
-# Modules that still have some.
-LEFTOVERS = """
-    app/demo/drawing.py app/demo/endpoints.py app/demo/guard.py app/demo/launch.py app/demo/markup.py
-    app/demo/models.py app/demo/page.py app/demo/reading.py app/demo/requests.py app/demo/scenes.py
-    app/demo/waiting.py app/quickstart.py debias_diffusion/data/json_list.py
-    debias_diffusion/data/retrieval_sets.py debias_diffusion/data/shards.py
-    debias_diffusion/sentences.py
-    debias_diffusion/tokens.py debias_diffusion/toymodels/clip.py debias_diffusion/toymodels/feature_network.py
-    debias_diffusion/toymodels/scores.py debias_diffusion/toymodels/unet.py debias_diffusion/toymodels/vae.py
-    debias_diffusion/toyworld/checker.py debias_diffusion/toyworld/grammar.py
-    debias_diffusion/toyworld/scenes.py
-    eval/story.py
-    pipelines/checked.py pipelines/custom_pipeline.py pipelines/long_prompt.py
-    pipelines/weighting.py
-""".split()
 # Every folder of a command has these.
 REPEATED = {"__init__", "command"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,7 +36,6 @@ def test_names_name_the_thing():
     bound = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in MODULES.values()
-        if str(path.relative_to(ROOT)) not in LEFTOVERS
         for name in BANNED & bound_names(ast.parse(path.read_text()))
     }
     assert not bound, "\n".join(sorted(bound))

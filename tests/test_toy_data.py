@@ -21,10 +21,12 @@ from debias_diffusion.toyworld.checker import objects_correct
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import TrainConfig, train
 
-NAMES = ["toy/test", "toy/validation", "toy/development", "toy/test-2", "toy/train-2"]
+NAMES = ["toy/test", "toy/validation", "toy/development", "toy/test-2", "toy/train-2", "toy/short-test"]
 
 
 def digest(name):
+    for cached in (toy_scenes._scene_and_caption, toy_scenes._stamp):  # as in a new process
+        cached.cache_clear()
     return data_digest(name, read_captions(name))
 
 
@@ -50,7 +52,8 @@ def test_a_record_names_its_scene(name):
         assert caption.text == record.caption
         assert all(objects_correct(source.open(record.image), its).values())
     # all four arrangements of the same objects tell from each other, and so do the captions
-    assert len({record.caption for record in captions.records}) == 1000
+    least = 990 if "short" in name else 1000  # of one to three objects, some scenes are alike
+    assert len({record.caption for record in captions.records}) >= least
     assert len({source.stamp(record.image) for record in captions.records}) == 1000
 
 

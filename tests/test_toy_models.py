@@ -17,6 +17,7 @@ from debias_diffusion.interchange import load_text_encoder, load_two_tower
 from debias_diffusion.models import shipped
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.pipelines.chunks import join_chunks
+from debias_diffusion.tokens import load_tokenizer
 from debias_diffusion.toymodels import build, unet
 from debias_diffusion.toymodels.fine_tuning import RECIPES
 from debias_diffusion.toymodels.scores import score_checker, score_sdxl
@@ -84,7 +85,7 @@ def test_the_checker_agrees_with_labels_given_by_looking():
 
 
 def test_short_prompts_name_all_their_objects_within_77_tokens():
-    tokenizer = build.Build(None, build.Sizes()).tokenizer()
+    tokenizer = load_tokenizer(shipped.WEIGHTS / "clip" / "tokenizer")
     for index in range(200):
         its, prompt = short_prompt("development", index)
         assert 1 <= len(its.things) <= 3
@@ -182,7 +183,7 @@ def test_a_shipped_two_tower_is_the_one_that_was_trained(built, monkeypatch, rec
 def test_weights_that_are_not_complete_are_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(shipped, "WEIGHTS", tmp_path)
     (tmp_path / "clip").mkdir()
-    with pytest.raises(UserError, match=r"'toy/clip' is not in this installation.*toyworld\.build"):
+    with pytest.raises(UserError, match=r"'toy/clip' is not in this installation.*toymodels\.build"):
         load_backbone("toy/clip")
 
 
@@ -206,7 +207,7 @@ def test_what_the_unet_learns_from_is_what_the_pipeline_makes(built):
 
 
 def test_captions_in_two_windows_are_within_77_tokens_and_whole_sentences():
-    tokenizer = build.Build(None, build.Sizes()).tokenizer()
+    tokenizer = load_tokenizer(shipped.WEIGHTS / "clip" / "tokenizer")
     with_summary = 0
     for index in range(100):
         caption = unet.draw_pair(index)[1]

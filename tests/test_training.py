@@ -31,6 +31,7 @@ from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.training import TrainConfig, loop, train
 from debias_diffusion.training.batches import GlobalBatches
+from debias_diffusion.training.feature_cache import FeatureWriter
 from debias_diffusion.training.folder import RunFolder
 from debias_diffusion.training.setup import held_out_count
 
@@ -359,20 +360,25 @@ def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(wor
     assert {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")} == written
 
 
-def test_sigterm_while_image_features_are_computed_exits_cleanly_and_keeps_them(world, tmp_path):
-    data, images = make_tiny_data(tmp_path / "world", count=800)
+def test_sigterm_while_image_features_are_computed_stops_the_run_and_keeps_them(world, tmp_path, monkeypatch, capsys):
+    data, images = make_tiny_data(tmp_path / "world", count=40)
     settings = config((world[0], data, images), tmp_path / "run", freeze_image_tower=True, max_steps=2)
-    process = run_in_a_process(settings)
-    cache = tmp_path / "image-features"
-    while process.poll() is None and not any(path.stat().st_size for path in cache.rglob("features-*")):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0 and "Stopped while image features were computed" in output
-    before = sum(path.stat().st_size for path in cache.rglob("features-*"))
-    assert 0 < before < 800 * 24 * 4
+    add = FeatureWriter.add
+
+    def add_and_signal(*rows):
+        add(*rows)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def cached_bytes():
+        return sum(path.stat().st_size for path in (tmp_path / "image-features").rglob("features-*"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureWriter, "add", add_and_signal)
+        assert train(settings) is None
+    assert "Stopped while image features were computed" in capsys.readouterr().out
+    assert 0 < cached_bytes() < 40 * 24 * 4
     train(settings)
-    assert sum(path.stat().st_size for path in cache.rglob("features-*")) == 800 * 24 * 4
+    assert cached_bytes() == 40 * 24 * 4
 
 
 def test_tensorboard_has_what_the_log_has(world, tmp_path):
@@ -613,22 +619,29 @@ def test_safetensors_says_the_disk_is_full_in_words_that_are_understood(small_di
         save_file({"x": torch.zeros(5_000_000)}, small_disk / "x.safetensors")
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_run_costs_nothing_but_time(world, finished, tmp_path, small_disk):
+def test_a_disk_that_fills_up_in_the_middle_of_a_run_costs_nothing_but_time(world, tmp_path, small_disk, monkeypatch):
     """The run's checkpoints lie on a small disk that something else fills after the second one."""
-    output = tmp_path / "run"
+    output, write_line = tmp_path / "run", RunFolder.log
+
+    def resize(size):
+        subprocess.run(["mount", "-o", f"remount,size={size}k", small_disk], check=True)
+
+    def fill_after_step_five(folder, line):
+        write_line(folder, line)
+        if line["step"] == 5:
+            resize(shutil.disk_usage(small_disk).used // 1000 + 4000)
+
+    resize(200_000)
     output.mkdir()
-    subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
     (small_disk / "checkpoints").mkdir()
     (output / "checkpoints").symlink_to(small_disk / "checkpoints")
-    settings = dict(max_steps=20, eval_every=100)
-    process = run_in_a_process(config(world, output, **settings))
-    wait_for_step(output, 5, process)
-    used = shutil.disk_usage(small_disk).used
-    subprocess.run(["mount", "-o", f"remount,size={used // 1000 + 4000}k", small_disk], check=True)
-    out = process.communicate(timeout=120)[0]
-    assert "No space left on the disk" in out and "start the same command again" in out
+    settings = dict(max_steps=12, eval_every=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "log", fill_after_step_five)
+        with pytest.raises(UserError, match="No space left on the disk.*start the same command again"):
+            train(config(world, output, **settings))
     assert not (output / "last").exists()
-    subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
+    resize(200_000)
     assert max(path.name for path in (small_disk / "checkpoints").glob("step-*")) >= "step-00000004"
     train(config(world, output, **settings))
     train(config(world, tmp_path / "alone", **settings))

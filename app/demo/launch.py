@@ -26,7 +26,7 @@ class AppConfig:
     """Models of the demo, and access to it.
 
     Attributes:
-        base: SDXL checkpoint: a folder in diffusers' layout, a hub id, or the embedded toy/sdxl.
+        base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         encoders: Text encoders to compare, up to four: folders written by `export`, any transformers CLIPTextModel
             folder, toy/clip, toy/long-clip, toy/debias-clip, or original, the checkpoint's own.
         host: Address to listen on. The default is this machine only; 0.0.0.0 or :: lets others in.

@@ -84,7 +84,7 @@ class DemoModels:
     meanwhile.
 
     Args:
-        base: SDXL folder in diffusers' layout, hub id, or toy/sdxl.
+        base: SDXL checkpoint, see `find_checkpoint`.
         encoders: replacements of the first text encoder, each anything `load_text_encoder` takes, or "original" for
             the checkpoint's own.
         device: device of all models.

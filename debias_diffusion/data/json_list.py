@@ -1,4 +1,4 @@
-"""The entries of a long JSON list, one after the other, and where each lies in its file."""
+"""Parses a long JSON list entry by entry, with the position of each entry in its file."""
 
 import json
 import re
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 LARGEST_ENTRY = 64 << 20  # bytes
-_PIECE = 4 << 20  # bytes of a file that are read at once
-_MOST = 1 << 16  # bytes that few entries exceed
+_CHUNK = 4 << 20  # bytes read at once
+_USUAL_ENTRY = 1 << 16  # bytes that few entries exceed
 _MARK = "\ufeff".encode().decode("latin-1")  # of UTF-8
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
@@ -16,12 +16,12 @@ _LENIENT = json.JSONDecoder(strict=False, parse_int=len)
 
 
 class BrokenList(Exception):
-    """Text that is no JSON.
+    """A file that is not JSON.
 
     Attributes:
-        reason: what is wrong with it.
-        at: the byte where it is wrong.
-        entries: how many entries before it were whole.
+        reason: the fault.
+        at: its position in bytes.
+        entries: the number of whole entries before it.
     """
 
     def __init__(self, reason: str, at: int):
@@ -30,18 +30,18 @@ class BrokenList(Exception):
 
 
 class NotAList(Exception):
-    """JSON that holds something else than a list: its type's name."""
+    """JSON that is not a list: the name of its type."""
 
 
 def read_list(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
-    """(start, end, value) of each entry of a JSON list: its place in bytes, and what it holds.
+    """(start, end, value) of each entry of a JSON list; positions are in bytes.
 
-    The value is what `json.load` would give; or a ValueError, where an entry is no JSON for itself alone: it is not
-    UTF-8, has a control character in a string, or a number of too many digits.
+    The value is that of `json.load`, or a ValueError if only this entry is broken: it is not UTF-8, has a control
+    character in a string, or a number with too many digits.
 
     Raises:
-        BrokenList: the file is no JSON, so that nobody can tell where the next entry begins.
-        NotAList: it is JSON and holds something else.
+        BrokenList: the file is not JSON, so the start of the next entry is unknown.
+        NotAList: the file is JSON, but not a list.
     """
     window, count = _Window(file.read), 0
     window.skip(_MARK)
@@ -67,10 +67,10 @@ def read_list(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
 
 
 class _Window:
-    """The part of a file that is looked at, as Latin-1: each byte is a character there.
+    """The part of a file being parsed, as Latin-1: each byte is one character.
 
-    So places are bytes, and a byte that is no UTF-8 harms nothing but the entry it lies in, because all of JSON's own
-    characters are ASCII.
+    So positions are bytes, and a byte that is not UTF-8 affects only its own entry, because JSON's own characters are
+    ASCII.
     """
 
     def __init__(self, read: Callable[[int], bytes]):
@@ -79,38 +79,38 @@ class _Window:
         self._more()
 
     def _more(self) -> bool:
-        """Reads on, at least as much as is looked at; whether there was more."""
-        piece = self._read(max(_PIECE, len(self._text) - self._at))
+        """Reads on, at least as much as the window still has; returns whether there was more."""
+        piece = self._read(max(_CHUNK, len(self._text) - self._at))
         if piece:
             self._dropped += self._at
             self._text, self._at = self._text[self._at :] + piece.decode("latin-1"), 0
         return bool(piece)
 
     def skip(self, text: str) -> None:
-        """Goes behind `text`, if that comes next."""
+        """Moves past `text`, if it comes next."""
         while len(self._text) - self._at < len(text) and self._more():
             pass
         if self._text.startswith(text, self._at):
             self._at += len(text)
 
     def next(self) -> str:
-        """Goes to the next character that is no white space, and returns it; "" at the end of the file."""
+        """Moves to the next character that is not white space and returns it; "" at the end of the file."""
         while True:
             self._at = _SPACE.match(self._text, self._at).end()
             if self._at < len(self._text) or not self._more():
                 return self._text[self._at : self._at + 1]
 
     def expect(self, characters: str, otherwise: str) -> str:
-        """Goes behind the next one, which must be one of `characters`, or the end if there are none."""
-        found = self.next()
-        if found not in characters or (characters and not found):
+        """Moves past the next character, which must be one of `characters`, or the file's end if there are none."""
+        character = self.next()
+        if character not in characters or (characters and not character):
             raise BrokenList(otherwise, self._dropped + self._at)
-        self._at += len(found)
-        return found
+        self._at += len(character)
+        return character
 
     def entry(self) -> tuple[int, int, object]:
-        """Goes behind the entry that comes next; see `read_list`."""
-        if len(self._text) - self._at < _MOST:
+        """Moves past the next entry and returns it; see `read_list`."""
+        if len(self._text) - self._at < _USUAL_ENTRY:
             self._more()  # or it would often be parsed twice
         try:
             value, end = self._decoded()

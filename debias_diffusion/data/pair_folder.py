@@ -23,9 +23,8 @@ Pair = tuple[list[str], list[str]]  # the images and the captions of one name
 def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     """The pairs of a folder and its subfolders: an image (jpg, jpeg, png, webp) and a txt of the same name.
 
-    Sorted by their names, as text. Endings may be in upper case. Other files, and all whose name or folder begins with
-    a dot, are passed over, and so are links to folders. A caption that is empty or cannot be read is left out and named
-    in `bad`.
+    Sorted by name, as text. Endings may be in upper case. Other files, hidden files and folders, and links to folders
+    are skipped. A pair whose caption is empty or unreadable is a bad record.
 
     Raises:
         UserError: a file has no partner or several, by its name; or there is no pair, or no usable one.
@@ -46,7 +45,7 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
 
 
 def _pairs(root: Path) -> dict[str, Pair]:
-    """The images and captions, relative to the root, by what they are called without their ending."""
+    """{name without ending: (images, captions)}, relative to the root"""
     pairs: dict[str, Pair] = {}
     for name in _files(root):
         stem, _, ending = name.rpartition(".")
@@ -56,7 +55,7 @@ def _pairs(root: Path) -> dict[str, Pair]:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """Every file that is not hidden, relative to the root, with / between its parts."""
+    """All files that are not hidden, as posix paths relative to the root."""
     for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
@@ -117,5 +116,5 @@ def _read(folder: ImageFolder, image: str, caption: str) -> Record:
 
 
 def _shown(name: str) -> str:
-    """A file's name as text that can be written, whatever its bytes."""
+    """A file name as printable UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -1,4 +1,4 @@
-"""Where the records of a large data file lie in it, kept on the disk, so that the file is parsed once."""
+"""On-disk index of a large data file: the position of each record, so that the file is parsed once."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..files import open_regular, whole_file
+from ..files import bytes_digest, open_regular, whole_file
 
 _RULES = ("captions.py", "json_list.py", "sharegpt4v.py")  # the code that decides which records can be used
 
@@ -16,9 +16,9 @@ class RecordIndex(NamedTuple):
     """
     Attributes:
         sha256: of the data file, in hexadecimal.
-        label: what its parts are called, "entry" or "line".
-        places: [N, 2], where each usable record starts and ends.
-        bad: (where, kind, detail) of the others.
+        label: "entry" or "line".
+        places: [N, 2], start and end of each usable record, in bytes.
+        bad: (where, kind, detail) of each bad record.
     """
 
     sha256: str
@@ -28,7 +28,7 @@ class RecordIndex(NamedTuple):
 
 
 def load_index(path: Path) -> RecordIndex | None:
-    """What `save_index` has written; None where there is none, or it is damaged, or other code has made it."""
+    """The index that `save_index` wrote; None if it is missing, damaged, or made by other code."""
     try:
         with open_regular(path) as file:
             digest, content = file.read(32), file.read()
@@ -44,7 +44,7 @@ def load_index(path: Path) -> RecordIndex | None:
 
 
 def save_index(path: Path, index: RecordIndex) -> None:
-    """Keeps the index. A disk that is full or may not be written to is no error: the file is parsed again next time."""
+    """Writes the index. A full or read-only disk is no error: the data file is parsed again next time."""
     fields = {"rules": _rules(), "sha256": index.sha256, "label": index.label, "bad": index.bad}
     content = json.dumps(fields).encode() + b"\n" + index.places.astype("<i8").tobytes()
     try:
@@ -55,6 +55,5 @@ def save_index(path: Path, index: RecordIndex) -> None:
 
 
 def _rules() -> str:
-    """Changes with the code, so that no index outlives a change of what a usable record is."""
-    folder = Path(__file__).parent
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in _RULES)).hexdigest()
+    """A digest of the code, so that an index is not used after the rules for usable records have changed."""
+    return bytes_digest(Path(__file__).with_name(name).read_bytes() for name in _RULES)

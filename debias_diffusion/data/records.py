@@ -1,4 +1,4 @@
-"""Records that stay bytes, in memory or in a file, until they are asked for."""
+"""Records that stay bytes, in memory or in a file, until they are read."""
 
 import hashlib
 import json
@@ -26,17 +26,17 @@ class Record:
 
 
 class Content(Protocol):
-    """Bytes by their place."""
+    """Bytes by position."""
 
     def read(self, start: int, end: int) -> bytes | bytearray:
         """The bytes from `start` up to `end`."""
 
 
 class PackedRecords(Sequence[Record]):
-    """Records as places in bytes instead of as millions of objects. A slice is a view.
+    """Records as positions in bytes instead of millions of objects. A slice is a view.
 
-    A worker process shares the memory of the process it was forked from until either writes to it, and Python writes to
-    every object it looks at, to count references. So each worker would come to hold a copy of all captions.
+    A forked worker shares its parent's memory until either writes to it. Python writes to every object it touches, to
+    count references, so with objects each worker would end up with a copy of all captions.
     """
 
     def __init__(self, records: Iterable[Record]):
@@ -77,7 +77,7 @@ class PackedRecords(Sequence[Record]):
 
 
 def as_places(numbers: array) -> np.ndarray:
-    """[N, 2], where each of N pieces of some bytes starts and ends, from these numbers one after the other."""
+    """[N, 2], start and end of each piece, from the flat list of these numbers."""
     return np.frombuffer(numbers, dtype=np.int64).reshape(-1, 2)
 
 
@@ -86,7 +86,7 @@ def _unpack(row: bytes | bytearray) -> Record:
 
 
 class InMemory:
-    """Bytes that are kept in memory."""
+    """Bytes in memory."""
 
     def __init__(self, content: bytes | bytearray):
         self._bytes = content
@@ -96,17 +96,17 @@ class InMemory:
 
 
 class InFile:
-    """The bytes of a file, which are read when they are needed. The system keeps them once for all processes.
+    """The bytes of a file, read on demand. The system's cache holds them once for all processes.
 
-    May be used by several threads, and handed to worker processes, forked or not.
+    Safe for threads, and can be pickled for workers.
 
     Args:
         path: of a regular file.
         sha256: of its content, in hexadecimal.
-        file: the same file, open, and its `stamp` when it had that content. None: it is opened and looked at.
+        file: the open file and its `stamp` when it had that content. None opens and checks it.
 
     Raises:
-        UserError: the file has another content, or cannot be read.
+        UserError: the file has other content, or cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike, sha256: str, file: tuple[BinaryIO, tuple] | None = None):
@@ -124,7 +124,7 @@ class InFile:
         """The bytes from `start` up to `end`. Raises UserError when the file has changed, or can no longer be read."""
         with self._explained():
             content = os.pread(self._file.fileno(), end - start, start)
-            if stamp(self._file) == self._stamp:  # asked afterwards: what was read before a change is right
+            if stamp(self._file) == self._stamp:  # checked afterwards: bytes read before a change are right
                 return content
             self._check()
         return self.read(start, end)
@@ -150,13 +150,13 @@ class InFile:
 
 
 def stamp(file: BinaryIO) -> tuple:
-    """What changes with every change of an open file's content; with one of its name or rights too."""
+    """Changes with an open file's content, and also with its name or permissions."""
     status = os.fstat(file.fileno())
     return status.st_size, status.st_ctime_ns
 
 
 def changed(path: str | os.PathLike) -> UserError:
-    """What to raise when a data file is not what it was."""
+    """The error for a data file whose content has changed."""
     return UserError(
         f"The data file {os.fspath(path)!r} was changed while it was in use. Put the old one back and start the same "
         "command again, or start anew with another output."

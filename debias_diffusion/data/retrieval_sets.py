@@ -1,7 +1,6 @@
 """Retrieval benchmarks, each read from the layout that its authors publish (docs/evaluation.md shows the layouts)."""
 
 import csv
-import hashlib
 import io
 import json
 import os
@@ -13,7 +12,7 @@ from typing import TextIO
 from PIL import Image
 
 from ..errors import UserError, near_matches
-from ..files import open_regular
+from ..files import bytes_digest, open_regular
 from .bad_records import BadRecord
 from .captions import answer_of, fold, is_text, sort_out
 from .images import ImageFolder, ImageSource
@@ -55,10 +54,8 @@ class RetrievalSet:
 
     def digest(self) -> str:
         """sha256, in hexadecimal, of the captions and of the images' names."""
-        total = hashlib.sha256()
-        for part in (self.images, self.captions, self.image_of):
-            total.update(json.dumps(part).encode() + b"\n")
-        return total.hexdigest()
+        parts = (self.images, self.captions, self.image_of)
+        return bytes_digest(json.dumps(part).encode() + b"\n" for part in parts)
 
 
 @dataclass(frozen=True)
@@ -117,9 +114,8 @@ class _Folders:
 def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
     """A benchmark of `BENCHMARKS` from its folder, in the order of its files.
 
-    Entries of the same image file become one image with several captions. What cannot be decoded, and an empty caption
-    of an image that has others, is left out and named in `bad`. Whether an image can be decoded shows when it is
-    opened.
+    Entries with the same image file become one image with several captions. An entry that cannot be decoded, and an
+    empty caption of an image that has others, are bad records. Images are not opened.
 
     Raises:
         UserError: there is no such benchmark, the folder has another layout, a file is damaged as a whole, or an
@@ -139,8 +135,8 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
             f"The folder {str(root)!r} has no {missing[0]!r}, so it is not {name} as published. It must hold "
             f"{', '.join(benchmark.needs)}; they come from {benchmark.page}."
         )
-    found = sort_out(((part[0], part) for part in benchmark.parts(root)), lambda part: benchmark.read(*part))
-    return _grouped(name, root, found.records, found.bad, _images(root, benchmark.images))
+    entries = sort_out(((part[0], part) for part in benchmark.parts(root)), lambda part: benchmark.read(*part))
+    return _grouped(name, root, entries.records, entries.bad, _images(root, benchmark.images))
 
 
 def _images(root: Path, folders: Sequence[str]) -> ImageSource:
@@ -168,14 +164,15 @@ def _grouped(name: str, root: Path, entries: list[Entry], bad: list[BadRecord], 
             f"{missing[0]!r}, of {by_image[missing[0]][0].where}. A benchmark is evaluated whole: unpack all of it."
         )
     captions, image_of, empty = [], [], []
-    for position, (image, own) in enumerate(by_image.items()):
-        given = [caption for entry in own for caption in entry.captions]
+    for position, (image, same_image) in enumerate(by_image.items()):
+        given = [caption for entry in same_image for caption in entry.captions]
         texts = [fold(caption) for caption in given if is_text(caption) and caption.strip()]
         if not texts:
             raise UserError(
-                f"{own[0].where} of {name} in {str(root)!r} has no caption for the image {image!r}. Download it again."
+                f"{same_image[0].where} of {name} in {str(root)!r} has no caption for the image {image!r}. Download it "
+                "again."
             )
-        empty += [BadRecord(own[0].where, "empty caption", f"image {image}")] * (len(given) - len(texts))
+        empty += [BadRecord(same_image[0].where, "empty caption", f"image {image}")] * (len(given) - len(texts))
         captions += texts
         image_of += [position] * len(texts)
     return RetrievalSet(list(by_image), captions, image_of, source, bad + empty)
@@ -352,10 +349,10 @@ def _read_sharegpt4v(where: str, entry) -> Entry:
 
 def _objects(path: Path, key: str) -> list[dict]:
     """The list of JSON objects under `key`. Raises UserError when there is none."""
-    found = _load(path, dict).get(key)
-    if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
+    objects = _load(path, dict).get(key)
+    if not isinstance(objects, list) or not all(isinstance(part, dict) for part in objects):
         raise UserError(f"{str(path)!r} has no list of objects named {key!r}. Download it again.")
-    return found
+    return objects
 
 
 def _coco(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
@@ -365,8 +362,8 @@ def _coco(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
     for annotation in _objects(root / name, "annotations"):
         captions.setdefault(str(annotation.get("image_id")), []).append(annotation.get("caption"))
     for image in _objects(root / name, "images"):
-        own = captions.get(str(image.get("id")), [])
-        yield f"{name}, image {image.get('id')}", (image.get("file_name"), own[:CAPTIONS])
+        texts = captions.get(str(image.get("id")), [])
+        yield f"{name}, image {image.get('id')}", (image.get("file_name"), texts[:CAPTIONS])
 
 
 def _flickr30k_test(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:

@@ -40,8 +40,7 @@ _PLACE = re.compile(r"([^/]+)/.*@(\d+)\+(\d+)", re.DOTALL)  # shard/member@offse
 class ShardImages:
     """Opens the images of shards by the strings that `read_shards` gives its records.
 
-    May be used by several threads, and handed to worker processes, forked or not: reads are positioned, and each
-    process opens for itself what was not open yet.
+    Safe for threads and workers, forked or not: reads are positioned, and each process opens the shards it needs.
 
     Args:
         root: folder of the shards.
@@ -49,7 +48,7 @@ class ShardImages:
 
     def __init__(self, root: str | os.PathLike):
         self.root = Path(os.path.realpath(root))
-        # What is dropped from the cache is closed when the last read from it is over.
+        # A file dropped from the cache is closed after the last read from it.
         self._opened = lru_cache(maxsize=_OPENED)(lambda shard: open_regular(self._path(shard)))
 
     def __reduce__(self):
@@ -105,8 +104,8 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
     jpeg, png or webp; the caption a txt, or a json with "caption" or ShareGPT4V's "conversations". A json's "image", or
     else its "id", is the sample id; without one it is "shard/key".
 
-    What cannot be used is left out and named in `bad`: samples without an image or a caption, members that are links or
-    whose names lead elsewhere, and the rest of a shard that is damaged or cut short.
+    Bad records are samples without an image or a caption, members that are links or whose names lead elsewhere, and the
+    rest of a shard that is damaged or cut short.
 
     Raises:
         UserError: there are no shards, their writing was not finished, or they hold no usable sample.
@@ -118,9 +117,9 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
 
     def read() -> Iterator[Record]:
         for name in tqdm(names, desc="reading shards", unit=" shards", disable=len(names) < 20):
-            found, faults = _read_shard(images, name, expected.get(name))
+            records, faults = _read_shard(images, name, expected.get(name))
             bad.extend(faults)
-            yield from found
+            yield from records
 
     records = PackedRecords(read())
     missing = sorted(expected.keys() - set(names)) if Path(data).is_dir() else []
@@ -254,7 +253,7 @@ def _record(sample: str, parts: list[_Part]) -> Record:
     return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption)
 
 
-def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], what: str) -> _Part | None:
+def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], content: str) -> _Part | None:
     """The part of one of these kinds, if there is one. "jpg" goes before "small.jpg".
 
     Raises:
@@ -265,9 +264,9 @@ def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], what: str) -> _Part 
         return None
     part = fitting[0][1]
     if len(fitting) > 1 and fitting[1][0] == fitting[0][0]:
-        raise ValueError(f"several {what}s: {part.name} and {fitting[1][1].name}")
+        raise ValueError(f"several {content}s: {part.name} and {fitting[1][1].name}")
     if part.size > _LARGEST[_kind(part.extension)]:
-        raise ValueError(f"absurdly large {what}: {part.name} has {part.size} bytes")
+        raise ValueError(f"absurdly large {content}: {part.name} has {part.size} bytes")
     return part
 
 

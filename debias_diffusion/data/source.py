@@ -1,13 +1,12 @@
-"""The one way to open image-caption pairs, whatever they lie in."""
+"""Opens image-caption pairs of any layout."""
 
-import hashlib
 import json
 import os
 from itertools import chain
 from pathlib import Path
 
 from ..errors import UserError
-from ..files import sha256
+from ..files import bytes_digest, sha256
 from .captions import Captions
 from .images import ImageFolder, ImageSource
 from .pair_folder import read_pair_folder
@@ -26,8 +25,7 @@ def open_data(
             holds `*.tar` or one `.tar`; a folder of image and caption files; or scenes of the toy world, such as
             `toy/test`.
         images: folder that the image paths in a JSON or JSONL file start from. None for all others.
-        cache: folder that keeps where the records of a large JSON or JSONL file lie, so that the next start need not
-            parse it. None keeps nothing.
+        cache: folder for the index of a large JSON or JSONL file, so that it is parsed once. None writes no index.
 
     Raises:
         UserError: `images` is missing or too much, or the data cannot be used.
@@ -50,7 +48,7 @@ def open_data(
 
 
 def read_captions(data: str | os.PathLike) -> Captions:
-    """What `open_data` reads of `data`, where no image will be opened and so none need be there.
+    """The captions of `data`, as `open_data` reads them. The images need not exist.
 
     Raises:
         UserError: the data cannot be used.
@@ -84,24 +82,22 @@ def _read_file(path: Path, cache: str | os.PathLike | None = None) -> Captions:
 
 
 def is_shards(path: Path) -> bool:
-    """Whether `path` is a tar, or a folder that holds any, or that held some which `debias-diffusion shards` wrote."""
+    """Whether `path` is a tar, or a folder with tars or with the manifest of `debias-diffusion shards`."""
     if not path.is_dir():
         return path.suffix.lower() == ".tar"
     return (path / MANIFEST).exists() or any(not tar.name.startswith(".") for tar in path.glob("*.tar"))
 
 
 def data_digest(data: str | os.PathLike, captions: Captions) -> str:
-    """sha256, in hexadecimal, of what `open_data(data)` has read: of a data file; of all records of anything else.
+    """sha256, in hexadecimal, of a data file, or of all records of other data.
 
-    Images count by their names only, those in shards by their places and sizes too, toy scenes by their pixels.
+    Images count by name only, in shards by position and size too, toy scenes by their pixels.
     """
     path = Path(data)
     if not _holds_images(data):
         return captions.sha256 or sha256(path)
-    total = hashlib.sha256()
-    for record in chain(captions.records, captions.bad):
-        total.update(json.dumps(list(vars(record).values())).encode() + b"\n")
-    if is_toy_scenes(data):
-        scenes = ToyScenes(data)
-        total.update(b"".join(scenes.stamp(record.image) for record in captions.records))
-    return total.hexdigest()
+    rows = (
+        json.dumps(list(vars(record).values())).encode() + b"\n" for record in chain(captions.records, captions.bad)
+    )
+    scenes = ToyScenes(data) if is_toy_scenes(data) else None
+    return bytes_digest(chain(rows, (scenes.stamp(record.image) for record in captions.records if scenes)))

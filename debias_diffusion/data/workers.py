@@ -1,4 +1,8 @@
-"""Worker processes that read data, and leave it to the main process when to stop."""
+"""Worker processes that read data and leave it to the main process when to stop.
+
+PyTorch's own workers obey the SIGTERM and ctrl-C that schedulers and terminals send to every process of a job, which
+ends the run before its checkpoint. After a kill of the main process they look for it only between samples.
+"""
 
 import multiprocessing
 import os
@@ -16,23 +20,21 @@ from ..errors import UserError
 
 @contextmanager
 def load_batches(loader: DataLoader) -> Iterator[Iterator]:
-    """Gives an iterator over `loader`, whose workers ignore SIGTERM and ctrl-C, and have ended when the context has.
+    """Gives an iterator over `loader`. Its workers ignore SIGTERM and ctrl-C, and end with the context.
 
-    Schedulers, `timeout` and terminals signal every process of a job. A worker that obeyed would end the run with an
-    error, where the main process finishes its step and writes a checkpoint. Workers whose main process was killed end
-    within seconds, whatever they are doing.
+    If the main process is killed, workers end within seconds, whatever they are doing.
 
     Raises:
-        UserError: a worker has raised it.
+        UserError: a worker raised it.
     """
     if loader.num_workers and sys.platform == "linux":
-        # Whatever Python's default is: only what is forked from here inherits the mask, and shares the records' memory.
+        # Only a forked worker inherits the signal mask and shares the records' memory.
         loader.multiprocessing_context = "fork"
     loader.worker_init_fn = _end_with_main_process
     with _blocked_signals():  # a worker inherits the mask, from its first moment on
         batches = iter(loader)
         workers = getattr(batches, "_workers", ())
-        # An exit waits for all workers, and these do not hear its SIGTERM: they end before, whatever interrupts this.
+        # Python's exit waits for all workers, and these ignore its SIGTERM, so they are killed first.
         end_workers = Finalize(None, _end, args=(workers,), exitpriority=0)
     try:
         yield batches
@@ -49,11 +51,11 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
 
 def _end(workers: Iterable[multiprocessing.Process]) -> None:
     for worker in workers:
-        worker.kill()  # only one that hangs is still there, or all after an interrupt
+        worker.kill()  # of those left: one that hangs, or all after an interrupt
 
 
 def _end_with_main_process(worker: int) -> None:
-    """Watches from a thread: torch's own watch waits for a sample that is being read, and for what nobody takes."""
+    """Watches from a thread, because torch's own check waits while a sample is read or a queue is full."""
 
     def watch() -> None:
         multiprocessing.parent_process().join()
@@ -64,14 +66,14 @@ def _end_with_main_process(worker: int) -> None:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """SIGTERM and ctrl-C are blocked for what is forked within; a ctrl-C that comes meanwhile is heard afterwards."""
+    """Blocks SIGTERM and ctrl-C for processes forked inside; a ctrl-C that comes meanwhile is raised afterwards."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    asked: list[int] = []
+    interrupts: list[int] = []
     # The mask is this thread's alone: another one may take the signal, and Python then interrupts this one.
     is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number)) if is_main else None
+    handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number)) if is_main else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
         yield
@@ -79,5 +81,5 @@ def _blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if is_main:
             signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
-        if asked:
+        if interrupts:
             signal.raise_signal(signal.SIGINT)

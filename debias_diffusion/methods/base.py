@@ -127,10 +127,12 @@ class Method(ABC):
         """
         return {}
 
-    def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
+    def collate(
+        self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer, before_sot: bool = False
+    ) -> TokenBatch:
         """Every sample's `captions` as one batch: all first captions, then all second ones, and so on."""
         rows = [caption for kind in zip(*samples, strict=True) for caption in kind]
-        return tokenizer.batch([row.ids for row in rows], [row.n_pre for row in rows])
+        return tokenizer.batch([row.ids for row in rows], [row.n_pre for row in rows], before_sot)
 
     @abstractmethod
     def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:

@@ -126,9 +126,7 @@ class DualCaption(Method):
         return captions
 
     def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
-        rows = [caption for kind in zip(*samples, strict=True) for caption in kind]
-        before_sot = find_padding(self.padding).before_sot
-        return tokenizer.batch([row.ids for row in rows], [row.n_pre for row in rows], before_sot)
+        return super().collate(samples, tokenizer, find_padding(self.padding).before_sot)
 
     def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
         """{"image", "long_text", "short_text"}, each [batch, embed_dim]; no text without weight."""

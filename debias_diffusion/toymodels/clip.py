@@ -49,7 +49,7 @@ def new_clip(tokenizer: CLIPTokenizer, seed: int = 0) -> Backbone:
 
 def render_all(scenes: Sequence[Scene], backbone: Backbone) -> torch.Tensor:
     """Scenes as the model sees them, uint8 [len(scenes), 3, size, size]."""
-    return torch.stack([backbone.read_pixels(render(its)) for its in tqdm(scenes, desc="drawing")])
+    return torch.stack([backbone.read_pixels(render(scene)) for scene in tqdm(scenes, desc="drawing")])
 
 
 def train_clip(

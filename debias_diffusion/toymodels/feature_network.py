@@ -40,13 +40,13 @@ class _Learner(nn.Module):
         return self.head(self.network(pixel_values=pixels).last_hidden_state[:, 0]).split(self.classes, dim=1)
 
 
-def _answers(its: Scene) -> list[int]:
-    there = {thing.place: thing for thing in its.things}
+def _answers(scene: Scene) -> list[int]:
+    there = {thing.place: thing for thing in scene.things}
     answers = []
     for place in PLACES:
         thing = there.get(place)
         answers += [1 + KINDS.index(thing.kind), 1 + list(COLOURS).index(thing.colour)] if thing else [0, 0]
-    return [*answers, list(BACKGROUNDS).index(its.background)]
+    return [*answers, list(BACKGROUNDS).index(scene.background)]
 
 
 def train_features(
@@ -55,7 +55,7 @@ def train_features(
     """Trains the network; returns it without its head."""
     learner = _Learner(seed)
     scenes = draw_scenes(pictures)
-    drawn, answers = draw_pictures(scenes), torch.tensor([_answers(its) for its in scenes])
+    drawn, answers = draw_pictures(scenes), torch.tensor([_answers(scene) for scene in scenes])
     run_stage(folder, learner, partial(_loss, learner, drawn, answers, batch, seed), steps=steps, peak=1e-3)
     return learner.network.eval()
 

@@ -46,21 +46,21 @@ def score_checker(vae: AutoencoderKL, split: str, count: int = 500) -> dict[str,
         places read as empty. And "mismatched": objects said to be right when picture i is read for scene i + 1.
     """
     scenes = [draw_scene(generator(split, index, "checker"), 1, 6) for index in range(count)]
-    rendered = [render(its, SIZE) for its in scenes]
+    rendered = [render(true_scene, SIZE) for true_scene in scenes]
     decoded = pass_through(vae, rendered)
     blur = ImageFilter.GaussianBlur(1.0)
     ways = {"rendered": rendered, "rendered, blurred": [picture.filter(blur) for picture in rendered]}
     ways |= {"decoded": decoded, "decoded, blurred": [picture.filter(blur) for picture in decoded]}
     scores = {way: _reading(pictures, scenes) for way, pictures in ways.items()}
-    right = [r for i, its in enumerate(scenes) for r in objects_correct(rendered[i - 1], its).values()]
+    right = [r for i, true_scene in enumerate(scenes) for r in objects_correct(rendered[i - 1], true_scene).values()]
     return scores | {"mismatched": {"objects": round(float(np.mean(right)), 4)}}
 
 
 def _reading(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
     objects, sizes, empty = [], [], []
-    for picture, its in zip(pictures, scenes, strict=True):
-        seen, there = read_picture(picture), {thing.place: thing for thing in its.things}
-        objects += objects_correct(picture, its).values()
+    for picture, true_scene in zip(pictures, scenes, strict=True):
+        seen, there = read_picture(picture), {thing.place: thing for thing in true_scene.things}
+        objects += objects_correct(picture, true_scene).values()
         sizes += [seen[place] == thing for place, thing in there.items()]
         empty += [seen[place] is None for place in PLACES if place not in there]
     shares = {"objects": objects, "sizes": sizes, "empty": empty}
@@ -93,7 +93,7 @@ def score_sdxl(
     drawn, at_once, scenes = [], [], []
     for start in tqdm(range(0, count, batch), desc="drawing"):
         pairs = [short_prompt(split, index) for index in range(start, min(start + batch, count))]
-        scenes += [its for its, _ in pairs]
+        scenes += [true_scene for true_scene, _ in pairs]
         texts = [clean(text.text) for _, text in pairs]
         noise = [torch.Generator().manual_seed(index) for index in range(start, start + len(pairs))]
         drawn += pipe(texts, generator=noise, num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE).images
@@ -111,5 +111,9 @@ def _in_one_step(pipe: StableDiffusionXLPipeline, texts: list[str]) -> list[Imag
 
 
 def _share(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> float:
-    right = [r for picture, its in zip(pictures, scenes, strict=True) for r in objects_correct(picture, its).values()]
+    right = [
+        r
+        for picture, true_scene in zip(pictures, scenes, strict=True)
+        for r in objects_correct(picture, true_scene).values()
+    ]
     return round(float(np.mean(right)), 4)

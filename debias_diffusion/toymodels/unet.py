@@ -32,10 +32,10 @@ def draw_pair(index: int, split: str = "train") -> tuple[Scene, Caption]:
     """One scene and its caption: half of them of one to three objects that fit 77 tokens, half in the long style."""
     rng = generator(split, index, "unet")
     if rng.random() < 0.5:
-        its = draw_scene(rng, 1, 3)
-        return its, plain_caption(its, rng)
-    its = draw_scene(rng)
-    return its, (plain_caption if rng.random() < 0.5 else long_caption)(its, rng)
+        scene = draw_scene(rng, 1, 3)
+        return scene, plain_caption(scene, rng)
+    scene = draw_scene(rng)
+    return scene, (plain_caption if rng.random() < 0.5 else long_caption)(scene, rng)
 
 
 def windows_of(caption: Caption, tokenizer: CLIPTokenizer, rng: random.Random) -> tuple[str, str]:
@@ -100,13 +100,15 @@ def encode_pairs(
     for first in tqdm(range(start, start + count, batch), desc="encoding pairs"):
         indices = range(first, min(first + batch, start + count))
         pairs = [draw_pair(index) for index in indices]
-        pictures = as_input(picture_tensor(render(its, SIZE) for its, _ in pairs))
+        pictures = as_input(picture_tensor(render(scene, SIZE) for scene, _ in pairs))
         with torch.autocast("cpu", torch.bfloat16):
             if windows == 1:
                 hidden_states, pooled = _encode(pipe, [clean(caption.text) for _, caption in pairs])
             else:
                 rngs = [generator("train", index, "windows") for index in indices]
-                texts = [windows_of(its, pipe.tokenizer, rng) for (_, its), rng in zip(pairs, rngs, strict=True)]
+                texts = [
+                    windows_of(caption, pipe.tokenizer, rng) for (_, caption), rng in zip(pairs, rngs, strict=True)
+                ]
                 hidden_states, pooled = _encode_windows(pipe, texts, [rng.random() < 0.5 for rng in rngs])
             latents = pipe.vae.encode(pictures).latent_dist.mean * pipe.vae.config.scaling_factor
         parts.append([tensor.bfloat16() for tensor in (latents, hidden_states, pooled)])
@@ -177,12 +179,12 @@ def disturbed(hidden_states: Tensor, width: int, rng: torch.Generator) -> Tensor
     Args:
         hidden_states: [batch, tokens, channels]
     """
-    first, others = hidden_states.split([width, hidden_states.shape[-1] - width], dim=-1)
+    first, second = hidden_states.split([width, hidden_states.shape[-1] - width], dim=-1)
     centred = first - first.mean(dim=(0, 1))
     shift = centred.std() * torch.randn(len(first), 1, width, generator=rng)
     mixing = torch.randn(len(first), width, width, generator=rng) / width**0.5
     strength = torch.rand(len(first), 1, 1, generator=rng)
-    return torch.cat([first + strength * (_SHIFT * shift + _MIXING * (centred @ mixing)), others], dim=-1)
+    return torch.cat([first + strength * (_SHIFT * shift + _MIXING * (centred @ mixing)), second], dim=-1)
 
 
 def _loss(

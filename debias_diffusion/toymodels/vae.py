@@ -43,7 +43,7 @@ def draw_scenes(count: int) -> list[Scene]:
 
 def draw_pictures(scenes: list[Scene]) -> torch.Tensor:
     """Pictures of scenes, uint8 [len(scenes), 3, 48, 48]."""
-    return picture_tensor(render(its, SIZE) for its in tqdm(scenes, desc="drawing"))
+    return picture_tensor(render(scene, SIZE) for scene in tqdm(scenes, desc="drawing"))
 
 
 def as_input(pictures: torch.Tensor) -> torch.Tensor:
@@ -64,11 +64,11 @@ def train_vae(folder: Path, *, pictures: int = 20_000, steps: int = 7000, batch:
 
 def _loss(vae: AutoencoderKL, pictures: torch.Tensor, batch: int, seed: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    its = as_input(pictures[torch.randint(len(pictures), (batch,), generator=generator)])
+    images = as_input(pictures[torch.randint(len(pictures), (batch,), generator=generator)])
     with torch.autocast("cpu", torch.bfloat16):
-        posterior = vae.encode(its).latent_dist
+        posterior = vae.encode(images).latent_dist
         decoded = vae.decode(posterior.sample(generator)).sample.float()
-    error = decoded - its
+    error = decoded - images
     # The squares find colours soon, the absolute values sharpen edges.
     reconstruction = error.abs().mean() + 2 * error.square().mean()
     return reconstruction + _KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()

@@ -1,8 +1,7 @@
-"""Says what stands in each place of a picture, by comparing it with every object that could stand there.
+"""Finds the object in each place of an image by template matching, without a network.
 
-No network: each third of the picture, in both directions, is compared with renderings of all kinds, colours and sizes
-on the picture's background, moved by up to a pixel, crisp and blurred. The nearest is what stands there, provided it is
-near enough.
+Each ninth of the image is compared with renderings of all kinds, colours and sizes on the image's background, moved by
+up to a pixel, crisp and blurred. The nearest template wins if it is near enough.
 """
 
 from functools import cache
@@ -14,16 +13,16 @@ from PIL import Image, ImageFilter
 from .render import render
 from .scenes import BACKGROUNDS, COLOURS, KINDS, PLACES, SIZES, Scene, Thing
 
-SIZE = 48  # pixels that pictures are compared at
+SIZE = 48  # pixels that images are compared at
 UNCLEAR = "unclear"
 _CELL = SIZE // 3
 _BLURS = (0.0, 0.6, 1.2)  # pixels: an autoencoder's edges may be softer than the renderer's
-_FARTHEST = 40.0  # root mean square difference, of 0 to 255, past which nothing is recognised
+_FARTHEST = 40.0  # root mean square difference, of 0 to 255, above which nothing is recognised
 
 
-def read_picture(picture: Image.Image) -> dict[str, Thing | str | None]:
-    """What stands in each place: a Thing, None where it is empty, or "unclear"."""
-    pixels = np.asarray(picture.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
+def read_picture(image: Image.Image) -> dict[str, Thing | str | None]:
+    """{place: Thing, None where it is empty, or "unclear"}"""
+    pixels = np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
     labels, templates = _templates(_background(pixels))
     cells = np.stack([_cell(pixels, place).ravel() for place in PLACES])
     # (t - c)^2 = t^2 - 2 t c + c^2, because a product of matrices is fast.
@@ -35,10 +34,10 @@ def read_picture(picture: Image.Image) -> dict[str, Thing | str | None]:
     }
 
 
-def objects_correct(picture: Image.Image, its: Scene) -> dict[str, bool]:
-    """For each place of the scene that holds something, whether a shape of its kind and colour stands there."""
-    seen = read_picture(picture)
-    return {thing.place: _is(seen[thing.place], thing) for thing in its.things}
+def objects_correct(image: Image.Image, scene: Scene) -> dict[str, bool]:
+    """{place: whether the image shows the right kind and colour there}, for each object of the scene."""
+    seen = read_picture(image)
+    return {thing.place: _is(seen[thing.place], thing) for thing in scene.things}
 
 
 def _is(seen: Thing | str | None, thing: Thing) -> bool:
@@ -46,7 +45,7 @@ def _is(seen: Thing | str | None, thing: Thing) -> bool:
 
 
 def _background(pixels: np.ndarray) -> str:
-    """The background nearest to the lines between the places, which no object reaches."""
+    """The background colour nearest to the lines between places, which no object reaches."""
     lines = [0, _CELL - 1, _CELL, 2 * _CELL - 1, 2 * _CELL, SIZE - 1]
     colour = np.median(np.concatenate([pixels[lines].reshape(-1, 3), pixels[:, lines].reshape(-1, 3)]), axis=0)
     return min(BACKGROUNDS, key=lambda name: float(np.abs(colour - BACKGROUNDS[name]).sum()))
@@ -59,18 +58,18 @@ def _cell(pixels: np.ndarray, place: str) -> np.ndarray:
 
 @cache
 def _templates(background: str) -> tuple[list[tuple[str, str, str] | None], np.ndarray]:
-    """What could stand in a place, None for nothing, and how it looks: [N, 16 * 16 * 3]."""
-    labels, templates = [None], [_cell(_looks(Scene(background, ()), 0.0), "centre").ravel()]
+    """(labels, templates [N, 16 * 16 * 3]) of all objects; the label is None for an empty place."""
+    labels, templates = [None], [_cell(_pixels(Scene(background, ()), 0.0), "centre").ravel()]
     for label, blur in product(product(KINDS, COLOURS, SIZES), _BLURS):
-        pixels = _looks(Scene(background, (Thing(*label, "centre"),)), blur)
+        pixels = _pixels(Scene(background, (Thing(*label, "centre"),)), blur)
         for x, y in product((-1, 0, 1), repeat=2):
             labels.append(label)
             templates.append(_cell(np.roll(pixels, (y, x), (0, 1)), "centre").ravel())
     return labels, np.stack(templates)
 
 
-def _looks(its: Scene, blur: float) -> np.ndarray:
-    return np.asarray(render(its, SIZE).filter(ImageFilter.GaussianBlur(blur)), np.float32)
+def _pixels(scene: Scene, blur: float) -> np.ndarray:
+    return np.asarray(render(scene, SIZE).filter(ImageFilter.GaussianBlur(blur)), np.float32)
 
 
 def _thing(label: tuple[str, str, str] | None, place: str) -> Thing | None:

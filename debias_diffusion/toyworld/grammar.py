@@ -1,7 +1,6 @@
-"""Scenes in words: a summary first, then details in varied order and wording, as real long captions have it.
+"""Captions of scenes: a summary first, then details in varied order and wording, as in real long captions.
 
-A caption remembers which sentence first says what stands in a place, so that a drawn picture can be scored sentence by
-sentence.
+A caption knows which sentence first mentions each object, so that generated images can be scored sentence by sentence.
 """
 
 import random
@@ -41,10 +40,10 @@ _LARGER = ("{a} is larger than {b}.", "Of the two, {a} is larger than {b}.")
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence, and the places of which it says what kind and colour stands there."""
+    """One sentence, and the places whose object it names by kind and colour."""
 
     text: str
-    tells: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,28 +57,28 @@ class Caption:
         return join_sentences([sentence.text for sentence in self.sentences])
 
     def first_told(self) -> dict[str, int]:
-        """For each place that is told, the number of the sentence that first does, from 0."""
-        told: dict[str, int] = {}
+        """{place: number, from 0, of the sentence that first mentions the object there}"""
+        first: dict[str, int] = {}
         for number, sentence in enumerate(self.sentences):
-            for place in sentence.tells:
-                told.setdefault(place, number)
-        return told
+            for place in sentence.mentions:
+                first.setdefault(place, number)
+        return first
 
 
-def long_caption(its: Scene, rng: random.Random) -> Caption:
+def long_caption(scene: Scene, rng: random.Random) -> Caption:
     """A caption of 9 to 14 sentences: the summary, every object, the background, and further true details."""
-    details = [_thing(thing, rng) for thing in its.things] + [_background(its, rng)]
-    further = _further(its, rng)
+    details = [_thing(thing, rng) for thing in scene.things] + [_background(scene, rng)]
+    further = _further(scene, rng)
     rng.shuffle(further)
     details += further[: rng.randint(*SENTENCES) - 1 - len(details)]
     rng.shuffle(details)
-    return Caption((_summary(its, rng), *details))
+    return Caption((_summary(scene, rng), *details))
 
 
-def short_caption(its: Scene, rng: random.Random) -> Caption:
-    """What CLIP models are first trained on: the summary, with one or two objects described."""
-    described = rng.sample(its.things, min(rng.randint(1, 2), len(its.things)))
-    return Caption((_summary(its, rng), *(_thing(thing, rng) for thing in described)))
+def short_caption(scene: Scene, rng: random.Random) -> Caption:
+    """A caption as CLIP models are pretrained on: the summary, with one or two objects described."""
+    described = rng.sample(scene.things, min(rng.randint(1, 2), len(scene.things)))
+    return Caption((_summary(scene, rng), *(_thing(thing, rng) for thing in described)))
 
 
 def caption(split: str, index: int) -> Caption:
@@ -87,9 +86,9 @@ def caption(split: str, index: int) -> Caption:
     return long_caption(scene(split, index), generator(split, index, "caption"))
 
 
-def _summary(its: Scene, rng: random.Random) -> Sentence:
-    """Kinds and counts, and nothing else; in the order of the alphabet, which tells nothing of their places."""
-    counts = Counter(thing.kind for thing in its.things)
+def _summary(scene: Scene, rng: random.Random) -> Sentence:
+    """Kinds and counts only, in alphabetical order, which says nothing about places."""
+    counts = Counter(thing.kind for thing in scene.things)
     parts = [f"{_NUMBERS[counts[kind]]} {_plural(kind, counts[kind])}" for kind in sorted(counts)]
     listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return Sentence(rng.choice(_SUMMARIES).format(listed))
@@ -105,20 +104,20 @@ def _thing(thing: Thing, rng: random.Random) -> Sentence:
     return Sentence(rng.choice(_THINGS).format(**vars(thing)), (thing.place,))
 
 
-def _background(its: Scene, rng: random.Random) -> Sentence:
-    return Sentence(rng.choice(_BACKGROUNDS).format(its.background))
+def _background(scene: Scene, rng: random.Random) -> Sentence:
+    return Sentence(rng.choice(_BACKGROUNDS).format(scene.background))
 
 
-def _further(its: Scene, rng: random.Random) -> list[Sentence]:
+def _further(scene: Scene, rng: random.Random) -> list[Sentence]:
     """True sentences about relations, empty places and how often a colour occurs; at least eight."""
     sentences = []
-    for index, a in enumerate(its.things):
-        for b in its.things[index + 1 :]:
-            sentences.append(_relation(its, *rng.sample((a, b), 2), rng))
-    taken = {thing.place for thing in its.things}
+    for index, a in enumerate(scene.things):
+        for b in scene.things[index + 1 :]:
+            sentences.append(_relation(scene, *rng.sample((a, b), 2), rng))
+    taken = {thing.place for thing in scene.things}
     empty = [place for place in PLACES if place not in taken]
     sentences += [Sentence(rng.choice(_EMPTY).format(place)) for place in rng.sample(empty, min(3, len(empty)))]
-    counts = Counter(thing.colour for thing in its.things)
+    counts = Counter(thing.colour for thing in scene.things)
     for colour, count in counts.items():
         number, verb = _NUMBERS[count], "is" if count == 1 else "are"
         text = rng.choice(_COLOUR_COUNTS).format(number=number, verb=verb, colour=colour)
@@ -126,7 +125,7 @@ def _further(its: Scene, rng: random.Random) -> list[Sentence]:
     return sentences
 
 
-def _relation(its: Scene, a: Thing, b: Thing, rng: random.Random) -> Sentence:
+def _relation(scene: Scene, a: Thing, b: Thing, rng: random.Random) -> Sentence:
     """One true relation between two objects: across, down, or in size."""
     (ax, ay), (bx, by) = PLACES[a.place], PLACES[b.place]
     wordings = []
@@ -136,26 +135,26 @@ def _relation(its: Scene, a: Thing, b: Thing, rng: random.Random) -> Sentence:
         wordings.append(_DOWN[1 if ay > by else -1])
     if (a.size, b.size) == ("large", "small"):
         wordings.append(_LARGER)
-    names, told = zip(*(_name(its, thing) for thing in (a, b)), strict=True)
+    names, places = zip(*(_name(scene, thing) for thing in (a, b)), strict=True)
     text = rng.choice(rng.choice(wordings)).format(a=names[0], b=names[1])
-    return Sentence(text[0].upper() + text[1:], tuple(place for place in told if place))
+    return Sentence(text[0].upper() + text[1:], tuple(place for place in places if place))
 
 
-def _name(its: Scene, thing: Thing) -> tuple[str, str | None]:
-    """What to call an object so that no other is meant, and its place if the name says it."""
-    alike = [other for other in its.things if (other.kind, other.colour) == (thing.kind, thing.colour)]
+def _name(scene: Scene, thing: Thing) -> tuple[str, str | None]:
+    """An unambiguous name of an object, and its place if the name includes that."""
+    alike = [other for other in scene.things if (other.kind, other.colour) == (thing.kind, thing.colour)]
     name = f"the {thing.colour} {thing.kind}"
     return (name, None) if len(alike) == 1 else (f"{name} in the {thing.place}", thing.place)
 
 
-def plain_caption(its: Scene, rng: random.Random) -> Caption:
+def plain_caption(scene: Scene, rng: random.Random) -> Caption:
     """The summary and every object, in any order; at most three objects fit 77 tokens."""
-    things = [_thing(thing, rng) for thing in its.things]
+    things = [_thing(thing, rng) for thing in scene.things]
     rng.shuffle(things)
-    return Caption((_summary(its, rng), *things))
+    return Caption((_summary(scene, rng), *things))
 
 
 def short_prompt(split: str, index: int) -> tuple[Scene, Caption]:
     """A scene of one to three objects, and a caption of it within 77 tokens; the same on every machine."""
-    its = draw_scene(generator(split, index, "short scene"), 1, 3)
-    return its, plain_caption(its, generator(split, index, "short prompt"))
+    drawn = draw_scene(generator(split, index, "short scene"), 1, 3)
+    return drawn, plain_caption(drawn, generator(split, index, "short prompt"))

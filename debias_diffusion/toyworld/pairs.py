@@ -14,25 +14,25 @@ DATA, IMAGES = "data.json", "images"
 
 
 def write_pairs(folder: str | os.PathLike, held_out: int, trained_on: int, split: str = "train") -> tuple[Path, Path]:
-    """Writes pictures and captions; the first `held_out` pairs are of the validation split, the rest of `split`.
+    """Writes images and captions; the first `held_out` pairs are of the validation split, the rest of `split`.
 
-    The data file is written last, so that where it is there, all is there; then nothing is written again.
+    The data file is written last: if it exists, all files do, and nothing is written.
 
     Returns:
         (data file, image folder)
     """
     folder = Path(folder)
     data, images = folder / DATA, folder / IMAGES
-    keys = [("validation", index) for index in range(held_out)] + [(split, index) for index in range(trained_on)]
     if data.exists():
         return data, images
+    keys = [("validation", index) for index in range(held_out)] + [(split, index) for index in range(trained_on)]
     images.mkdir(parents=True, exist_ok=True)
     entries = []
-    for its_split, index in tqdm(keys, desc="drawing scenes"):
-        name = f"{its_split}-{index:06}.png"
-        render(scene(its_split, index)).save(images / name)
+    for source, index in tqdm(keys, desc="drawing scenes"):
+        name = f"{source}-{index:06}.png"
+        render(scene(source, index)).save(images / name)
         conversations = [{"from": "human", "value": "<image>\nDescribe this image in detail."}]
-        conversations.append({"from": "gpt", "value": caption(its_split, index).text})
-        entries.append({"id": f"{its_split}-{index:06}", "image": name, "conversations": conversations})
+        conversations.append({"from": "gpt", "value": caption(source, index).text})
+        entries.append({"id": f"{source}-{index:06}", "image": name, "conversations": conversations})
     write_json(data, entries)
     return data, images

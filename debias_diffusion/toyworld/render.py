@@ -1,4 +1,4 @@
-"""Scenes as pictures, drawn large and scaled down, so that edges are smooth."""
+"""Renders scenes: drawn large and scaled down, so that edges are smooth."""
 
 import math
 
@@ -11,7 +11,7 @@ _OVERSAMPLING = 4
 
 
 def render(scene: Scene, size: int = SIZE) -> Image.Image:
-    """The scene as an RGB picture of `size` x `size` pixels."""
+    """The scene as an RGB image of `size` x `size` pixels."""
     large = size * _OVERSAMPLING
     image = Image.new("RGB", (large, large), BACKGROUNDS[scene.background])
     draw = ImageDraw.Draw(image)

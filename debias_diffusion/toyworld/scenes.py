@@ -1,4 +1,4 @@
-"""What stands in a scene: a few objects of some kinds and colours, each in its place, before a background.
+"""Scenes: a few objects of some kinds and colours, each in its place, on a background.
 
 A scene is a pure function of (split, index). The splits never share a key, so that training, development and test
 scenes are drawn apart.
@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, replace
 
 KINDS = ("circle", "square", "triangle", "star", "cross", "ring")
-# Far apart in RGB from each other and from the backgrounds, so that a picture says which one is meant.
+# Far apart in RGB from each other and from the backgrounds, so that an image is unambiguous.
 COLOURS = {
     "red": (214, 32, 38),
     "orange": (245, 138, 20),
@@ -20,7 +20,7 @@ COLOURS = {
     "brown": (122, 72, 34),
 }
 BACKGROUNDS = {"white": (250, 250, 250), "grey": (168, 172, 178), "black": (14, 14, 18), "pale blue": (196, 226, 246)}
-SIZES = {"small": 0.56, "large": 0.92}  # width of an object in thirds of the picture
+SIZES = {"small": 0.56, "large": 0.92}  # width of an object in thirds of the image
 # Column and row of each place, from the top left.
 PLACES = {
     "top left": (0, 0),
@@ -35,8 +35,8 @@ PLACES = {
 }
 OBJECTS = (4, 6)  # fewest and most in a scene
 KINDS_TOGETHER = (2, 3)  # few kinds a scene, so that many scenes have the same summary
-# Scenes in a row that hold the same objects in other places. Without such neighbours what stands in a scene tells it
-# from all others, and a CLIP learns to pass over where it stands.
+# Consecutive scenes with the same objects in other places. Without them the objects alone identify a scene, and a CLIP
+# learns to ignore places.
 ARRANGEMENTS = 4
 SPLITS = ("train", "validation", "development", "test")
 
@@ -53,7 +53,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: its background, and its objects in the order of their places."""
+    """The content of an image: its background, and its objects in the order of their places."""
 
     background: str
     things: tuple[Thing, ...]
@@ -76,7 +76,7 @@ def draw_scene(rng: random.Random, fewest: int = OBJECTS[0], most: int = OBJECTS
 
 def generator(split: str, index: int, purpose: str) -> random.Random:
     """The random numbers for one purpose of one scene. Raises ValueError for an unknown split."""
-    # A further split, such as "test-2" for a repetition with fresh scenes, is as good as those listed.
+    # A suffix, as in "test-2", makes another split with new scenes.
     if split.partition("-")[0] not in SPLITS:
         raise ValueError(f"unknown split {split!r}; it must be one of {', '.join(SPLITS)}, or one of them with -suffix")
     return random.Random(f"toyworld/{split}/{index}/{purpose}")
@@ -92,10 +92,10 @@ def scene(split: str, index: int) -> Scene:
 
 
 def base_scene(index: int) -> Scene:
-    """Scene number `index` of those that the base models learn from: four in a row as `scene`, of one to six objects.
+    """Scene number `index` of those that base models are trained on: arrangements as in `scene`, of one to six objects.
 
-    Half of them hold a single one, because where things stand is learned from those, within a few hundred steps; from
-    scenes of several it was not learned in thousands.
+    Half of them have a single object: from these, places are learned within a few hundred steps; from scenes of several
+    objects they were not learned in thousands.
     """
     family, number = divmod(index, ARRANGEMENTS)
     rng = generator("train", family, "base family")
@@ -104,15 +104,15 @@ def base_scene(index: int) -> Scene:
 
 def _arrangement(objects: tuple[int, int], number: int, rng: random.Random) -> Scene:
     """Arrangement number `number` of a scene, no two of them equal."""
-    its, arrangements = draw_scene(rng, *objects), []
+    arrangement, arrangements = draw_scene(rng, *objects), []
     while len(arrangements) <= number:
-        its = _rearranged(its, rng)
-        if its not in arrangements:
-            arrangements.append(its)
+        arrangement = _rearranged(arrangement, rng)
+        if arrangement not in arrangements:
+            arrangements.append(arrangement)
     return arrangements[number]
 
 
-def _rearranged(its: Scene, rng: random.Random) -> Scene:
-    places = sorted(rng.sample(list(PLACES), len(its.things)), key=list(PLACES).index)
-    things = rng.sample(its.things, len(its.things))
-    return Scene(its.background, tuple(replace(thing, place=p) for thing, p in zip(things, places, strict=True)))
+def _rearranged(scene: Scene, rng: random.Random) -> Scene:
+    places = sorted(rng.sample(list(PLACES), len(scene.things)), key=list(PLACES).index)
+    things = rng.sample(scene.things, len(scene.things))
+    return Scene(scene.background, tuple(replace(thing, place=p) for thing, p in zip(things, places, strict=True)))

@@ -11,10 +11,10 @@ from ..tokens import clean, clip_tokenizer
 
 
 def learn_tokenizer(captions: Iterable[str], merges: int, context_length: int = 77) -> CLIPTokenizer:
-    """Learns `merges` merges of byte pairs, and lays the vocabulary out as CLIP's is.
+    """A tokenizer with `merges` byte pair merges and CLIP's id layout.
 
-    Ids 0 to 511 are the bytes, inside a word and at its end, so that no word is unknown; then the merges; then SOT and
-    EOT, the highest. PAD is id 0, as in CLIP.
+    Ids 0 to 511 are the bytes, inside a word and at its end, so no word is unknown. The merges follow, then SOT and
+    EOT, the highest id. PAD is id 0, as in CLIP.
     """
     symbols = list(bytes_to_unicode().values())
     model = Tokenizer(models.BPE(end_of_word_suffix="</w>"))

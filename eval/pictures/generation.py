@@ -42,7 +42,7 @@ class GenerationConfig:
     Attributes:
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
             ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own.
-        base: SDXL checkpoint: a folder in diffusers' layout, a hub id, or toy/sdxl.
+        base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         output: Folder for the results, `generation.json`, `generation.png` and `examples.png`, and for the generated
             images, `pictures/ENCODER/000000.png` and so on. Finished images of the same settings are kept.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
