@@ -494,13 +494,13 @@ def test_callback_changes_the_prompt(stock, ours, prompt, later):
     assert not np.array_equal(images, draw(ours, prompt, negative_prompt="grey"))
 
 
-def test_callback_ends_guidance(stock, ours):
+def test_callback_ends_guidance(stock, ours, prompt):
     """diffusers' own callback for it, which keeps the conditional row of the embeddings."""
     call = {"num_inference_steps": 3, "callback_on_step_end": SDXLCFGCutoffCallback(None, cutoff_step_index=0)}
     with watched(ours) as seen:
-        images = draw(ours, LONG, negative_prompt="grey", **call)
-    assert seen == [(2, POSITIONS[LONG]), *[(1, POSITIONS[LONG])] * 2]
-    assert np.array_equal(images, draw_as_diffusers(stock, ours, LONG, negative_prompt="grey", **call))
+        images = draw(ours, prompt, negative_prompt="grey", **call)
+    assert seen == [(2, POSITIONS[prompt]), *[(1, POSITIONS[prompt])] * 2]
+    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompt, negative_prompt="grey", **call))
 
 
 def test_interrupt(ours):
@@ -659,14 +659,14 @@ def test_from_pipe_keeps_everything(own_stock, ours):
     assert replaced.prompt_layout(LONG).windows == (1, 2)
 
 
-def test_from_pipe_casts_to_float32_unless_told(own_stock):
+def test_from_pipe_casts_to_float32_unless_told(own_stock, prompt):
     """diffusers' own way: and as the models are shared, the pipeline it came from is cast with it."""
     own_stock.to(dtype=torch.bfloat16)
     kept = Ours.from_pipe(own_stock, **{DTYPE: torch.bfloat16})
     assert {part.dtype for part in models(own_stock).values()} == {torch.bfloat16} == {kept.dtype}
     kept.set_progress_bar_config(disable=True)
-    images = draw(kept, LONG)
-    assert np.array_equal(images, draw_as_diffusers(own_stock, kept, LONG))
+    images = draw(kept, prompt)
+    assert np.array_equal(images, draw_as_diffusers(own_stock, kept, prompt))
     cast = Ours.from_pipe(own_stock)
     assert {part.dtype for part in models(own_stock).values()} == {torch.float32} == {cast.dtype}
 
