@@ -19,7 +19,7 @@ from debias_diffusion.eval.common.report import digest, table, versions
 from debias_diffusion.eval.everything import EVALUATE, AllConfig, settings_of_all
 from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
 from debias_diffusion.eval.story import EDITS, SHORT_FOLDER, SHORT_PROMPTS, claims, numbers
-from debias_diffusion.files import held, read_json_object, write_json
+from debias_diffusion.files import folder_lock, read_json_object, write_json
 from debias_diffusion.limits import check_seeds, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, shipped
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
@@ -141,7 +141,9 @@ def _owned(output: Path):
         raise UserError(
             f"The output folder {str(output)!r} cannot be used ({error.strerror}). Give another one."
         ) from error
-    with held(output, f"Another quickstart is working in {str(output)!r}. Wait for it, or give another output folder."):
+    with folder_lock(
+        output, f"Another quickstart is working in {str(output)!r}. Wait for it, or give another output folder."
+    ):
         yield
 
 

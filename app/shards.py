@@ -19,7 +19,7 @@ from debias_diffusion.data.bad_records import BAD_RECORDS, check_max_bad, check_
 from debias_diffusion.data.shards import MANIFEST, read_manifest
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import changed_settings, held, hidden_beside, new_file, sha256, write_json
+from debias_diffusion.files import describe_changes, folder_lock, hidden_sibling, new_file, sha256, write_json
 
 
 @dataclass
@@ -67,7 +67,7 @@ def write_shards(config: ShardsConfig) -> Path:
     output = Path(config.output)
     _check_output(output)
     output.mkdir(parents=True, exist_ok=True)
-    with held(output, f"Another process writes to {config.output!r}. Wait for it, or give another output."):
+    with folder_lock(output, f"Another process writes to {config.output!r}. Wait for it, or give another output."):
         writer = _Writer(config, output)
         writer.write()
         writer.finish()
@@ -130,7 +130,7 @@ class _Writer:
         before, now = manifest["settings"], self.settings
         if before != now:
             raise UserError(
-                f"The shards in {str(self.output)!r} were made with other settings: {changed_settings(before, now)}. "
+                f"The shards in {str(self.output)!r} were made with other settings: {describe_changes(before, now)}. "
                 "Give another output, go back to those settings, or remove the folder."
             )
         return {shard["name"]: shard for shard in manifest["shards"] if _is_whole(self.output, shard)}
@@ -153,7 +153,7 @@ class _Writer:
 
     def _write_shard(self, name: str, part: range, images: Iterator[bytes | BadRecord]) -> dict:
         """Writes one shard and returns its entry of `shards.json`. A sample's key is its position in the data."""
-        temporary, bad = hidden_beside(self.output / name, ".tmp"), []
+        temporary, bad = hidden_sibling(self.output / name, ".tmp"), []
         try:
             with new_file(temporary) as file:
                 with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:

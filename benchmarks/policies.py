@@ -300,7 +300,7 @@ def main() -> None:
     torch.set_num_threads(1)  # for tensors as small as these a second thread only waits
     bench = Bench(arguments.output, arguments.prompts, arguments.short_prompts, arguments.seed)
     cells = bench.run()
-    rows = compare_all(cells, [caption.first_told() for caption in bench.long.captions])
+    rows = compare_all(cells, [caption.first_mentions() for caption in bench.long.captions])
     result = {
         "machine": machine(torch.device("cpu")),
         "versions": versions(),

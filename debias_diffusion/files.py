@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from .errors import UserError
 
 _MACHINE = platform.node()[:32].replace(os.sep, "-")  # machines may share folders
-_TEMPORARY = re.compile(rf"\..+\.{re.escape(_MACHINE)}-(\d+)\.tmp", re.DOTALL)  # a file that `whole_file` is writing
+_TEMPORARY = re.compile(rf"\..+\.{re.escape(_MACHINE)}-(\d+)\.tmp", re.DOTALL)  # a file that `atomic_file` is writing
 _LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 
@@ -85,12 +85,12 @@ def write_json(path: str | os.PathLike, content) -> None:
 
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Writes `text` to `path` as UTF-8. A kill leaves the old file or the new one, never half of one."""
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """Gives a temporary file to write, which replaces `path` once it is complete and on the disk.
 
     After a failure or a kill `path` is as it was. The first write to a folder removes what killed processes left there.
@@ -98,7 +98,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path.parent.absolute())
-    temporary = hidden_beside(path, f".{_MACHINE}-{os.getpid()}.tmp")
+    temporary = hidden_sibling(path, f".{_MACHINE}-{os.getpid()}.tmp")
     new_file(temporary).close()
     try:
         yield temporary
@@ -118,7 +118,7 @@ def _remove_leftovers(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def hidden_beside(path: Path, suffix: str) -> Path:
+def hidden_sibling(path: Path, suffix: str) -> Path:
     """The hidden file `.NAME` + `suffix` beside `path`; a name too long for the suffix is replaced by its digest."""
     name = f".{path.name}{suffix}"
     if len(os.fsencode(name)) > _LONGEST_NAME:
@@ -146,14 +146,14 @@ def read_json_object(path: str | os.PathLike) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def changed_settings(before: dict, now: dict) -> str:
+def describe_changes(before: dict, now: dict) -> str:
     """The settings that differ, by name, in words: "size was 256, now 384; ..."."""
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     return "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
 
 
 @contextmanager
-def held(folder: Path, by_another: str) -> Iterator[None]:
+def folder_lock(folder: Path, by_another: str) -> Iterator[None]:
     """Locks a folder for this process.
 
     Raises:
@@ -178,7 +178,7 @@ def held(folder: Path, by_another: str) -> Iterator[None]:
 
 
 @contextmanager
-def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
     """Gives a temporary folder to fill, which replaces `path` once it is complete and on the disk.
 
     After a failure `path` is as it was. After a kill between the two renames `restore_folder` puts the old folder back.
@@ -210,15 +210,15 @@ def _remove(path: Path) -> None:
 
 
 def _old(path: Path) -> Path:
-    return hidden_beside(path, ".old")
+    return hidden_sibling(path, ".old")
 
 
 def _unfinished(path: Path) -> Path:
-    return hidden_beside(path, ".tmp")
+    return hidden_sibling(path, ".tmp")
 
 
 def restore_folder(path: str | os.PathLike) -> None:
-    """Repairs what a kill in `whole_folder` left. Nobody else may write there meanwhile.
+    """Repairs what a kill in `atomic_folder` left. Nobody else may write there meanwhile.
 
     Puts the old folder back if the new one had not replaced it yet, and removes an unfinished one.
     """
@@ -230,7 +230,7 @@ def restore_folder(path: str | os.PathLike) -> None:
 
 
 def remove_folder(path: str | os.PathLike) -> None:
-    """Removes a folder that `whole_folder` made. A kill leaves all of it at `path` or nothing."""
+    """Removes a folder that `atomic_folder` made. A kill leaves all of it at `path` or nothing."""
     path = Path(path)
     os.replace(path, _unfinished(path))
     shutil.rmtree(_unfinished(path))

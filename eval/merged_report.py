@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from debias_diffusion.data import BadRecord
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import whole_file, write_text
+from debias_diffusion.files import atomic_file, write_text
 
 from .common.inputs import check_output
 from .common.pages import png_url, write_page
@@ -226,7 +226,7 @@ def _write_markdown(output: Path, sections: Iterable[Section]) -> None:
             lines += [table.markdown(), ""]
         for name, content in section.figures.items():
             figure = f"report/{number}-{name}"
-            with whole_file(output / figure) as unfinished:
+            with atomic_file(output / figure) as unfinished:
                 unfinished.write_bytes(content)
             lines += [f"![{escaped(section.title)}]({figure})", ""]
         lines += [f"- {escaped(text)}" for text in (*section.notes, *section.about)] + [""]

@@ -315,7 +315,7 @@ def _examples(folder: Path, generated: dict, names: Mapping[str, str]) -> list[d
 
 def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
     shown, prompt = scene(split, index), caption(split, index)
-    mentioned = prompt.first_told()
+    mentioned = prompt.first_mentions()
     texts = {thing.place: f"{thing.size} {thing.colour} {thing.kind}, {thing.place}" for thing in shown.things}
     drawn = []
     for (name, file), right in zip(files.items(), objects_right(files.values(), [shown] * len(files)), strict=True):

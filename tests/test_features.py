@@ -19,7 +19,7 @@ from tiny_data import make_tiny_data
 
 from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import held
+from debias_diffusion.files import folder_lock
 from debias_diffusion.training.feature_cache import FeatureCache, FrozenTower, cache_key, cached_images
 
 CPU = Accelerator(cpu=True)
@@ -228,7 +228,7 @@ def test_unreadable_images_are_named_and_the_others_served(world):
 
 def test_two_runs_do_not_fill_one_cache_at_once(world):
     images, _ = fill(world)
-    with held(images.cache.folder, "x"), pytest.raises(UserError, match="Another run is filling"):
+    with folder_lock(images.cache.folder, "x"), pytest.raises(UserError, match="Another run is filling"):
         fill(world)
 
 

@@ -45,7 +45,7 @@ def test_the_first_run_at_true_size(tmp_path):
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_is_one_of_train(config):
     values = {"images": "images"} | yaml.safe_load(config.read_text())
-    assert TrainConfig(**values).make_recipe()
+    assert TrainConfig(**values).make_method()
     assert config.name in README or config.stem.startswith(("debias-clip-vit-b16", "long-clip"))
 
 

@@ -241,7 +241,7 @@ def test_examples_show_the_reference_and_every_encoder(page):
         kind, data = image["src"].split(",")
         assert kind == "data:image/png;base64"
         assert Image.open(io.BytesIO(base64.b64decode(data))).tobytes() == render(scene("test", index)).tobytes()
-    shown, mentioned = scene("test", 0), caption("test", 0).first_told()
+    shown, mentioned = scene("test", 0), caption("test", 0).first_mentions()
     count = len(shown.things)
     assert f"{count - 1} of {count} objects right" in page.text
     for thing in shown.things:

@@ -22,7 +22,7 @@ from debias_diffusion.toymodels import build, unet
 from debias_diffusion.toymodels.fine_tuning import RECIPES
 from debias_diffusion.toymodels.scores import score_checker, score_sdxl
 from debias_diffusion.toymodels.vae import SIZE, as_input, new_vae, picture_tensor
-from debias_diffusion.toyworld.checker import UNCLEAR, objects_correct, read_picture
+from debias_diffusion.toyworld.checker import UNCLEAR, objects_correct, read_objects
 from debias_diffusion.toyworld.grammar import short_prompt
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene, generator
@@ -36,7 +36,7 @@ scenes = st.integers(0, 2**40).map(lambda seed: draw_scene(random.Random(seed), 
 @given(scenes, st.sampled_from([48, 64, 96]), st.sampled_from([0.0, 0.5, 1.0]))
 @settings(max_examples=60)
 def test_the_checker_reads_rendered_and_blurred_pictures(its, size, blur):
-    seen = read_picture(render(its, size).filter(ImageFilter.GaussianBlur(blur * size / 48)))
+    seen = read_objects(render(its, size).filter(ImageFilter.GaussianBlur(blur * size / 48)))
     there = {thing.place: thing for thing in its.things}
     assert seen == {place: there.get(place) for place in PLACES}
 
@@ -55,7 +55,7 @@ def test_an_object_counts_by_kind_colour_and_place_and_not_by_size():
 
 def test_what_is_nothing_known_is_unclear():
     noise = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
-    assert set(read_picture(Image.fromarray(noise)).values()) == {UNCLEAR}
+    assert set(read_objects(Image.fromarray(noise)).values()) == {UNCLEAR}
 
 
 def test_the_checker_tells_the_wrong_picture_from_the_right_one():
@@ -73,7 +73,7 @@ def test_the_checker_agrees_with_labels_given_by_looking():
     agrees = {"object": [], "empty": []}
     for name, labels in json.loads((LABELLED / "labels.json").read_text()).items():
         with Image.open(LABELLED / name) as picture:
-            seen = read_picture(picture)
+            seen = read_objects(picture)
         for place in PLACES:
             if place not in labels:
                 agrees["empty"].append(seen[place] is None)
@@ -89,7 +89,7 @@ def test_short_prompts_name_all_their_objects_within_77_tokens():
     for index in range(200):
         its, prompt = short_prompt("development", index)
         assert 1 <= len(its.things) <= 3
-        assert set(prompt.first_told()) == {thing.place for thing in its.things}
+        assert set(prompt.first_mentions()) == {thing.place for thing in its.things}
         assert len(tokenizer(prompt.text).input_ids) <= 77
 
 

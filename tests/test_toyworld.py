@@ -182,7 +182,7 @@ def test_a_caption_says_the_summary_first_then_every_object_once_and_only_truths
     counts = Counter(thing.kind for thing in its.things)
     assert all(kind in sentences[0].text for kind in counts) and sentences[0].mentions == ()
     assert not any(colour in sentences[0].text for colour in COLOURS)
-    told = written.first_told()
+    told = written.first_mentions()
     assert set(told) == {thing.place for thing in its.things}
     by_place = {thing.place: thing for thing in its.things}
     for sentence in sentences[1:]:
@@ -220,7 +220,7 @@ def check_relation(its, text):
 
 def test_details_come_in_varied_order_and_wording():
     captions = [caption("development", i) for i in range(300)]
-    numbers = [number for written in captions for number in written.first_told().values()]
+    numbers = [number for written in captions for number in written.first_mentions().values()]
     assert set(range(1, 9)) <= set(numbers)
     openings = Counter(sentence.text.split()[0] for written in captions for sentence in written.sentences)
     assert len(openings) > 10

@@ -26,7 +26,7 @@ from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import open_data
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import explain_full_disk, restore_folder, whole_folder
+from debias_diffusion.files import atomic_folder, explain_full_disk, restore_folder
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.training import TrainConfig, loop, train
@@ -600,12 +600,12 @@ def test_too_small_a_disk_is_noticed_before_the_run(world, small_disk):
 
 
 def test_a_disk_that_fills_up_leaves_the_last_folder_whole(small_disk):
-    with whole_folder(small_disk / "kept") as folder:
+    with atomic_folder(small_disk / "kept") as folder:
         (folder / "file").write_bytes(b"first")
     with (
         pytest.raises(UserError, match="No space left"),
         explain_full_disk(),
-        whole_folder(small_disk / "kept") as folder,
+        atomic_folder(small_disk / "kept") as folder,
     ):
         (folder / "file").write_bytes(b"x" * 20_000_000)
     assert [path.name for path in small_disk.iterdir()] == ["kept"]

@@ -35,7 +35,7 @@ def random_scene(seed: int) -> ToyScene:
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise UserError(f"The number of a scene must be a whole number from 0, got {str(seed)[:80]}.")
     drawn_scene, text = scene(_SPLIT, seed), caption(_SPLIT, seed)
-    first_mention = text.first_told()
+    first_mention = text.first_mentions()
     objects = [(_name(thing), first_mention[thing.place] + 1) for thing in drawn_scene.things]
     return ToyScene(text.text, render(drawn_scene), objects, drawn_scene)
 

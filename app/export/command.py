@@ -10,7 +10,7 @@ import open_clip
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import whole_folder
+from debias_diffusion.files import atomic_folder
 from debias_diffusion.interchange import (
     best_of_run,
     export_clip_model,
@@ -163,7 +163,7 @@ def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:
     encoder, tokenizer = source.text_encoder(config.projection)
     kind, width, length = _sizes(encoder)
     is_first = kind == "CLIPTextModel"  # the class of SDXL's first encoder
-    with whole_folder(output) as folder:
+    with atomic_folder(output) as folder:
         write_text_encoder(encoder, tokenizer, folder)
         if is_first:
             write_custom_pipeline(folder / "pipeline.py")
@@ -216,7 +216,7 @@ _COMFYUI_NOTE = (
 
 def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
     backbone = source.backbone
-    with whole_folder(output) as folder:
+    with atomic_folder(output) as folder:
         backbone.save(folder)
         title = f"A {backbone.family.name} that reads {backbone.context_length} tokens"
         _write_card(config, source, folder, title, _USE_OPEN_CLIP, "open_clip", "zero-shot-image-classification")
@@ -227,7 +227,7 @@ def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
 
 def _clip(config: ExportConfig, source: _Source, output: Path) -> None:
     backbone = source.backbone
-    with whole_folder(output) as folder:
+    with atomic_folder(output) as folder:
         export_clip_model(backbone, folder)
         title = f"A CLIP that reads {backbone.context_length} tokens"
         _write_card(config, source, folder, title, _USE_CLIP, "transformers", "zero-shot-image-classification")

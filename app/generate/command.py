@@ -12,7 +12,7 @@ from pathlib import Path
 
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import FailedError, UserError
-from debias_diffusion.files import held, write_text
+from debias_diffusion.files import folder_lock, write_text
 from debias_diffusion.limits import check_guidance, check_pixels, check_steps
 from debias_diffusion.pipelines.loading import SDXL
 from debias_diffusion.pipelines.memory import explain_memory
@@ -67,7 +67,7 @@ def generate(config: GenerateConfig) -> Path:
     advice = f"Try --low-memory, a smaller --batch than {config.batch}, or a smaller image."
     with explain_memory(studio.device, advice):
         if config.several:
-            with held(output, f"Another run is filling {str(output)!r}. Wait for it, or give another output."):
+            with folder_lock(output, f"Another run is filling {str(output)!r}. Wait for it, or give another output."):
                 _fill(output, studio, prompts, where, left_out)
         else:
             _render_one(output, studio, prompts[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from debias_diffusion.files import changed_settings, hidden_beside, new_file
+from debias_diffusion.files import describe_changes, hidden_sibling, new_file
 from debias_diffusion.png import UNREADABLE
 
 SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
@@ -57,7 +57,7 @@ def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
     The unfinished file has the same name for every run, so that the run that goes on replaces what a killed one left.
     """
     info = png_info(text)
-    unfinished = hidden_beside(path, ".tmp")
+    unfinished = hidden_sibling(path, ".tmp")
     try:
         with new_file(unfinished) as file:
             image.save(file, format="PNG", pnginfo=info)
@@ -89,7 +89,7 @@ def first_difference(before: dict, wanted: dict) -> str:
         same = next((i for i, (a, b) in enumerate(zip(*values, strict=False)) if a != b), min(map(len, values)))
         begin = max(0, same - 20)
         values = ["…" * (begin > 0) + value[begin : begin + 60] + "…" * (len(value) > begin + 60) for value in values]
-    return changed_settings({name: values[0]}, {name: values[1]})
+    return describe_changes({name: values[0]}, {name: values[1]})
 
 
 def parameters(settings: dict, scheduler: str) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..files import bytes_digest, open_regular, whole_file
+from ..files import atomic_file, bytes_digest, open_regular
 
 _RULES = ("captions.py", "json_list.py", "sharegpt4v.py")  # the code that decides which records can be used
 
@@ -48,7 +48,7 @@ def save_index(path: Path, index: RecordIndex) -> None:
     fields = {"rules": _rules(), "sha256": index.sha256, "label": index.label, "bad": index.bad}
     content = json.dumps(fields).encode() + b"\n" + index.places.astype("<i8").tobytes()
     try:
-        with whole_file(path) as temporary:
+        with atomic_file(path) as temporary:
             temporary.write_bytes(hashlib.sha256(content).digest() + content)
     except OSError:
         pass

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from transformers import CLIPTextConfig, CLIPTokenizer
 
 from ..errors import UserError, reason
-from ..files import read_json_object, whole_file
+from ..files import atomic_file, read_json_object
 from ..models.backbone import CONFIG_FILE
 from ..models.model_files import check_finite, check_state
 from ..models.weights import fold_long_clip, is_long_clip, read_state, save_tensors
@@ -243,7 +243,7 @@ def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None
     }
     tensors = {name: tensor.detach().cpu().float() for name, tensor in prefixed_state(encoder).items()}
     check_finite(tensors.items(), "The encoder to be written")
-    with whole_file(file) as temporary:
+    with atomic_file(file) as temporary:
         save_tensors(tensors, temporary, metadata)
     return file
 

@@ -14,7 +14,7 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionM
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
 
-from ..files import whole_folder, write_json
+from ..files import atomic_folder, write_json
 from ..interchange import to_transformers
 from ..models.backbone import Backbone, load_backbone
 from ..models.shipped import WEIGHTS
@@ -72,7 +72,7 @@ class Build:
     def clip(self) -> Backbone:
         if not self._model("clip").exists():
             backbone = train_clip(self.output / "clip", self.tokenizer(), **self.sizes.clip)
-            with whole_folder(self._model("clip")) as folder:
+            with atomic_folder(self._model("clip")) as folder:
                 backbone.save(folder)
         return load_backbone(str(self._model("clip")))
 
@@ -123,7 +123,7 @@ class Build:
         return load_backbone(str(output / "last"))
 
     def _save(self, model, stage: str) -> None:
-        with whole_folder(self._model(stage)) as folder:
+        with atomic_folder(self._model(stage)) as folder:
             model.save_pretrained(folder)
 
 
@@ -139,7 +139,7 @@ def ship(build: Build, weights: Path) -> None:
         "checker": score_checker(pipe.vae, "development", count),
         "toy/sdxl": score_sdxl(pipe, "development", min(count, 300))[0],
     }
-    with whole_folder(weights) as folder:
+    with atomic_folder(weights) as folder:
         clip.model.half()
         clip.save(folder / "clip")
         for recipe, backbone in tuned.items():

@@ -12,7 +12,7 @@ from ..models.backbone import Backbone
 from ..models.shipped import GUIDANCE_SCALE, STEPS
 from ..retrieval import recall_at_k
 from ..tokens import clean
-from ..toyworld.checker import objects_correct, read_picture
+from ..toyworld.checker import objects_correct, read_objects
 from ..toyworld.grammar import caption, short_prompt
 from ..toyworld.render import render
 from ..toyworld.scenes import PLACES, Scene, draw_scene, generator, scene
@@ -59,7 +59,7 @@ def score_checker(vae: AutoencoderKL, split: str, count: int = 500) -> dict[str,
 def _reading(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
     objects, sizes, empty = [], [], []
     for picture, true_scene in zip(pictures, scenes, strict=True):
-        seen, there = read_picture(picture), {thing.place: thing for thing in true_scene.things}
+        seen, there = read_objects(picture), {thing.place: thing for thing in true_scene.things}
         objects += objects_correct(picture, true_scene).values()
         sizes += [seen[place] == thing for place, thing in there.items()]
         empty += [seen[place] is None for place in PLACES if place not in there]

@@ -20,7 +20,7 @@ _BLURS = (0.0, 0.6, 1.2)  # pixels: an autoencoder's edges may be softer than th
 _FARTHEST = 40.0  # root mean square difference, of 0 to 255, above which nothing is recognised
 
 
-def read_picture(image: Image.Image) -> dict[str, Thing | str | None]:
+def read_objects(image: Image.Image) -> dict[str, Thing | str | None]:
     """{place: Thing, None where it is empty, or "unclear"}"""
     pixels = np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
     labels, templates = _templates(_background(pixels))
@@ -36,7 +36,7 @@ def read_picture(image: Image.Image) -> dict[str, Thing | str | None]:
 
 def objects_correct(image: Image.Image, scene: Scene) -> dict[str, bool]:
     """{place: whether the image shows the right kind and colour there}, for each object of the scene."""
-    seen = read_picture(image)
+    seen = read_objects(image)
     return {thing.place: _is(seen[thing.place], thing) for thing in scene.things}
 
 

@@ -56,7 +56,7 @@ class Caption:
     def text(self) -> str:
         return join_sentences([sentence.text for sentence in self.sentences])
 
-    def first_told(self) -> dict[str, int]:
+    def first_mentions(self) -> dict[str, int]:
         """{place: number, from 0, of the sentence that first mentions the object there}"""
         first: dict[str, int] = {}
         for number, sentence in enumerate(self.sentences):

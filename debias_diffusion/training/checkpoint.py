@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..errors import UserError, reason
-from ..files import remove_folder, restore_folder, sha256, whole_folder, write_json, write_text
+from ..files import atomic_folder, remove_folder, restore_folder, sha256, write_json, write_text
 from ..models.backbone import Backbone
 from ..models.weights import save_tensors
 from .step import Optimizer
@@ -55,7 +55,7 @@ def save_checkpoint(
     Args:
         modules: the method's own, saved without frozen parameters.
     """
-    with whole_folder(folder / f"step-{state.step:08d}") as temporary:
+    with atomic_folder(folder / f"step-{state.step:08d}") as temporary:
         save_tensors(backbone.model.state_dict(), temporary / "model.safetensors")
         save_tensors(optimizer.state(), temporary / "optimizer.safetensors")
         write_json(temporary / "state.json", asdict(state))

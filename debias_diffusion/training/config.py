@@ -142,13 +142,13 @@ class TrainConfig:
             if name not in TRACKERS:
                 hint = near_matches(name, TRACKERS)
                 raise UserError(f"Unknown tracker {name!r}.{hint} Choose from: {', '.join(TRACKERS)}.")
-        self.make_recipe()
+        self.make_method()
 
     def _require(self, name: str, fits: bool, rule: str) -> None:
         if not fits:
             raise UserError(f"{name} is {getattr(self, name)!r}, but must be {rule}.")
 
-    def make_recipe(self) -> Method:
+    def make_method(self) -> Method:
         """The method that `recipe` names, with the settings given."""
         return find_method(self.recipe, method_settings(vars(self)))
 

@@ -18,7 +18,7 @@ from ..data import BadRecord, ImageSource, Record
 from ..data.bad_records import read_or_bad
 from ..data.workers import load_batches
 from ..errors import UserError
-from ..files import held, json_digest, write_json
+from ..files import folder_lock, json_digest, write_json
 from ..models.backbone import Backbone
 from .step import autocast
 
@@ -219,7 +219,7 @@ def cached_images(
     # Each process takes its share of the same list, so none may add to the cache before all have read it.
     accelerator.wait_for_everyone()
     taken = f"Another run is filling {str(cache.folder)!r}. Wait for it, or give another --feature-cache."
-    with held(cache.folder, taken) if accelerator.is_main_process else nullcontext():
+    with folder_lock(cache.folder, taken) if accelerator.is_main_process else nullcontext():
         bad = _fill(tower, loader, cache, stop)
         accelerator.wait_for_everyone()
     cache.read()

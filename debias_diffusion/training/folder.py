@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import UserError, reason
-from ..files import held, json_digest, restore_folder, whole_file, whole_folder, write_json
+from ..files import atomic_file, atomic_folder, folder_lock, json_digest, restore_folder, write_json
 from ..models.backbone import Backbone
 from .checkpoint import restore_checkpoints
 
@@ -47,7 +47,7 @@ class RunFolder:
             yield
             return
         taken = f"Another run is writing to {str(self.path)!r}. Wait for it, or give another output folder."
-        with held(self.path, taken):
+        with folder_lock(self.path, taken):
             for folder in (self.best, self.last):
                 restore_folder(folder)
             restore_checkpoints(self.checkpoints)
@@ -120,12 +120,12 @@ class RunFolder:
                 lines = log.read_bytes().splitlines(keepends=True)
                 kept = [line for line in lines if step > 0 and _step_of(line) <= step]
                 if kept != lines:
-                    with whole_file(log) as temporary:
+                    with atomic_file(log) as temporary:
                         temporary.write_bytes(b"".join(kept))
 
     def save_model(self, folder: Path, backbone: Backbone, scores: dict) -> None:
         """Writes an open_clip folder with its scores, complete or not at all."""
-        with whole_folder(folder) as temporary:
+        with atomic_folder(folder) as temporary:
             backbone.save(temporary)
             write_json(temporary / "scores.json", scores)
 

@@ -64,7 +64,7 @@ class _Run:
     def __init__(self, config: TrainConfig, accelerator: Accelerator, folder: RunFolder):
         self.config, self.accelerator, self.folder = config, accelerator, folder
         self.main = accelerator.is_main_process
-        self.method = config.make_recipe()
+        self.method = config.make_method()
         self.precision = config.resolved_precision(accelerator.device)
         if config.batch % accelerator.num_processes:
             raise UserError(

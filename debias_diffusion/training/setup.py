@@ -71,7 +71,7 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
                 f"has {backbone.context_length} positions."
             )
         backbone.stretch(config.keep_positions, config.stretch)
-    config.make_recipe().prepare(backbone)
+    config.make_method().prepare(backbone)
     _set_scale(backbone, config)
     if config.freeze_image_tower:
         backbone.model.visual.requires_grad_(False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from debias_diffusion.files import json_digest, read_json_object, sha256, whole_file, write_json
+from debias_diffusion.files import atomic_file, json_digest, read_json_object, sha256, write_json
 from debias_diffusion.models.weights import save_tensors
 
 from .report import versions
@@ -58,7 +58,7 @@ class ResultCache:
         file = entry_file.with_suffix(".safetensors")
 
         def save() -> dict:
-            with whole_file(file) as unfinished:
+            with atomic_file(file) as unfinished:
                 save_tensors(compute(), unfinished)
             return {"sha256": sha256(file)}
 

@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list, gather_object, parse_flag_fr
 
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import held
+from debias_diffusion.files import folder_lock
 from debias_diffusion.process_group import end_group_at_exit
 
 Result = TypeVar("Result")
@@ -106,7 +106,7 @@ class Processes:
 
             def hold() -> None:
                 folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(held(folder, busy))
+                stack.enter_context(folder_lock(folder, busy))
 
             self.from_main(hold)
             stack.enter_context(self.only_main_prints())

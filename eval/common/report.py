@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from debias_diffusion.data import BadRecord
+from debias_diffusion.files import atomic_file, write_json
 from debias_diffusion.files import path_digest as digest  # noqa: F401 (as earlier releases name it)
-from debias_diffusion.files import whole_file, write_json
 from debias_diffusion.models.weights import weights_digest  # noqa: F401
 
 PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
@@ -105,7 +105,7 @@ def show(report: dict, tables: Iterable[Table], figures: Mapping[str, Figure]) -
     for note in report["notes"]:
         print(f"Note: {note}")
     for name, figure in figures.items():
-        with whole_file(Path(report["settings"]["output"]) / name) as unfinished:
+        with atomic_file(Path(report["settings"]["output"]) / name) as unfinished:
             save_picture(figure, unfinished)
 
 

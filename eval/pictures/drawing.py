@@ -19,7 +19,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.errors import FailedError, UserError
-from debias_diffusion.files import changed_settings, read_json_object, whole_file, write_json
+from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
@@ -287,7 +287,7 @@ def _write_missing(
         if subject.name in missing and isinstance(image, str):
             failed.append(f"{subject.name} ({image})")
         elif subject.name in missing:
-            with whole_file(_file(folder, subject)) as unfinished:
+            with atomic_file(_file(folder, subject)) as unfinished:
                 image.save(unfinished, format="PNG")
     return failed
 
@@ -345,6 +345,6 @@ def _check_same_settings(folder: Path, settings: dict) -> None:
     before = read_json_object(file)
     if before != settings:
         raise UserError(
-            f"The images in {str(folder)!r} were made with other settings: {changed_settings(before, settings)}. Give "
+            f"The images in {str(folder)!r} were made with other settings: {describe_changes(before, settings)}. Give "
             "another output, return to those settings, or remove the folder."
         )

@@ -203,7 +203,7 @@ class _Generation:
 
     def _report(self, files: Mapping[str, Sequence[Path]], digests: dict) -> dict:
         scores, correct, encoders = {}, {}, {}
-        mentions = [toy_scene(record)[1].first_told() for record in self.records] if self.is_toy else []
+        mentions = [toy_scene(record)[1].first_mentions() for record in self.records] if self.is_toy else []
         for label, paths in files.items():
             digest = _files_digest(paths)
             scores[label] = self._score(paths, digest)

@@ -12,7 +12,7 @@ from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import changed_settings, write_text
+from debias_diffusion.files import describe_changes, write_text
 from debias_diffusion.models.model_files import may_be_hub_id
 
 from .questions import DpgBench, Proposition
@@ -178,7 +178,7 @@ class Answers:
         if before != settings:
             raise UserError(
                 f"The answers in {str(self.file)!r} were given with other settings: "
-                f"{changed_settings(before, settings)}. Give another output, go back to those settings, or remove it."
+                f"{describe_changes(before, settings)}. Give another output, go back to those settings, or remove it."
             )
         if len(whole) < len(content):  # the process was killed while it wrote
             os.truncate(self.file, len(whole))

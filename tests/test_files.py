@@ -11,22 +11,22 @@ from debias_diffusion import files
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.cache import Parts
 from debias_diffusion.files import (
-    held,
-    hidden_beside,
+    atomic_file,
+    atomic_folder,
+    folder_lock,
+    hidden_sibling,
     json_digest,
     new_file,
     path_digest,
     read_json_object,
     sha256,
-    whole_file,
-    whole_folder,
     write_json,
 )
 
 
 def unfinished_of(path, process):
     """Where a process of this machine writes a file before it is complete."""
-    return hidden_beside(path, f".{files._MACHINE}-{process}.tmp")
+    return hidden_sibling(path, f".{files._MACHINE}-{process}.tmp")
 
 
 def test_what_killed_processes_left_goes_when_their_folder_is_written_again_and_is_listed_once(tmp_path, monkeypatch):
@@ -79,26 +79,26 @@ def test_a_folder_is_filled_through_no_link(tmp_path):
     for name in (".a.tmp", ".a.old"):
         (tmp_path / name).symlink_to(tmp_path / "mine")
     for content in ("1", "2"):
-        with whole_folder(tmp_path / "a") as folder:
+        with atomic_folder(tmp_path / "a") as folder:
             (folder / "x").write_text(content)
         assert (tmp_path / "a" / "x").read_text() == content
     assert os.listdir(tmp_path / "mine") == [] and sorted(os.listdir(tmp_path)) == ["a", "mine"]
     (tmp_path / ".a.tmp").write_text("a file")
-    with whole_folder(tmp_path / "a"):
+    with atomic_folder(tmp_path / "a"):
         pass
     assert sorted(os.listdir(tmp_path)) == ["a", "mine"]
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "ä" * 127, "x" * 250])
 def test_the_longest_names_leave_room(tmp_path, name):
-    with whole_file(tmp_path / name) as unfinished:
+    with atomic_file(tmp_path / name) as unfinished:
         unfinished.write_text("1")
     assert os.listdir(tmp_path) == [name]
-    with whole_folder(tmp_path / name[::-1].replace("x", "y")) as folder:
+    with atomic_folder(tmp_path / name[::-1].replace("x", "y")) as folder:
         (folder / "a").touch()
     other = f"{name[:-1]}z"
-    assert hidden_beside(tmp_path / other, ".tmp") != hidden_beside(tmp_path / name, ".tmp")
-    assert hidden_beside(tmp_path / "a", ".tmp").name == ".a.tmp"
+    assert hidden_sibling(tmp_path / other, ".tmp") != hidden_sibling(tmp_path / name, ".tmp")
+    assert hidden_sibling(tmp_path / "a", ".tmp").name == ".a.tmp"
 
 
 def test_a_lock_that_is_none_is_named(tmp_path):
@@ -107,12 +107,15 @@ def test_a_lock_that_is_none_is_named(tmp_path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "link" / ".lock").symlink_to(tmp_path / "mine")
     for name in ("folder", "link"):
-        with pytest.raises(UserError, match=r"The lock '.*/.lock' is no regular file"), held(tmp_path / name, "taken"):
+        with (
+            pytest.raises(UserError, match=r"The lock '.*/.lock' is no regular file"),
+            folder_lock(tmp_path / name, "taken"),
+        ):
             pass
     assert (tmp_path / "mine").read_text() == "precious"
-    with pytest.raises(UserError, match=r"The lock .* cannot be taken \("), held(tmp_path / "mine", "taken"):
+    with pytest.raises(UserError, match=r"The lock .* cannot be taken \("), folder_lock(tmp_path / "mine", "taken"):
         pass
-    with held(tmp_path, "taken"), pytest.raises(UserError, match="^taken$"), held(tmp_path, "taken"):
+    with folder_lock(tmp_path, "taken"), pytest.raises(UserError, match="^taken$"), folder_lock(tmp_path, "taken"):
         pass
 
 
