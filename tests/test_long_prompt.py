@@ -27,7 +27,7 @@ def words(count: int, end: str = "") -> str:
     return " ".join(texts) + end
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,6 @@ def long(base):
     return assemble(
         StableDiffusionXLLongPromptPipeline, base, text_encoder=tiny_sdxl.stretched(base["text_encoder"], 248)
     )
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 def texts_of(pipe, text):

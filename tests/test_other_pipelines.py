@@ -24,13 +24,7 @@ PLAIN = " ".join(WORDS[:140])
 LATE = " ".join([*WORDS[:120], "dragon", *WORDS[121:140]])  # differs in token 120
 SIZE = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np"}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
 
 def load(cls, base, **components):

@@ -12,7 +12,7 @@ from debias_diffusion.tokens import clip_tokenizer
 LONG = "a red cat on a blue sofa, " * 15 + "under a tree"  # 123 tokens, the first chunk cut after 72
 BOS, EOS = 49406, 49407
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,6 @@ def ours(parts):
 def long(parts):
     longer = tiny_sdxl.stretched(parts["text_encoder"], 248)
     return StableDiffusionLongPromptPipeline(**parts | {"text_encoder": longer, "tokenizer": clip_tokenizer(248)})
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 def encode(pipe, prompt, negative=None, guided=True, **settings):
