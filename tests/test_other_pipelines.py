@@ -154,12 +154,7 @@ def test_sd3_needs_the_encoder_with_its_projection(sd3_base, long_pairs):
     """SDXL's and FLUX's CLIPTextModel has none, and SD3 pools through it: the recipe's `--projection`."""
     bare = tiny_sdxl.text_encoder(tiny_flux.CLIP_WIDTH, LONG)
     assert not isinstance(bare, transformers.CLIPTextModelWithProjection)
-    pipe = load(
-        StableDiffusion3Pipeline,
-        sd3_base,
-        **{**long_pairs[0], "text_encoder": bare},
-        **long_pairs[1],
-    )
+    pipe = load(StableDiffusion3Pipeline, sd3_base, **long_pairs[0] | long_pairs[1] | {"text_encoder": bare})
     with pytest.raises(RuntimeError, match="Number of dimensions of repeat dims"):
         pipe.encode_prompt("a cat", None, None)
 

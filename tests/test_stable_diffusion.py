@@ -115,18 +115,13 @@ def test_an_unused_negative_does_not_count(ours):
 
 
 def test_strict(ours, long):
-    ours.set_long_prompt(strict=True)
-    long.set_long_prompt(strict=True)
-    try:
-        with pytest.raises(ValueError, match="a text of 123 tokens takes 2 chunks .* 77 positions, and `strict`"):
-            encode(ours, LONG)
-        with pytest.raises(ValueError, match="a text of 123 tokens"):
-            encode(ours, "cat", LONG)
-        assert encode(ours, "cat", LONG, guided=False)[0].shape[1] == 77
-        assert encode(long, LONG)[0].shape[1] == 152
-    finally:
-        ours.set_long_prompt()
-        long.set_long_prompt()
+    ours, long = (type(pipe)(**pipe.components).set_long_prompt(strict=True) for pipe in (ours, long))
+    with pytest.raises(ValueError, match="a text of 123 tokens takes 2 chunks .* 77 positions, and `strict`"):
+        encode(ours, LONG)
+    with pytest.raises(ValueError, match="a text of 123 tokens"):
+        encode(ours, "cat", LONG)
+    assert encode(ours, "cat", LONG, guided=False)[0].shape[1] == 77
+    assert encode(long, LONG)[0].shape[1] == 152
 
 
 def test_lora_scale_holds_for_one_call():
@@ -143,11 +138,10 @@ def test_without_the_encoder(parts, ours):
     without = StableDiffusionLongPromptPipeline(**parts | {"text_encoder": None, "tokenizer": None})
     with pytest.raises(ValueError, match="`text_encoder` is None, so no prompt can be encoded"):
         encode(without, SHORT)
-    got = encode(without, None, prompt_embeds=embeds, negative_prompt_embeds=negatives)
-    assert all(map(torch.equal, got, (embeds, negatives)))
     nothing = StableDiffusionLongPromptPipeline(**parts | {"text_encoder": None, "tokenizer": None, "unet": None})
-    got = encode(nothing, None, prompt_embeds=embeds, negative_prompt_embeds=negatives)
-    assert all(map(torch.equal, got, (embeds, negatives)))
+    for pipe in (without, nothing):
+        got = encode(pipe, None, prompt_embeds=embeds, negative_prompt_embeds=negatives)
+        assert all(map(torch.equal, got, (embeds, negatives)))
 
 
 def test_another_pipeline_made_of_it_has_its_options(ours):
