@@ -171,7 +171,7 @@ def test_pictures_are_those_that_generate_draws(toy, tmp_path, encoder, changes)
         **{name: getattr(request, name) for name in names},
     )
     path = generate(config)
-    assert same(drawn.image, Image.open(path))
+    assert same(drawn.image, Image.open(path)) and same(drawn.image, Image.open(BytesIO(drawn.png)))
     theirs = read_settings(path)
     ours = settings_of_png(drawn.png)
     # Only the command writes digests of files.
@@ -250,6 +250,8 @@ def test_steps_and_pictures_come_one_after_the_other(toy):
         ("toy/debias-clip", 2, 8),
     ]
     assert all(isinstance(items[place], Drawn) for place in (3, 7, 11, 15))
+    for item in drawn:
+        assert settings_of_png(item.png)["seed"] == item.seed and request_of_png(item.png, toy) == (request, [])
     again = pictures(toy, encoders=("toy/debias-clip",), seed=8)[0]
     assert same(drawn[3].image, again.image) and not same(drawn[1].image, again.image)
 
@@ -490,17 +492,6 @@ def test_the_longest_prompts_fit_into_a_png(tiny):
     request = ask(tiny, prompt="😀" * 20_000, negative_prompt="😀" * 20_000)
     written = settings_of(tiny, request, "original", 1, layouts)
     assert request_of_png(as_png(Image.new("RGB", (8, 8)), written, "DDIMScheduler"), tiny) == (request, [])
-
-
-def test_a_drawn_png_restores_its_request_from_a_file(toy, tmp_path):
-    request = ask(toy, images=2, steps=1, seed=5, encoders=("toy/clip", "toy/debias-clip"), scheduler="UniPC")
-    drawn = [item for item in draw(toy, request, NEVER) if isinstance(item, Drawn)]
-    for number, item in enumerate(drawn):
-        path = tmp_path / f"{number}.png"
-        path.write_bytes(item.png)
-        assert request_of_png(str(path), toy) == (request, [])
-        assert same(Image.open(path), item.image)
-        assert settings_of_png(item.png)["seed"] == item.seed
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:

@@ -476,18 +476,6 @@ def test_schedulers(parts, name):
     assert np.array_equal(images, draw_as_diffusers(*pipes, LONG, num_inference_steps=3))
 
 
-# ---- text encoders alone, and the rest alone
-
-
-def test_a_text_encoder_can_be_missing(parts, prompt):
-    """The refiner has only the second one."""
-    unet = tiny_sdxl.unet(cross_attention_dim=tiny_sdxl.WIDTH_2)
-    pipes = [assemble(cls, parts, unet=unet, text_encoder=None, tokenizer=None) for cls in (Stock, Ours)]
-    images = draw(pipes[1], prompt, negative_prompt="grey")
-    assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, negative_prompt="grey"))
-    assert not np.array_equal(images, draw(pipes[1], prompt + " dragon", negative_prompt="grey"))
-
-
 # ---- dtypes
 
 
