@@ -23,6 +23,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(scope="module")
 def coarse_results():
     """Few bootstrap samples and blank figures: they take most of the time of evaluations of a few images."""

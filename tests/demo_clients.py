@@ -1,6 +1,7 @@
 """Clients of a running demo, well-behaved and not, over plain HTTP: for tests, and to try a server by hand."""
 
 import json
+import os
 import socket
 import time
 from contextlib import contextmanager
@@ -11,14 +12,19 @@ import httpx
 from debias_diffusion.app.demo import launch
 from debias_diffusion.app.demo.toy_scenes import random_scene
 
-LONG = random_scene(3).caption
+LONG = random_scene(3).caption  # 93 tokens in 9 sentences; the page's first example
 LARGE = "a " * 10_000  # 10,000 tokens, an answer of half a megabyte
+
+
+def worker_port() -> int:
+    """The first port to try: pytest-xdist's workers serve demos side by side."""
+    return 17860 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 @contextmanager
 def opened_page(**settings):
     """(page, address) of a demo within this process."""
-    page, url = launch.open_app(launch.AppConfig(**{"port": 17860, "device": "cpu"} | settings))
+    page, url = launch.open_app(launch.AppConfig(port=worker_port(), device="cpu", **settings))
     try:
         yield page, url
     finally:

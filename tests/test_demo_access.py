@@ -1,5 +1,6 @@
 """Who reaches the demo: by which names, from which pages, and with which password; and what errors say."""
 
+import base64
 import json
 import re
 import socket
@@ -72,10 +73,6 @@ def test_one_name_is_given(url, headers):
     assert re.search(rb" 40[03] ", raw(url, "GET /config HTTP/1.0"))
 
 
-def port_of(url: str) -> int:
-    return httpx.URL(url).port
-
-
 @pytest.mark.parametrize(
     "host", ["127.0.0.2", "localhost", pytest.param("::1", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6"))]
 )
@@ -146,16 +143,16 @@ def test_password_files_that_cannot_be_used(tmp_path, content, message):
 
 
 def test_what_lets_others_in_is_warned_of(capsys, monkeypatch):
+    def warnings(**settings) -> str:
+        launch._check(launch.AppConfig(**settings))
+        return capsys.readouterr().err
+
     for host in ("0.0.0.0", "::"):
-        launch._check(launch.AppConfig(host=host))
-        assert "Anyone who can reach this machine" in capsys.readouterr().err
-        launch._check(launch.AppConfig(host=host, user="ann", password="secret"))
-        assert capsys.readouterr().err == ""
-    launch._check(launch.AppConfig())
-    assert capsys.readouterr().err == ""
+        assert "Anyone who can reach this machine" in warnings(host=host)
+        assert warnings(host=host, user="ann", password="secret") == ""
+    assert warnings() == ""
     monkeypatch.setattr(sys, "argv", ["debias-diffusion", "app", "--password=secret"])
-    launch._check(launch.AppConfig(user="ann", password="secret"))
-    assert "process list" in capsys.readouterr().err
+    assert "process list" in warnings(user="ann", password="secret")
     with pytest.raises(UserError, match="host is empty"):
         launch._check(launch.AppConfig(host=""))
 
@@ -272,6 +269,16 @@ def test_guesses_take_a_bounded_part_of_memory():
 
 # ---- what errors say
 
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def quiet(capfd):
+    """Holds that the server prints no traceback."""
+    yield
+    said = "".join(capfd.readouterr())
+    assert "Traceback" not in said, said
+
 
 def bad_requests(number: int) -> dict[str, tuple[str, object]]:
     """Path and body of requests to the raw API that cannot be answered."""
@@ -295,54 +302,58 @@ def bad_requests(number: int) -> dict[str, tuple[str, object]]:
 
 
 @pytest.mark.parametrize("name", bad_requests(0))
-def test_errors_of_the_raw_api_say_what_is_wrong(url, name, capfd):
+def test_errors_of_the_raw_api_say_what_is_wrong(url, name, quiet):
     visitor = Visitor(url)
     path, body = bad_requests(visitor.number("tokens"))[name]
-    capfd.readouterr()
     response = visitor.http.post(f"gradio_api/{path}", json=body)
     assert response.status_code >= 400
     said = response.json()
     assert said.get("error") or said.get("detail") or said.get("data"), said
-    said = "".join(capfd.readouterr())
-    assert "Traceback" not in said, said
 
 
+TOO_LONG = "word " * 20_000
+# tests/test_demo_core.py checks every setting.
 CALLS = {
-    "too few": ("tokens", []),
-    "of other types": ("generate", [LONG, "toy/clip", 1, "a", {}, [], None, None, "x", 7, "maybe", 8]),
-    "no prompt": ("generate", drawing(prompt="")),
-    "too many steps": ("generate", drawing(steps=10**9)),
-    "not a policy": ("generate", [*drawing()[:-1], "../.."]),
-    "no encoder": ("attention", [LONG, ["/etc/passwd"]]),
+    "too few": ("tokens", [], "enough input values"),
+    "of other types": ("generate", [LONG, "toy/clip", 1, "a", {}, [], None, None, "x", 7, "maybe", 8], "must be"),
+    "no prompt": ("generate", drawing(prompt=""), "prompt"),
+    "100,000 characters": ("generate", drawing(prompt=TOO_LONG), "20,000"),
+    "as many tokens": ("tokens", [TOO_LONG, False], "20,000"),
+    "as many words": ("attention", [TOO_LONG, None], "20,000"),
+    "no text": ("generate", drawing(prompt={"a": 1}), "must be text"),
+    "too many steps": ("generate", drawing(steps=10**9), "steps"),
+    "odd size": ("generate", drawing(height="tall"), "height"),
+    "guidance": ("generate", drawing(guidance_scale=1e30), "guidance"),
+    "not a policy": ("generate", drawing(long_prompts="../.."), "long_prompts"),
+    "no list": ("generate", drawing(encoders="toy/clip"), "toy/clip"),
+    "path": ("generate", drawing(encoders=["/etc/passwd"]), "Choose one of"),
+    "no encoder": ("attention", [LONG, ["/etc/passwd"]], "Choose one of"),
+    "HTML": ("generate", drawing(encoders=[HOSTILE]), "&lt;img"),
+    "no file": ("settings", [None], "PNG"),
+    "empty file": ("settings", [""], "PNG"),
+    "no base64": ("settings", ["é"], "PNG"),
+    "no PNG": ("settings", [base64.b64encode(b"GIF89a").decode()], "PNG"),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_errors_of_calls_say_what_is_wrong(url, name, capfd):
-    endpoint, data = CALLS[name]
-    capfd.readouterr()
+def test_errors_of_calls_say_what_is_wrong(url, name, quiet):
+    endpoint, data, message = CALLS[name]
     with pytest.raises(RuntimeError) as raised:
         Visitor(url).ask(endpoint, data)
-    assert len(json.loads(str(raised.value))["error"]) > 20
-    said = "".join(capfd.readouterr())
-    assert "Traceback" not in said, said
+    error = json.loads(str(raised.value))["error"]
+    assert message in error and len(error) > 20 and "<img" not in error
 
 
-def test_functions_of_the_page_say_what_is_wrong_too(url, capfd):
+def test_functions_of_the_page_say_what_is_wrong_too(url, quiet):
     visitor = Visitor(url)
     functions = visitor.http.get("config").json()["dependencies"]
-    capfd.readouterr()
     for function in functions:
         for data in ([], [{"a": 1}] * 3, [None] * len(function["inputs"]), [[HOSTILE]] * len(function["inputs"])):
             body = {"data": data, "fn_index": function["id"], "session_hash": "x", "trigger_id": 10**6, "event_data": 7}
             said = visitor.http.post(f"gradio_api/run/{function['api_name']}", json=body).json()
             assert said.get("data") is not None or said.get("error") or said.get("detail"), (function, said)
             assert "<img" not in str(said.get("error"))
-    said = "".join(capfd.readouterr())
-    assert "Traceback" not in said, said
-
-
-HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def test_the_command_says_what_it_does_with_passwords(capsys):

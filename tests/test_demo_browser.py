@@ -15,14 +15,14 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+from demo_clients import LONG, opened_page
 from demo_steps import counted_steps
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
-from debias_diffusion.app.demo import device, launch
+from debias_diffusion.app.demo import device
 from debias_diffusion.app.demo.live_generation import Step
-from debias_diffusion.app.demo.toy_scenes import random_scene
 from debias_diffusion.app.generate.png_settings import read_settings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -33,7 +33,6 @@ if CHROMIUM is None:
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LONG = random_scene(3).caption  # 93 tokens in 9 sentences, and what the first example is
 HOSTILE = "<img src=x onerror=window.hacked=1> ${window.hacked=1} {{window.hacked=1}}"
 LABELS = ["toy/clip", "toy/long-clip", "toy/debias-clip"]
 PHONE = {"width": 390, "height": 844}
@@ -43,17 +42,13 @@ DESKTOP = {"width": 1280, "height": 900}
 @contextmanager
 def opened():
     """(browser's context, address) of the demo. All pages share a context, and with it a cache."""
-    page, url = launch.open_app(launch.AppConfig(port=17960, device="cpu"))
-    try:
-        with sync_playwright() as playwright:
-            # As root, as in containers, chromium has no sandbox.
-            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            context = browser.new_context()
-            context.set_default_timeout(30_000)
-            yield context, url
-            browser.close()
-    finally:
-        page.close(verbose=False)
+    with opened_page() as (_, url), sync_playwright() as playwright:
+        # As root, as in containers, chromium has no sandbox.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        context = browser.new_context()
+        context.set_default_timeout(30_000)
+        yield context, url
+        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -313,17 +308,15 @@ def test_of_a_large_file_only_the_beginning_is_sent(page, tmp_path):
 
 
 def test_a_password_is_asked_for(demo):
-    settings = launch.AppConfig(port=17960, device="cpu", encoders=["toy/clip"], user="ann", password="secret")
-    page, url = launch.open_app(settings)
-    try:
-        with visited(demo[0], url, ready=lambda page: page.get_by_role("button", name="Login")) as visitor:
-            visitor.get_by_label("username").fill("ann")
-            visitor.get_by_label("password").fill("secret")
-            visitor.get_by_role("button", name="Login").click()
-            ask(visitor, "A red ring.", 1)
-            finished(visitor)
-    finally:
-        page.close(verbose=False)
+    with (
+        opened_page(encoders=["toy/clip"], user="ann", password="secret") as (_, url),
+        visited(demo[0], url, ready=lambda page: page.get_by_role("button", name="Login")) as visitor,
+    ):
+        visitor.get_by_label("username").fill("ann")
+        visitor.get_by_label("password").fill("secret")
+        visitor.get_by_role("button", name="Login").click()
+        ask(visitor, "A red ring.", 1)
+        finished(visitor)
 
 
 def test_from_the_keyboard_alone(page):

@@ -171,7 +171,7 @@ def test_pictures_are_those_that_generate_draws(toy, tmp_path, encoder, changes)
         **{name: getattr(request, name) for name in names},
     )
     path = generate(config)
-    assert same(drawn.image, Image.open(path))
+    assert same(drawn.image, Image.open(path)) and same(drawn.image, Image.open(BytesIO(drawn.png)))
     theirs = read_settings(path)
     ours = settings_of_png(drawn.png)
     # Only the command writes digests of files.
@@ -250,6 +250,8 @@ def test_steps_and_pictures_come_one_after_the_other(toy):
         ("toy/debias-clip", 2, 8),
     ]
     assert all(isinstance(items[place], Drawn) for place in (3, 7, 11, 15))
+    for item in drawn:
+        assert settings_of_png(item.png)["seed"] == item.seed and request_of_png(item.png, toy) == (request, [])
     again = pictures(toy, encoders=("toy/debias-clip",), seed=8)[0]
     assert same(drawn[3].image, again.image) and not same(drawn[1].image, again.image)
 
@@ -285,52 +287,41 @@ def test_schedulers_leave_the_bases_own_as_it_was(toy):
 # Breaking off
 
 
-class Counter:
-    """Counts what the UNet is asked."""
-
-    def __init__(self, models: DemoModels):
-        self.calls = 0
-        self.handle = models.pipeline(models.labels[0], ask(models)).unet.register_forward_hook(self.count)
-
-    def count(self, *_) -> None:
-        self.calls += 1
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.handle.remove()
+@pytest.fixture
+def unet_calls(toy):
+    """A list with an item for each call of the UNet."""
+    calls = []
+    handle = toy.pipeline("toy/clip", ask(toy)).unet.register_forward_hook(lambda *_: calls.append(1))
+    yield calls
+    handle.remove()
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 5])
-def test_no_step_is_taken_after_a_cancel(toy, after):
-    with Counter(toy) as unet:
-        items = list(draw(toy, ask(toy, steps=3), lambda: unet.calls >= after))
-    assert unet.calls == after
+def test_no_step_is_taken_after_a_cancel(toy, unet_calls, after):
+    items = list(draw(toy, ask(toy, steps=3), lambda: len(unet_calls) >= after))
+    assert len(unet_calls) == after
     assert sum(isinstance(item, Drawn) for item in items) == (after - 1) // 3 * (after > 0)
 
 
-def test_no_step_is_taken_after_a_cancel_while_a_prompt_is_encoded(toy):
+def test_no_step_is_taken_after_a_cancel_while_a_prompt_is_encoded(toy, unet_calls):
     encoded = threading.Event()
     hook = toy.encoders["toy/clip"].model.register_forward_hook(lambda *_: encoded.set())
     try:
-        with Counter(toy) as unet:
-            items = list(draw(toy, ask(toy), encoded.is_set))
+        items = list(draw(toy, ask(toy), encoded.is_set))
     finally:
         hook.remove()
-    assert encoded.is_set() and unet.calls == 0 and [item.step for item in items] == [0]
+    assert encoded.is_set() and not unet_calls and [item.step for item in items] == [0]
 
 
-def test_a_closed_drawing_ends_within_a_step(toy):
+def test_a_closed_drawing_ends_within_a_step(toy, unet_calls):
     before = threading.active_count()
-    with Counter(toy) as unet:
-        drawing = draw(toy, ask(toy, steps=50), NEVER)
-        next(item for item in drawing if item.step == 2)
-        drawing.close()
-        assert threading.active_count() == before
-        taken = unet.calls
-        assert taken < 50
-        assert not list(drawing) and unet.calls == taken
+    drawing = draw(toy, ask(toy, steps=50), NEVER)
+    next(item for item in drawing if item.step == 2)
+    drawing.close()
+    assert threading.active_count() == before
+    taken = len(unet_calls)
+    assert taken < 50
+    assert not list(drawing) and len(unet_calls) == taken
 
 
 def test_errors_reach_the_caller_and_end_the_thread(toy):
@@ -457,11 +448,8 @@ def test_what_can_be_drawn_is_taken_with_whole_numbers(tiny):
     assert all(type(number) is int for number in (checked.steps, checked.seed, checked.images, checked.height))
     for text in ("a (b) [c] ((d:1.2)) \\( :\\) BREAK e++", "one \\( and \\]", "tab\there\nand there\r\n"):
         check(ask(tiny, weighting=True, prompt=text), tiny)
+    check(ask(tiny, prompt=":) and (a"), tiny)  # without weighting brackets are text
     assert json.loads(json.dumps(vars(checked)))["encoders"] == ["long"]
-
-
-def test_brackets_are_text_without_weighting(tiny):
-    check(ask(tiny, prompt=":) and (a"), tiny)
 
 
 # Pictures that are given back
@@ -504,17 +492,6 @@ def test_the_longest_prompts_fit_into_a_png(tiny):
     request = ask(tiny, prompt="😀" * 20_000, negative_prompt="😀" * 20_000)
     written = settings_of(tiny, request, "original", 1, layouts)
     assert request_of_png(as_png(Image.new("RGB", (8, 8)), written, "DDIMScheduler"), tiny) == (request, [])
-
-
-def test_a_drawn_png_restores_its_request_from_a_file(toy, tmp_path):
-    request = ask(toy, images=2, steps=1, seed=5, encoders=("toy/clip", "toy/debias-clip"), scheduler="UniPC")
-    drawn = [item for item in draw(toy, request, NEVER) if isinstance(item, Drawn)]
-    for number, item in enumerate(drawn):
-        path = tmp_path / f"{number}.png"
-        path.write_bytes(item.png)
-        assert request_of_png(str(path), toy) == (request, [])
-        assert same(Image.open(path), item.image)
-        assert settings_of_png(item.png)["seed"] == item.seed
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -664,47 +641,41 @@ def test_tokens_are_the_cleaned_prompt_and_sentences_are_contiguous(tiny, parts,
     assert not sentences or (sentences[0] == 1 and sentences[-1] <= prompt_tokens.sentences)
 
 
-@pytest.mark.parametrize("index", range(2))
-def test_every_token_is_in_its_sentence(toy, tiny, index):
-    prompt = random_scene(index).caption.replace("  ", "\n")
-    for models in (toy, tiny):
-        prompt_tokens = tokens(models, prompt)
-        joined = {}
-        for token in prompt_tokens.tokens:
-            joined[token.sentence] = joined.get(token.sentence, "") + token.text
-        expected = [clean(sentence) for sentence in split_sentences(prompt)]
-        assert [text.strip() for text in joined.values()] == expected and prompt_tokens.sentences == len(expected)
-
-
-def test_sentences_are_those_of_the_prompt_as_it_was_written(tiny):
-    """In lower case "st. the" and "wide. iPhone" would be other sentences."""
-    prompt = "He lives on 5th St. The house is red.  &quot;So?&quot; A CAT. A\ndog sat at 8 p.m. EST."
-    prompt_tokens = tokens(tiny, prompt)
-    assert prompt_tokens.sentences == len(split_sentences(prompt))
-    firsts = {}
+def texts_by_sentence(models: DemoModels, prompt: str) -> list[str]:
+    prompt_tokens = tokens(models, prompt)
+    texts = dict.fromkeys(range(1, prompt_tokens.sentences + 1), "")
     for token in prompt_tokens.tokens:
-        firsts.setdefault(token.sentence, token.text.strip())
-    assert firsts[2] == "the"
+        texts[token.sentence] += token.text
+    return [text.strip() for text in texts.values()]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *(random_scene(index).caption.replace("  ", "\n") for index in range(2)),
+        # In lower case "st. the" and "wide. iPhone" would be other sentences.
+        "He lives on 5th St. The house is red.  &quot;So?&quot; A CAT. A\ndog sat at 8 p.m. EST.",
+    ],
+)
+def test_every_token_is_in_its_sentence(toy, tiny, prompt):
+    expected = [clean(sentence) for sentence in split_sentences(prompt)]
+    assert texts_by_sentence(toy, prompt) == texts_by_sentence(tiny, prompt) == expected
 
 
 def test_what_is_mended_across_sentences_has_those_of_the_cleaned_text(tiny):
     prompt = "A red cat. \u00c2 =e\u0301. The dog sat down. A"  # as a whole, the broken space stays
-    whole = clean(prompt)
-    assert "".join(map(clean, split_sentences(prompt))).replace(" ", "") != whole.replace(" ", "")
-    sentences = split_sentences(whole)
-    joined = dict.fromkeys(range(1, len(sentences) + 1), "")
-    for token in tokens(tiny, prompt).tokens:
-        joined[token.sentence] += token.text
-    assert [text.strip() for text in joined.values()] == sentences and len(sentences) > 1
+    sentences = split_sentences(clean(prompt))
+    assert "".join(map(clean, split_sentences(prompt))).replace(" ", "") != clean(prompt).replace(" ", "")
+    assert texts_by_sentence(tiny, prompt) == sentences and len(sentences) > 1
 
 
 def test_windows_say_who_reads_a_token(toy, tiny):
-    prompt = " ".join(["cat"] * 300)
+    prompt = " ".join(["red"] * 300)
     for models in (toy, tiny):
-        readers = [token.window for token in tokens(models, " ".join(["red"] * 300)).tokens]
+        readers = [token.window for token in tokens(models, prompt).tokens]
         assert readers == ["original"] * 75 + ["long"] * 171 + ["further"] * 54
     only = DemoModels("toy/sdxl", ["toy/clip"], CPU)
-    readers = [token.window for token in tokens(only, prompt.replace("cat", "red")).tokens]
+    readers = [token.window for token in tokens(only, prompt).tokens]
     assert readers == ["original"] * 75 + ["further"] * 225
 
 

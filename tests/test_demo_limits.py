@@ -4,7 +4,6 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import anyio
-import httpx
 import pytest
 from demo_clients import LARGE, LONG, Visitor, drawing, opened_page, wait_until
 from demo_steps import counted_steps
@@ -20,8 +19,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def demo():
-    with opened_page(encoders=["toy/clip"]) as found:
-        yield found
+    """(page, visitor) of a demo."""
+    with opened_page(encoders=["toy/clip"]) as (page, url):
+        yield page, Visitor(url)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +45,10 @@ def kept(page) -> dict[str, int]:
     }
 
 
-def forgotten(page) -> bool:
-    return not any(kept(page).values())
-
-
 def settle(page) -> None:
     """Waits until nothing is kept."""
     try:
-        wait_until(lambda: forgotten(page))
+        wait_until(lambda: not any(kept(page).values()))
     except AssertionError:
         raise AssertionError(str(kept(page))) from None
 
@@ -73,8 +69,7 @@ def test_guards_lean_on_what_gradio_has(demo):
 
 
 def test_an_answer_is_kept_for_who_fetches_it_later(demo):
-    page, url = demo
-    visitor = Visitor(url)
+    page, visitor = demo
     events = [visitor.call("tokens", [LONG, False]).json()["event_id"] for _ in range(3)]
     wait_until(lambda: not page._queue.event_ids_to_events)
     expected = visitor.http.post("gradio_api/run/tokens", json={"data": [LONG, False]}).json()["data"]
@@ -83,9 +78,8 @@ def test_an_answer_is_kept_for_who_fetches_it_later(demo):
 
 
 def test_answers_that_nobody_fetches_are_forgotten(demo, monkeypatch):
-    page, url = demo
+    page, visitor = demo
     monkeypatch.setattr(fair_queue, "UNREAD", 0.5)
-    visitor = Visitor(url)
     assert {visitor.abandon("tokens", [LARGE, False]) for _ in range(3)} == {200}
     visitor.abandon("generate", drawing(encoders=["toy/clip"]))
     number = visitor.number("tokens")
@@ -98,10 +92,9 @@ def test_answers_that_nobody_fetches_are_forgotten(demo, monkeypatch):
 
 
 def test_a_drawing_that_nobody_waits_for_ends(demo, monkeypatch):
-    page, url = demo
+    page, visitor = demo
     steps = counted_steps(monkeypatch)
     monkeypatch.setattr(fair_queue, "UNREAD", 0.5)
-    visitor = Visitor(url)
     visitor.abandon("generate", drawing(steps=100, prompt=LONG * 20))
     wait_until(lambda: steps)
     settle(page)
@@ -110,9 +103,9 @@ def test_a_drawing_that_nobody_waits_for_ends(demo, monkeypatch):
 
 
 def test_answers_that_wait_take_a_bounded_part_of_memory(demo, monkeypatch):
-    page, url = demo
+    page, visitor = demo
     monkeypatch.setattr(fair_queue, "MOST_UNREAD", 200_000)
-    visitor, most = Visitor(url), 0
+    most = 0
     for _ in range(10):
         event = visitor.call("tokens", ["a " * 1000, False]).json()["event_id"]
         wait_until(lambda: not page._queue.event_ids_to_events)
@@ -122,11 +115,10 @@ def test_answers_that_wait_take_a_bounded_part_of_memory(demo, monkeypatch):
 
 
 def test_sessions_are_bounded_and_those_that_are_read_are_kept(demo, monkeypatch):
-    page, url = demo
+    page, visitor = demo
     monkeypatch.setattr(fair_queue, "MOST_SESSIONS", 5)
-    visitor = Visitor(url)
     with ThreadPoolExecutor(1) as pool:
-        patient = pool.submit(Visitor(url).ask, "generate", drawing(steps=40))
+        patient = pool.submit(Visitor(visitor.url).ask, "generate", drawing(steps=40))
         wait_until(lambda: page.app.iterators)
         events = [visitor.call("tokens", [LONG, False]).json()["event_id"] for _ in range(10)]
         wait_until(lambda: not set(events) & set(page._queue.event_ids_to_events))
@@ -138,7 +130,7 @@ def test_sessions_are_bounded_and_those_that_are_read_are_kept(demo, monkeypatch
 
 
 def test_a_cancel_in_the_wrong_moment_stops_nobody(demo, monkeypatch):
-    page, url = demo
+    page, visitor = demo
     begin, cancelled = queueing.run_coro_in_background, []
 
     def cancel_at_once(function, *arguments):
@@ -148,14 +140,13 @@ def test_a_cancel_in_the_wrong_moment_stops_nobody(demo, monkeypatch):
         return task
 
     monkeypatch.setattr(queueing, "run_coro_in_background", cancel_at_once)
-    visitor = Visitor(url)
     lost = visitor.call("tokens", [LONG, False]).json()["event_id"]
     assert visitor.ask("tokens", [LONG, False])[0]["count"] == 93
     assert cancelled == [True] and lost not in page._queue.event_ids_to_events
 
 
 def test_a_cancel_in_the_end_of_an_answer_leaves_nothing(demo, monkeypatch):
-    page, url = demo
+    page, visitor = demo
     ending, cancelled = queueing.Queue.reset_iterators, []
 
     async def cancelled_there(queue, event_id):
@@ -165,7 +156,6 @@ def test_a_cancel_in_the_end_of_an_answer_leaves_nothing(demo, monkeypatch):
         await ending(queue, event_id)
 
     monkeypatch.setattr(queueing.Queue, "reset_iterators", cancelled_there)
-    visitor = Visitor(url)
     assert visitor.ask("tokens", [LONG, False])[0]["count"] == 93
     wait_until(lambda: cancelled)
     wait_until(lambda: not page._queue.event_ids_to_events, 5)
@@ -187,8 +177,8 @@ def test_a_mailbox_gives_back_what_was_put_in():
 
 
 def test_names_of_sessions_are_short(demo):
-    page, url = demo
-    visitor, name = Visitor(url), "x" * 100_000
+    page, visitor = demo
+    name = "x" * 100_000
     before = len(page.state_holder.session_data)
     response = visitor.join(visitor.number("tokens"), [LONG, False], name)
     assert response.status_code == 400 and "100 characters" in response.json()["detail"]
@@ -202,9 +192,8 @@ def test_names_of_sessions_are_short(demo):
 
 
 def test_who_never_reads_is_cut_off(demo, monkeypatch):
-    page, url = demo
+    page, visitor = demo
     monkeypatch.setattr(guard, "PATIENCE", 0.5)
-    visitor = Visitor(url)
     connections = page.server.server_state.connections
     before = len(connections)
     stuck = visitor.never_read(visitor.number("tokens"), [LARGE, False], "stuck", times=15)
@@ -215,10 +204,10 @@ def test_who_never_reads_is_cut_off(demo, monkeypatch):
 
 
 def test_who_never_sends_is_cut_off(demo, monkeypatch):
-    _, url = demo
+    _, visitor = demo
     monkeypatch.setattr(guard, "PATIENCE", 0.5)
     head = "POST /gradio_api/queue/join HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with Visitor(url).send(f"{head}Content-Length: 1000\r\n\r\n{{") as connection:
+    with visitor.send(f"{head}Content-Length: 1000\r\n\r\n{{") as connection:
         assert b" 408 " in connection.recv(1000).splitlines()[0]
 
 
@@ -288,13 +277,9 @@ def test_visitors_are_told_apart_by_their_address(client, name):
 
 
 def test_prompts_are_short_wherever_they_are_counted(demo):
-    _, url = demo
-    visitor = Visitor(url)
-    for name in ("run/tokens", "call/tokens"):
-        response = visitor.http.post(f"gradio_api/{name}", json={"data": ["&" * 20_001, False]})
-        if name == "call/tokens":
-            with pytest.raises(RuntimeError, match="at most 20,000"):
-                visitor.fetch("tokens", response.json()["event_id"])
-        else:
-            assert "at most 20,000" in response.json()["error"]
-    assert httpx.post(f"{url}gradio_api/run/tokens", json={"data": ["&" + "amp;" * 4999, False]}).status_code == 200
+    _, visitor = demo
+    with pytest.raises(RuntimeError, match="at most 20,000"):
+        visitor.ask("tokens", ["&" * 20_001, False])
+    prompts = ("&" * 20_001, "&" + "amp;" * 4999)
+    refused, counted = (visitor.http.post("gradio_api/run/tokens", json={"data": [text, False]}) for text in prompts)
+    assert "at most 20,000" in refused.json()["error"] and counted.status_code == 200

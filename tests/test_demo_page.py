@@ -48,11 +48,12 @@ HOSTILE = "<img src=x onerror=\"alert('a')\">${alert(1)}{{x}}"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """Where gradio puts what it writes."""
+    """Where gradio puts what it writes: nothing, whatever the tests of this module ask for."""
     folder = tmp_path_factory.mktemp("gradio")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADIO_TEMP_DIR", str(folder))
         yield folder
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +104,6 @@ def alone(models: DemoModels, prompt: str = LONG, **changes) -> list[bytes]:
 
 def pngs(pictures: list[dict]) -> list[bytes]:
     return [base64.b64decode(picture["png"]) for picture in pictures]
-
-
-def written(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 # ---- endpoints
@@ -313,55 +310,18 @@ def named(url: str) -> set[str]:
 
 # ---- what is refused
 
-TOO_LONG = "word " * 20_000
-# tests/test_demo_core.py checks every setting.
-BAD = {
-    "empty": ({"prompt": ""}, "prompt"),
-    "100,000 characters": ({"prompt": TOO_LONG}, "20,000"),
-    "no text": ({"prompt": {"a": 1}}, "must be text"),
-    "odd size": ({"height": "tall"}, "height"),
-    "guidance": ({"guidance_scale": 1e30}, "guidance"),
-    "encoders": ({"encoders": "toy/clip"}, "toy/clip"),
-    "path": ({"encoders": ["/etc/passwd"]}, "Choose one of"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_requests_get_a_message(visitor, name):
-    settings, message = BAD[name]
-    with pytest.raises(RuntimeError, match=message):
-        generate(visitor, **settings)
-
 
 def test_bad_requests_harm_no_other(url, models):
-    def bad(name: str) -> str:
+    def bad(settings: dict) -> str:
         with pytest.raises(RuntimeError) as raised:
-            generate(Visitor(url), **BAD[name][0])
+            generate(Visitor(url), **settings)
         return str(raised.value)
 
     with ThreadPoolExecutor(4) as pool:
         good = pool.submit(together, url, range(2))
-        messages = list(pool.map(bad, list(BAD)[:4]))
+        messages = set(pool.map(bad, [{"prompt": ""}, {"prompt": "a" * 20_001}, {"height": "tall"}, {"steps": 0}]))
     assert good.result() == [alone(models, seed=seed) for seed in range(2)]
-    assert len(set(messages)) == 4
-
-
-@pytest.mark.parametrize("endpoint, default", [("tokens", False), ("attention", None)])
-def test_other_endpoints_refuse_what_is_too_long(visitor, endpoint, default):
-    with pytest.raises(RuntimeError, match="20,000"):
-        visitor.ask(endpoint, [TOO_LONG, default])
-
-
-def test_messages_hold_no_html(visitor):
-    with pytest.raises(RuntimeError) as raised:
-        generate(visitor, encoders=[HOSTILE])
-    assert "&lt;img" in str(raised.value) and "<img" not in str(raised.value)
-
-
-@pytest.mark.parametrize("png", ["", "é", base64.b64encode(b"GIF89a").decode(), None])
-def test_what_is_no_picture_is_refused(visitor, png):
-    with pytest.raises(RuntimeError, match="PNG"):
-        visitor.ask("settings", [png])
+    assert len(messages) == 4
 
 
 def test_hostile_settings_of_a_picture_are_refused(visitor):
@@ -376,25 +336,19 @@ def test_hostile_settings_of_a_picture_are_refused(visitor):
 WRITES = ["upload", "upload/", "/upload", "process_recording", "component_server", "vibe-edit", "stream/x"]
 
 
-def test_what_writes_or_fetches_is_closed(url, files):
+def test_what_writes_or_fetches_is_closed(url):
     for path in [*(f"gradio_api/{path}" for path in WRITES), *WRITES]:
         response = httpx.post(url + path, files={"files": ("a.png", b"x"), "video": ("a.mp4", b"x")})
         assert (response.status_code, response.text) == (403, "This path is closed."), path
-    for path in (
-        "gradio_api/proxy=http://127.0.0.1/",
-        "gradio_api/file=/etc/passwd",
-        "gradio_api/file=app/a.py",
-        "file=x",
-    ):
+    fetched = ["proxy=http://127.0.0.1/", "file=/etc/passwd", "file=app/a.py"]
+    for path in [*(f"gradio_api/{path}" for path in fetched), "file=x"]:
         assert httpx.get(url + path).status_code == 403
-    assert written(files) == []
 
 
-def test_nothing_is_uploaded(client, tmp_path, files):
+def test_nothing_is_uploaded(client, tmp_path):
     (tmp_path / "a.png").write_bytes(b"x")
     with pytest.raises(Exception, match="403"):
         client.predict(handle_file(tmp_path / "a.png"), api_name="/tokens")
-    assert written(files) == []
 
 
 def test_a_gigabyte_is_refused_before_it_is_read(url, visitor):
@@ -414,12 +368,11 @@ def test_a_gigabyte_is_refused_before_it_is_read(url, visitor):
     assert generate(visitor)
 
 
-def test_no_file_is_fetched(url, files):
+def test_no_file_is_fetched(url):
     file = {"path": "http://127.0.0.1/a.png", "meta": {"_type": "gradio.FileData"}}
     for value in (file, [file], {"a": [1, {"b": file}]}):
         response = httpx.post(f"{url}gradio_api/run/tokens", json={"data": [value, False]})
         assert response.json()["error"] == "Files are not accepted."
-    assert written(files) == []
 
 
 def test_what_a_visitor_was_shown_is_not_kept(demo):
@@ -428,12 +381,6 @@ def test_what_a_visitor_was_shown_is_not_kept(demo):
     sessions = page.state_holder.session_data.values()
     kept = str([list(session.components) for session in sessions])
     assert sessions and picture["png"] not in kept and LONG not in kept
-
-
-def test_nothing_is_written(files, visitor):
-    generate(visitor)
-    visitor.ask("attention", [LONG, None])
-    assert written(files) == []
 
 
 # ---- who gets in
@@ -578,10 +525,10 @@ def test_a_space_has_what_it_needs():
 
 
 @pytest.mark.slow
-def test_a_space_opens_and_is_ended_by_an_interrupt(files):
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+def test_a_space_opens_and_is_ended_by_an_interrupt(tmp_path):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "GRADIO_TEMP_DIR": str(tmp_path)}
     command = [sys.executable, str(SPACE / "app.py")]
-    settings = {"stdout": subprocess.PIPE, "env": environment, "text": True, "cwd": files}
+    settings = {"stdout": subprocess.PIPE, "env": environment, "text": True, "cwd": tmp_path}
     # What a shell starts in the background ignores interrupts, and so would what is started here.
     with subprocess.Popen(
         command, **settings, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -15,7 +15,6 @@ from tiny_sdxl import assemble, assemble_copy
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.chunks import Cut, positions_for, split_chunks
-from debias_diffusion.tokens import clip_tokenizer
 
 BOS, EOS = 49406, 49407
 
@@ -27,7 +26,7 @@ def words(count: int, end: str = "") -> str:
     return " ".join(texts) + end
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +51,6 @@ def long(base):
     return assemble(
         StableDiffusionXLLongPromptPipeline, base, text_encoder=tiny_sdxl.stretched(base["text_encoder"], 248)
     )
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 def texts_of(pipe, text):
@@ -217,20 +210,14 @@ def layout_by_hand(tokenizer, encoder, tokens, length, layer):
         assert len(ids) == window
         return encoder(torch.tensor([ids]), output_hidden_states=True).hidden_states[layer][0]
 
-    pieces = chunks_of(tokens, window - 2)
     states = []
-    for piece in pieces:
+    for piece in chunks_of(tokens, window - 2):
         out = run(piece)
-        if not states:
-            states.append(out[0])
-        for j in range(len(piece)):
-            states.append(out[1 + j])
-    for j in range(1 + len(pieces[-1]), window):
-        states.append(out[j])
+        states += [*out[: not states], *out[1 : 1 + len(piece)]]
+    states += out[1 + len(piece) :]
     empty = run([])
     while len(states) < length:
-        for j in range(1, window):
-            states.append(empty[j])
+        states += empty[1:]
     return torch.stack(states[:length])
 
 
@@ -292,11 +279,8 @@ def test_both_encoders_have_each_token_at_the_same_place(pipe_of_lengths, length
             # three layers: two before the penultimate output is the input
             embeds = pipe.encode_prompt(words(count, "." if count else ""), clip_skip=2)[0][0]
             vectors = [encoder.get_input_embeddings().weight for encoder in encoders]
-            for position, token in enumerate([BOS, *ids, EOS]):
-                assert torch.equal(embeds[position], torch.cat([vector[token] for vector in vectors])), (
-                    count,
-                    position,
-                )
+            expected = torch.cat([vector[[BOS, *ids, EOS]] for vector in vectors], dim=-1)
+            assert torch.equal(embeds[: count + 2], expected), count
             for half, vector, pad in zip(embeds.split([32, 40], -1), vectors, (EOS, 0), strict=True):
                 after = half[count + 2 :]
                 assert all(torch.equal(state, vector[pad]) or torch.equal(state, vector[EOS]) for state in after)
@@ -401,16 +385,8 @@ def test_any_text_is_cut_without_loss_or_waste(ours, text, slots):
 @pytest.fixture
 def inverted(base):
     """Both encoders know the textual inversions "<x>" of six vectors and "<y>" of one."""
-    tokenizers = {"tokenizer": clip_tokenizer(77), "tokenizer_2": clip_tokenizer(77, pad_token="!")}
-    pipe = assemble_copy(StableDiffusionXLLongPromptPipeline, base, **tokenizers)
-    for tokenizer, encoder, width in (
-        (pipe.tokenizer, pipe.text_encoder, 32),
-        (pipe.tokenizer_2, pipe.text_encoder_2, tiny_sdxl.WIDTH_2),
-    ):
-        for token, vectors in (("<x>", 6), ("<y>", 1)):
-            pipe.load_textual_inversion(
-                {token: torch.randn(vectors, width)}, token=token, tokenizer=tokenizer, text_encoder=encoder
-            )
+    pipe = assemble_copy(StableDiffusionXLLongPromptPipeline, base)
+    tiny_sdxl.add_inversions(pipe, {"<x>": 6, "<y>": 1})
     return pipe
 
 

@@ -24,13 +24,7 @@ PLAIN = " ".join(WORDS[:140])
 LATE = " ".join([*WORDS[:120], "dragon", *WORDS[121:140]])  # differs in token 120
 SIZE = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np"}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
 
 def load(cls, base, **components):
@@ -160,12 +154,7 @@ def test_sd3_needs_the_encoder_with_its_projection(sd3_base, long_pairs):
     """SDXL's and FLUX's CLIPTextModel has none, and SD3 pools through it: the recipe's `--projection`."""
     bare = tiny_sdxl.text_encoder(tiny_flux.CLIP_WIDTH, LONG)
     assert not isinstance(bare, transformers.CLIPTextModelWithProjection)
-    pipe = load(
-        StableDiffusion3Pipeline,
-        sd3_base,
-        **{**long_pairs[0], "text_encoder": bare},
-        **long_pairs[1],
-    )
+    pipe = load(StableDiffusion3Pipeline, sd3_base, **long_pairs[0] | long_pairs[1] | {"text_encoder": bare})
     with pytest.raises(RuntimeError, match="Number of dimensions of repeat dims"):
         pipe.encode_prompt("a cat", None, None)
 

@@ -1,7 +1,7 @@
-"""What diffusers checks on its other pipelines, on ours: how they encode, batch, save, and work in parts.
+"""What diffusers checks on all its pipelines, on ours: how they encode, batch, save, and work in parts.
 
-As in tests/test_pipeline_suite.py, which lists the checks of SDXL from text, values are compared bit for bit with
-diffusers' class; for a long prompt that class is given our embeddings.
+As in tests/test_pipeline_suite.py, which lists diffusers' checks, values are compared bit for bit with diffusers'
+class; for a long prompt that class is given our embeddings.
 
 Checks of parts that all classes share are left to that suite: settings of VAE and attention, schedulers, variants,
 offloading on an accelerator. ControlNets add guess mode, a share of the steps, and several at once
@@ -27,6 +27,7 @@ from diffusers import (
     StableDiffusionXLControlNetPipeline,
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLInpaintPipeline,
+    StableDiffusionXLPipeline,
 )
 from drawing import (
     EMBEDDINGS,
@@ -60,7 +61,7 @@ from debias_diffusion.pipelines import (
     StableDiffusionXLLongPromptPipeline,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
 
 class Kind(NamedTuple):
@@ -96,6 +97,7 @@ PICTURE, CONTROL, MASK = tiny_sdxl.picture(0), tiny_sdxl.picture(1), tiny_sdxl.m
 # of which two are done
 STRENGTH = {"strength": 0.7, "num_inference_steps": 3}
 KINDS = {
+    "SDXL": Kind(StableDiffusionXLLongPromptPipeline, StableDiffusionXLPipeline, sdxl, {}, {}),
     "SDXL image to image": Kind(
         StableDiffusionXLLongPromptImg2ImgPipeline,
         StableDiffusionXLImg2ImgPipeline,
@@ -173,12 +175,6 @@ def prompt(request):
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 def is_sdxl(kind):
     return "prompt_2" in parameters(kind.stock.__call__)
 
@@ -205,7 +201,11 @@ def test_signatures_are_those_of_diffusers(kind):
 
 
 def test_components(kind, stock, ours):
-    assert set(ours.components) == set(stock.components)
+    assert {name: type(part) for name, part in ours.components.items()} == {
+        name: type(part) for name, part in stock.components.items()
+    }
+    assert ours.model_cpu_offload_seq == stock.model_cpu_offload_seq
+    assert ours._optional_components == stock._optional_components
     again = kind.ours(**ours.components, **settings(kind))
     assert all(again.components[name] is part for name, part in ours.components.items())
     assert json.loads(ours.to_json_string())["_class_name"] == kind.stock.__name__
@@ -269,13 +269,18 @@ def test_an_unused_negative_prompt_lengthens_nothing(kind, ours, prompt):
 
 def test_outputs(kind, ours):
     images = draw(ours, LONG, **kind.inputs)
+    assert images.std() > 0.01
     plain = draw(ours, LONG, output_type="pt", **kind.inputs).permute(0, 2, 3, 1).numpy()
     assert np.array_equal(plain, images)
     (pil,) = draw(ours, LONG, output_type="pil", **kind.inputs)
     assert np.array_equal(np.asarray(pil), (images[0] * 255).round())
-    call = {"num_inference_steps": 2, "output_type": "np", **kind.inputs}
-    output = ours(prompt=LONG, generator=torch.Generator().manual_seed(0), return_dict=False, **call)
-    assert type(output) is tuple and np.array_equal(output[0], images)
+    call = {"prompt": LONG, "num_inference_steps": 2, "output_type": "np", **kind.inputs}
+    outputs = [
+        ours(generator=torch.Generator().manual_seed(0), return_dict=return_dict, **call)
+        for return_dict in (True, False)
+    ]
+    assert type(outputs[0]).__module__.startswith("diffusers.pipelines.") and type(outputs[1]) is tuple
+    assert all(np.array_equal(output[0], images) for output in outputs)
 
 
 # ---- batches
@@ -404,12 +409,13 @@ def test_callbacks_and_interrupt(kind, stock, ours):
     names, latents = kind.ours._callback_tensor_inputs, []
 
     def keep(pipe, step, timestep, tensors):
-        assert set(tensors) == set(names)
+        assert pipe is ours and set(tensors) == set(names)
         assert tensors["prompt_embeds"].shape[:2] == (2, POSITIONS[LONG])
         latents.append(tensors["latents"].clone())
         return tensors
 
     def stop(pipe, step, timestep, tensors):
+        assert set(tensors) == {"latents"}
         pipe._interrupt = step == 0
         return tensors
 
@@ -433,11 +439,12 @@ def test_callbacks_and_interrupt(kind, stock, ours):
 def test_encoding_in_isolation(kind, parts, ours):
     texts = assemble(kind.ours, {name: parts[name] if name in TEXT_PARTS else None for name in parts}, **settings(kind))
     rest = assemble(kind.ours, {name: None if name in TEXT_PARTS else parts[name] for name in parts}, **settings(kind))
-    for negative in (None, OTHER):
-        embeds = embed(texts, LONG, negative_prompt=negative)
+    calls = [(LONG, {}), (SHORT, {"negative_prompt": OTHER})]
+    calls += [(LONG, {"prompt_2": OTHER, "clip_skip": 1})] if is_sdxl(kind) else []
+    for prompt, call in calls:
+        embeds = embed(texts, prompt, **call)
         assert set(embeds) == set(EMBEDDINGS if is_sdxl(kind) else EMBEDDINGS[:2])
-        images = draw(rest, **embeds, **kind.inputs)
-        assert np.array_equal(images, draw(ours, LONG, negative_prompt=negative, **kind.inputs))
+        assert np.array_equal(draw(rest, **embeds, **kind.inputs), draw(ours, prompt, **call, **kind.inputs))
     with pytest.raises(ValueError, match="is None, so no prompt can be encoded"):
         draw(rest, LONG, **kind.inputs)
 
@@ -448,8 +455,10 @@ def test_encoders_are_used_through_forward(kind, parts, ours):
     for name in ("text_encoder", "text_encoder_2"):
         if name in own.components:
             only_in_forward(own.components[name])
+            assert own.components[name].get_input_embeddings().weight.isnan().all()
     call = {"negative_prompt": "grey", "clip_skip": 1, **kind.inputs}
-    assert np.array_equal(draw(own, LONG, **call), draw(ours, LONG, **call))
+    for prompt in PROMPTS.values():
+        assert np.array_equal(draw(own, prompt, **call), draw(ours, prompt, **call))
 
 
 # ---- IP-Adapter

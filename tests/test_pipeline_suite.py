@@ -2,35 +2,33 @@
 
 Values are compared bit for bit with diffusers' class, which for a long prompt is given our embeddings
 (tests/test_long_prompt.py compares those with a literal reading of the layout). What diffusers does after encoding is
-checked with the long prompt only.
+checked with the long prompt only. Checks marked "all" are in tests/test_pipeline_family.py, for all our classes.
 
 diffusers' check (its mixins, its SDXL file)           here
 -----------------------------------------------------  -------------------------------------------------------------
-pipeline_call_signature, IP-Adapter's signature        test_signatures_are_those_of_diffusers
-components_function, StableDiffusionMixin_component    test_components
-dict_tuple_outputs_equivalent                          test_outputs_as_object_and_tuple
-pt_np_pil_outputs_equivalent                           test_output_types
+pipeline_call_signature, IP-Adapter's signature        all: test_signatures_are_those_of_diffusers
+components_function, StableDiffusionMixin_component    all: test_components
+dict_tuple_outputs_equivalent, pt_np_pil_...           all: test_outputs
 latents_input                                          test_latents_in_and_out
 multi_vae                                              test_other_vaes
 xl_euler, ays, negative_conditions                     test_arguments, test_ays_timesteps_and_sigmas_are_one_schedule
 xl_multi_prompts                                       test_second_prompts
-inference_batch_consistent                             test_batches_of_unequal_prompts
-inference_batch_single_identical                       test_in_a_batch_as_alone, test_only_the_shared_length_counts
+inference_batch_consistent                             all: test_batches_of_unequal_prompts
+inference_batch_single_identical                       all: test_in_a_batch_as_alone; test_only_the_shared_length_...
 num_images_per_prompt                                  test_images_per_prompt
 cfg, turbo_512                                         test_guidance_scales, test_distilled_models_...
 euler_lcm, euler_lcm_custom_timesteps                  test_lcm
-callback_inputs, callback_cfg                          test_callback_...
-pipeline_interrupt                                     test_interrupt
+callback_inputs, callback_cfg, pipeline_interrupt      all: test_callbacks_and_interrupt; test_callback_...
 attention_slicing_forward_pass, vae_slicing,           test_settings
 vae_tiling, layerwise_casting_inference
 freeu, fused_qkv_projections                           test_settings, test_freeu_and_fused_projections_leave_nothing
 karras_schedulers_shape                                test_schedulers
-encode_prompt_works_in_isolation                       test_encoding_in_isolation, test_names_...
+encode_prompt_works_in_isolation                       all: test_encoding_in_isolation; test_names_...
 to_dtype, half_precision_inference_no_nan              test_to_dtype
-from_pipe_consistent_config, ..._forward_pass          test_from_pipe_...
+from_pipe_consistent_config, ..._forward_pass          all: test_from_pipe; test_from_pipe_...
 two_xl_mixture_of_denoiser, three_xl_mixture_...       test_pipelines_share_the_steps
-ip_adapter, ip_adapter_cfg, _masks, _faceid            test_ip_adapter...
-save_load_local, xl_save_from_pretrained               test_saved_and_loaded, test_what_is_saved_is_what_...
+ip_adapter, ip_adapter_cfg, _masks, _faceid            all: test_ip_adapter; test_ip_adapter_..., test_two_ip_adapters
+save_load_local, xl_save_from_pretrained               test_saved_and_loaded, test_variants
 save_load_optional_components                          test_optional_components_stay_away
 save_load_float16                                      test_half_precision_is_kept_by_saving
 dtype_dict, dtype_alias                                test_each_model_can_have_its_own_dtype
@@ -38,10 +36,10 @@ serialization_with_variants, loading_with_variants,    test_variants
 loading_with_incorrect_variants
 group_offloading_inference                             test_group_offload_of_each_model (on the CPU too)
 
-With an accelerator only (what can be shown on a CPU is test_encoders_are_used_through_forward):
+With an accelerator only (what can be shown on a CPU is test_encoders_are_used_through_forward, for all):
 to_device, float16_inference                           test_on_an_accelerator, test_float16_on_an_accelerator
-sequential_cpu_offload_forward_pass, ..._twice         test_sequential_offload
-model_cpu_offload_forward_pass, ..._twice, offloads    test_model_offload
+sequential_cpu_offload_forward_pass, ..._twice,        test_cpu_offload
+model_cpu_offload_forward_pass, ..._twice, offloads
 pipeline_level_group_offloading_...                    test_group_offload_of_the_pipeline
 pipeline_with_accelerator_device_map                   test_device_map
 from_pipe_consistent_forward_pass_cpu_offload          test_from_pipe_under_offload
@@ -54,7 +52,6 @@ comparison with diffusers itself.
 
 import ast
 import inspect
-import json
 import logging
 import textwrap
 
@@ -77,7 +74,6 @@ from diffusers import (
 )
 from diffusers.callbacks import SDXLCFGCutoffCallback
 from diffusers.hooks import apply_group_offloading
-from diffusers.pipelines.stable_diffusion_xl import StableDiffusionXLPipelineOutput
 from diffusers.schedulers import AysSchedules, KarrasDiffusionSchedulers
 from drawing import (
     DTYPE,
@@ -88,15 +84,12 @@ from drawing import (
     PROMPTS,
     SHORT,
     TEXT_PARTS,
-    arguments,
     draw,
     draw_as_diffusers,
     embed,
     generators,
     load,
     models,
-    only_in_forward,
-    parameters,
     save_both,
     watched,
 )
@@ -111,7 +104,7 @@ ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_av
 needs_accelerator = pytest.mark.skipif(ACCELERATOR is None, reason="there is no accelerator on this machine")
 DEVICES = ["cpu", pytest.param(str(ACCELERATOR), marks=needs_accelerator)]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
 
 @pytest.fixture(scope="module")
@@ -146,23 +139,7 @@ def prompt(request):
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-# ---- what it looks like from outside
-
-
-def test_signatures_are_those_of_diffusers():
-    for name in ("__call__", "encode_prompt", "__init__"):
-        assert arguments(getattr(Ours, name)) == arguments(getattr(Stock, name))
-    call = parameters(Ours.__call__)
-    named = {"prompt", "negative_prompt", "height", "width", "guidance_scale", "cross_attention_kwargs", *EMBEDDINGS}
-    assert {"ip_adapter_image", "ip_adapter_image_embeds", *named} <= set(call)
-    optional = ("num_inference_steps", "num_images_per_prompt", "generator", "latents", "output_type", "return_dict")
-    assert all(call[name].default is not inspect.Parameter.empty for name in optional)
+# ---- what comes out
 
 
 def test_names_that_encode_prompt_returns():
@@ -173,35 +150,6 @@ def test_names_that_encode_prompt_returns():
         if isinstance(node, ast.Return)
     ]
     assert [[name.id for name in value.elts] for value in returns] == [list(EMBEDDINGS)]
-
-
-def test_components(stock, ours, parts):
-    assert set(ours.components) == set(stock.components) == {*parts, "image_encoder", "feature_extractor"}
-    again = Ours(**ours.components)
-    assert all(again.components[name] is part for name, part in ours.components.items())
-    assert {name: type(part) for name, part in ours.components.items()} == {
-        name: type(part) for name, part in stock.components.items()
-    }
-    assert ours.model_cpu_offload_seq == stock.model_cpu_offload_seq
-    assert ours._optional_components == stock._optional_components
-
-
-def test_outputs_as_object_and_tuple(ours):
-    images = draw(ours, LONG)
-    call = {"num_inference_steps": 2, "output_type": "np"}
-    output = ours(LONG, generator=torch.Generator().manual_seed(0), **call)
-    assert type(output) is StableDiffusionXLPipelineOutput
-    output_tuple = ours(LONG, generator=torch.Generator().manual_seed(0), return_dict=False, **call)
-    assert type(output_tuple) is tuple and len(output_tuple) == 1
-    assert np.array_equal(output[0], images) and np.array_equal(output_tuple[0], images)
-
-
-def test_output_types(ours):
-    images = draw(ours, LONG)
-    assert images.shape == (1, 64, 64, 3) and images.std() > 0.01
-    assert np.array_equal(draw(ours, LONG, output_type="pt").permute(0, 2, 3, 1).numpy(), images)
-    (pil,) = draw(ours, LONG, output_type="pil")
-    assert np.array_equal(np.asarray(pil), (images[0] * 255).round())
 
 
 def test_latents_in_and_out(ours):
@@ -267,7 +215,6 @@ ARGUMENTS = {
     "guidance": {"guidance_scale": 9.0},
     "guidance_rescale": {"guidance_rescale": 0.7},
     "negative": {"negative_prompt": OTHER},
-    "long negative": {"negative_prompt": LONG.replace("bicycle", "tractor"), "prompt": LONG},
     "clip_skip": {"clip_skip": 1},
     "size": {"height": 96, "width": 64},
     "original_size": {"original_size": (512, 300)},
@@ -277,7 +224,6 @@ ARGUMENTS = {
     "timesteps": {"num_inference_steps": None, "timesteps": [900, 500, 100]},
     "sigmas": {"num_inference_steps": None, "sigmas": [14.0, 3.0, 0.5]},
     "denoising_end": {"num_inference_steps": 4, "denoising_end": 0.5},
-    "two images": {"num_images_per_prompt": 2},
     "latents": {"latents": torch.randn((1, 4, 8, 8), generator=NOISE)},
 }
 
@@ -345,24 +291,6 @@ def test_second_prompts(stock, ours, prompt):
 
 
 # ---- batches
-
-
-def test_batches_of_unequal_prompts(ours):
-    prompts = [SHORT, SHORT[:25], 100 * "very long"]
-    with watched(ours) as seen:
-        images = draw(ours, prompts, generator=generators(3), negative_prompt=["grey", "", OTHER])
-    assert images.shape == (3, 64, 64, 3)
-    assert seen == [(6, 227), (6, 227)]
-    assert len({image.tobytes() for image in images}) == 3
-
-
-def test_in_a_batch_as_alone(stock, ours, prompt):
-    prompts = [prompt, prompt.replace("red", "green")]
-    images = draw(ours, prompts, generator=generators(2))
-    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompts, generator=generators(2)))
-    for seed, text in enumerate(prompts):
-        assert np.abs(images[seed] - draw(ours, text, seed=seed)[0]).max() < 1e-4
-    assert np.abs(images[0] - draw(ours, prompts[1])[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize("window", [77, 248])
@@ -437,26 +365,6 @@ def test_lcm(parts, prompt, call):
 # ---- callbacks
 
 
-def test_callback_inputs(ours):
-    names = ours._callback_tensor_inputs
-    assert names == Stock._callback_tensor_inputs and {"latents", "prompt_embeds"} <= set(names)
-    shapes = []
-
-    def look(pipe, step, timestep, tensors):
-        assert pipe is ours
-        shapes.append({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        return tensors
-
-    images = draw(ours, LONG, callback_on_step_end=look, callback_on_step_end_tensor_inputs=["latents"])
-    assert shapes == [{"latents": (1, 4, 8, 8)}] * 2
-    assert np.array_equal(images, draw(ours, LONG))
-    images = draw(ours, LONG, callback_on_step_end=look, callback_on_step_end_tensor_inputs=names)
-    assert set(shapes[-1]) == set(names)
-    assert shapes[-1]["prompt_embeds"] == (2, POSITIONS[LONG], 72)
-    assert shapes[-1]["add_text_embeds"] == (2, tiny_sdxl.POOLED_WIDTH)
-    assert np.array_equal(images, draw(ours, LONG))
-
-
 def test_callback_changes_latents(ours):
     def clear(pipe, step, timestep, tensors):
         if step == pipe.num_timesteps - 1:
@@ -501,24 +409,6 @@ def test_callback_ends_guidance(stock, ours, prompt):
         images = draw(ours, prompt, negative_prompt="grey", **call)
     assert seen == [(2, POSITIONS[prompt]), *[(1, POSITIONS[prompt])] * 2]
     assert np.array_equal(images, draw_as_diffusers(stock, ours, prompt, negative_prompt="grey", **call))
-
-
-def test_interrupt(ours):
-    latents = []
-
-    def keep(pipe, step, timestep, tensors):
-        latents.append(tensors["latents"].clone())
-        return tensors
-
-    def stop(pipe, step, timestep, tensors):
-        pipe._interrupt = step == 1
-        return tensors
-
-    draw(ours, LONG, num_inference_steps=3, callback_on_step_end=keep)
-    stopped = draw(ours, LONG, num_inference_steps=3, callback_on_step_end=stop, output_type="latent")
-    assert torch.equal(stopped, latents[1]) and not torch.equal(stopped, latents[2])
-    again = draw(ours, LONG, num_inference_steps=3, output_type="latent")
-    assert torch.equal(again, latents[2])
 
 
 # ---- settings of a pipeline
@@ -586,29 +476,6 @@ def test_schedulers(parts, name):
     assert np.array_equal(images, draw_as_diffusers(*pipes, LONG, num_inference_steps=3))
 
 
-# ---- text encoders alone, and the rest alone
-
-
-@pytest.mark.parametrize("call", [{}, {"negative_prompt": OTHER}, {"prompt_2": OTHER, "clip_skip": 1}])
-def test_encoding_in_isolation(ours, parts, prompt, call):
-    texts = assemble(Ours, {name: parts[name] if name in TEXT_PARTS else None for name in parts})
-    rest = assemble(Ours, {name: None if name in TEXT_PARTS else parts[name] for name in parts})
-    embeds = embed(texts, prompt, **call)
-    assert set(embeds) == set(EMBEDDINGS) <= set(parameters(rest.__call__))
-    images = draw(rest, **embeds)
-    assert np.array_equal(images, draw(ours, prompt, **call))
-    assert not np.array_equal(images, draw(ours, OTHER, **call | {"prompt_2": SHORT}))
-
-
-def test_a_text_encoder_can_be_missing(parts, prompt):
-    """The refiner has only the second one."""
-    unet = tiny_sdxl.unet(cross_attention_dim=tiny_sdxl.WIDTH_2)
-    pipes = [assemble(cls, parts, unet=unet, text_encoder=None, tokenizer=None) for cls in (Stock, Ours)]
-    images = draw(pipes[1], prompt, negative_prompt="grey")
-    assert np.array_equal(images, draw_as_diffusers(*pipes, prompt, negative_prompt="grey"))
-    assert not np.array_equal(images, draw(pipes[1], prompt + " dragon", negative_prompt="grey"))
-
-
 # ---- dtypes
 
 
@@ -639,22 +506,17 @@ def test_each_encoder_can_have_its_own_dtype(own_stock, own, prompt, name):
 # ---- from one class to another
 
 
-def test_from_pipe_keeps_everything(own_stock, ours):
+def test_from_pipe_keeps_the_configuration(own_stock, ours):
     own_stock.register_to_config(force_zeros_for_empty_prompt=False)
     there = Ours.from_pipe(own_stock)
-    assert type(there) is Ours
-    back = Stock.from_pipe(there)
-    for pipe in (there, back):
-        assert all(pipe.components[name] is part for name, part in own_stock.components.items())
+    there.set_progress_bar_config(disable=True)
+    for pipe in (there, Stock.from_pipe(there)):
         assert {k: v for k, v in pipe.config.items() if k[0] != "_"} == {
             k: v for k, v in own_stock.config.items() if k[0] != "_"
         }
-        pipe.set_progress_bar_config(disable=True)
     # without zeros an absent negative prompt is an empty one, and counts no more than that
     assert np.array_equal(draw(there, SHORT), draw(own_stock, SHORT))
     assert not np.array_equal(draw(there, SHORT), draw(ours, SHORT))
-    assert np.array_equal(draw(there, LONG), draw(own_stock, **embed(there, LONG)))
-    assert np.array_equal(draw(back, SHORT), draw(own_stock, SHORT))
     replaced = Ours.from_pipe(own_stock, text_encoder=tiny_sdxl.stretched(own_stock.text_encoder, 248))
     assert replaced.prompt_layout(LONG).windows == (1, 2)
 
@@ -742,18 +604,17 @@ def image_embeds(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_ip_adapter(own_stock, own, count):
+def test_two_ip_adapters(own_stock, own):
     plain = draw(own, LONG)
-    adapters = [tiny_sdxl.ip_adapter(own.unet, seed=seed) for seed in range(count)]
+    adapters = [tiny_sdxl.ip_adapter(own.unet, seed=seed) for seed in range(2)]
     for pipe in (own_stock, own):
         load_adapters(pipe, *adapters)
-        pipe.set_ip_adapter_scale([1.0] * count)
-    call = {"ip_adapter_image_embeds": [image_embeds(2, 1, 24)] * count}
+        pipe.set_ip_adapter_scale([1.0, 1.0])
+    call = {"ip_adapter_image_embeds": [image_embeds(2, 1, 24)] * 2}
     images = draw(own, LONG, **call)
     assert np.array_equal(images, draw_as_diffusers(own_stock, own, LONG, **call))
     assert np.abs(images - plain).max() > 1e-3
-    own.set_ip_adapter_scale([0.0] * count)
+    own.set_ip_adapter_scale([0.0, 0.0])
     assert np.abs(draw(own, LONG, **call) - plain).max() < 1e-4
     own.unload_ip_adapter()
     assert np.array_equal(draw(own, LONG), plain)
@@ -808,10 +669,6 @@ def test_ip_adapter_of_a_face(own_stock, own):
 @pytest.fixture(scope="module")
 def saved(stock, ours, tmp_path_factory):
     return save_both(stock, ours, tmp_path_factory.mktemp("saved"))
-
-
-def test_what_is_saved_is_what_diffusers_saves(saved):
-    assert json.loads((saved / "model_index.json").read_text())["_class_name"] == "StableDiffusionXLPipeline"
 
 
 def test_saved_and_loaded(ours, parts, tmp_path):
@@ -882,23 +739,16 @@ def test_variants(own, saved, tmp_path):
 # ---- models that are not where they run
 
 
-def test_encoders_are_used_through_forward(ours, own, prompt):
-    """Which is where all ways of offloading bring the weights back."""
-    for encoder in (own.text_encoder, own.text_encoder_2):
-        only_in_forward(encoder)
-        assert encoder.get_input_embeddings().weight.isnan().all()
-    call = {"negative_prompt": "grey", "clip_skip": 1}
-    assert np.array_equal(draw(own, prompt, **call), draw(ours, prompt, **call))
-
-
 @needs_accelerator
-def test_sequential_offload(own, prompt):
+@pytest.mark.parametrize(("kind", "place"), [("sequential", "meta"), ("model", "cpu")])
+def test_cpu_offload(own, prompt, kind, place):
     expected = draw(own.to(ACCELERATOR), prompt)
     for _ in range(2):
-        own.enable_sequential_cpu_offload(device=ACCELERATOR)
+        getattr(own, f"enable_{kind}_cpu_offload")(device=ACCELERATOR)
         assert own._execution_device.type == ACCELERATOR.type
         assert np.abs(draw(own, prompt) - expected).max() < 1e-3
-        assert {part.device.type for part in models(own).values()} == {"meta"}
+        assert {part.device.type for part in models(own).values()} == {place}
+        assert kind == "sequential" or all(hasattr(part, "_hf_hook") for part in models(own).values())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -912,17 +762,6 @@ def test_group_offload_of_each_model(own, device, kind):
         apply_group_offloading(part, onload_device=torch.device(device), offload_device=torch.device("cpu"), **kind)
     own.vae.to(device)
     assert np.abs(draw(own, LONG) - expected).max() < 1e-3
-
-
-@needs_accelerator
-def test_model_offload(own, prompt):
-    expected = draw(own.to(ACCELERATOR), prompt)
-    for _ in range(2):
-        own.enable_model_cpu_offload(device=ACCELERATOR)
-        assert own._execution_device.type == ACCELERATOR.type
-        assert np.abs(draw(own, prompt) - expected).max() < 1e-3
-        assert {part.device.type for part in models(own).values()} == {"cpu"}
-        assert all(hasattr(part, "_hf_hook") for part in models(own).values())
 
 
 @needs_accelerator

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, parse_weights
-from debias_diffusion.tokens import clip_tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
 
 def rounded(prompt):
@@ -134,60 +133,42 @@ def pipe(base):
     return tiny_sdxl.assemble(StableDiffusionXLLongPromptPipeline, base, text_encoder=long)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def weighting(pipe):
-    yield pipe.set_long_prompt(weighting=True)
-    pipe.set_long_prompt()
+    return StableDiffusionXLLongPromptPipeline(**pipe.components).set_long_prompt(weighting=True)
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-def test_off_by_default_and_without_syntax_nothing_changes(pipe):
+def test_off_by_default_and_without_syntax_nothing_changes(pipe, weighting):
     text = "a (red:1.3) cat++ BREAK a dog"
     plain, written = pipe.encode_prompt("a red cat"), pipe.encode_prompt(text)
     ids = pipe.tokenizer(text, add_special_tokens=False).input_ids
     assert pipe.prompt_layout(text).tokens == len(ids)
-    pipe.set_long_prompt(weighting=True)
-    try:
-        assert all(map(torch.equal, pipe.encode_prompt("a red cat"), plain))
-        assert all(map(torch.equal, pipe.encode_prompt("(a red cat:1)"), plain))
-        assert pipe.prompt_layout(text).tokens == 5
-        assert not torch.equal(pipe.encode_prompt(text)[0], written[0])
-    finally:
-        pipe.set_long_prompt()
+    assert all(map(torch.equal, weighting.encode_prompt("a red cat"), plain))
+    assert all(map(torch.equal, weighting.encode_prompt("(a red cat:1)"), plain))
+    assert weighting.prompt_layout(text).tokens == 5
+    assert not torch.equal(weighting.encode_prompt(text)[0], written[0])
 
 
 @pytest.mark.parametrize("weight", [1.3, 0.5, 0.0, -1.0])
 @pytest.mark.parametrize("length", [5, 120, 300])
-def test_states_move_away_from_the_empty_prompt(pipe, weight, length):
+def test_states_move_away_from_the_empty_prompt(pipe, weighting, weight, length):
     """By hand for a prompt within one window; in several chunks each state moves by the empty one of its place."""
     before, after = "red " * (length - 3), " sky tree"
     plain, _, pooled, _ = pipe.encode_prompt(f"{before}cat{after}")
-    pipe.set_long_prompt(weighting=True)
-    try:
-        weighted, _, pooled_weighted, _ = pipe.encode_prompt(f"{before}(cat:{weight}){after}")
-    finally:
-        pipe.set_long_prompt()
+    weighted, _, pooled_weighted, _ = weighting.encode_prompt(f"{before}(cat:{weight}){after}")
     at = 1 + length - 3
     # Not bit for bit: the empty chunk is one row more in the encoder's batch.
     changed = ((plain - weighted).abs() > 1e-5).any(-1)[0].nonzero().flatten().tolist()
     assert changed == [at]
     torch.testing.assert_close(pooled_weighted, pooled, rtol=1e-5, atol=1e-6)
-    place = {}
-    for name, encoder, tokenizer in (
-        ("first", pipe.text_encoder, pipe.tokenizer),
-        ("second", pipe.text_encoder_2, pipe.tokenizer_2),
-    ):
+    empty_states = []
+    for encoder, tokenizer in ((pipe.text_encoder, pipe.tokenizer), (pipe.text_encoder_2, pipe.tokenizer_2)):
         window = min(encoder.config.max_position_embeddings, plain.shape[1])
         pads = [tokenizer.pad_token_id] * (window - 2)
         empty = encoder(torch.tensor([[49406, 49407, *pads]]), output_hidden_states=True).hidden_states[-2][0]
         # "red" has no good place for a cut, so chunks are full
-        place[name] = empty[1 + (at - 1) % (window - 2)]
-    empty = torch.cat([place["first"], place["second"]])
+        empty_states.append(empty[1 + (at - 1) % (window - 2)])
+    empty = torch.cat(empty_states)
     torch.testing.assert_close(weighted[0, at], empty + weight * (plain[0, at] - empty), rtol=1e-4, atol=1e-5)
 
 
@@ -209,15 +190,8 @@ def test_what_follows_a_break_does_not_see_what_was_before(weighting):
 
 
 def test_weights_of_a_word_of_several_tokens_and_of_an_inversion(base):
-    tokenizers = {"tokenizer": clip_tokenizer(77), "tokenizer_2": clip_tokenizer(77, pad_token="!")}
-    pipe = tiny_sdxl.assemble_copy(StableDiffusionXLLongPromptPipeline, base, **tokenizers)
-    for tokenizer, encoder, width in (
-        (pipe.tokenizer, pipe.text_encoder, 32),
-        (pipe.tokenizer_2, pipe.text_encoder_2, tiny_sdxl.WIDTH_2),
-    ):
-        pipe.load_textual_inversion(
-            {"<x>": torch.randn(3, width)}, token="<x>", tokenizer=tokenizer, text_encoder=encoder
-        )
+    pipe = tiny_sdxl.assemble_copy(StableDiffusionXLLongPromptPipeline, base)
+    tiny_sdxl.add_inversions(pipe, {"<x>": 3})
     pipe.set_long_prompt(weighting=True)
     tokens = pipe._tokenize("a (<x>:1.5) supercalifragilistic++", None)[0][0]
     assert tokens.weights[:4] == [1, 1.5, 1.5, 1.5]
