@@ -216,21 +216,13 @@ def test_what_is_finished_loads_nothing(whole, base, long_encoder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"steps": 3},
-        {"guidance_scale": 5.0},
-        {"prefix": "A. "},
-        {"windows": True},
-        {"seed": 1},
-        {"encoder": ORIGINAL},
-        {"data": "x"},
-    ],
+    ("name", "value"),
+    dict(steps=3, guidance_scale=5.0, prefix="A. ", windows=True, seed=1, encoder=ORIGINAL, data="x").items(),
 )
-def test_pictures_made_with_other_settings_are_refused(change, whole, base, long_encoder):
-    encoder, data = change.pop("encoder", long_encoder), change.pop("data", None)
-    own = Drawing(DrawingSettings(base, **({"steps": STEPS} | change)), Processes("cpu"), data)
-    name = next(iter(change), "encoder" if data is None else "data")
+def test_pictures_made_with_other_settings_are_refused(name, value, whole, base, long_encoder):
+    settings = {"steps": STEPS, name: value}
+    encoder, data = settings.pop("encoder", long_encoder), settings.pop("data", None)
+    own = Drawing(DrawingSettings(base, **settings), Processes("cpu"), data)
     for work in (
         lambda: own.check([encoder], [whole[0].parent], SUBJECTS),
         lambda: own.draw(encoder, whole[0].parent, SUBJECTS, ""),

@@ -347,16 +347,12 @@ def test_what_is_missing_is_drawn_in_the_batches_it_would_have_been_in(many):
 @pytest.mark.parametrize(
     ("lines", "changes", "message"),
     [
-        (
-            LINES,
-            {"steps": 3},
-            "6 of the images in .* the first 00000-0-a-star.png (line 1): steps was 2, now 3. Give",
-        ),
+        (LINES, {"steps": 3}, "6 of the images in .* first 00000-0-a-star.png (line 1): steps was 2, now 3. Give"),
         (LINES, {"seed": 1, "guidance_scale": 2.0}, None),  # other names
         (
             ["a circle", *LINES[1:]],
             {},
-            "1 of the images .* 00000-0-a-star.png (line 1): prompt was 'a star', now 'a circle'.",
+            "1 of the images .*-0-a-star.png (line 1): prompt was 'a star', now 'a circle'.",
         ),
         ([*LINES[:4], LONG + "A cross."], {}, "prompt was '….* A ring.', now '….* A cross.'"),
         (LINES, {"encoder": None}, "encoder was '.*', now None"),
@@ -808,9 +804,7 @@ def test_strict(many, tmp_path, capsys):
     assert [name[:7] for name in pictures(folder)] == ["00000-0", "00002-2", "00003-3", "00005-5"]
     assert [entry["where"] for entry in lines_of(folder / "left-out.jsonl")] == ["line 2", "line 5"]
     assert re.search(f"Left out: line 2: With its .* tokens {needs_two}", capsys.readouterr().out)
-    assert pictures(folder) == {
-        name: data for name, data in pictures(many("drawn")).items() if name in pictures(folder)
-    }
+    assert pictures(folder).items() <= pictures(many("drawn")).items()
 
 
 def test_weighting(tmp_path):

@@ -197,15 +197,8 @@ def test_too_many_originals_that_cannot_be_read_stop_it(tmp_path, base, dino):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> dict:
-    config = GenerationConfig(
-        ["toy/clip", "toy/debias-clip"],
-        "toy/sdxl",
-        str(tmp_path_factory.mktemp("toy")),
-        "toy/test",
-        limit=6,
-        steps=2,
-        device="cpu",
-    )
+    encoders, output = ["toy/clip", "toy/debias-clip"], str(tmp_path_factory.mktemp("toy"))
+    config = GenerationConfig(encoders, "toy/sdxl", output, "toy/test", limit=6, steps=2, device="cpu")
     return evaluate_generation(config)
 
 
