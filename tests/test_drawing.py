@@ -267,7 +267,7 @@ def test_names_that_are_safe_stay():
 
 def test_auto_settings_are_those_of_the_base(base):
     def settings(**changes):
-        values = {"encoders": [ORIGINAL], "base": base, "output": "", "data": ""} | changes
+        values = {"encoders": [ORIGINAL], "base": base, "output": "results", "data": ""} | changes
         return DrawingSettings.of(GenerationConfig(**values))
 
     assert settings() == DrawingSettings(base, 30, 7.0, 1)

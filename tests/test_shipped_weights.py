@@ -1,11 +1,13 @@
 """The toy models that come with the package have the scores that are said of them."""
 
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 from diffusers import StableDiffusionXLPipeline
 
-from debias_diffusion.app.quickstart import QuickstartConfig, quickstart
 from debias_diffusion.interchange import load_text_encoder, load_two_tower
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.shipped import NAMES, WEIGHTS, shipped
@@ -55,10 +57,21 @@ def test_the_shipped_two_towers_show_the_cure():
 
 @pytest.mark.slow
 def test_in_the_quickstart_debias_clip_loses_fewer_points_than_long_clip(tmp_path):
-    """The quickstart as people run it, but for the number of images and of scenes to search among."""
-    page = quickstart(QuickstartConfig(output=str(tmp_path / "quickstart"), prompts=20, scenes=300))
-    assert page.read_text().count("<img") > 10
-    recall = json.loads((page.parent / "report.json").read_text())["retrieval"]
+    """The command as people run it, but for fewer images and scenes, and killed in training and among images."""
+    output = tmp_path / "quickstart"
+    command = [sys.executable, "-m", "debias_diffusion.app.cli", "quickstart", f"--output={output}"]
+    command += ["--prompts=20", "--scenes=300"]
+    for begun in ("training/*/checkpoints/*/SHA256SUMS", "evaluation/pictures/*/*.png"):
+        with subprocess.Popen(command) as process:
+            while not (files := list(output.glob(begun))):
+                assert process.poll() is None, f"it ended before there was {begun}"
+                time.sleep(0.05)
+            process.kill()
+    made = {file: file.stat().st_mtime_ns for file in files}
+    subprocess.run(command, check=True)
+    assert {file: file.stat().st_mtime_ns for file in made} == made
+    assert (output / "report.html").read_text().count("<img") > 10
+    recall = json.loads((output / "report.json").read_text())["retrieval"]
     for edit in ("move4", "remove"):
         loses = {recipe: recall[recipe]["keep"]["t2i_r1"] - recall[recipe][edit]["t2i_r1"] for recipe in RECIPES}
         assert loses["debias-clip"] < loses["long-clip"]

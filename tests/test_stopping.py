@@ -170,6 +170,8 @@ import multiprocessing, os, signal, threading, time
 from torch.utils.data import DataLoader, SequentialSampler
 from debias_diffusion.data.workers import load_batches
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+
 class Interrupting(SequentialSampler):  # is asked for its first index while the workers are being started
     def __iter__(self):
         os.kill(os.getpid(), signal.SIGINT)
