@@ -352,7 +352,7 @@ def test_what_is_missing_is_drawn_in_the_batches_it_would_have_been_in(many):
         (
             ["a circle", *LINES[1:]],
             {},
-            "1 of the images .*-0-a-star.png (line 1): prompt was 'a star', now 'a circle'.",
+            "1 of the images .* 00000-0-a-star.png (line 1): prompt was 'a star', now 'a circle'.",
         ),
         ([*LINES[:4], LONG + "A cross."], {}, "prompt was '….* A ring.', now '….* A cross.'"),
         (LINES, {"encoder": None}, "encoder was '.*', now None"),
