@@ -148,13 +148,7 @@ def _owned(output: Path):
 
 
 class _Quickstart:
-    """One run.
-
-    Attributes:
-        output: the output folder.
-        results: the folder of what `evaluate` writes.
-        digests: of the models to start from.
-    """
+    """One run: `results` is the folder of what `evaluate` writes, `digests` are of the models to start from."""
 
     def __init__(self, config: QuickstartConfig, models: Models):
         self.config, self.models = config, models

@@ -105,7 +105,8 @@ def settings_of_all(config: AllConfig) -> dict[str, Any]:
         "robustness": RobustnessConfig(**pairs),
         "attention": AttentionConfig(**common, limit=config.limit),
     }
-    base = _base(config)
+    toy_base = TOY_BASE if is_toy_scenes(config.data) else None
+    base = toy_base if config.base == "auto" else config.base
     if base is not None:
         settings["generation"] = _generation(config, base, common)
         load_networks(settings["generation"], torch.device("cpu"))
@@ -113,12 +114,6 @@ def settings_of_all(config: AllConfig) -> dict[str, Any]:
         options = {"dataset": config.classification, "data": config.classification_data}
         settings["classification"] = ClassificationConfig(**(common | options))
     return settings
-
-
-def _base(config: AllConfig) -> str | None:
-    if config.base != "auto":
-        return config.base
-    return TOY_BASE if is_toy_scenes(config.data) else None
 
 
 def _generation(config: AllConfig, base: str, common: dict) -> GenerationConfig:

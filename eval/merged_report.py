@@ -70,15 +70,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Section:
-    """One evaluation on one set of data.
-
-    Attributes:
-        title: of the section.
-        about: facts about the runs, one line each.
-        tables: the numbers.
-        figures: PNG files by name.
-        notes: caveats for readers of the numbers.
-    """
+    """One evaluation on one set of data: facts `about` its runs, numbers, PNG files by name, and caveats."""
 
     title: str
     about: list[str]

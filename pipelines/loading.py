@@ -238,8 +238,7 @@ def _load(
     elif part == "encoders" or checkpoint.file:
         parts |= {"safety_checker": None, "requires_safety_checker": False}  # a gigabyte; single files have none
     if part != "denoiser":
-        parts |= _kept_encoders(checkpoint, kind, encoder, encoder_2, dtype)
-        parts |= _replaced(checkpoint, kind, encoder, encoder_2, dtype)
+        parts |= _text_encoders(checkpoint, kind, encoder, encoder_2, dtype)
     parts[_DTYPE_ARGUMENT] = dtype
     if checkpoint.file is None:
         pipe = PIPELINES[kind].from_pretrained(checkpoint.folder, **parts)
@@ -333,14 +332,11 @@ def _check_kind(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> str:
 
 def default_size(base: str | os.PathLike) -> tuple[int, int]:
     """(height, width) in pixels that a checkpoint renders by default; reads configurations only."""
-    with explain_failure(f"The SDXL checkpoint {os.fspath(base)!r} cannot be read", "Give an SDXL folder."):
-        return _default_size(find_checkpoint(base))
-
-
-def _default_size(checkpoint: Checkpoint) -> tuple[int, int]:
-    named = f"The SDXL checkpoint {checkpoint.name!r}"
-    channels = vae_channels(checkpoint)
-    size = _config(checkpoint, UNet2DConditionModel, "unet").get("sample_size")
+    named = f"The SDXL checkpoint {os.fspath(base)!r}"
+    with explain_failure(f"{named} cannot be read", "Give an SDXL folder."):
+        checkpoint = find_checkpoint(base)
+        channels = vae_channels(checkpoint)
+        size = _config(checkpoint, UNet2DConditionModel, "unet").get("sample_size")
     sizes = size if isinstance(size, (list, tuple)) else [size, size]
     if len(sizes) != 2 or not all(type(side) is int and 1 <= side <= _MOST_LATENTS for side in sizes):
         raise UserError(
@@ -390,37 +386,23 @@ def _text_config(checkpoint: Checkpoint, subfolder: str) -> CLIPTextConfig:
         return CLIPTextConfig.from_pretrained(checkpoint.folder, subfolder=subfolder)
 
 
-def _kept_encoders(
+def _text_encoders(
     checkpoint: Checkpoint,
     kind: str,
     encoder: str | os.PathLike | None,
     encoder_2: str | os.PathLike | None,
     dtype: torch.dtype,
 ) -> dict:
-    """The text encoders of a checkpoint folder that nothing replaces, by name.
+    """The text encoders of a checkpoint, with the tokenizers of those that replace its own, by name.
 
-    Not left to diffusers, which fills missing weights with random numbers.
+    Those that nothing replaces are left out where the checkpoint is a single file or on the hub. Of a folder they are
+    not left to diffusers, which fills missing weights with random numbers.
     """
-    if checkpoint.file or not checkpoint.is_local:
-        return {}
-    names = ["text_encoder"] if encoder is None else []
-    names += ["text_encoder_2"] if kind == SDXL and encoder_2 in (None, STRETCH) else []
-    return {name: read_encoder(Path(checkpoint.folder), name).to(dtype) for name in names}
-
-
-def _replaced(
-    checkpoint: Checkpoint,
-    kind: str,
-    encoder: str | os.PathLike | None,
-    encoder_2: str | os.PathLike | None,
-    dtype: torch.dtype,
-) -> dict:
-    """The components that replace the checkpoint's own, by name."""
-    replaced = {}
+    parts = {}
     if encoder is not None:
         text_encoder, tokenizer = load_text_encoder(encoder)
         (_check_first if kind == SDXL else _check_only)(text_encoder, os.fspath(encoder), checkpoint)
-        replaced |= {"text_encoder": text_encoder.to(dtype), "tokenizer": tokenizer}
+        parts |= {"text_encoder": text_encoder, "tokenizer": tokenizer}
     if encoder_2 is not None and encoder_2 != STRETCH:
         text_encoder, tokenizer = load_text_encoder(encoder_2)
         _check_second(text_encoder, os.fspath(encoder_2), checkpoint)
@@ -428,8 +410,11 @@ def _replaced(
         with explain_failure(f"The tokenizer_2 of the SDXL checkpoint {checkpoint.name!r} could not be loaded"):
             stock = CLIPTokenizer.from_pretrained(checkpoint.folder, subfolder="tokenizer_2")
         tokenizer.pad_token = stock.pad_token
-        replaced |= {"text_encoder_2": text_encoder.to(dtype), "tokenizer_2": tokenizer}
-    return replaced
+        parts |= {"text_encoder_2": text_encoder, "tokenizer_2": tokenizer}
+    if checkpoint.file is None and checkpoint.is_local:
+        names = {"text_encoder", "text_encoder_2"} if kind == SDXL else {"text_encoder"}
+        parts |= {name: read_encoder(Path(checkpoint.folder), name) for name in sorted(names - parts.keys())}
+    return {name: part.to(dtype) if isinstance(part, nn.Module) else part for name, part in parts.items()}
 
 
 def _check_first(text_encoder: PreTrainedModel, encoder: str, checkpoint: Checkpoint) -> None:

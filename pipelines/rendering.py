@@ -68,11 +68,7 @@ def replace_encoder(
 ) -> StableDiffusionXLPipeline:
     """A pipeline of class `cls` with another first text encoder, which shares the other models with `pipe`.
 
-    Args:
-        pipe: stays as it is.
-        text_encoder, tokenizer: the encoder, on the device and in the dtype of `pipe`.
-        cls: class of the result.
-        components: others to replace, by name.
+    `pipe` stays as it is. The encoder must be on its device and in its dtype. `components` replace others, by name.
     """
     components = {**pipe.components, "text_encoder": text_encoder, "tokenizer": tokenizer, **components}
     zeros = pipe.config.force_zeros_for_empty_prompt
@@ -135,13 +131,9 @@ def render(
     sampling: Sampling,
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Image.Image | str]:
-    """Images of one batch from its embeddings.
+    """Images of one batch from the embeddings of `encode`; `pipe` needs no text encoder.
 
     Args:
-        pipe: needs no text encoder.
-        embeddings: of `encode`.
-        seeds: of each image's noise.
-        sampling: how.
         on_step: called after each step with the number of finished steps and of all. What it raises ends the rendering.
 
     Returns:
@@ -182,14 +174,8 @@ def render_in_low_memory(
 ) -> Iterator[list[Image.Image | str]]:
     """`render_batch` of each batch, with either the text encoders or the UNet in memory, never both.
 
-    In rounds, because the embeddings of thousands of prompts take more memory than the encoders.
-
-    Args:
-        encoders: pipeline of the text encoders alone. They are removed from it.
-        load: loads the part of the pipeline that is named.
-        batches: what to render.
-        sampling: how.
-        show_progress: of the encoding.
+    In rounds, because the embeddings of thousands of prompts take more memory than the encoders. `encoders` is a
+    pipeline of the text encoders alone, which are removed from it.
     """
     per_round = max(1, ENCODED_AT_ONCE // max(map(len, batches), default=1))
     for start in range(0, len(batches), per_round):

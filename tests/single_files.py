@@ -22,9 +22,7 @@ VAE |= {"downsamplers.0": "downsample", "upsamplers.0": "upsample", "conv_shortc
 
 
 def renamed(name, rules):
-    for new, old in rules.items():
-        name = name.replace(f"{new}.", f"{old}.")
-    return name
+    return replaced(name, {f"{new}.": f"{old}." for new, old in rules.items()})
 
 
 def unet_name(name):

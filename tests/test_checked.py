@@ -4,6 +4,7 @@ import pytest
 import tiny_sdxl
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from drawing import EMBEDDINGS
 
 from debias_diffusion.pipelines.checked import generate_images
 
@@ -78,8 +79,7 @@ def test_infinite_pixels_of_one_image_are_its_alone(pipe, slicing):
 
 
 def test_embeddings_that_are_no_numbers_draw_nothing(pipe):
-    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-    embeddings = dict(zip(names, pipe.encode_prompt(PROMPTS[:2]), strict=True))
+    embeddings = dict(zip(EMBEDDINGS, pipe.encode_prompt(PROMPTS[:2]), strict=True))
     embeddings["negative_prompt_embeds"][:, 5, 3] = float("nan")
     pipe.unet = None
     reasons = generate_images(pipe, **embeddings, num_inference_steps=1)

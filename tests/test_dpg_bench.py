@@ -233,13 +233,6 @@ def test_bands_cover_every_position():
 # Scores --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_child_needs_all_its_ancestors_in_any_order():
-    own = chain((), (1,), (2,), (1, 3))
-    assert holds(own, {1: True, 2: True, 3: True, 4: True}) == dict.fromkeys(range(1, 5), True)
-    assert holds(own, {1: True, 2: False, 3: True, 4: True}) == {1: True, 2: False, 3: False, 4: False}
-    assert holds(own[::-1], {1: False, 2: True, 3: True, 4: True}) == dict.fromkeys(range(1, 5), False)
-
-
 def scored(bench, yes, pictures, bands) -> dict:
     return score(*outcomes(bench, yes, pictures, bands), pictures)
 
@@ -302,12 +295,12 @@ def test_a_yes_more_never_lowers_a_score(case, data):
 
 
 @settings(max_examples=60)
-@given(answered())
-def test_what_holds_is_answered_yes_and_so_are_its_parents(case):
+@given(answered(), st.randoms())
+def test_what_holds_is_answered_yes_and_so_are_its_parents_in_any_order(case, random):
     bench, yes = case
     for item, own in bench.items():
         answers = {proposition.number: yes[item, 0, proposition.number] for proposition in own}
-        holding = holds(own, answers)
+        holding = holds(random.sample(own, len(own)), answers)
         for proposition in own:
             expected = answers[proposition.number] and all(holding[parent] for parent in proposition.parents)
             assert holding[proposition.number] == expected
@@ -326,9 +319,7 @@ def test_a_model_answers_each_question_as_if_it_were_alone(kind, request):
         assert together == [ask(noise(seed), [question])[0] for question in questions]
         answers[seed] = tuple(together)
     assert all(answer == answer.strip().lower() for row in answers.values() for answer in row)
-    assert (
-        len({answer for row in answers.values() for answer in row}) > 1
-    )  # the weights tell questions or pictures apart
+    assert len({answer for row in answers.values() for answer in row}) > 1  # weights tell questions or images apart
     assert VqaModel(request.getfixturevalue(kind), CPU)(noise(0), questions) == list(answers[0])
 
 
@@ -392,12 +383,10 @@ def test_a_killed_run_asks_only_what_is_missing_and_ends_the_same(vilt, tmp_path
 
 
 def test_a_long_chain_of_dependencies_is_followed():
-    chain = [
-        Proposition("1", number, (number - 1,) if number > 1 else (), "", "", "?", ()) for number in range(1, 5001)
-    ]
+    propositions = chain((), *((number,) for number in range(1, 5000)))
     answers = dict.fromkeys(range(1, 5001), True)
-    assert all(holds(reversed(chain), answers).values())
-    found = holds(chain, answers | {3000: False})
+    assert all(holds(reversed(propositions), answers).values())
+    found = holds(propositions, answers | {3000: False})
     assert [number for number in found if not found[number]] == list(range(3000, 5001))
 
 
@@ -456,9 +445,6 @@ def test_answers_given_with_other_settings_are_refused(vilt, blip, tmp_path):
     with pytest.raises(UserError, match="given with other settings: pictures was"):
         run(tmp_path, vilt)
     assert (tmp_path / "out" / "answers.jsonl").read_bytes() == kept
-    (tmp_path / "out" / "answers.jsonl").write_text("something\n")
-    with pytest.raises(UserError, match="something other than answers"):
-        run(tmp_path, vilt)
 
 
 def test_a_broken_picture_is_told_by_name(vilt, tmp_path):
@@ -466,11 +452,6 @@ def test_a_broken_picture_is_told_by_name(vilt, tmp_path):
     (tmp_path / "pictures" / "drawtext1" / "1.png").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"drawtext1.1.png' cannot be used"):
         run(tmp_path, vilt)
-
-
-def test_a_model_without_its_weights_is_told(vilt, tmp_path):
-    with pytest.raises(UserError, match="could not be loaded.*ViLT or BLIP"):
-        VqaModel(str(tmp_path), CPU)
 
 
 # Pictures that are drawn ---------------------------------------------------------------------------------------------
@@ -518,10 +499,8 @@ def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_pa
     missing.unlink()
     monkeypatch.setattr(command, "VqaModel", None)
     again = draw_and_ask(tmp_path, vilt, base)
-    assert (
-        missing.read_bytes() == whole
-        and again["encoders"]["long"]["by_position"] == report["encoders"]["long"]["by_position"]
-    )
+    assert missing.read_bytes() == whole
+    assert again["encoders"]["long"]["by_position"] == report["encoders"]["long"]["by_position"]
 
 
 @pytest.mark.parametrize(
@@ -534,7 +513,7 @@ def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_pa
         ({"encoders": ["nowhere"]}, "'nowhere' is not there"),
         ({"steps": 0}, "steps=0"),
         ({"output": ""}, "There is no output"),
-        ({"vqa": "no/such/model"}, "no/such/model.*could not be loaded"),
+        ({"vqa": "no/such/model"}, "no/such/model.*could not be loaded.*ViLT or BLIP"),
     ],
 )
 def test_what_cannot_be_drawn_is_told_first(vilt, base, tmp_path, changes, message):
@@ -557,9 +536,3 @@ def test_encoders_are_compared_prompt_by_prompt():
     assert all((line["a"], line["b"]) == ("whole", "cut") for line in compared.values())
     assert [line["difference"] for line in compared.values()] == [50, 0, 100]
     assert [compared["score"][end] for end in ("low", "high")] == [50, 50]  # every prompt says the same
-
-
-def test_the_import_path_of_earlier_releases_gives_the_same_functions():
-    import debias_diffusion.eval.dpg_bench as moved
-
-    assert moved.evaluate_dpg_bench is evaluate_dpg_bench and moved.VqaModel is VqaModel

@@ -118,6 +118,9 @@ def test_encoders_of_248_positions_read_all(whole, base, long_encoder, tmp_path)
     cut = [file.read_bytes() for file in drawn(tmp_path / "cut", base, ORIGINAL, subjects)]
     assert cut[0] == cut[1]
     assert how_drawn(whole[0].parent)["seconds"] > 0
+    told = json.loads((whole[0].parent / "settings.json").read_text())
+    assert told["device"] == "cpu" and told["dtype"] == "float32" and told["windows"] is False
+    assert len(told["base"]) == len(told["encoder"]) == 64
 
 
 def test_pictures_drawn_at_once_are_those_drawn_one_by_one(whole, together, cut, base, tmp_path):
@@ -127,31 +130,25 @@ def test_pictures_drawn_at_once_are_those_drawn_one_by_one(whole, together, cut,
     assert all(abs(a - b).max() > 1 for i, a in enumerate(values) for b in values[:i])
 
 
-@pytest.mark.parametrize("gone", [(5,), (0, 3, 6), tuple(range(7))])
-def test_what_is_missing_is_drawn_bit_for_bit_and_the_rest_stays(gone, together, base, long_encoder, tmp_path):
+@pytest.mark.parametrize("ends", [{5: None}, dict.fromkeys((0, 3, 6)), dict.fromkeys(range(7)), {1: -20, 4: 300, 6: 0}])
+def test_what_is_missing_or_damaged_is_drawn_bit_for_bit_and_the_rest_stays(
+    ends, together, base, long_encoder, tmp_path
+):
+    """`ends`: of the files that are cut off, by place; None of those that are missing."""
     for file in (*together, together[0].parent / "settings.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    for place in gone:
-        (tmp_path / f"{place:06}.png").unlink()
+    for place, end in ends.items():
+        (tmp_path / f"{place:06}.png").write_bytes(together[place].read_bytes()[:end])
+        if end is None:
+            (tmp_path / f"{place:06}.png").unlink()
     (tmp_path / f".000003.png.{_MACHINE}-999999999.tmp").write_bytes(b"half an image")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.png")}
+    (tmp_path / ".folder.tmp").mkdir()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.png") if int(path.stem) not in ends}
     files = drawn(tmp_path, base, long_encoder, images_at_once=2)
     assert [file.read_bytes() for file in files] == [file.read_bytes() for file in together]
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    assert {path.name for path in tmp_path.iterdir()} == {file.name for file in together} | {
-        "settings.json",
-        "drawn.json",
-    }
-
-
-def test_what_is_damaged_is_drawn_again(together, base, long_encoder, tmp_path):
-    for file in (*together, together[0].parent / "settings.json"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    for place, end in ((1, -20), (4, 300), (6, 0)):
-        (tmp_path / f"{place:06}.png").write_bytes(together[place].read_bytes()[:end])
-    (tmp_path / ".folder.tmp").mkdir()
-    files = drawn(tmp_path, base, long_encoder, images_at_once=2)
-    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in together]
+    names = {"settings.json", "drawn.json", ".folder.tmp", *(file.name for file in together)}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_images_of_values_that_are_no_numbers_are_named_and_the_rest_is_drawn(
@@ -219,21 +216,13 @@ def test_what_is_finished_loads_nothing(whole, base, long_encoder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"steps": 3},
-        {"guidance_scale": 5.0},
-        {"prefix": "A. "},
-        {"windows": True},
-        {"seed": 1},
-        {"encoder": ORIGINAL},
-        {"data": "x"},
-    ],
+    ("name", "value"),
+    dict(steps=3, guidance_scale=5.0, prefix="A. ", windows=True, seed=1, encoder=ORIGINAL, data="x").items(),
 )
-def test_pictures_made_with_other_settings_are_refused(change, whole, base, long_encoder):
-    encoder, data = change.pop("encoder", long_encoder), change.pop("data", None)
-    own = Drawing(DrawingSettings(base, **({"steps": STEPS} | change)), Processes("cpu"), data)
-    name = next(iter(change), "encoder" if data is None else "data")
+def test_pictures_made_with_other_settings_are_refused(name, value, whole, base, long_encoder):
+    settings = {"steps": STEPS, name: value}
+    encoder, data = settings.pop("encoder", long_encoder), settings.pop("data", None)
+    own = Drawing(DrawingSettings(base, **settings), Processes("cpu"), data)
     for work in (
         lambda: own.check([encoder], [whole[0].parent], SUBJECTS),
         lambda: own.draw(encoder, whole[0].parent, SUBJECTS, ""),
@@ -381,9 +370,3 @@ def test_a_file_behind_a_models_name_has_a_digest_of_its_own(tmp_path):
     assert drawing.model_digest(named) != before
     assert drawing.model_digest(f"ViT-L-14:{tmp_path / 'own.pt'}") != drawing.model_digest(named)
     assert drawing.model_digest("ViT-L-14-quickgelu:openai") == "ViT-L-14-quickgelu:openai"
-
-
-def test_settings_are_told_in_the_folder(whole, base):
-    told = json.loads((whole[0].parent / "settings.json").read_text())
-    assert told["device"] == "cpu" and told["dtype"] == "float32" and told["windows"] is False
-    assert len(told["base"]) == len(told["encoder"]) == 64

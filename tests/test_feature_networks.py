@@ -93,17 +93,20 @@ def test_inception_from_the_cache(tmp_path, monkeypatch, pictures):
         assert rows.std(dim=0).mean() > 1e-3
 
 
+def normalised(path: Path, size: int) -> torch.Tensor:
+    pixels = np.asarray(load_square(path, size)) / 255
+    pixels = torch.tensor((pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225], dtype=torch.float32)
+    return pixels.permute(2, 0, 1)[None]
+
+
 def test_dino_score_is_the_mean_cosine_of_cls_features(dino_folder, pictures):
     photographs, others = pictures[0][:3], pictures[1]
     dino = ClsFeatures(dino_folder, CPU)
     model = ViTModel.from_pretrained(dino_folder, add_pooling_layer=False).eval()
     features = []
     for path in photographs + others:
-        pixels = np.asarray(load_square(path, 32)) / 255
-        pixels = (pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
         with torch.no_grad():
-            hidden = model(torch.tensor(pixels, dtype=torch.float32).permute(2, 0, 1)[None]).last_hidden_state
-        features.append(hidden[0, 0].double().numpy())
+            features.append(model(normalised(path, 32)).last_hidden_state[0, 0].double().numpy())
     cosines = [a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in zip(features[:3], features[3:], strict=True)]
     assert np.std(cosines) > 1e-3
     assert dino_score(dino(photographs, 4), dino(others, 2)) == pytest.approx(np.mean(cosines), abs=1e-5)
@@ -136,10 +139,8 @@ def test_dinov2_is_shown_224_pixels(tmp_path, pictures):
     model = save_dinov2(tmp_path / "large", 518)
     network = ClsFeatures(tmp_path / "large", CPU, "dinov2")
     assert network.size == 224 and network.width == 24
-    pixels = np.asarray(load_square(pictures[0][0], 224)) / 255
-    pixels = torch.tensor((pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225], dtype=torch.float32)
     with torch.no_grad():
-        blocks = model(pixel_values=pixels.permute(2, 0, 1)[None], output_hidden_states=True)
+        blocks = model(pixel_values=normalised(pictures[0][0], 224), output_hidden_states=True)
         expected = model.layernorm(blocks.hidden_states[-1])[:, 0]  # CLS, after the last norm
     assert blocks.last_hidden_state.shape[1] == 1 + (224 // 14) ** 2
     torch.testing.assert_close(network(pictures[0][:2], 2)[:1], expected, rtol=1e-4, atol=1e-4)

@@ -62,9 +62,8 @@ def finished(base, encoder, dino, tmp_path_factory) -> dict:
     entries = json.loads(PHOTOGRAPHS.read_text())[:3]
     data = folder / "data.json"
     data.write_text(json.dumps([entries[0], dict(entries[1], image="no-such.png"), *entries[1:]]))
-    config = settings(
-        folder, base, encoders=["original", encoder], data=str(data), limit=4, dino=dino, own_features=dino
-    )  # fmt: skip
+    networks = {"dino": dino, "own_features": dino, "clip_score": "toy/clip"}
+    config = settings(folder, base, encoders=["original", encoder], data=str(data), limit=4, **networks)
     evaluate_generation(GenerationConfig(**config))
     return config
 
@@ -104,7 +103,8 @@ def test_what_a_whole_evaluation_leaves(finished, encoder, dino, capsys):
     for name in ("generation.png", "examples.png"):
         assert min(Image.open(output / name).size) > 200
     assert str(tables(report)[0]).startswith("3 images, with 95% intervals")
-    assert "DINO score (" in str(tables(report)[0]) and list(figures(report)) == ["generation.png"]
+    assert all(title in str(tables(report)[0]) for title in ("DINO score (", "CLIPScore (toy/clip)", "sentence 1"))
+    assert list(figures(report)) == ["generation.png"] and figures(report)["generation.png"].axes
 
 
 def test_an_interrupted_evaluation_continues_and_ends_equal(finished, tmp_path, monkeypatch):
@@ -155,7 +155,7 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dino": None}, "None of inception_weights, .*is given"),
+        ({"dino": None}, "None of inception_weights, .*is given.*--dino facebook/dino-vits16"),
         ({"output": ""}, "There is no output"),
         ({"encoders": []}, r"encoders=\[\]"),
         ({"encoders": ["original", "original"]}, "none twice"),
@@ -192,28 +192,13 @@ def test_too_many_originals_that_cannot_be_read_stop_it(tmp_path, base, dino):
     assert evaluate_generation(GenerationConfig(**config | {"max_bad": 0.5}))["images"] == 2
 
 
-def test_the_networks_titles_stand_in_the_table(tmp_path, base, dino):
-    config = settings(tmp_path, base, own_features="toy/features", clip_score="toy/clip", limit=2)
-    report = evaluate_generation(GenerationConfig(**config))
-    text = str(tables(report)[0])
-    assert "FID (toy/features)" in text and "CLIPScore (toy/clip)" in text and "sentence 1" in text
-    assert figures(report)["generation.png"].axes
-
-
 # ---- the toy world
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> dict:
-    config = GenerationConfig(
-        ["toy/clip", "toy/debias-clip"],
-        "toy/sdxl",
-        str(tmp_path_factory.mktemp("toy")),
-        "toy/test",
-        limit=6,
-        steps=2,
-        device="cpu",
-    )
+    encoders, output = ["toy/clip", "toy/debias-clip"], str(tmp_path_factory.mktemp("toy"))
+    config = GenerationConfig(encoders, "toy/sdxl", output, "toy/test", limit=6, steps=2, device="cpu")
     return evaluate_generation(config)
 
 

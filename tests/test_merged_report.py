@@ -74,23 +74,25 @@ def test_merging_keeps_comparisons_and_the_latest_run(results):
     assert len(section(groups[0]).about) == 4  # three runs and the data
 
 
+def save(report: dict, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "retrieval.json").write_text(json.dumps(report))
+
+
 def test_as_many_weights_of_one_name_as_there_are_stand_apart(results, tmp_path):
-    file = results / "first" / "retrieval.json"
-    for index, folder in enumerate(("a/scores", "b/scores", "c/scores")):
-        report = json.loads(file.read_text())
+    report = json.loads((results / "first" / "retrieval.json").read_text())
+    for index, name in enumerate("abc"):
         report["digests"]["encoders"]["one"] = f"{index}"
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "retrieval.json").write_text(json.dumps(report))
+        save(report, tmp_path / name / "scores")
     (group,) = grouped(read_results(tmp_path)[0])
     labels = [label for label in merged(group)["encoders"] if label.startswith("one")]
     assert labels[:2] == ["one", "one (scores)"] and labels[2] == f"one ({tmp_path / 'c' / 'scores'})"
 
 
 def test_numbers_of_fewer_images_stand_apart(results, tmp_path):
-    for name, images in (("all", 6), ("fewer", 5)):
-        report = json.loads((results / "first" / "retrieval.json").read_text()) | {"images": images}
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "retrieval.json").write_text(json.dumps(report))
+    report = json.loads((results / "first" / "retrieval.json").read_text())
+    for images in (6, 5):
+        save(report | {"images": images}, tmp_path / f"{images}")
     assert [len(group) for group in grouped(read_results(tmp_path)[0])] == [1, 1]
 
 
@@ -98,10 +100,9 @@ def test_what_is_no_result_is_named_and_left_out(results, tmp_path, capsys):
     shutil.copytree(results / "third", tmp_path / "good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "retrieval.json").write_text("{")
-    (tmp_path / "old").mkdir()
     old = json.loads((results / "third" / "retrieval.json").read_text())
     del old["encoders"]
-    (tmp_path / "old" / "retrieval.json").write_text(json.dumps(old))
+    save(old, tmp_path / "old")
     evaluate_report(ReportConfig(str(tmp_path)))
     printed = capsys.readouterr().out
     assert "Left out: bad/retrieval.json" in printed and "Left out: old/retrieval.json" in printed

@@ -375,11 +375,6 @@ def test_few_pictures(networks, folders):
         scores(generated[:4], scores.of_references(originals[:4]), CAPTIONS[:5])
 
 
-def test_no_network_is_refused():
-    with pytest.raises(UserError, match="None of inception_weights.* is given.*--dino facebook/dino-vits16"):
-        ImageScores(batch_size=4, device=CPU)
-
-
 def test_titles_name_the_networks():
     titles = score_titles(own_features="toy/features", dino="toy/features", clip_score="toy/clip")
     assert titles["fid_own"] == "FID (toy/features)" and titles["recall_own"] == "recall (toy/features)"

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from debias_diffusion.app.generate import prompts
-from debias_diffusion.app.generate.prompts import MAX_SEED, Prompt, check_last_seed, parse_seed, read_prompts
+from debias_diffusion.app.generate.prompts import MAX_SEED, Prompt, parse_seed, read_prompts
 from debias_diffusion.errors import UserError
 
 
@@ -78,11 +78,7 @@ def test_json_lines(tmp_path):
         ('{"prompt": "a", "negative": "b", "negative_prompt": "c"}', "Its negative and negative_prompt differ."),
         ('{"prompt": "a", "prompt_2": "' + "x" * 20_001 + '"}', "The prompt_2 has 20,001 characters"),
         ('{"prompt": "a", "seed": -1}', "The seed must be a whole number from 0 to 2^63 - 1, got '-1'."),
-        ('{"prompt": "a", "seed": 1.5}', "The seed must be a whole number from 0 to 2^63 - 1, got '1.5'."),
         ('{"prompt": "a", "seed": true}', "The seed must be a whole number from 0 to 2^63 - 1, got 'True'."),
-        ('{"prompt": "a", "seed": 9223372036854775808}', "The seed must be"),
-        ('{"prompt": "a", "seed": NaN}', "The seed must be"),
-        ('{"prompt": "a", "seed": ""}', "The seed must be"),
     ],
 )
 def test_a_bad_line_of_json_is_named(tmp_path, line, why):
@@ -147,12 +143,17 @@ def test_text_in_utf_16_without_a_mark_is_not_taken_for_prompts(tmp_path):
 
 def test_only_a_regular_file_of_bounded_length_is_read(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "fifo.txt")
-    with pytest.raises(UserError, match="is no regular file"):
-        read_prompts(tmp_path / "fifo.txt")
+    (tmp_path / "folder.csv").mkdir()
     with open(tmp_path / "long.txt", "wb") as file:
         file.truncate(2**31)  # of holes
-    with pytest.raises(UserError, match="more than 1,073,741,824 bytes. Split it"):
-        read_prompts(tmp_path / "long.txt")
+    for name, message in {
+        "fifo.txt": "is no regular file",
+        "folder.csv": "cannot be read",
+        "long.txt": "more than 1,073,741,824 bytes. Split it",
+        "nowhere.txt": r"nowhere.txt' cannot be read \(No such file",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            read_prompts(tmp_path / name)
     monkeypatch.setattr(prompts, "MAX_PROMPTS", 3)
     assert len(read(tmp_path, "p.txt", "a\nb\nc").prompts) == 3
     with pytest.raises(UserError, match="more than 3 entries"):
@@ -168,11 +169,7 @@ def test_only_a_regular_file_of_bounded_length_is_read(tmp_path, monkeypatch):
         ("p.txt", b"\xff\xfea\0", "is in UTF-16. Save it as UTF-8"),
         ("p.jsonl", "{}\n3", "holds no usable prompt. The first fault: line 1: It has no prompt, only: nothing."),
         ("p.csv", "", "has no column 'prompt'.*it is ''"),
-        (
-            "p.csv",
-            "prompt;seed\na;3",
-            "has no column 'prompt'. Its first line must name the columns, with commas.*;seed'",
-        ),
+        ("p.csv", "prompt;seed\na;3", "no column 'prompt'. Its first line must name the columns, with commas.*;seed'"),
         ("p.csv", "prompt,prompt\na,b", "has more than one column 'prompt'"),
         ("p.csv", b"prompt\na\n\xff", r"is not UTF-8 \(line 3\)"),
     ],
@@ -182,22 +179,8 @@ def test_a_file_that_cannot_be_used(tmp_path, name, content, message):
         read(tmp_path, name, content)
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere.txt' cannot be read \(No such file"):
-        read_prompts(tmp_path / "nowhere.txt")
-    (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(UserError, match="cannot be read"):
-        read_prompts(tmp_path / "folder.csv")
-
-
 def test_seeds():
     assert [parse_seed(value) for value in (0, "7", 7.0, " 8.0 ", MAX_SEED)] == [0, 7, 7, 8, MAX_SEED]
-    for value in (-1, MAX_SEED + 1, 1e300, "1e3", "", "٣", None, False):
+    for value in (-1, 1.5, MAX_SEED + 1, 1e300, float("nan"), "1e3", "", "٣", None, False):
         with pytest.raises(UserError, match="The seed must be"):
             parse_seed(value)
-
-
-def test_the_last_seed_is_one_too():
-    check_last_seed(MAX_SEED - 3, 4)
-    with pytest.raises(UserError, match=f"The seed {MAX_SEED - 2} is too large for 4 images.*2\\^63 - 1"):
-        check_last_seed(MAX_SEED - 2, 4)

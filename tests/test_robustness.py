@@ -131,10 +131,6 @@ def test_real_captions_change_under_every_edit():
         sentences = split_sentences(record.caption)
         assert 6 <= len(sentences) <= 12
         assert edit_caption(record.caption, "keep") == record.caption
-        assert edit_caption(record.caption, "move4").startswith(sentences[3])
-        assert edit_caption(record.caption, "move2").startswith(sentences[1] + " " + sentences[0])
-        assert sentences[0] not in edit_caption(record.caption, "remove")
-        assert edit_caption(record.caption, "padding2").endswith(f"{PADDING} {PADDING} {sentences[0]} {sentences[1]}")
         assert len({edit_caption(record.caption, edit) for edit in EDITS}) == len(EDITS)
 
 

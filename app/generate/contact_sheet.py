@@ -25,14 +25,10 @@ _NAME = "contact-sheet"
 def write_contact_sheets(folder: Path, images: Sequence[tuple[Path, str, str]]) -> list[Path]:
     """Writes `contact-sheet.png`, and `contact-sheet-2.png` and so on for more than 48 images.
 
-    Removes further pages of an earlier call.
+    Removes further pages of an earlier call. Returns the pages.
 
     Args:
-        folder: gets the pages.
         images: (file, title, text of which the beginning is shown below the title), in order.
-
-    Returns:
-        the pages
 
     Raises:
         UserError: an image cannot be read.

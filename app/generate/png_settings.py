@@ -42,12 +42,7 @@ def png_info(text: dict[str, str]) -> PngInfo:
 
 
 def settings_text(settings: dict, scheduler: str) -> dict[str, str]:
-    """The text chunks with an image's settings, for this program and for viewers of A1111's.
-
-    Args:
-        settings: JSON values, with what `parameters` names.
-        scheduler: the name of diffusers' class.
-    """
+    """The text chunks with an image's settings, for this program and for viewers of A1111's; see `parameters`."""
     return {SETTINGS_KEY: json.dumps(settings), PARAMETERS_KEY: parameters(settings, scheduler)}
 
 

@@ -40,7 +40,6 @@ class Prompt:
 
     Attributes:
         number: index in the file, from 0; invalid entries count, blank lines do not.
-        text: the prompt.
         negative: the negative prompt, None if the entry has none.
         second: the prompt for SDXL's second text encoder, None for `text`.
         seed: of the noise, None if the entry has none.

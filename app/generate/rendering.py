@@ -40,14 +40,7 @@ from .prompts import LeftOut, Prompt, cleaned, print_left_out
 
 @dataclass(frozen=True)
 class ImageTask:
-    """One image to render.
-
-    Attributes:
-        prompt: its entry in the file of prompts.
-        where: that entry, in words.
-        path: its file.
-        settings: every setting that affects it, as its file records them.
-    """
+    """One image to render from an entry of the file of prompts (`where`, in words), with all that affects it."""
 
     prompt: Prompt
     where: str

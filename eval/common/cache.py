@@ -34,12 +34,11 @@ class ResultCache:
         self.folder, self.seconds = Path(folder), 0.0
 
     def result(self, name: str, depends: dict, compute: Callable[[], dict]) -> dict:
-        """The result of `compute`, from the cache if it is there.
+        """The result of `compute`, in JSON values, from the cache if it is there.
 
         Args:
             name: of the kind of result, for its file.
             depends: JSON values: everything that affects the result.
-            compute: returns JSON values.
         """
         depends, file = self._key(name, depends)
         entry = read_json_object(file)

@@ -33,11 +33,7 @@ def write_report(
     """Writes the report of an evaluation to `config.output`/`evaluation`.json, and returns it.
 
     Args:
-        evaluation: its name.
-        config: its settings, a dataclass.
         digests: of data and weights: "data" and, by label, "encoders".
-        left_out: the bad records.
-        seconds: how long it took.
         numbers: by label "encoders"; between encoders "compared", see `encoders.compare`; "notes" on the numbers.
     """
     report = {

@@ -129,7 +129,6 @@ class Drawing:
     """Renders with one encoder after the other. The checkpoint's other models are loaded once, on demand.
 
     Args:
-        settings: how to render.
         processes: share the work; all must make the same calls.
         data: digest of the source of the prompts.
 
@@ -168,7 +167,6 @@ class Drawing:
             encoder: replaces SDXL's first text encoder, anything `load_text_encoder` takes; or `ORIGINAL`.
             folder: gets `{name}.png` of each subject, and `settings.json` with every setting that affects the images.
             subjects: all images of the folder, finished or not.
-            title: of the progress bar.
 
         Returns:
             The image files, in the order of `subjects`.

@@ -20,12 +20,7 @@ _WORDS = 520  # characters of a prompt beside its images
 
 
 def plot(encoders: Mapping[str, dict], titles: Mapping[str, str]) -> Figure:
-    """Every score with its 95% interval, a panel for each score, a row for each encoder; below, scores by sentence.
-
-    Args:
-        encoders: {label: {"scores": ...}} as in the report.
-        titles: of the scores.
-    """
+    """Every score with its 95% interval, a panel for each score, a row for each encoder; below, scores by sentence."""
     scores = {label: numbers["scores"] for label, numbers in encoders.items()}
     every = [score for numbers in scores.values() for score in numbers.items()]
     names = dict.fromkeys(name for name, number in every if isinstance(number, dict))  # one number, not a list

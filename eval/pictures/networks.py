@@ -82,20 +82,12 @@ _INCEPTION_ADVICE = (
 )
 
 
-def _cached_inception() -> Path:
-    return Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[1]
-
-
 class InceptionFeatures:
     """The features of torch-fidelity's Inception, 64 and 2048 of them.
 
     Args:
         weights: file of torch-fidelity's Inception weights, or "cache" for the one in torch hub's cache. It is read as
             plain tensors only: a pickle that holds code is refused, and nothing in it runs.
-        device: where the network runs.
-
-    Attributes:
-        file: the file of weights.
 
     Raises:
         UserError: the file is missing, or does not hold the tensors of this network.
@@ -104,7 +96,8 @@ class InceptionFeatures:
     size = FeatureExtractorInceptionV3.INPUT_IMAGE_SIZE
 
     def __init__(self, weights: str | os.PathLike, device: torch.device):
-        self.file = _cached_inception() if weights == CACHED else Path(weights)
+        cached = Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[1]
+        self.file = cached if weights == CACHED else Path(weights)
         named = f"Inception weights {str(self.file)!r}"
         with explain_failure(f"{named} cannot be used", _INCEPTION_ADVICE):
             if not self.file.is_file():
@@ -150,7 +143,6 @@ class ClsFeatures:
         model: its folder, hub id, or "toy/features". Images are normalised with ImageNet's mean and standard deviation,
             as DINO was trained, at the size that the model's configuration names; DINOv2 at 224 pixels (or fewer, if
             its configuration names fewer), to which it resizes its position table.
-        device: where the network runs.
         option: the setting that names the model, for error messages.
 
     Attributes:
@@ -204,14 +196,7 @@ class ClsFeatures:
 
 
 class TwoTowerFeatures:
-    """A CLIP's features of images and texts, with its own transform and tokenizer.
-
-    Args:
-        name: of the two-tower, see `load_two_tower`.
-        device: where it runs.
-
-    Attributes:
-        backbone: the model.
+    """The features of images and texts by the CLIP that `load_two_tower` loads, with its own transform and tokenizer.
 
     Raises:
         UserError: there is no such model, or it has no image tower.

@@ -82,11 +82,7 @@ def open_picture(files: Sequence[Path], index: int, images_per_prompt: int) -> I
 
 
 class VqaModel:
-    """A ViLT or a BLIP of transformers that answers questions about an image.
-
-    Args:
-        model: its folder or hub id.
-        device: where it runs.
+    """A ViLT or a BLIP of transformers, by its folder or hub id, that answers questions about an image.
 
     Raises:
         UserError: the model cannot be loaded, lacks weights, or is neither ViLT nor BLIP.
@@ -143,11 +139,7 @@ class VqaModel:
 
 
 class Answers:
-    """Answers in a JSONL file that grows by whole lines. The first line holds the settings.
-
-    Args:
-        file: for the answers.
-        settings: everything that affects an answer.
+    """Answers in a JSONL file that grows by whole lines. The first holds the settings: everything that affects answers.
 
     Raises:
         UserError: the file holds answers of other settings, or something else.
@@ -206,17 +198,7 @@ def ask_missing(
     load: Callable[[], Ask],
     title: str,
 ) -> None:
-    """Asks the questions that have no answer yet.
-
-    Args:
-        answers: gets the new ones.
-        bench: has the questions.
-        files: of each prompt's images, see `find_pictures`.
-        images_per_prompt: number of images for each prompt.
-        batch_size: questions asked at once.
-        load: returns the VQA model; not called if nothing is missing.
-        title: for the progress bar.
-    """
+    """Asks the questions that have no answer yet, `batch_size` at once. If there are none, `load` is not called."""
     missing: dict[tuple[str, int], list[Proposition]] = {}
     for item, propositions in bench.propositions.items():
         for index in range(images_per_prompt):

@@ -216,13 +216,8 @@ def token_position(words: Iterable[str], prompt: str, tokenizer: PreTrainedToken
     """The earliest position in the encoded prompt at which a proposition is complete: SOT is 0, the first word 1.
 
     Each word counts where it is first mentioned, as a whole word, in either case, with or without a plural's s or es;
-    the position is that of the last of them, because a red truck needs both words. Words that are not in the prompt are
-    ignored; None if none is.
-
-    Args:
-        words: of the proposition.
-        prompt: cleaned here like captions, with `tokens.clean`.
-        tokenizer: CLIP's.
+    the position is that of the last of them, because a red truck needs both words. Words that are not in the prompt,
+    which is cleaned here like captions, are ignored; None if none is.
     """
     prompt = clean(prompt)
     matches = [re.search(rf"(?<!\w){re.escape(word.lower())}(?:s|es)?(?!\w)", prompt) for word in words]

@@ -59,11 +59,7 @@ def outcomes(
 ) -> tuple[Outcomes, dict[str, list[str]]]:
     """The outcome of every proposition on every image, and, by `GROUPS`, the name of each one's group.
 
-    Args:
-        propositions: by the prompt's id.
-        yes: whether each answer is yes.
-        images_per_prompt: number of images for each prompt.
-        bands: of each proposition, by (prompt's id, number).
+    `propositions` are by the prompt's id, `bands` by (prompt's id, proposition's number).
     """
     rows, groups = [], {group: [] for group in GROUPS}
     for place, (item, of_prompt) in enumerate(propositions.items()):
@@ -86,11 +82,7 @@ def prompt_scores(result: Outcomes) -> np.ndarray:
 
 
 def score(result: Outcomes, groups: Mapping[str, Sequence[str]], images_per_prompt: int) -> dict:
-    """The scores, all in percent, 0 to 100, with 95% intervals over prompts.
-
-    Args:
-        result, groups: see `outcomes`.
-        images_per_prompt: number of images for each prompt.
+    """The scores of `outcomes`, all in percent, 0 to 100, with 95% intervals over prompts.
 
     Returns:
         score_percent, interval_percent: the mean over prompts of the mean over their images of the share of
