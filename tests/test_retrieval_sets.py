@@ -303,9 +303,7 @@ def tiny_clip(tmp_path_factory) -> str:
 def evaluate(tiny_clip, tmp_path):
     """Evaluates the retrieval of a benchmark that lies in `tmp_path`."""
     where = dict(root=str(tmp_path), output=str(tmp_path / "out"))
-    return lambda dataset, **options: evaluate_retrieval(
-        RetrievalConfig([tiny_clip], dataset=dataset, **where, **options)
-    )
+    return lambda name, **options: evaluate_retrieval(RetrievalConfig([tiny_clip], dataset=name, **where, **options))
 
 
 def test_a_benchmark_with_five_captions_an_image_is_evaluated(evaluate, tmp_path):
