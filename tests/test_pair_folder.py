@@ -141,12 +141,6 @@ def test_folders_of_nothing_are_refused_with_every_layout(tmp_path):
             open_data(folder)
 
 
-def test_images_are_not_wanted(tmp_path):
-    put(tmp_path, "1.jpg", "1.txt")
-    with pytest.raises(UserError, match="hold their images, but images is.*Leave images out"):
-        open_data(tmp_path, tmp_path)
-
-
 def test_a_folder_that_holds_a_tar_is_shards(tmp_path):
     put(tmp_path, "1.jpg", "1.txt")
     (tmp_path / "s.tar").write_bytes(bytes(1024))

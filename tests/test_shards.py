@@ -592,6 +592,8 @@ def test_what_cannot_be_opened_is_refused_with_what_to_do(folder, tmp_path):
     for arguments, message in (
         ((str(tmp_path), folder[1]), "hold their images, but images is.*Leave images out"),
         ((str(tmp_path / "s.tar"), folder[1]), "hold their images, but images is"),
+        ((folder[1], folder[1]), "hold their images, but images is.*Leave images out"),
+        (("toy/test", folder[1]), "'toy/test' hold their images.*Leave images out"),
         ((folder[0], None), "images is not given. Give the folder"),
         ((str(tmp_path / "nothing"), None), r"no \*.tar. Give a folder of image and caption files"),
         ((str(tmp_path / "nowhere.tar"), None), "are not there"),

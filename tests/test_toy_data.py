@@ -98,11 +98,6 @@ def test_other_names_are_refused_with_what_to_do(name, message):
             read(name)
 
 
-def test_images_are_not_wanted(tmp_path):
-    with pytest.raises(UserError, match="'toy/test' hold their images.*Leave images out"):
-        open_data("toy/test", tmp_path)
-
-
 def test_what_is_on_the_disk_by_that_name_goes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "toy").mkdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny_sdxl
 from adversarial.fuzzing import rounds
-from adversarial.processes import PATIENCE, finish, start
+from adversarial.processes import PATIENCE, files, finish, start
 from safetensors.torch import load_file
 from tiny_clip import save_tiny_clip
 from tiny_data import make_tiny_data
@@ -118,9 +118,6 @@ def test_a_damaged_folder_of_pictures_is_filled_alike_or_refused(tmp_path):
 
     def arguments(output):
         return ["generate", f"--prompts={prompts}", f"--base={base}", f"--output={output}", "--steps=1"]
-
-    def files(output):
-        return {path.name: path.read_bytes() for path in output.iterdir() if path.name != ".lock"}
 
     finish(arguments(tmp_path / "stopped"), tmp_path / "stopped.txt")
     expected = files(tmp_path / "stopped")
