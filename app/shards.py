@@ -92,9 +92,6 @@ class _Shrunk(Dataset):
     def __init__(self, records: Sequence[Record], images: ImageSource, config: ShardsConfig):
         self.records, self.images, self.config = records, images, config
 
-    def __len__(self) -> int:
-        return len(self.records)
-
     def __getitem__(self, index: int) -> bytes | BadRecord:
         return read_or_bad(self.records[index], self._shrink)
 

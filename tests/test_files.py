@@ -9,7 +9,6 @@ import pytest
 
 from debias_diffusion import files
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.cache import Parts
 from debias_diffusion.files import (
     atomic_file,
     atomic_folder,
@@ -123,18 +122,3 @@ def test_deep_json_is_no_object(tmp_path):
     for content in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, "{}x", "3"):
         (tmp_path / "a.json").write_text(content)
         assert read_json_object(tmp_path / "a.json") == {}
-
-
-def test_a_damaged_part_of_an_evaluation_is_done_again(tmp_path):
-    parts, done = Parts(tmp_path), []
-
-    def work() -> dict:
-        done.append(1)
-        return {"x": len(done)}
-
-    assert parts.result("a", {}, work) == parts.result("a", {}, work) == {"x": 1}
-    [file] = tmp_path.iterdir()
-    whole = file.read_bytes()
-    for number, content in enumerate([b"[" * 100_000, b"", whole[:-9], whole.replace(b'"seconds"', b'"minutes"')], 2):
-        file.write_bytes(content)
-        assert Parts(tmp_path).result("a", {}, work) == {"x": number}

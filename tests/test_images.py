@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from accelerate import Accelerator
 from PIL import EpsImagePlugin, Image, features
 from tiny_clip import tiny_clip
@@ -369,7 +368,7 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
 READ_ALL = """
 import os, sys
 from pathlib import Path
-from debias_diffusion.data import ImageFolder, open_data, verify_shards
+from debias_diffusion.data import ImageFolder, open_data, read_captions, verify_shards
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
 
@@ -385,6 +384,7 @@ for read in (
     lambda: read_retrieval_set("urban1k", root / "urban1k"),
     lambda: read_retrieval_set("flickr30k", root / "flickr30k"),
     lambda: read_retrieval_set("flickr30k-test", root / "flickr30k"),
+    *(lambda name=name: read_captions(root / name) for name in ("pipe.json", "zero.json", "pipe.jsonl", "zero.jsonl")),
 ):
     try:
         print(read())
@@ -399,16 +399,17 @@ def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     for folder in ("urban1k/image", "urban1k/caption", "flickr30k/flickr30k-images"):
         (tmp_path / folder).mkdir(parents=True)
     colours().save(tmp_path / "urban1k" / "image" / "1.jpg")
-    pipes = ["pairs/1.png", "shards/1.tar", "pipe.tar", "manifest/shards.json", "urban1k/caption/1.txt"]
-    pipes += ["flickr30k/results_20130124.token", "flickr30k/dataset_flickr30k.json"]
+    pipes = ["pairs/1.png", "shards/1.tar", "manifest/shards.json", "urban1k/caption/1.txt", "pipe.tar", "pipe.json"]
+    pipes += ["pipe.jsonl", "flickr30k/results_20130124.token", "flickr30k/dataset_flickr30k.json"]
     for name in pipes:
         os.mkfifo(tmp_path / name)
     (tmp_path / "pairs" / "1.txt").write_text("A cat.")
     (tmp_path / "manifest" / "1.tar").write_bytes(bytes(1024))
-    (tmp_path / "zero.tar").symlink_to("/dev/zero")
+    for ending in ("tar", "json", "jsonl"):
+        (tmp_path / f"zero.{ending}").symlink_to("/dev/zero")
     command = [sys.executable, "-c", READ_ALL, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    image, shards, zero, pipe, manifest, verified, pairs, urban, *flickr = run.stdout.splitlines()
+    image, shards, zero, pipe, manifest, verified, pairs, urban, *files = run.stdout.splitlines()
     assert not run.stderr
     assert "not a regular file" in image
     for line, name in ((shards, "1.tar"), (zero, "zero"), (pipe, "pipe.tar")):
@@ -416,7 +417,7 @@ def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     assert manifest == verified and "shards.json' is not what `debias-diffusion shards` writes" in manifest
     assert "0 images and 1 captions" in pairs
     assert "no entry that can be read. The first fault: caption/1.txt: unreadable file" in urban
-    assert len(flickr) == 2 and all("cannot be read" in line and "not a regular file" in line for line in flickr)
+    assert len(files) == 6 and all("cannot be read" in line and "not a regular file" in line for line in files)
 
 
 class Pipes:
@@ -471,46 +472,33 @@ def running(pid: int) -> bool:
         return False
 
 
-# Shards of what can be read
+# Shards
 
 
-def test_shards_are_written_of_what_can_be_read(three, capsys):
-    records, folder = three
-    (folder / "data.jsonl").write_text(
-        "".join(f'{{"image": "{record.image}", "caption": "{record.caption}"}}\n' for record in records)
-    )
-    colours().save(folder / "1.png", "EPS")
-    settings = ShardsConfig(str(folder / "data.jsonl"), str(folder / "out"), str(folder), workers=0, max_bad=0.5)
-    write_shards(settings)
-    assert "1.png: unreadable image (1.png: cannot identify it as" in capsys.readouterr().out
-    captions, images = open_data(folder / "out")
-    assert [record.sample_id for record in captions.records] == ["0.png", "2.png"]
-    assert torch.tensor([images.open(record.image).size for record in captions.records]).tolist() == [[40, 30]] * 2
+@pytest.fixture
+def one_shard(three) -> ShardsConfig:
+    """Settings that write the first of the images to the folder `out`."""
+    (record, *_), folder = three
+    (folder / "data.jsonl").write_text(json.dumps({"image": record.image, "caption": "A."}))
+    return ShardsConfig(str(folder / "data.jsonl"), str(folder / "out"), str(folder), workers=0)
 
 
-def test_shards_are_not_written_through_a_link(three):
-    records, folder = three
-    (folder / "data.jsonl").write_text(f'{{"image": "{records[0].image}", "caption": "A."}}\n')
-    settings = ShardsConfig(str(folder / "data.jsonl"), str(folder / "out"), str(folder), workers=0)
-    (folder / "out").mkdir()
-    write_shards(settings)
-    (folder / "out" / "shard-000000.tar").unlink()
-    (folder / "victim").write_text("whole")
-    (folder / "out" / ".shard-000000.tar.tmp").symlink_to(folder / "victim")
-    write_shards(settings)
-    assert (folder / "victim").read_text() == "whole"
-    assert len(open_data(folder / "out")[0].records) == 1
+def test_shards_are_not_written_through_a_link(one_shard, tmp_path):
+    write_shards(one_shard)
+    (tmp_path / "out" / "shard-000000.tar").unlink()
+    (tmp_path / "victim").write_text("whole")
+    (tmp_path / "out" / ".shard-000000.tar.tmp").symlink_to(tmp_path / "victim")
+    write_shards(one_shard)
+    assert (tmp_path / "victim").read_text() == "whole"
+    assert len(open_data(tmp_path / "out")[0].records) == 1
 
 
 @pytest.mark.parametrize("left_out", ["no list", [3], [{"where": "a"}], [{"where": "a", "kind": 1, "detail": "b"}]])
-def test_a_damaged_shards_json_makes_a_shard_anew(three, left_out):
-    records, folder = three
-    (folder / "data.jsonl").write_text(f'{{"image": "{records[0].image}", "caption": "A."}}\n')
-    settings = ShardsConfig(str(folder / "data.jsonl"), str(folder / "out"), str(folder), workers=0)
-    write_shards(settings)
-    before = (folder / "out" / "shards.json").read_text()
+def test_a_damaged_shards_json_makes_a_shard_anew(one_shard, left_out):
+    manifest = write_shards(one_shard) / "shards.json"
+    before = manifest.read_text()
     damaged = json.loads(before)
     damaged["shards"][0]["left_out"] = left_out
-    (folder / "out" / "shards.json").write_text(json.dumps(damaged))
-    write_shards(settings)
-    assert (folder / "out" / "shards.json").read_text() == before
+    manifest.write_text(json.dumps(damaged))
+    write_shards(one_shard)
+    assert manifest.read_text() == before

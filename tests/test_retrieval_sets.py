@@ -153,17 +153,9 @@ def flickr30k_test(root: Path) -> dict:
     return {name: [f"Man {n} of {name}." for n in range(5)] for name in ("2.jpg", "4.jpg")}
 
 
-LAYOUTS = {
-    "urban1k": urban1k,
-    "dci": dci,
-    "long-dci": long_dci,
-    "docci": docci,
-    "iiw": iiw,
-    "sharegpt4v-1k": sharegpt4v,
-    "coco": coco,
-    "flickr30k": flickr30k,
-    "flickr30k-test": flickr30k_test,
-}
+LAYOUTS = dict(
+    zip(BENCHMARKS, (urban1k, dci, long_dci, docci, iiw, sharegpt4v, coco, flickr30k, flickr30k_test), strict=True)
+)
 
 
 @pytest.fixture
@@ -213,42 +205,38 @@ def change(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
+def remove(name: str):
+    return lambda root: (root / name).unlink()
+
+
+def replace(name: str, old: str, new: str):
+    return lambda root: change(root / name, old, new)
+
+
+def overwrite(name: str, text: str):
+    return lambda root: write(root / name, text)
+
+
 FAULTS = [
-    ("urban1k", lambda root: (root / "image" / "2.jpg").unlink(), r"1 of the 3 images.*'2.jpg', of caption/2.txt"),
-    ("urban1k", lambda root: (root / "caption" / "2.txt").unlink(), r"caption/2.txt.*no caption for the image '2.jpg'"),
-    ("urban1k", lambda root: write(root / "caption" / "1.txt", " \nNot read."), r"caption/1.txt.*no caption"),
+    ("urban1k", remove("image/2.jpg"), r"1 of the 3 images.*'2.jpg', of caption/2.txt"),
+    ("urban1k", remove("caption/2.txt"), r"caption/2.txt.*no caption for the image '2.jpg'"),
+    ("urban1k", overwrite("caption/1.txt", " \nNot read."), r"caption/1.txt.*no caption"),
     ("urban1k", lambda root: shutil.rmtree(root / "caption"), r"no 'caption'.*huggingface.co/datasets/BeichenZhang"),
-    (
-        "dci",
-        lambda root: (root / "annotations" / "113106-data.json").unlink(),
-        r"names .*113106-data.json",
-    ),
-    ("dci", lambda root: (root / "photos" / "sa_1545118.jpg").unlink(), r"'sa_1545118.jpg', of annotations/113106"),
-    ("dci", lambda root: write(root / "splits.json", "[1"), r"splits.json' cannot be read as JSON"),
-    ("dci", lambda root: write(root / "splits.json", "{}"), "no entry that can be read"),
-    ("long-dci", lambda root: change(root / "dci_long.csv", "Plain.", ""), r"dci_long.csv, image sa_3.jpg.*no caption"),
-    ("docci", lambda root: (root / "images" / "test_00001.jpg").unlink(), r"'test_00001.jpg', of docci_desc.*line 4"),
-    ("iiw", lambda root: (root / "DOCCI_Test" / "data.jsonl").unlink(), "DOCCI_Test/data.jsonl"),
-    (
-        "iiw",
-        lambda root: change(root / "DCI_Test/data.jsonl", '"IIW"', '"no"'),
-        r"DCI_Test/.*line 1.*no caption",
-    ),
-    (
-        "iiw",
-        lambda root: change(root / "DCI_Test/data.jsonl", '"image"', '"no"'),
-        "DCI_Test/.*line 1.*no image",
-    ),
-    ("sharegpt4v-1k", lambda root: (root / "sam" / "images" / "sa_2.jpg").unlink(), r"sa_2.jpg', of share-.*entry 2"),
-    ("sharegpt4v-1k", lambda root: write(root / retrieval_sets.SHAREGPT4V_FILE, "{}"), "holds a dict, not a list"),
-    ("coco", lambda root: (root / "val2017" / "000000037777.jpg").unlink(), "1 of the 2 images.*image 37777"),
-    ("coco", lambda root: write(root / "annotations" / "captions_val2017.json", '{"images": []}'), "'annotations'"),
-    (
-        "flickr30k",
-        lambda root: (root / "flickr30k-images/10002456.jpg").unlink(),
-        "10002456.jpg', of res.*line 6",
-    ),
-    ("flickr30k-test", lambda root: change(root / "dataset_flickr30k.json", '"images"', '"x"'), "named 'images'"),
+    ("dci", remove("annotations/113106-data.json"), r"names .*113106-data.json"),
+    ("dci", remove("photos/sa_1545118.jpg"), r"'sa_1545118.jpg', of annotations/113106"),
+    ("dci", overwrite("splits.json", "[1"), r"splits.json' cannot be read as JSON"),
+    ("dci", overwrite("splits.json", "{}"), "no entry that can be read"),
+    ("long-dci", replace("dci_long.csv", "Plain.", ""), r"dci_long.csv, image sa_3.jpg.*no caption"),
+    ("docci", remove("images/test_00001.jpg"), r"'test_00001.jpg', of docci_desc.*line 4"),
+    ("iiw", remove("DOCCI_Test/data.jsonl"), "DOCCI_Test/data.jsonl"),
+    ("iiw", replace("DCI_Test/data.jsonl", '"IIW"', '"no"'), r"DCI_Test/.*line 1.*no caption"),
+    ("iiw", replace("DCI_Test/data.jsonl", '"image"', '"no"'), "DCI_Test/.*line 1.*no image"),
+    ("sharegpt4v-1k", remove("sam/images/sa_2.jpg"), r"sa_2.jpg', of share-.*entry 2"),
+    ("sharegpt4v-1k", overwrite(retrieval_sets.SHAREGPT4V_FILE, "{}"), "holds a dict, not a list"),
+    ("coco", remove("val2017/000000037777.jpg"), "1 of the 2 images.*image 37777"),
+    ("coco", overwrite("annotations/captions_val2017.json", '{"images": []}'), "'annotations'"),
+    ("flickr30k", remove("flickr30k-images/10002456.jpg"), "10002456.jpg', of res.*line 6"),
+    ("flickr30k-test", replace("dataset_flickr30k.json", '"images"', '"x"'), "named 'images'"),
 ]
 
 
@@ -311,15 +299,18 @@ def tiny_clip(tmp_path_factory) -> str:
     return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"))
 
 
-def test_a_benchmark_with_five_captions_an_image_is_evaluated(tiny_clip, tmp_path):
+@pytest.fixture
+def evaluate(tiny_clip, tmp_path):
+    """Evaluates the retrieval of a benchmark that lies in `tmp_path`."""
+    where = dict(root=str(tmp_path), output=str(tmp_path / "out"))
+    return lambda name, **options: evaluate_retrieval(RetrievalConfig([tiny_clip], dataset=name, **where, **options))
+
+
+def test_a_benchmark_with_five_captions_an_image_is_evaluated(evaluate, tmp_path):
     flickr30k(tmp_path)
     with open(tmp_path / "results_20130124.token", "a") as file:
         file.write(f"10002456.jpg#5\t{'word ' * 90}\n")
-    report = evaluate_retrieval(
-        RetrievalConfig(
-            [tiny_clip], output=str(tmp_path / "out"), dataset="flickr30k", root=str(tmp_path), batch_size=3
-        )
-    )
+    report = evaluate("flickr30k", batch_size=3)
     assert report == json.loads((tmp_path / "out" / "retrieval.json").read_text())
     (numbers,) = report["encoders"].values()
     assert (report["images"], report["captions"], numbers["captions_over_window"]) == (2, 11, 1)
@@ -330,25 +321,23 @@ def test_a_benchmark_with_five_captions_an_image_is_evaluated(tiny_clip, tmp_pat
     assert report["settings"]["limit"] == "auto" and (tmp_path / "out" / "retrieval.png").stat().st_size > 1000
 
 
-def test_a_limit_counts_images_and_an_unreadable_image_takes_its_captions_along(tiny_clip, tmp_path):
+def test_a_limit_counts_images_and_an_unreadable_image_takes_its_captions_along(evaluate, tmp_path):
     coco(tmp_path)
-    settings = {"dataset": "coco", "root": str(tmp_path), "output": str(tmp_path / "out")}
-    assert evaluate_retrieval(RetrievalConfig([tiny_clip], limit=1, **settings))["captions"] == 5
+    assert evaluate("coco", limit=1)["captions"] == 5
     write(tmp_path / "val2017" / "000000397133.jpg", "no image")
-    report = evaluate_retrieval(RetrievalConfig([tiny_clip], **settings))
+    report = evaluate("coco")
     assert (report["images"], report["captions"]) == (1, 5)
     assert [bad["kind"] for bad in report["left_out"]] == ["unreadable image"]
 
 
-def test_more_unreadable_images_than_the_share_stop_the_evaluation(tiny_clip, tmp_path):
+def test_more_unreadable_images_than_the_share_stop_the_evaluation(evaluate, tmp_path):
     urban1k(tmp_path)
     for name in ("1.jpg", "2.jpg"):
         write(tmp_path / "image" / name, "no image")
-    settings = {"dataset": "urban1k", "root": str(tmp_path), "output": str(tmp_path / "out")}
     with pytest.raises(UserError, match=r"2 of 3 records.*0.01.*--max-bad.*1.jpg"):
-        evaluate_retrieval(RetrievalConfig([tiny_clip], **settings))
+        evaluate("urban1k")
     assert not (tmp_path / "out" / "retrieval.json").exists()
-    assert evaluate_retrieval(RetrievalConfig([tiny_clip], max_bad=0.7, **settings))["images"] == 1
+    assert evaluate("urban1k", max_bad=0.7)["images"] == 1
 
 
 def test_a_benchmark_s_robustness(tiny_clip, tmp_path):

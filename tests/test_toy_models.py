@@ -121,6 +121,17 @@ def built(tmp_path_factory):
     return root, sizes
 
 
+@pytest.fixture(scope="module")
+def pipe(built):
+    """The toy SDXL in full precision, as the build trains it."""
+    return build.Build(built[0] / "output", built[1]).sdxl()
+
+
+@pytest.fixture
+def shipped_weights(built, monkeypatch):
+    monkeypatch.setattr(shipped, "WEIGHTS", built[0] / "weights")
+
+
 def test_the_build_leaves_models_logs_and_scores(built):
     root, _ = built
     weights = root / "weights"
@@ -155,8 +166,7 @@ def test_stock_diffusers_loads_the_toy_sdxl_and_it_is_configured_as_sdxl(built):
     assert image.shape == (SIZE, SIZE, 3) and np.isfinite(image).all()
 
 
-def test_the_shipped_clip_and_encoders_load(built, monkeypatch):
-    monkeypatch.setattr(shipped, "WEIGHTS", built[0] / "weights")
+def test_the_shipped_clip_and_encoders_load(shipped_weights):
     assert load_backbone("toy/clip").context_length == 77
     for name in ("toy/long-clip", "toy/debias-clip"):
         encoder, tokenizer = load_text_encoder(name)
@@ -165,8 +175,7 @@ def test_the_shipped_clip_and_encoders_load(built, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_shipped_two_tower_is_the_one_that_was_trained(built, monkeypatch, recipe):
-    monkeypatch.setattr(shipped, "WEIGHTS", built[0] / "weights")
+def test_a_shipped_two_tower_is_the_one_that_was_trained(built, shipped_weights, recipe):
     trained, base = load_backbone(str(built[0] / "output" / recipe / "last")), load_backbone("toy/clip")
     base.stretch()
     loaded, start = load_two_tower(f"toy/{recipe}"), base.model.state_dict()
@@ -192,9 +201,7 @@ def test_an_unknown_toy_name_is_explained():
         load_text_encoder("toy/debias-klip")
 
 
-def test_what_the_unet_learns_from_is_what_the_pipeline_makes(built):
-    root, sizes = built
-    pipe = build.Build(root / "output", sizes).sdxl()
+def test_what_the_unet_learns_from_is_what_the_pipeline_makes(pipe):
     pairs = unet.encode_pairs(pipe, 3)
     _, caption = unet.draw_pair(2)
     hidden_states, _, pooled, _ = pipe.encode_prompt([caption.text.lower()], do_classifier_free_guidance=False)
@@ -220,10 +227,8 @@ def test_captions_in_two_windows_are_within_77_tokens_and_whole_sentences():
     assert 30 < with_summary < 70
 
 
-def test_two_windows_are_joined_as_the_pipeline_joins_them(built):
+def test_two_windows_are_joined_as_the_pipeline_joins_them(pipe):
     """Of both encoders, or of the second one beside a first that reads all at once."""
-    root, sizes = built
-    pipe = build.Build(root / "output", sizes).sdxl()
     joined = unet.encode_pairs(pipe, 12, windows=2, start=7)
     width, at_once = pipe.text_encoder.config.hidden_size, 0
     for i in range(12):
@@ -242,9 +247,7 @@ def test_two_windows_are_joined_as_the_pipeline_joins_them(built):
     assert 0 < at_once < 12
 
 
-def test_the_unets_loss_is_the_error_of_v_and_is_zero_for_the_right_answer(built):
-    root, sizes = built
-    pipe = build.Build(root / "output", sizes).sdxl()
+def test_the_unets_loss_is_the_error_of_v_and_is_zero_for_the_right_answer(pipe):
     pairs = unet.encode_pairs(pipe, 4)
     scheduler = unet.DDPMScheduler.from_config(pipe.scheduler.config)
     asked = {}
@@ -279,8 +282,7 @@ def test_hidden_states_are_disturbed_by_one_affine_map_a_sample():
     assert change.square().mean() == pytest.approx(expected, rel=0.15)
 
 
-def test_a_score_of_pictures_drawn_from_noise_is_low(built):
-    root, sizes = built
-    scores, pictures = score_sdxl(build.Build(root / "output", sizes).sdxl(), "development", 4)
+def test_a_score_of_pictures_drawn_from_noise_is_low(pipe):
+    scores, pictures = score_sdxl(pipe, "development", 4)
     assert len(pictures) == 4 and pictures[0].size == (SIZE, SIZE)
     assert scores["objects"] < 0.5 and scores["objects in one step"] < 0.5

@@ -162,16 +162,6 @@ def test_a_picture_has_the_size_asked_for():
 # ---- captions
 
 
-def things_told(its, text):
-    """(kind, colour, place) of every object a text describes in full."""
-    words = text.replace(".", "").replace(" colour", "").lower()
-    places = sorted(PLACES, key=len, reverse=True)
-    place = next(place for place in places if f" {place}" in f" {words}")
-    return {
-        (t.kind, t.colour, t.place) for t in its.things if t.place == place and t.kind in words and t.colour in words
-    }
-
-
 @given(scenes, st.integers(0, 2**40))
 @settings(max_examples=200)
 def test_a_caption_says_the_summary_first_then_every_object_once_and_only_truths(its, seed):

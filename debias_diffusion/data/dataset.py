@@ -29,6 +29,7 @@ class Sample:
     views: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class CaptionDataset(Dataset):
     """Image-caption pairs by key, each a pure function of that key and the seed.
 
@@ -45,23 +46,13 @@ class CaptionDataset(Dataset):
             None: there are none, and an unreadable image is an error.
     """
 
-    def __init__(
-        self,
-        records: Sequence[Record],
-        images: ImageSource,
-        preprocess: Callable[[Image.Image], torch.Tensor],
-        tokenizer: CaptionTokenizer,
-        recipe: Method,
-        seed: int,
-        reserve: Callable[[int], Sequence[int]] | None = None,
-    ):
-        self.records = records
-        self.images = images
-        self.preprocess = preprocess
-        self.tokenizer = tokenizer
-        self.recipe = recipe
-        self.seed = seed
-        self.reserve = reserve
+    records: Sequence[Record]
+    images: ImageSource
+    preprocess: Callable[[Image.Image], torch.Tensor]
+    tokenizer: CaptionTokenizer
+    recipe: Method
+    seed: int
+    reserve: Callable[[int], Sequence[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.records)

@@ -14,7 +14,7 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionM
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
 
-from ..files import atomic_folder, write_json
+from ..files import atomic_file, atomic_folder, write_json
 from ..interchange import to_transformers
 from ..models.backbone import Backbone, load_backbone
 from ..models.shipped import WEIGHTS
@@ -110,9 +110,8 @@ class Build:
     def _pairs(self, pipe: StableDiffusionXLPipeline, windows: int, start: int, count: int) -> dict[str, torch.Tensor]:
         file = self.output / f"pairs-{windows}.safetensors"
         if not file.exists():
-            unfinished = file.with_suffix(".tmp")
-            save_file(encode_pairs(pipe, count, windows, start=start), unfinished)
-            unfinished.replace(file)
+            with atomic_file(file) as unfinished:
+                save_file(encode_pairs(pipe, count, windows, start=start), unfinished)
         return load_file(file)
 
     def fine_tuned(self, recipe: str) -> Backbone:

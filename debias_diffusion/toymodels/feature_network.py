@@ -26,12 +26,7 @@ class _Learner(nn.Module):
     def __init__(self, seed: int):
         super().__init__()
         torch.manual_seed(seed)
-        sizes = {
-            "hidden_size": _WIDTH,
-            "intermediate_size": 4 * _WIDTH,
-            "num_attention_heads": 4,
-            "num_hidden_layers": 3,
-        }
+        sizes = dict(hidden_size=_WIDTH, intermediate_size=4 * _WIDTH, num_attention_heads=4, num_hidden_layers=3)
         self.network = ViTModel(ViTConfig(image_size=SIZE, patch_size=8, **sizes), add_pooling_layer=False)
         self.classes = [len(KINDS) + 1, len(COLOURS) + 1] * len(PLACES) + [len(BACKGROUNDS)]
         self.head = nn.Linear(_WIDTH, sum(self.classes))

@@ -1,7 +1,6 @@
 """One resumable piece of building the toy world: a loss, a number of steps, and a log."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from ..files import atomic_file
 from ..training.schedule import learning_rate
 from ..training.step import decay_groups
 
@@ -60,9 +60,8 @@ def run_stage(
 
 
 def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    unfinished = path.with_suffix(".tmp")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, unfinished)
-    os.replace(unfinished, path)
+    with atomic_file(path) as unfinished:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, unfinished)
 
 
 def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -47,3 +47,9 @@ def finish(arguments: list[str], screen: Path) -> None:
     process = start(arguments, screen)
     process.join(PATIENCE)
     assert process.exitcode == 0, screen.read_text()[-3000:]
+
+
+def files(output: Path) -> dict[str, bytes]:
+    """The content of a folder's files by name, without its lock."""
+    paths = (path for path in sorted(output.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(output)): path.read_bytes() for path in paths}

@@ -157,11 +157,9 @@ def test_every_path_in_a_folder_opens_or_is_a_bad_record(tmp_path):
     (inside / "terminal").symlink_to("/dev/stdin")
     (inside / "folder").mkdir()
     os.mkfifo(inside / "pipe")
-    (inside / "unreadable").write_bytes(WHOLE)
     (inside / "empty").write_bytes(b"")
     source = ImageFolder(inside)
-    names = [path.name for path in inside.iterdir()]
-    names = [*(name for name in names if name != "unreadable"), "x" * 300, "a/" * 2000, "nul\0", "../outside.png", "."]
+    names = [*(path.name for path in inside.iterdir()), "x" * 300, "a/" * 2000, "nul\0", "../outside.png", "."]
     for name in names:
         with no_hang(), pytest.raises((OSError, ValueError)):
             source.open(name)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import tiny_sdxl
 from adversarial.fuzzing import rounds
-from adversarial.processes import PATIENCE, finish, start
+from adversarial.processes import PATIENCE, files, finish, start
 from safetensors.torch import load_file
 from tiny_clip import save_tiny_clip
 from tiny_data import make_tiny_data
@@ -84,14 +84,6 @@ def trained(output: Path) -> dict:
     }
     log = [{name: value for name, value in line.items() if name != "samples_per_second"} for line in lines]
     return weights | {"log": log}
-
-
-def files(output: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(output)): path.read_bytes()
-        for path in sorted(output.rglob("*"))
-        if path.is_file() and path.name != ".lock"
-    }
 
 
 JOBS = {

@@ -8,6 +8,7 @@ finding and lists all at its end.
 import collections
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +141,7 @@ def _fuzz(seconds: float, seed: int) -> int:
 
 def _targets(root: Path) -> list[Target]:
     import torch
+    from safetensors.torch import load_file, save_file
     from tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
     from tiny_sdxl import build_tiny_sdxl
     from transformers import ViTConfig, ViTModel
@@ -158,27 +160,20 @@ def _targets(root: Path) -> list[Target]:
     tiny_siglip().save(root / "siglip")
     export_text_encoder(small, root / "text")
     export_clip_model(small, root / "clip")
-    (root / "text_bin").mkdir()
     for name in ("text_encoder", "tokenizer"):
-        _copy(root / "text" / name, root / "text_bin" / name)
+        shutil.copytree(root / "text" / name, root / "text_bin" / name)
     weights = root / "text_bin" / "text_encoder" / "model.safetensors"
-    from safetensors.torch import load_file
-
     torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
     weights.unlink()
     build_tiny_sdxl(root / "sdxl")
-    _copy(Path(shipped("toy/debias-clip")), root / "difference")
+    shutil.copytree(Path(shipped("toy/debias-clip")), root / "difference")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
     ViTModel(ViTConfig(image_size=32, patch_size=8, **sizes)).save_pretrained(root / "vit")
-    for folder, save in (("file", "safetensors"), ("torch_file", "torch")):
+    state = {name: tensor.contiguous() for name, tensor in tiny_clip().model.state_dict().items()}
+    for folder in ("file", "torch_file"):
         (root / folder).mkdir()
-        state = {name: tensor.contiguous() for name, tensor in tiny_clip().model.state_dict().items()}
-        if save == "torch":
-            torch.save(state, root / folder / "weights.pt")
-        else:
-            from safetensors.torch import save_file
-
-            save_file(state, root / folder / "weights.safetensors")
+    save_file(state, root / "file" / "weights.safetensors")
+    torch.save(state, root / "torch_file" / "weights.pt")
     loads = {
         "open_clip": load_two_tower,
         "siglip": load_two_tower,
@@ -192,12 +187,6 @@ def _targets(root: Path) -> list[Target]:
         "torch_file": lambda folder: load_text_encoder(next(folder.iterdir())),
     }
     return [Target(name, root / name, load) for name, load in loads.items()]
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.mkdir(parents=True)
-    for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 
 import pytest
 from adversarial.fuzzing import examples, fuzz, no_hang
+from adversarial.mutations import damaged_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,15 +71,6 @@ ENTRY = JSON | st.fixed_dictionaries(
 )
 
 
-def damage(content: bytes, draw) -> bytes:
-    """The content with up to three bytes changed, taken away or put in between."""
-    content = bytearray(content)
-    for _ in range(draw(st.integers(0, 3))):
-        at = draw(st.integers(0, len(content)))
-        content[at : at + draw(st.integers(0, 2))] = draw(st.binary(max_size=2))
-    return bytes(content)
-
-
 def read_or_refuse(path, images):
     """What `open_data` makes of a file: (records, bad), or None where a UserError says what is wrong."""
     try:
@@ -107,14 +99,10 @@ def test_a_data_file_is_read_or_refused_and_every_entry_counts(tmp_path):
             path.write_bytes(content)
             counted = read_or_refuse(path, tmp_path)
             assert counted is None or sum(counted) == len(entries), "an entry was lost without a word"
-            path.write_bytes(damage(content, data.draw))
+            path.write_bytes(data.draw(damaged_bytes(content)))
             read_or_refuse(path, tmp_path)
 
     fuzz(search, seconds=15)
-
-
-def numbered(size: int) -> list[int]:
-    return list(range(size))
 
 
 def test_one_damaged_entry_costs_no_other(tmp_path):
@@ -124,14 +112,14 @@ def test_one_damaged_entry_costs_no_other(tmp_path):
     @examples(20)
     @given(st.integers(2, 30), st.data())
     def search(size, data):
-        entries = [f'{{"image": "{number}.png", "caption": "A {number}."}}'.encode() for number in numbered(size)]
+        entries = [f'{{"image": "{number}.png", "caption": "A {number}."}}'.encode() for number in range(size)]
         at = data.draw(st.integers(0, size - 1))
         entries[at] = b'{"image": "x.png", ' + data.draw(st.sampled_from(faults)) + b"}"
         for name, content in (("d.json", b"[" + b", ".join(entries) + b"]"), ("d.jsonl", b"\n".join(entries))):
             (tmp_path / name).write_bytes(content)
             with no_hang():
                 captions, _ = open_data(tmp_path / name, tmp_path)
-            assert [record.image for record in captions.records] == [f"{n}.png" for n in numbered(size) if n != at]
+            assert [record.image for record in captions.records] == [f"{n}.png" for n in range(size) if n != at]
             (bad,) = captions.bad
             assert bad.where == (f"entry {at}" if name == "d.json" else f"line {at + 1}")
 
@@ -173,7 +161,7 @@ def test_a_file_of_prompts_is_read_or_refused_and_every_line_counts(tmp_path):
             counted = read(path)
             if name == "p.jsonl" and counted is not None:
                 assert counted == len(entries), "a line was lost without a word"
-            path.write_bytes(damage(content.encode("utf-8", "surrogatepass"), data.draw))
+            path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
             read(path)
 
     fuzz(search, seconds=15)
@@ -185,7 +173,7 @@ def test_a_damaged_table_never_loses_a_row_without_a_word(tmp_path):
     @examples(200)
     @given(st.integers(3, 40), st.booleans(), st.data())
     def search(size, quoted, data):
-        rows = [f'"prompt {n}; a",{n}' if quoted else f"prompt {n}; a,{n}" for n in numbered(size)]
+        rows = [f'"prompt {n}; a",{n}' if quoted else f"prompt {n}; a,{n}" for n in range(size)]
         at = data.draw(st.integers(0, size - 1))
         place = data.draw(st.integers(0, len(rows[at])))
         quote = data.draw(st.sampled_from(('"', '""', "'", '",', '"\n')))
@@ -197,7 +185,7 @@ def test_a_damaged_table_never_loses_a_row_without_a_word(tmp_path):
         except UserError:
             return
         drawn = [prompt.text for prompt in file.prompts]
-        lost = [n for n in numbered(size) if n != at and f"prompt {n}; a" not in drawn]
+        lost = [n for n in range(size) if n != at and f"prompt {n}; a" not in drawn]
         assert len(lost) <= len(file.left_out), f"{lost} are neither drawn nor named"
         assert all(math.isfinite(prompt.number) for prompt in file.prompts)
 
