@@ -1,9 +1,11 @@
 import json
+import pickle
 
 import open_clip
 import pytest
 import torch
 from PIL import Image
+from test_interchange import Runs
 from tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
 
 from debias_diffusion.errors import UserError
@@ -112,15 +114,6 @@ def test_what_cannot_be_used_is_named(model, pretrained, message):
         load_backbone(model, pretrained)
 
 
-def test_weights_that_do_not_fit_or_are_no_weights_are_refused(tmp_path):
-    folder = save_tiny_clip(tmp_path)
-    with pytest.raises(UserError, match="brings its own weights"):
-        load_backbone(folder, "openai")
-    (tmp_path / "open_clip_model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(UserError, match="could not be loaded"):
-        load_backbone(folder)
-
-
 def long_clip_state(length=248):
     """A checkpoint as Long-CLIP's training leaves it, and the one table that its masks make of its two."""
     state = dict(tiny_clip(quick_gelu=True, context_length=length).model.state_dict())
@@ -131,21 +124,23 @@ def long_clip_state(length=248):
     return state, first * kept + second * ~kept
 
 
-@pytest.mark.parametrize("wrapping", ["plain", "state_dict", "module.", "half, with sizes", "before torch 1.6"])
+WRAPPINGS = {
+    "plain": lambda state: state,
+    "state_dict": lambda state: {"state_dict": state, "epoch": 3},
+    "module.": lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
+    "half, with sizes": lambda state: {n: t.half() for n, t in state.items()} | {"context_length": torch.tensor(77)},
+    "before torch 1.6": lambda state: state,
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_a_long_clip_checkpoint_becomes_one_table_and_is_not_stretched_again(tmp_path, wrapping):
     state, table = long_clip_state()
-    written, options = state, {}
-    if wrapping == "state_dict":
-        written = {"state_dict": state, "epoch": 3}
-    elif wrapping == "module.":
-        written = {f"module.{name}": tensor for name, tensor in state.items()}
-    elif wrapping == "half, with sizes":
-        written = {name: tensor.half() for name, tensor in state.items()} | {"context_length": torch.tensor(77)}
-    elif wrapping == "before torch 1.6":
-        options = {"_use_new_zipfile_serialization": False}
-    torch.save(written, tmp_path / "longclip-tiny.pt", **options)
+    as_zip = wrapping != "before torch 1.6"
+    file = tmp_path / "longclip-tiny.pt"
+    torch.save(WRAPPINGS[wrapping](state), file, _use_new_zipfile_serialization=as_zip)
     with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
-        backbone = load_backbone("tiny-quickgelu", str(tmp_path / "longclip-tiny.pt"))
+        backbone = load_backbone("tiny-quickgelu", str(file))
     assert (backbone.context_length, backbone.tokenizer.context_length, backbone.kept_positions) == (248, 248, 20)
     assert backbone.config["debias_diffusion"] == {"keep": 20, "factor": 4} and not backbone.random_weights
     tolerance = 0.002 if "half" in wrapping else 0
@@ -165,9 +160,8 @@ def test_a_long_clip_checkpoint_becomes_one_table_and_is_not_stretched_again(tmp
 def test_a_long_clip_checkpoint_for_another_model_is_refused(tmp_path):
     file = tmp_path / "longclip.pt"
     torch.save(long_clip_state()[0], file)
-    with pytest.raises(
-        UserError, match="QuickGELU, which 'ViT-S-32-alt' lacks. Use --model ViT-B-16-quickgelu or ViT-L"
-    ):
+    message = "QuickGELU, which 'ViT-S-32-alt' lacks. Use --model ViT-B-16-quickgelu or ViT-L"
+    with pytest.raises(UserError, match=message):
         load_backbone("ViT-S-32-alt", str(file))
     configs = {"tiny": CONFIG, "tiny-quickgelu": CONFIG | {"quick_gelu": True}}
     with registered(tmp_path / "configs", **configs):
@@ -236,8 +230,13 @@ def test_files_that_are_cut_short_or_hold_no_weights_are_refused(tmp_path):
 
 
 def test_a_folder_without_weights_or_with_a_broken_configuration_is_refused(tmp_path):
-    folder = save_tiny_clip(tmp_path)
-    (tmp_path / "open_clip_model.safetensors").unlink()
+    folder, weights = save_tiny_clip(tmp_path), tmp_path / "open_clip_model.safetensors"
+    with pytest.raises(UserError, match="brings its own weights"):
+        load_backbone(folder, "openai")
+    weights.write_bytes(b"not weights")
+    with pytest.raises(UserError, match="could not be loaded"):
+        load_backbone(folder)
+    weights.unlink()
     with pytest.raises(UserError, match="holds no weights"):
         load_backbone(folder)
     for broken in ("", "{", "[]", '{"model_cfg": 3}', '{"model_cfg": {"text_cfg": {}, "vision_cfg": 1}}', "\x00"):
@@ -247,15 +246,8 @@ def test_a_folder_without_weights_or_with_a_broken_configuration_is_refused(tmp_
 
 
 def test_a_pickle_with_code_is_not_executed(tmp_path):
-    import pickle
-
     marker = tmp_path / "executed"
-
-    class Hostile:
-        def __reduce__(self):
-            return (marker.write_text, ("x",))
-
-    (tmp_path / "weights.pt").write_bytes(pickle.dumps({"state_dict": Hostile()}))
+    (tmp_path / "weights.pt").write_bytes(pickle.dumps({"state_dict": Runs(marker)}))
     with pytest.raises(UserError, match="could not be loaded"):
         load_backbone("ViT-S-32-alt", str(tmp_path / "weights.pt"))
     assert not marker.exists()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.transformer import VisionTransformer
+from test_interchange import block_states
 from tiny_clip import everyday, save_tiny_clip, tiny_clip, tiny_siglip
 
 from debias_diffusion.errors import UserError
@@ -63,16 +64,11 @@ def test_features_and_gradients_equal_open_clips(kind, dtype, tolerance, checkpo
 
 
 def test_states_of_cls_are_those_after_the_blocks():
-    visual, seen = visual_of().double(), []
-    hooks = [
-        block.register_forward_hook(lambda *call: seen.append(call[2][:, 0])) for block in visual.transformer.resblocks
-    ]
-    visual(images())
-    for hook in hooks:
-        hook.remove()
+    visual = visual_of().double()
+    (_, *blocks), _ = block_states(visual.transformer, lambda: visual(images()))
     features, states = ImageTower(visual).encode(images(), blocks=[2, 0, -2])
     assert states.shape == (3, 3, 32) and features.shape == (3, 24)
-    torch.testing.assert_close(states, torch.stack([seen[2], seen[0], seen[1]], dim=1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(states, torch.stack([blocks[b][:, 0] for b in (2, 0, 1)], dim=1), rtol=0, atol=1e-12)
     assert ImageTower(visual).encode(images())[1].shape == (3, 0, 32)
     for block in (3, -4):
         with pytest.raises(UserError, match=f"no block {block}. Give numbers from 0 to 2"):

@@ -35,12 +35,6 @@ def test_kept_rows_and_old_rows_are_bit_identical():
     assert torch.equal(out[20::4], table[20:])
 
 
-def test_the_last_rows_follow_the_last_segment():
-    table = torch.zeros(77, 1, dtype=torch.float64)
-    table[75], table[76] = 1.0, 3.0
-    assert stretch_positions(table)[-5:, 0].tolist() == [2.5, 3.0, 3.5, 4.0, 4.5]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,7 +1,6 @@
 """Two-towers from every kind of folder and file: the loaded model equals the saved one, with no random weight."""
 
 import json
-import warnings
 from pathlib import Path
 
 import open_clip
@@ -10,7 +9,7 @@ import torch
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_interchange import Runs, hub_repository
+from test_interchange import Runs, hub_repository, long_clip
 from tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
 from transformers import CLIPConfig, CLIPModel
 
@@ -27,12 +26,6 @@ from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 
 CAPTIONS = ["A cat sits on a red mat. " * 60, "A dog.", "Two birds fly over a blue house, and a man looks up. " * 4]
-
-
-def long_clip(quick_gelu: bool = False, **settings) -> Backbone:
-    backbone = tiny_clip(quick_gelu=quick_gelu, **settings)
-    backbone.stretch()
-    return backbone.eval()
 
 
 def check(loaded: Backbone, expected: Backbone) -> None:
@@ -71,12 +64,9 @@ def test_a_run_is_its_best_model_else_its_last_and_a_folder_itself(tmp_path):
         assert not encoder.training and tokenizer.model_max_length == 248
     check(load_two_tower(f"local-dir:{tmp_path / 'last'}"), last)
     check(load_two_tower(tmp_path / "best" / "open_clip_model.safetensors"), best)
-
-
-def test_a_siglip_is_loaded_too(tmp_path):
     siglip = tiny_siglip().eval()
-    siglip.save(tmp_path)
-    check(load_two_tower(tmp_path), siglip)
+    siglip.save(tmp_path / "siglip")
+    check(load_two_tower(tmp_path / "siglip"), siglip)
 
 
 def test_a_name_with_weights_is_that_model_and_without_any_is_refused(tmp_path):
@@ -91,10 +81,6 @@ def test_a_name_with_weights_is_that_model_and_without_any_is_refused(tmp_path):
             load_two_tower("tiny-quickgelu")
     with pytest.raises(UserError, match="ViT-B-16-quickgelu:WEIGHTS, with a file or one of: openai, dfn2b"):
         load_two_tower("ViT-B-16-quickgelu")
-    with pytest.raises(UserError, match="Did you mean openai"):
-        load_two_tower("ViT-B-16-quickgelu:opnai")
-    with pytest.raises(UserError, match="Use --model ViT-B-16-quickgelu"):
-        load_two_tower("ViT-B-16:openai")
     with pytest.raises(UserError, match="'ViT-B16' is not there. Did you mean ViT-B-16"):
         load_two_tower("ViT-B16")
 
@@ -104,7 +90,7 @@ def test_a_name_with_weights_is_that_model_and_without_any_is_refused(tmp_path):
 
 @pytest.mark.parametrize("quick_gelu", [False, True])
 def test_a_clip_model_comes_back_as_it_was_exported(tmp_path, quick_gelu):
-    backbone = long_clip(quick_gelu)
+    backbone = long_clip(quick_gelu=quick_gelu)
     export_clip_model(backbone, tmp_path / "clip")
     loaded = load_two_tower(tmp_path / "clip")
     check(loaded, backbone)
@@ -231,6 +217,7 @@ def known(tmp_path):
         yield
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_a_file_with_both_towers_is_the_model_of_its_sizes_with_a_warning(tmp_path, known):
     backbone = tiny_clip().eval()
     save_file(backbone.model.state_dict(), tmp_path / "weights.safetensors")
@@ -240,11 +227,10 @@ def test_a_file_with_both_towers_is_the_model_of_its_sizes_with_a_warning(tmp_pa
     quick = tiny_clip(quick_gelu=True).eval()
     beside = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_act": "quick_gelu"}
     (tmp_path / "config.json").write_text(json.dumps(beside))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check(load_two_tower(tmp_path / "weights.safetensors"), quick)
+    check(load_two_tower(tmp_path / "weights.safetensors"), quick)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_twelve_blocks_and_long_clips_weights_are_openais_activation(tmp_path):
     text = CONFIG["text_cfg"] | {"layers": 12}
     configs = {"deep": CONFIG | {"text_cfg": text}, "deep-quickgelu": CONFIG | {"text_cfg": text, "quick_gelu": True}}
@@ -253,19 +239,12 @@ def test_twelve_blocks_and_long_clips_weights_are_openais_activation(tmp_path):
         state = open_clip.create_model("deep").state_dict()
         torch.save(state, tmp_path / "weights.pt")
         with pytest.warns(UserWarning, match="deep-quickgelu is assumed"):
-            check(
-                load_two_tower(tmp_path / "weights.pt"),
-                load_backbone("deep-quickgelu", str(tmp_path / "weights.pt")).eval(),
-            )
-        table = state["positional_embedding"]
+            loaded = load_two_tower(tmp_path / "weights.pt")
+        check(loaded, load_backbone("deep-quickgelu", str(tmp_path / "weights.pt")).eval())
         both = [torch.randn(248, 32) for _ in range(2)]
-        torch.save(
-            state | {"positional_embedding": both[0], "positional_embedding_res": both[1]}, tmp_path / "longclip.pt"
-        )
-        assert len(table) == 77
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loaded = load_two_tower(tmp_path / "longclip.pt")
+        tables = dict(zip(("positional_embedding", "positional_embedding_res"), both, strict=True))
+        torch.save(state | tables, tmp_path / "longclip.pt")
+        loaded = load_two_tower(tmp_path / "longclip.pt")
     assert loaded.config["model_cfg"]["quick_gelu"] and loaded.context_length == 248
     assert torch.equal(loaded.model.positional_embedding, torch.cat([both[0][:20], both[1][20:]]))
 

@@ -230,12 +230,8 @@ def _read_state(source: str | Path, config: CLIPConfig) -> State:
     state = {name: t for name, t in tensors.items() if name.startswith(parts) and not name.endswith("position_ids")}
     check_state(state, expected, label)
     check_finite(state.items(), label)
-    vision = {
-        name: tensor for name, tensor in state.items() if name.startswith(("vision_model.", "visual_projection."))
-    }
-    text = {name: tensor for name, tensor in state.items() if name.startswith(("text_model.", "text_projection."))}
-    towers = text_from_transformers(text)
-    towers |= {f"visual.{name}": tensor for name, tensor in vision_from_transformers(vision).items()}
+    towers = text_from_transformers(state)
+    towers |= {f"visual.{name}": tensor for name, tensor in vision_from_transformers(state).items()}
     return towers | {"logit_scale": state["logit_scale"]}
 
 

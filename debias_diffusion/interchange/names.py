@@ -67,7 +67,10 @@ def vision_to_transformers(state: Mapping[str, torch.Tensor]) -> State:
 
 
 def text_from_transformers(state: Mapping[str, torch.Tensor]) -> State:
-    """The inverse of `text_to_transformers`: OpenAI's names, `text_projection` as [width, embed_dim]."""
+    """The inverse of `text_to_transformers`: OpenAI's names, `text_projection` as [width, embed_dim].
+
+    Weights of an image tower are ignored, and those of a text tower by `vision_from_transformers`.
+    """
     return _to_openai(state, "text_model.", _TEXT, "text_projection", "text_projection")
 
 

@@ -28,7 +28,7 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 from ..errors import UserError, reason
 from ..files import atomic_file, read_json_object
 from ..models.backbone import CONFIG_FILE
-from ..models.model_files import check_finite, check_state
+from ..models.model_files import check_finite, check_state, explain_failure
 from ..models.weights import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
 from .names import State, text_to_transformers
@@ -55,7 +55,8 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
         UserError: the file holds no whole CLIP text encoder; the message names its content, if known.
     """
     tensors = read_tensors(file)
-    try:
+    # for example sizes that no encoder can have
+    with explain_failure(f"{os.fspath(file)!r} holds no text encoder that can be built"):
         state, follows_rule = text_part(tensors, file)
         config, has_activation = _config(state, file)
         label = f"the text encoder in {os.fspath(file)!r}"
@@ -63,10 +64,6 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
         check_finite(state.items(), label[0].upper() + label[1:])
         state = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
         encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state)
-    except UserError:
-        raise
-    except Exception as error:  # sizes that no encoder can have
-        raise UserError(f"{os.fspath(file)!r} holds no text encoder that can be built: {reason(error)}.") from error
     if not (follows_rule or has_activation):
         guess = _GUESSED.format(file=os.fspath(file), blocks=config.num_hidden_layers, act=config.hidden_act)
         warnings.warn(guess, stacklevel=3)

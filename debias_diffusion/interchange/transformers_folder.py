@@ -8,12 +8,7 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import (
-    CLIPTextConfig,
-    CLIPTokenizer,
-    CLIPVisionConfig,
-    PretrainedConfig,
-)
+from transformers import CLIPTextConfig, CLIPTokenizer, CLIPVisionConfig, PretrainedConfig
 
 from ..errors import UserError
 from ..models.backbone import CONFIG_FILE, Backbone

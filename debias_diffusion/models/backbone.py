@@ -21,7 +21,7 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms import Compose, PILToTensor
 
-from ..errors import UserError, near_matches, reason
+from ..errors import UserError, near_matches
 from ..tokens import CaptionTokenizer, TokenBatch
 from .blocks import Attention, block_numbers
 from .families import Family, find_family
@@ -315,13 +315,9 @@ def _find_config(model: str) -> tuple[dict, str | None]:
 
 
 def _hub_config(model: str) -> dict:
-    try:
+    advice = "Check the name and the network, or give a folder that holds the repository's files."
+    with explain_failure(f"{model!r} could not be fetched from the Hugging Face hub", advice):
         return open_clip.get_model_config(model)
-    except Exception as error:  # no network, no such repository, no such file
-        raise UserError(
-            f"{model!r} could not be fetched from the Hugging Face hub: {reason(error)}. Check the name and the "
-            "network, or give a folder that holds the repository's files."
-        ) from error
 
 
 def _read_config(file: Path) -> dict:

@@ -17,12 +17,13 @@ from transformers import CLIPTokenizer
 
 from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_eot, eot_attention
 from debias_diffusion.devices import pick_device
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.interchange import best_of_run, load_text_encoder, load_two_tower
 from debias_diffusion.interchange.load import model_and_weights
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.backbone import CONFIG_FILE, Backbone
+from debias_diffusion.models.model_files import explain_failure
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weights import weights_digest
 from debias_diffusion.tokens import CaptionTokenizer
@@ -149,10 +150,8 @@ def load_reader(name: str, device: torch.device) -> Reader:
         captions = encoder.tokenizer
     else:
         encoder, tokenizer = load_text_encoder(name)
-        try:
+        with explain_failure(f"The tokenizer of {name!r} cannot be used"):
             captions = CaptionTokenizer(tokenizer, encoder.config.max_position_embeddings)
-        except ValueError as error:
-            raise UserError(f"The tokenizer of {name!r} cannot be used: {reason(error)}.") from error
     check_reads_eot(encoder)
     return Reader(encoder.to(device).eval(), captions, device, weights_digest(encoder))
 
