@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_training import config, log, same_weights, without_clock
+from test_training import config, is_the_same_run, killed_copy, log, losses, same_weights
 from tiny_clip import tiny_clip
 from tiny_data import make_tiny_data
 
@@ -37,10 +37,9 @@ def stopped(finished, tmp_path):
 
 
 @pytest.fixture
-def stopped_earlier(stopped):
-    """A run killed two steps before its last."""
-    shutil.rmtree(stopped / "checkpoints" / NEWEST)
-    return stopped
+def stopped_earlier(finished, tmp_path):
+    """A run killed in its last step, two after its newest checkpoint."""
+    return killed_copy(finished, tmp_path / "run", STEPS)
 
 
 def flip(file: Path, place: float) -> None:
@@ -54,11 +53,6 @@ def continue_run(world, output, **settings):
     return train(config(world, output, **{"max_steps": STEPS} | settings))
 
 
-def is_the_same_run(output, finished):
-    assert same_weights(output, finished)
-    assert without_clock(log(output)) == without_clock(log(finished))
-
-
 # ---- another base model
 
 
@@ -67,8 +61,7 @@ def test_another_base_model_at_the_same_place_is_refused(world, finished, stoppe
     shutil.copytree(world[0], model)
     folder = RunFolder(stopped_earlier)
     folder.claim(folder.settings() | {"model": model})
-    other = tiny_clip(seed=1)
-    other.save(model)
+    tiny_clip(seed=1).save(model)
     with pytest.raises(UserError, match="The base model is another one, by its contents"):
         continue_run((model, *world[1:]), stopped_earlier)
     # Other preprocessing is another base model too.
@@ -182,31 +175,12 @@ def test_the_only_checkpoint_damaged_means_to_begin_anew(world, finished, stoppe
     is_the_same_run(stopped_earlier, finished)
 
 
-def with_a_renamed_entry(optimizer):
-    name = next(name for name in optimizer if name.endswith("/exp_avg"))
-    optimizer["x/exp_avg"] = optimizer.pop(name)
-
-
-def with_a_lost_entry(optimizer):
-    del optimizer[next(name for name in optimizer if name.endswith("/exp_avg_sq"))]
-
-
-def with_another_shape(optimizer):
-    name = next(name for name in optimizer if name.endswith("/exp_avg"))
-    optimizer[name] = torch.zeros(3)
-
-
-def with_an_entry_too_many(optimizer):
-    optimizer["x/step"] = torch.tensor(1.0)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (with_a_renamed_entry, "/exp_avg' is missing"),
-        (with_a_lost_entry, "/exp_avg_sq' is missing"),
-        (with_another_shape, "has the shape"),
-        (with_an_entry_too_many, "the optimizer has no 'x/step'"),
+        (lambda state: {name: state[name] for name in state if name != "ln_final.bias/exp_avg"}, "exp_avg' is missing"),
+        (lambda state: state | {"ln_final.bias/exp_avg": torch.zeros(3)}, "has the shape"),
+        (lambda state: state | {"x/step": torch.tensor(1.0)}, "the optimizer has no 'x/step'"),
         (b"cut short", "header"),
         ("{}", "state.json is that of step 0"),
         ('{"step": 4}', "state.json is that of step 4"),
@@ -226,8 +200,7 @@ def test_damaged_checkpoints_without_checksums_are_named(world, stopped, damage,
         (newest / "state.json").write_text(damage)
     else:
         optimizer = load_file(newest / "optimizer.safetensors")
-        damage(optimizer)
-        save_file(optimizer, newest / "optimizer.safetensors")
+        save_file(damage(optimizer), newest / "optimizer.safetensors")
     with pytest.raises(UserError, match=f"{NEWEST}' cannot be used: .*{message}.*continue from {OLDER}"):
         continue_run(world, stopped)
 
@@ -237,10 +210,8 @@ def test_a_lost_scaler_of_fp16_is_named(world, tmp_path):
     train(config(world, tmp_path, **settings))
     newest = tmp_path / "checkpoints" / "step-00000002"
     (newest / "SHA256SUMS").unlink()
-    optimizer = {name: value for name, value in load_file(newest / "optimizer.safetensors").items() if "/" in name}
-    save_file(
-        {name: value for name, value in optimizer.items() if "scale" not in name}, newest / "optimizer.safetensors"
-    )
+    file = newest / "optimizer.safetensors"
+    save_file({name: value for name, value in load_file(file).items() if "scale" not in name}, file)
     with pytest.raises(UserError, match="the optimizer's 'scaler/.*' is missing"):
         train(config(world, tmp_path, **settings))
 
@@ -264,33 +235,23 @@ def test_damaged_image_features_are_named_and_computed_anew(world, tmp_path):
     flip(features.with_name("stamps-0000"), 0.5)
     train(config(world, tmp_path / "third", **settings))
     assert features.stat().st_size == 25 * 24 * 4
-    losses = ([line["loss"] for line in log(tmp_path / name) if "loss" in line] for name in ("first", "third"))
-    assert next(losses) == pytest.approx(next(losses), rel=1e-4)
+    assert losses(tmp_path / "third") == pytest.approx(losses(tmp_path / "first"), rel=1e-4)
 
 
 # ---- other files of a run
 
 
-@pytest.mark.parametrize(
-    "content", [b"{", b"\xff\xfe", b"[]", b'{"seed": 0, "max_bad": "x"}', b"null", b"{}", b"[" * 100_000]
-)
-def test_damaged_settings_are_named(world, finished, stopped_earlier, content):
-    settings = (stopped_earlier / "settings.json").read_bytes()
-    (stopped_earlier / "settings.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"settings\.json', the settings of the run, cannot be read: .*Put a copy"):
-        continue_run(world, stopped_earlier)
-    assert (stopped_earlier / "settings.json").read_bytes() == content
-    (stopped_earlier / "settings.json").write_bytes(settings)
-
-
-def test_a_changed_number_in_the_settings_is_noticed(world, stopped_earlier):
+def test_damaged_and_changed_settings_are_named(world, stopped_earlier):
     file = stopped_earlier / "settings.json"
-    before = file.read_text()
-    changed = before.replace('"max_bad": 0.01', '"max_bad": 0.21')  # with which other records would be drawn
-    assert changed != before
-    file.write_text(changed)
-    with pytest.raises(UserError, match=r"settings\.json.*it and its checksum do not agree"):
-        continue_run(world, stopped_earlier)
+    changed = file.read_bytes().replace(b'"max_bad": 0.01', b'"max_bad": 0.21')  # with which other records were drawn
+    damaged = (b"{", b"\xff\xfe", b"[]", b'{"seed": 0, "max_bad": "x"}', b"null", b"{}", b"[" * 100_000)
+    for content in (*damaged, changed):
+        assert content != file.read_bytes()
+        file.write_bytes(content)
+        problem = ".*it and its checksum do not agree" if content == changed else ""
+        with pytest.raises(UserError, match=f"json', the settings of the run, cannot be read: {problem}.*Put a copy"):
+            continue_run(world, stopped_earlier)
+        assert file.read_bytes() == content
 
 
 def test_damaged_lines_of_the_logs_are_left_out_and_the_others_kept(world, finished, stopped_earlier):

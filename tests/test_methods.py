@@ -3,14 +3,13 @@
 import json
 import re
 import runpy
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_training import config, log, losses, run_in_two_processes, same_weights, without_clock
+from test_training import config, is_the_same_run, killed_copy, log, losses, run_in_two_processes
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.errors import UserError
@@ -82,12 +81,9 @@ def test_two_processes_give_the_same_run(world, finished, page, tmp_path):
 
 
 def test_a_killed_run_resumes_bit_identically_with_the_module_and_its_averages(world, finished, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    shutil.rmtree(run / "last")
-    shutil.rmtree(run / NEWEST)  # as after a kill in step 5
+    run = killed_copy(finished, tmp_path / "run", step=5)
     train(config(world, run, **SETTINGS))
-    assert same_weights(run, finished) and without_clock(log(run)) == without_clock(log(finished))
+    is_the_same_run(run, finished)
     for name in ("method.safetensors", "optimizer.safetensors"):
         assert (run / NEWEST / name).read_bytes() == (finished / NEWEST / name).read_bytes()
     assert "method/weight/exp_avg" in load_file(run / NEWEST / "optimizer.safetensors")

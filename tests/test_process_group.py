@@ -1,11 +1,10 @@
 """Each of several processes leaves with its own exit code."""
 
-import os
-import socket
-import subprocess
 import sys
 
 import pytest
+from test_step import run_in_processes
+from test_stopping import start_ranks
 
 SCRIPT = """
 import sys
@@ -42,42 +41,26 @@ cli.main(["work"])
 """
 
 
-def run_processes(count: int, case: str) -> tuple[list[int], list[tuple[str, str]]]:
-    """The exit codes of `SCRIPT`'s processes, and what they print."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
-    environment = os.environ | place | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, case],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    told = [process.communicate(timeout=180) for process in processes]
-    return [process.returncode for process in processes], told
+def run_processes(count: int, case: str) -> tuple[list[int], list[str]]:
+    """The exit codes of `SCRIPT`'s processes, and what each prints."""
+    processes = start_ranks([sys.executable, "-c", SCRIPT, case], count)
+    outputs = [process.communicate(timeout=180)[0] for process in processes]
+    return [process.returncode for process in processes], outputs
 
 
 @pytest.mark.slow
 def test_every_process_leaves_with_its_own_exit_code():
-    codes, told = run_processes(4, "together")
-    assert codes == [0, 2, 130, 1], told
-    assert all(out == "done\n" for out, _ in told)
-    for (_, error), expected in zip(
-        told[1:], ("error: A fault of one process.", "Interrupted.", "A bug."), strict=True
-    ):
-        assert expected in error
+    codes, outputs = run_processes(4, "together")
+    assert codes == [0, 2, 130, 1], outputs
+    for output, error in zip(outputs, ("", "error: A fault of one process.", "Interrupted.", "A bug."), strict=True):
+        assert "done\n" in output and error in output
 
 
 def test_a_process_whose_partner_fails_says_so_without_a_traceback():
-    codes, told = run_processes(2, "alone")
-    assert codes == [1, 2], told
-    assert "error: Another process of this run has failed" in told[0][1] and "Traceback" not in told[0][1]
-    assert "error: A fault of one process." in told[1][1]
+    codes, outputs = run_processes(2, "alone")
+    assert codes == [1, 2], outputs
+    assert "error: Another process of this run has failed" in outputs[0] and "Traceback" not in outputs[0]
+    assert "error: A fault of one process." in outputs[1]
 
 
 FINISHES = """
@@ -100,10 +83,6 @@ print(f"done by {processes.count}")
 def test_processes_that_have_finished_are_not_aborted(tmp_path):
     # Where the group is left to the interpreter, some launches end with -6; so its end is looked at too.
     (tmp_path / "script.py").write_text(FINISHES)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "--master_port=0", "--standalone"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [*launch, str(tmp_path / "script.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("done by 4") == 4
-    assert done.stdout.count("group at exit: False") == 4
+    output = run_in_processes(4, str(tmp_path / "script.py"))
+    assert output.count("done by 4") == 4
+    assert output.count("group at exit: False") == 4

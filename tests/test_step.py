@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from open_clip.transformer import PatchDropout
 from safetensors.torch import load_file
-from test_objectives import literal_info_nce
+from test_objectives import literal_info_nce, literal_sigmoid
 from tiny_clip import tiny_clip, tiny_siglip
 from tiny_data import caption
 from torch import nn
@@ -114,15 +114,6 @@ def literal_text(backbone, tokens):
     return projection(pooled) if callable(projection) else pooled @ projection
 
 
-def literal_sigmoid(image, text, scale, bias):
-    total = 0.0
-    for i in range(len(image)):
-        for j in range(len(text)):
-            z = 1 if i == j else -1
-            total = total + torch.log1p(torch.exp(-z * (scale * image[i] @ text[j] + bias)))
-    return total / len(image)
-
-
 def literal_loss(backbone, recipe, batch):
     """The paper's formulas on padded rows and open_clip's own forward passes, nothing shared, nothing skipped."""
     model = backbone.model
@@ -150,15 +141,34 @@ def assert_same_gradients(ours, theirs):
         torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
 
 
+def assert_split_exactly(backbone, method, batch, modules, loss, expected):
+    """Loss, gradients and their norm of the whole batch come out of chunks of any size."""
+    models = [backbone] if modules is None else [backbone, modules]
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for chunk in (None, 1, 3, 4):
+        for model in models:
+            model.zero_grad()
+        report = backward(backbone, method, batch, CPU, chunk=chunk, modules=modules)
+        assert report["loss"] == pytest.approx(loss.item(), abs=1e-9)
+        assert report["gradient_norm"] == pytest.approx(norm.item(), rel=1e-9)
+        assert_same_gradients(gradients(*models), expected)
+
+
+def run_in_processes(count, *command):
+    """What `count` processes of a Python program print, as torch's launcher starts them."""
+    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={count}", "--master_port=0", "--standalone"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launch, *command]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def shared_gradients(tmp_path_factory):
     """What two processes ended with, for all cases: {(case, chunk, rank): gradients}"""
     folder = tmp_path_factory.mktemp("shared")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [*launch, str(Path(__file__).parent / "two_processes.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_in_processes(2, str(Path(__file__).parent / "two_processes.py"), str(folder))
     return {path.stem: load_file(path) for path in folder.iterdir()}
 
 
@@ -171,13 +181,7 @@ def test_loss_and_gradients_are_the_papers_however_the_batch_is_split(case, shar
     expected = gradients(backbone)
     assert expected.keys() == dict(backbone.model.named_parameters()).keys()
     assert all(gradient.abs().sum() > 0 for gradient in expected.values())
-    for chunk in (None, 1, 3, 4):
-        backbone.zero_grad()
-        report = backward(backbone, recipe, batch, CPU, chunk=chunk)
-        assert report["loss"] == pytest.approx(loss.item(), abs=1e-9)
-        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-        assert report["gradient_norm"] == pytest.approx(norm.item(), rel=1e-9)
-        assert_same_gradients(gradients(backbone), expected)
+    assert_split_exactly(backbone, recipe, batch, None, loss, expected)
     for chunk in (None, 2):
         for rank in range(2):
             assert_same_gradients(shared_gradients[f"{case}-{chunk}-{rank}"], expected)
@@ -187,21 +191,13 @@ def test_a_methods_own_modules_features_and_views_are_split_exactly_too(shared_g
     backbone, method, batch, modules = rich_setup()
     features = method.encode(backbone, batch, modules)
     losses, _ = method.losses(features, backbone.logit_scale.exp())
-    assert {name: feature.ndim for name, feature in features.items() if feature.ndim != 2} == {
-        "masked": 3,
-        "distance": 1,
-        "weight": 1,
-    }
-    sum(losses.values()).backward()
+    assert [features[name].ndim for name in ("long_text", "masked", "distance", "weight")] == [2, 3, 1, 1]
+    loss = sum(losses.values())
+    loss.backward()
     expected = gradients(backbone, modules)
     assert {"head.weight", "head.bias", "weight"} < expected.keys() and "frozen.weight" not in expected
     assert all(gradient.abs().sum() > 0 for gradient in expected.values())
-    for chunk in (None, 1, 4):
-        backbone.zero_grad(), modules.zero_grad()
-        report = backward(backbone, method, batch, CPU, chunk=chunk, modules=modules)
-        assert_same_gradients(gradients(backbone, modules), expected)
-        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-        assert report["gradient_norm"] == pytest.approx(norm.item(), rel=1e-9)
+    assert_split_exactly(backbone, method, batch, modules, loss, expected)
     for chunk in (None, 2):
         for rank in range(2):
             assert_same_gradients(shared_gradients[f"rich-{chunk}-{rank}"], expected)
@@ -256,12 +252,6 @@ def test_a_loss_that_is_not_finite_leaves_no_gradients():
         assert gradients(backbone) == {}
 
 
-def fp16_step(optimizer, backbone, recipe, batch):
-    report = backward(backbone, recipe, batch, CPU, "fp16", scaler=optimizer.scaler)
-    optimizer.step(1e-3)
-    return report
-
-
 def test_fp16_scales_gradients_and_leaves_overflowing_steps_out():
     backbone, recipe, batch = step_setup()
     backbone.float()
@@ -273,7 +263,8 @@ def test_fp16_scales_gradients_and_leaves_overflowing_steps_out():
     scales = []
     for _ in range(40):
         scales.append(optimizer.scaler.get_scale())
-        norm = fp16_step(optimizer, backbone, recipe, batch)["gradient_norm"]
+        norm = backward(backbone, recipe, batch, CPU, "fp16", scaler=optimizer.scaler)["gradient_norm"]
+        optimizer.step(1e-3)
         if math.isfinite(norm):
             break
         assert torch.equal(backbone.model.token_embedding.weight, before)

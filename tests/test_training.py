@@ -26,7 +26,7 @@ from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import open_data
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import atomic_folder, explain_full_disk, restore_folder
+from debias_diffusion.files import atomic_folder, explain_full_disk
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.training import TrainConfig, loop, train
@@ -61,9 +61,31 @@ def without_clock(lines):
     return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in lines]
 
 
+def losses(output):
+    return [line["loss"] for line in log(output) if "loss" in line]
+
+
+def recalls(output):
+    """The lines of the measurements on held-out pairs."""
+    return [line for line in log(output) if "t2i_r1" in line]
+
+
 def same_weights(one, other):
     one, other = (load_file(Path(f) / "last" / "open_clip_model.safetensors") for f in (one, other))
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def is_the_same_run(output, other):
+    assert same_weights(output, other)
+    assert without_clock(log(output)) == without_clock(log(other))
+
+
+def killed_copy(finished, output, step=STEPS):
+    """A copy of a finished run as a kill in its step `step`, the last one, leaves it."""
+    shutil.copytree(finished, output)
+    shutil.rmtree(output / "last")
+    shutil.rmtree(output / "checkpoints" / f"step-{step:08}")
+    return output
 
 
 def test_a_run_leaves_what_it_says(world, finished):
@@ -71,19 +93,20 @@ def test_a_run_leaves_what_it_says(world, finished):
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert {"loss", "short", "long", "logit_scale", "learning_rate", "epoch", "samples_per_second"} <= steps[0].keys()
-    assert [line["step"] for line in lines if "t2i_r1" in line] == [0, 3, 6, 7]
+    assert [line["step"] for line in recalls(finished)] == [0, 3, 6, 7]
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["step-00000006", "step-00000007"]
     best = json.loads((finished / "best" / "scores.json").read_text())
-    means = {line["step"]: (line["t2i_r1"] + line["i2t_r1"]) / 2 for line in lines if "t2i_r1" in line}
+    means = {line["step"]: (line["t2i_r1"] + line["i2t_r1"]) / 2 for line in recalls(finished)}
     assert best["step"] == max((3, 6, 7), key=lambda step: (means[step], -step))
     for name in ("best", "last"):
         assert open_clip.create_model(f"local-dir:{finished / name}").context_length == 248
+    assert json.loads((finished / "settings.json").read_text())["precision"] == "fp32"  # auto, on a CPU
 
 
 def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     # With steps of nothing all measurements are equal, the base's too.
     train(config(world, tmp_path, learning_rate=1e-30, weight_decay=0, initial_scale=None))
-    assert len({(line["t2i_r1"], line["i2t_r1"]) for line in log(tmp_path) if "t2i_r1" in line}) == 1
+    assert len({(line["t2i_r1"], line["i2t_r1"]) for line in recalls(tmp_path)}) == 1
     assert json.loads((tmp_path / "best" / "scores.json").read_text())["step"] == 3
 
 
@@ -94,28 +117,20 @@ def test_training_learns_and_keeps_the_kept_rows(world, finished):
     stretched = load_backbone(world[0])
     stretched.stretch()
     assert (table[20:] != stretched.text.tower.positional_embedding[20:]).any(dim=1).all()
-    losses = [line["loss"] for line in log(finished) if "loss" in line]
-    assert sum(losses[-2:]) < sum(losses[:2])
+    assert sum(losses(finished)[-2:]) < sum(losses(finished)[:2])
 
 
-def test_the_same_run_twice_is_bit_identical(world, finished, tmp_path):
-    train(config(world, tmp_path, workers=2))
-    assert same_weights(tmp_path, finished)
-    assert without_clock(log(tmp_path)) == without_clock(log(finished))
-
-
-def run_in_a_process(settings: TrainConfig, module="train") -> subprocess.Popen:
+def run_in_a_process(settings: TrainConfig) -> subprocess.Popen:
     values = {key: value for key, value in vars(settings).items() if value is not None}
-    code = f"from debias_diffusion.training import *\n{module}(TrainConfig(**{values!r}))"
+    code = f"from debias_diffusion.training import *\ntrain(TrainConfig(**{values!r}))"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def wait_for_step(output, step, process, patience=120):
     started = time.monotonic()
+    file = Path(output) / "log.jsonl"
     while time.monotonic() - started < patience and process.poll() is None:
-        if (Path(output) / "log.jsonl").exists() and any(
-            line.startswith(f'{{"step": {step},') for line in (Path(output) / "log.jsonl").read_text().splitlines()
-        ):
+        if file.exists() and f'{{"step": {step},' in file.read_text():
             return
         time.sleep(0.01)
     raise AssertionError(f"step {step} was not reached: {process.communicate()[0][-2000:]}")
@@ -129,9 +144,8 @@ def test_a_killed_run_continues_bit_identically(world, finished, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not (tmp_path / "last").exists()
-    train(config(world, tmp_path))
-    assert same_weights(tmp_path, finished)
-    assert without_clock(log(tmp_path)) == without_clock(log(finished))
+    train(config(world, tmp_path, workers=2))
+    is_the_same_run(tmp_path, finished)
 
 
 COMMAND_LINE = ("-m", "debias_diffusion.app.cli")
@@ -172,28 +186,24 @@ def test_killed_at_random_moments_it_still_ends_the_same(world, finished, tmp_pa
     assert not (output / "last").exists(), "all kills came too late"
     assert inside, "no kill fell inside a write"
     train(config(world, output, **settings))
-    assert same_weights(output, tmp_path / "alone")
-    assert without_clock(log(output)) == without_clock(log(tmp_path / "alone"))
+    is_the_same_run(output, tmp_path / "alone")
 
 
-def test_a_finished_run_is_not_made_again(world, finished, tmp_path, capsys):
+def test_a_finished_run_is_not_made_again(world, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     assert train(config(world, tmp_path / "run")) == tmp_path / "run" / "best"
     assert without_clock(log(tmp_path / "run")) == without_clock(log(finished))
 
 
-def test_the_plan_is_said_before_the_run(world, tmp_path, capsys):
-    train(config(world, tmp_path, max_steps=1))
+def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, finished, tmp_path, capsys):
+    train(config(world, tmp_path, pooling="average", keep_positions=0, max_steps=1))
     out = capsys.readouterr().out
-    for part in (
-        "context length 248",
-        "debias-clip",
-        "18 to train on, 1 of them in each epoch's reserve; 6 held out",
-        "1 of 8 pairs",
-        "GB a process",
-        "time    about",
-    ):
-        assert part in out
+    pairs = "18 to train on, 1 of them in each epoch's reserve; 6 held out"
+    parts = ("context length 308", "debias-clip", "average pooling", pairs, "1 of 8 pairs", "GB a process")
+    assert [part for part in (*parts, "time    about") if part not in out] == []
+    last = load_backbone(str(tmp_path / "last"))
+    assert (last.context_length, last.kept_positions, last.pooling) == (308, 0, "average")
+    assert load_backbone(str(finished / "last")).pooling == "eot"
 
 
 def test_an_already_stretched_model_is_trained_further_as_it_is(world, finished, tmp_path):
@@ -205,20 +215,12 @@ def test_an_already_stretched_model_is_trained_further_as_it_is(world, finished,
 
 
 def test_long_clip_and_overrides_change_the_run(world, finished, tmp_path):
-    first = {}
-    for name, settings in {
-        "long": {"recipe": "long-clip"},
-        "none": {"padding": "none"},
-        "w": {"short_weight": 0.7},
-    }.items():
-        train(config(world, tmp_path / name, max_steps=1, **settings))
-        first[name] = next(line["loss"] for line in log(tmp_path / name) if "loss" in line)
-    first["default"] = next(line["loss"] for line in log(finished) if "loss" in line)
-    assert len(set(first.values())) == 4
-
-
-def losses(output):
-    return [line["loss"] for line in log(output) if "loss" in line]
+    changes = [{"recipe": "long-clip"}, {"padding": "none"}, {"short_weight": 0.7}, {"pooling": "average"}]
+    first = {losses(finished)[0]}
+    for number, settings in enumerate(changes):
+        train(config(world, tmp_path / str(number), max_steps=1, **settings))
+        first.add(losses(tmp_path / str(number))[0])
+    assert len(first) == 5
 
 
 @pytest.mark.parametrize(("precision", "steps"), [("bf16", 4), ("fp16", 16)])
@@ -228,41 +230,19 @@ def test_half_precisions_train_too_and_continue_bit_identically(world, finished,
     half = losses(tmp_path / "whole")
     assert half[0] == pytest.approx(losses(finished)[0], rel=0.05)
     assert half[-1] < 0.7 * half[0]  # fp16 skips some steps first, until its scale is found
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "last")
-    shutil.rmtree(tmp_path / "again" / "checkpoints" / f"step-{steps:08}")
-    train(config(world, tmp_path / "again", **settings))
+    train(config(world, killed_copy(tmp_path / "whole", tmp_path / "again", steps), **settings))
     assert same_weights(tmp_path / "whole", tmp_path / "again")
 
 
-def test_the_default_precision_is_the_devices(world, finished):
-    settings = json.loads((finished / "settings.json").read_text())
-    assert settings["precision"] == "fp32"
-    assert config(world, finished).resolved_precision(torch.device("cpu")) == "fp32"
-
-
-@pytest.mark.parametrize("settings", [{"chunk": 3}, {"checkpoint_activations": True}])
-def test_saving_memory_changes_nothing_but_rounding(world, finished, tmp_path, settings):
-    train(config(world, tmp_path, **settings))
+def test_saving_memory_changes_nothing_but_rounding(world, finished, tmp_path):
+    train(config(world, tmp_path, chunk=3, checkpoint_activations=True))
     assert losses(tmp_path) == pytest.approx(losses(finished), rel=1e-4)
 
 
 def test_a_run_may_be_continued_with_less_memory(world, finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
-    for name in ("last", "checkpoints/step-00000007"):
-        shutil.rmtree(tmp_path / "run" / name)
-    train(config(world, tmp_path / "run", chunk=2, keep=1))
+    train(config(world, killed_copy(finished, tmp_path / "run"), chunk=2, keep=1))
     assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=1e-4)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000007"]
-
-
-def test_average_pooling_is_trained_and_stays_with_the_model(world, finished, tmp_path):
-    train(config(world, tmp_path, pooling="average", max_steps=2))
-    assert losses(tmp_path)[0] != losses(finished)[0]
-    assert (load_backbone(str(tmp_path / "last")).pooling, load_backbone(str(finished / "last")).pooling) == (
-        "average",
-        "eot",
-    )
 
 
 def test_siglip_trains_with_its_own_loss_window_and_scale(world, tmp_path):
@@ -278,12 +258,6 @@ def test_siglip_trains_with_its_own_loss_window_and_scale(world, tmp_path):
     assert open_clip.create_model(f"local-dir:{tmp_path / 'run' / 'last'}").context_length == 196
     with pytest.raises(UserError, match=r"label_smoothing is 0.1, but the sigmoid loss"):
         train(config((str(tmp_path / "base"), *world[1:]), tmp_path / "other", label_smoothing=0.1))
-
-
-def test_stretching_all_positions(world, tmp_path):
-    train(config(world, tmp_path, keep_positions=0, max_steps=1))
-    last = load_backbone(str(tmp_path / "last"))
-    assert (last.context_length, last.kept_positions) == (308, 0)
 
 
 def data_with_fifteen(folder):
@@ -347,16 +321,13 @@ def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(wor
     assert not torch.equal(base.model.token_embedding.weight, last.model.token_embedding.weight)
     # The first step's loss needs no gradient: it is that of a run without freezing.
     assert losses(tmp_path / "first")[0] == pytest.approx(losses(finished)[0], rel=1e-4)
-    recalls = [next(line["t2i_r1"] for line in log(f) if "t2i_r1" in line) for f in (tmp_path / "first", finished)]
-    assert recalls[0] == recalls[1]
+    assert recalls(tmp_path / "first")[0]["t2i_r1"] == recalls(finished)[0]["t2i_r1"]
     written = {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")}
     assert written
     train(config(world, tmp_path / "second", **settings))
-    assert same_weights(tmp_path / "first", tmp_path / "second")
-    shutil.rmtree(tmp_path / "second" / "last")
-    shutil.rmtree(tmp_path / "second" / "checkpoints" / "step-00000007")  # as after a kill
-    train(config(world, tmp_path / "second", **settings))
-    assert same_weights(tmp_path / "first", tmp_path / "second")
+    train(config(world, killed_copy(tmp_path / "second", tmp_path / "third"), **settings))
+    for name in ("second", "third"):
+        assert same_weights(tmp_path / name, tmp_path / "first")
     assert {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")} == written
 
 
@@ -521,6 +492,8 @@ def test_bad_settings_are_named(world, tmp_path):
     refused("'/nowhere.json' (is|are) not there", data="/nowhere.json")
     refused("Image folder '/nowhere' is not there", images="/nowhere")
     refused("holds none of the images, for example '6.png'", images=str(tmp_path))
+    (tmp_path / "file").touch()
+    refused("cannot be made", output=str(tmp_path / "file"))
 
 
 def test_random_weights_are_asked_for_and_runs_begun_without_asking_resume(world, tmp_path):
@@ -573,12 +546,6 @@ def test_an_output_folder_of_other_settings_is_refused(world, finished):
 def test_two_runs_do_not_share_a_folder(world, tmp_path):
     with RunFolder(tmp_path).owned(is_main=True), pytest.raises(UserError, match="Another run is writing to"):
         train(config(world, tmp_path))
-
-
-def test_an_output_that_is_a_file_is_refused(world, tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="cannot be made"):
-        train(config(world, tmp_path / "file"))
 
 
 @pytest.fixture
@@ -646,13 +613,6 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_costs_nothing_but_time(worl
     train(config(world, output, **settings))
     train(config(world, tmp_path / "alone", **settings))
     assert same_weights(output, tmp_path / "alone")
-
-
-def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):
-    (tmp_path / ".best.old").mkdir()
-    (tmp_path / ".best.old" / "file").write_text("old")
-    restore_folder(tmp_path / "best")
-    assert (tmp_path / "best" / "file").read_text() == "old"
 
 
 def test_the_images_pass_open_clips_validation_transform(world, finished):
