@@ -122,3 +122,10 @@ def test_deep_json_is_no_object(tmp_path):
     for content in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, "{}x", "3"):
         (tmp_path / "a.json").write_text(content)
         assert read_json_object(tmp_path / "a.json") == {}
+
+
+def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):
+    (tmp_path / ".best.old").mkdir()
+    (tmp_path / ".best.old" / "file").write_text("old")
+    files.restore_folder(tmp_path / "best")
+    assert (tmp_path / "best" / "file").read_text() == "old"
