@@ -1,3 +1,4 @@
+import logging
 import os
 
 # Nothing in the tests may reach a hub. Cores are shared with worker processes, and with the tests beside these.
@@ -12,6 +13,16 @@ import torch
 # On a busy machine any example may take long; no test asserts a time.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restored_logging():
+    """Files of tests run in any order in one process, and the command line makes libraries quieter."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "diffusers")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
