@@ -22,7 +22,7 @@ from debias_diffusion.toymodels import build, unet
 from debias_diffusion.toymodels.fine_tuning import RECIPES
 from debias_diffusion.toymodels.scores import score_checker, score_sdxl
 from debias_diffusion.toymodels.vae import SIZE, as_input, new_vae, picture_tensor
-from debias_diffusion.toyworld.checker import UNCLEAR, objects_correct, read_objects
+from debias_diffusion.toyworld.checker import UNCLEAR, compare, objects_correct, read_objects
 from debias_diffusion.toyworld.grammar import short_prompt
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene, generator
@@ -51,6 +51,15 @@ def test_an_object_counts_by_kind_colour_and_place_and_not_by_size():
     assert drawn(Thing("star", "red", "large", "top"), Thing("ring", "green", "large", "left")) == [True, False]
     assert drawn(Thing("cross", "red", "small", "top"), Thing("ring", "blue", "large", "centre")) == [False, False]
     assert drawn() == [False, False]
+
+
+def test_a_comparison_sees_what_nobody_asked_for_and_the_background():
+    asked = Scene("grey", (Thing("star", "red", "small", "top"), Thing("ring", "blue", "large", "left")))
+    drawn = (Thing("star", "red", "large", "top"), Thing("cross", "pink", "small", "bottom"))
+    comparison = compare(render(Scene("black", drawn), SIZE), asked)
+    assert comparison.correct == {"top": True, "left": False} and comparison.sizes == {"top": False, "left": False}
+    assert comparison.drawn == ("top", "bottom") and comparison.invented == ("bottom",)
+    assert not comparison.background and compare(render(asked, 96), asked).background
 
 
 def test_what_is_nothing_known_is_unclear():

@@ -4,6 +4,7 @@ Each ninth of the image is compared with renderings of all kinds, colours and si
 up to a pixel, crisp and blurred. The nearest template wins if it is near enough.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
@@ -22,7 +23,7 @@ _FARTHEST = 40.0  # root mean square difference, of 0 to 255, above which nothin
 
 def read_objects(image: Image.Image) -> dict[str, Thing | str | None]:
     """{place: Thing, None where it is empty, or "unclear"}"""
-    pixels = np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
+    pixels = _pixels_of(image)
     labels, templates = _templates(_background(pixels))
     cells = np.stack([_cell(pixels, place).ravel() for place in PLACES])
     # (t - c)^2 = t^2 - 2 t c + c^2, because a product of matrices is fast.
@@ -34,10 +35,44 @@ def read_objects(image: Image.Image) -> dict[str, Thing | str | None]:
     }
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What an image shows of a scene, and what it shows beside that.
+
+    Attributes:
+        correct: {place: whether the right kind and colour stand there}, for each object of the scene.
+        sizes: {place: whether the size is right as well}, for the same objects.
+        drawn: the places where the image shows anything, "unclear" included.
+        background: whether the image has the scene's background.
+    """
+
+    correct: dict[str, bool]
+    sizes: dict[str, bool]
+    drawn: tuple[str, ...]
+    background: bool
+
+    @property
+    def invented(self) -> tuple[str, ...]:
+        """The places that the scene leaves empty and the image fills."""
+        return tuple(place for place in self.drawn if place not in self.correct)
+
+
+def compare(image: Image.Image, scene: Scene) -> Comparison:
+    """Compares an image of any size with the scene that it should show."""
+    seen = read_objects(image)
+    correct = {thing.place: _is(seen[thing.place], thing) for thing in scene.things}
+    sizes = {thing.place: seen[thing.place] == thing for thing in scene.things}
+    drawn = tuple(place for place, there in seen.items() if there is not None)
+    return Comparison(correct, sizes, drawn, _background(_pixels_of(image)) == scene.background)
+
+
 def objects_correct(image: Image.Image, scene: Scene) -> dict[str, bool]:
     """{place: whether the image shows the right kind and colour there}, for each object of the scene."""
-    seen = read_objects(image)
-    return {thing.place: _is(seen[thing.place], thing) for thing in scene.things}
+    return compare(image, scene).correct
+
+
+def _pixels_of(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
 
 
 def _is(seen: Thing | str | None, thing: Thing) -> bool:
