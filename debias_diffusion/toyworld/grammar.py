@@ -5,9 +5,11 @@ A caption knows which sentence first mentions each object, so that generated ima
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..sentences import join_sentences
+from .references import Claim, Facts, Reference, resolve
 from .scenes import PLACES, Scene, Thing, draw_scene, generator, scene
 
 SENTENCES = (9, 14)  # fewest and most in a caption
@@ -20,6 +22,30 @@ _THINGS = (
     "You can see a {size} {kind} of {colour} colour in the {place}.",
     "The object in the {place} is a {size} {colour} {kind}.",
 )
+_PLACED = (
+    "A {name} stands in the {place} of the picture.",
+    "In the {place} there is a {name}.",
+    "The {place} holds a {name}.",
+    "You can see a {name} in the {place}.",
+    "The object in the {place} is a {name}.",
+)
+_BY_NAME = {  # what one sentence adds to an object that another one has placed: "It ..." or "The star ..."
+    ("size", "colour"): ("{name} is {size} and {colour}.", "{name} is {colour} and {size}."),
+    ("colour",): ("{name} is {colour}.", "{name} has the colour {colour}."),
+    ("size",): ("{name} is {size}.", "{name} is a {size} one."),
+}
+# What the sentence that names the place says of an object, what a pronoun adds, and what its name some sentences later.
+_WAYS = (
+    (("kind",), ("size", "colour"), ()),
+    (("kind",), ("size",), ("colour",)),
+    (("kind",), ("colour",), ("size",)),
+    (("kind",), (), ("size", "colour")),
+)
+_BY_SIZE = (("size", "kind"), (), ("colour",))
+_SAME = {
+    "colour": ("{name} has the same colour as {other}.", "{name} shares its colour with {other}."),
+    "size": ("{name} is of the same size as {other}.", "{name} has the size of {other}."),
+}
 _BACKGROUNDS = (
     "The background of the whole picture is {}.",
     "Everything is set against a plain {} background.",
@@ -40,10 +66,11 @@ _LARGER = ("{a} is larger than {b}.", "Of the two, {a} is larger than {b}.")
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence, and the places whose object it names by kind and colour."""
+    """One sentence, the places whose object it names with the place or by kind and colour, and what it says of one."""
 
     text: str
     mentions: tuple[str, ...] = ()
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +90,10 @@ class Caption:
             for place in sentence.mentions:
                 first.setdefault(place, number)
         return first
+
+    def facts(self) -> Facts:
+        """What the caption says of each object, and which sentences say it together."""
+        return resolve({number: sentence.claim for number, sentence in enumerate(self.sentences)})
 
 
 def long_caption(scene: Scene, rng: random.Random) -> Caption:
@@ -101,7 +132,8 @@ def _plural(kind: str, count: int) -> str:
 
 
 def _thing(thing: Thing, rng: random.Random) -> Sentence:
-    return Sentence(rng.choice(_THINGS).format(**vars(thing)), (thing.place,))
+    claim = _claim(thing, ("kind", "colour", "size"))
+    return Sentence(rng.choice(_THINGS).format(**vars(thing)), (thing.place,), claim)
 
 
 def _background(scene: Scene, rng: random.Random) -> Sentence:
@@ -158,3 +190,93 @@ def short_prompt(split: str, index: int) -> tuple[Scene, Caption]:
     """A scene of one to three objects, and a caption of it within 77 tokens; the same on every machine."""
     drawn = draw_scene(generator(split, index, "short scene"), 1, 3)
     return drawn, plain_caption(drawn, generator(split, index, "short prompt"))
+
+
+def referring_caption(scene: Scene, rng: random.Random) -> Caption:
+    """A long caption that tells half of the objects or more in two or three sentences, the later ones referring back.
+
+    "In the top left there is a star. It is large." and some sentences later "The star is blue." or "The star shares its
+    colour with the ring."
+    """
+    blocks, later = _by_reference(scene, rng)
+    blocks.append([_background(scene, rng)])
+    further = _further(scene, rng)
+    rng.shuffle(further)
+    missing = rng.randint(*SENTENCES) - 1 - sum(map(len, blocks)) - len(later)
+    return _composed(scene, blocks + [[sentence] for sentence in further[: max(0, missing)]], later, rng)
+
+
+def short_referring_caption(scene: Scene, rng: random.Random, things: int = 3) -> Caption:
+    """The summary, and up to `things` objects, half of them or more told by reference."""
+    described = rng.sample(scene.things, min(rng.randint(1, things), len(scene.things)))
+    return _composed(scene, *_by_reference(scene, rng, described), rng)
+
+
+def _composed(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[Thing, Sentence]], rng) -> Caption:
+    """The summary, the blocks in any order, and each of `later` somewhere behind the block about its object."""
+    rng.shuffle(blocks)
+    for thing, sentence in later:
+        first = next(i for i, block in enumerate(blocks) if _places(block[0], thing))
+        blocks.insert(rng.randint(first + 1, len(blocks)), [sentence])
+    return Caption((_summary(scene, rng), *(sentence for block in blocks for sentence in block)))
+
+
+def _places(sentence: Sentence, thing: Thing) -> bool:
+    return sentence.claim is not None and sentence.claim.about.place == thing.place
+
+
+def _by_reference(
+    scene: Scene, rng: random.Random, things: Sequence[Thing] | None = None
+) -> tuple[list[list[Sentence]], list[tuple[Thing, Sentence]]]:
+    """(for each object the sentences that stand together; (object, sentence) of those that follow at some distance)"""
+    things = rng.sample(things or scene.things, len(things or scene.things))
+    alone = rng.randint(0, len(things) // 2)
+    blocks, later = [[_thing(thing, rng)] for thing in things[:alone]], []
+    for number, thing in enumerate(things[alone:], alone):
+        name = _name_of(scene, thing)
+        at_once, by_pronoun, by_name = rng.choice([way for way in _WAYS if name or not way[-1]])
+        if name and name.size:
+            at_once, by_pronoun, by_name = rng.choice((_WAYS[0], _BY_SIZE))
+        text = rng.choice(_PLACED).format(name=" ".join(getattr(thing, a) for a in at_once), place=thing.place)
+        block = [Sentence(text, (thing.place,), _claim(thing, at_once))]
+        compared = things[:number]  # with objects before it only, so that no two refer to each other
+        if by_pronoun:
+            block.append(_adding(scene, thing, Reference(), by_pronoun, compared, rng))
+        if by_name:
+            later.append((thing, _adding(scene, thing, name, by_name, compared, rng)))
+        blocks.append(block)
+    return blocks, later
+
+
+def _adding(
+    scene: Scene, thing: Thing, reference: Reference, attributes: tuple[str, ...], compared: Sequence[Thing], rng
+) -> Sentence:
+    """A sentence that adds attributes to an object that another sentence places, half the time by comparison."""
+    name = f"The {_spoken(reference)}" if reference.kind else "It"
+    alike = [other for other in compared if getattr(other, attributes[0]) == getattr(thing, attributes[0])]
+    if len(attributes) == 1 and alike and rng.random() < 0.5:
+        other, (attribute,) = rng.choice(alike), attributes
+        other_reference = _name_of(scene, other) or Reference(other.place, other.kind)
+        text = rng.choice(_SAME[attribute]).format(name=name, other=f"the {_spoken(other_reference)}")
+        return Sentence(text, claim=Claim(reference, same=attribute, other=other_reference))
+    text = rng.choice(_BY_NAME[attributes]).format(name=name, **vars(thing))
+    return Sentence(text, claim=_claim(thing, attributes, reference))
+
+
+def _name_of(scene: Scene, thing: Thing) -> Reference | None:
+    """The shortest name that only this object of the scene has: its kind, or its size and kind."""
+    alike = [other for other in scene.things if other.kind == thing.kind]
+    if len(alike) == 1:
+        return Reference(kind=thing.kind)
+    if sum(other.size == thing.size for other in alike) == 1:
+        return Reference(kind=thing.kind, size=thing.size)
+    return None
+
+
+def _spoken(reference: Reference) -> str:
+    name = f"{reference.size} {reference.kind}" if reference.size else reference.kind
+    return f"{name} in the {reference.place}" if reference.place else name
+
+
+def _claim(thing: Thing, attributes: tuple[str, ...], reference: Reference | None = None) -> Claim:
+    return Claim(reference or Reference(thing.place), tuple((name, getattr(thing, name)) for name in attributes))
