@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from debias_diffusion.toyworld.grammar import (
-    long_caption,
-    plain_caption,
-    referring_caption,
-    short_referring_caption,
-)
+from debias_diffusion.toyworld.grammar import STYLES, full_caption, long_caption, short_caption, short_prompt
 from debias_diffusion.toyworld.references import Claim, Reference, resolve, resolve_apart
 from debias_diffusion.toyworld.scenes import draw_scene
 
@@ -26,22 +21,22 @@ def _values(facts):
     return {place: {name: fact.value for name, fact in attributes.items()} for place, attributes in facts.items()}
 
 
-@pytest.mark.parametrize("style", [long_caption, plain_caption, referring_caption, short_referring_caption])
-@given(seed=seeds)
-def test_a_caption_says_only_what_is_true_and_a_long_one_says_all(style, seed):
-    scene = draw_scene(random.Random(seed), 1 if "short" in style.__name__ else 4, 6)
-    caption = style(scene, random.Random(seed))
+@pytest.mark.parametrize("write", [long_caption, full_caption, short_caption])
+@given(seed=seeds, style=st.sampled_from(STYLES))
+def test_a_caption_says_only_what_is_true_and_a_long_one_says_all(write, seed, style):
+    scene = draw_scene(random.Random(seed), 1 if write is short_caption else 4, 6)
+    caption = write(scene, random.Random(seed), style)
     true = {thing.place: {a: getattr(thing, a) for a in ("kind", "colour", "size")} for thing in scene.things}
     said = _values(caption.facts())
     assert said == {place: true[place] for place in said}
     assert set(caption.first_mentions()) == set(said)
-    if "short" not in style.__name__:
+    if write is not short_caption:
         assert said == true
 
 
 @given(seed=seeds)
 def test_a_fact_needs_each_of_its_sentences_and_no_further_one(seed):
-    caption = referring_caption(draw_scene(random.Random(seed), 4, 6), random.Random(seed))
+    caption = long_caption(draw_scene(random.Random(seed), 4, 6), random.Random(seed), "referring")
     claims = _claims(caption)
     for place, attributes in caption.facts().items():
         for name, fact in attributes.items():
@@ -54,7 +49,7 @@ def test_a_fact_needs_each_of_its_sentences_and_no_further_one(seed):
 @given(seed=seeds)
 def test_half_of_the_objects_or_more_refer_back(seed):
     scene = draw_scene(random.Random(seed), 4, 6)
-    facts = referring_caption(scene, random.Random(seed)).facts()
+    facts = long_caption(scene, random.Random(seed), "referring").facts()
     by_reference = sum(len(fact["colour"].sentences) > 1 for fact in facts.values())
     assert by_reference >= len(scene.things) / 2
     plain = long_caption(scene, random.Random(seed)).facts()
@@ -80,3 +75,8 @@ def test_a_name_that_two_objects_have_says_nothing():
         2: Claim(Reference(kind="star"), (("colour", "red"),)),
     }
     assert _values(resolve(claims)) == {"top": {"kind": "star"}, "left": {"kind": "star"}}
+
+
+def test_an_unknown_style_is_named():
+    with pytest.raises(ValueError, match="unknown style 'verse'; it must be one of plain, referring"):
+        short_prompt("development", 0, "verse")

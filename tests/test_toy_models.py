@@ -3,14 +3,17 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as UNET_WEIGHTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
+from safetensors.torch import load_file
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_text_encoder, load_two_tower
@@ -18,12 +21,13 @@ from debias_diffusion.models import shipped
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.pipelines.chunks import join_chunks
 from debias_diffusion.tokens import load_tokenizer
-from debias_diffusion.toymodels import build, unet
+from debias_diffusion.toymodels import build, prepared_unet, unet
+from debias_diffusion.toymodels.captioning import Captioner
 from debias_diffusion.toymodels.fine_tuning import RECIPES
 from debias_diffusion.toymodels.scores import score_checker, score_sdxl
 from debias_diffusion.toymodels.vae import SIZE, as_input, new_vae, picture_tensor
 from debias_diffusion.toyworld.checker import UNCLEAR, compare, objects_correct, read_objects
-from debias_diffusion.toyworld.grammar import short_prompt
+from debias_diffusion.toyworld.grammar import STYLES, short_prompt
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene, generator
 
@@ -93,10 +97,12 @@ def test_the_checker_agrees_with_labels_given_by_looking():
     assert np.mean(agrees["object"]) > 0.95 and np.mean(agrees["empty"]) > 0.99
 
 
-def test_short_prompts_name_all_their_objects_within_77_tokens():
-    tokenizer = load_tokenizer(shipped.WEIGHTS / "clip" / "tokenizer")
+@pytest.mark.parametrize("style", STYLES)
+def test_short_prompts_name_all_their_objects_within_77_tokens(style, monkeypatch):
+    monkeypatch.setattr(build, "_VOCABULARY_FROM", 500)
+    tokenizer = build.Build(Path(), build.Sizes()).tokenizer()
     for index in range(200):
-        its, prompt = short_prompt("development", index)
+        its, prompt = short_prompt("development", index, style)
         assert 1 <= len(its.things) <= 3
         assert set(prompt.first_mentions()) == {thing.place for thing in its.things}
         assert len(tokenizer(prompt.text).input_ids) <= 77
@@ -119,8 +125,8 @@ def built(tmp_path_factory):
         second=small | {"scenes": 16},
         vae=small | {"pictures": 16},
         features=small | {"pictures": 16},
-        unet=small,
-        unet_on_windows=small,
+        unet=small | {"compiled": False},
+        prepared_unet=small | {"compiled": False},
         fine_tuning=small,
         pairs=16,
         trained_on=24,
@@ -151,17 +157,20 @@ def test_the_build_leaves_models_logs_and_scores(built):
     }
     scores = json.loads((weights / "scores.json").read_text())
     assert set(scores) >= {"toy/clip", "toy/sdxl", "toy/long-clip", "toy/debias-clip", "checker"}
+    assert set(scores["toy/sdxl"]) == set(scores["prepared-sdxl"]) == set(STYLES)
+    unets = [load_file(root / "output" / stage / "model" / UNET_WEIGHTS) for stage in ("unet", "prepared-unet")]
+    assert not torch.equal(*(unet["conv_in.weight"] for unet in unets))
     assert not list(weights.rglob("*.bin"))
     assert not [path for path in weights.rglob("*.json") if str(root) in path.read_text()]
 
 
 def test_a_second_build_trains_nothing(built, monkeypatch):
     root, sizes = built
-    before = {path: path.stat().st_mtime_ns for path in (root / "output").rglob("model.safetensors")}
+    before = {path: path.stat().st_mtime_ns for path in (root / "output").glob("*/model/*.safetensors")}
     for name in [name for name in vars(build) if name.startswith("train_")]:
         monkeypatch.delattr(build, name)
     build.ship(build.Build(root / "output", sizes), root / "again")
-    assert before == {path: path.stat().st_mtime_ns for path in (root / "output").rglob("model.safetensors")}
+    assert before == {path: path.stat().st_mtime_ns for path in (root / "output").glob("*/model/*.safetensors")}
 
 
 def test_stock_diffusers_loads_the_toy_sdxl_and_it_is_configured_as_sdxl(built):
@@ -222,12 +231,12 @@ def test_what_the_unet_learns_from_is_what_the_pipeline_makes(pipe):
     torch.testing.assert_close(pairs["latents"][2].float(), latents[0], atol=0.1, rtol=0.05)
 
 
-def test_captions_in_two_windows_are_within_77_tokens_and_whole_sentences():
+def test_captions_in_two_chunks_are_within_77_tokens_and_whole_sentences():
     tokenizer = load_tokenizer(shipped.WEIGHTS / "clip" / "tokenizer")
     with_summary = 0
     for index in range(100):
         caption = unet.draw_pair(index)[1]
-        first, second = unet.windows_of(caption, tokenizer, random.Random(index))
+        first, second = prepared_unet.chunks_of(caption, tokenizer, random.Random(index))
         assert len(tokenizer(f"{first} {second}").input_ids) <= 77
         sentences = [sentence.text.lower() for sentence in caption.sentences]
         with_summary += first.startswith(sentences[0])
@@ -236,15 +245,16 @@ def test_captions_in_two_windows_are_within_77_tokens_and_whole_sentences():
     assert 30 < with_summary < 70
 
 
-def test_two_windows_are_joined_as_the_pipeline_joins_them(pipe):
+def test_two_chunks_are_joined_as_the_pipeline_joins_them(pipe):
     """Of both encoders, or of the second one beside a first that reads all at once."""
-    joined = unet.encode_pairs(pipe, 12, windows=2, start=7)
+    joined = prepared_unet.encode_pairs_in_chunks(pipe, 12, start=7)
     width, at_once = pipe.text_encoder.config.hidden_size, 0
     for i in range(12):
-        windows = list(unet.windows_of(unet.draw_pair(7 + i)[1], pipe.tokenizer, generator("train", 7 + i, "windows")))
-        texts = [*windows, "", " ".join(windows).strip()]
+        rng = generator("train", 7 + i, "windows")
+        chunks = list(prepared_unet.chunks_of(unet.draw_pair(7 + i)[1], pipe.tokenizer, rng))
+        texts = [*chunks, "", " ".join(chunks).strip()]
         states, _, pooled, _ = pipe.encode_prompt(texts, do_classifier_free_guidance=False)
-        n_tokens = [len(pipe.tokenizer(window).input_ids) - 2 for window in windows]
+        n_tokens = [len(pipe.tokenizer(chunk).input_ids) - 2 for chunk in chunks]
         expected = join_chunks(states[:2], n_tokens, states[2], 152)
         whole = join_chunks(states[3:], [sum(n_tokens)], states[2], 152)
         its, close = joined["hidden_states"][i].float(), dict(atol=0.05, rtol=0.05)
@@ -269,17 +279,40 @@ def test_the_unets_loss_is_the_error_of_v_and_is_zero_for_the_right_answer(pipe)
             return type("Output", (), {"sample": signal.sqrt() * noise - (1 - signal).sqrt() * pairs["latents"][0]})
 
     one = {name: tensor[:1] for name, tensor in pairs.items()}
-    assert unet._loss(Oracle(), scheduler, one, 400, 0, 0) < 1e-3
+    loss = unet.denoising_loss(SimpleNamespace(unet=Oracle(), scheduler=pipe.scheduler), 400, 0, compiled=False)
+    assert loss(one, 0) < 1e-3
     assert scheduler.alphas_cumprod[999] < 1e-6
     left_out = asked["text"].abs().amax((1, 2)) == 0
     assert 0.05 < left_out.float().mean() < 0.15
     assert torch.equal(left_out, asked["pooled"].abs().amax(1) == 0)
+    loss(one, 0, lambda states, rng: states + 1)
+    assert (asked["text"][~left_out] - 1).allclose(pairs["hidden_states"][0].float())
+
+
+def test_the_captioner_reads_the_words_so_far_and_the_patches_and_nothing_behind_the_text():
+    """One batch is learned by heart; then the loss depends on the image, on each word, and not on the pads."""
+    torch.manual_seed(0)
+    captioner, states, patches = Captioner(16, 2, 11), torch.randn(2, 6, 16), torch.randn(2, 9, 16)
+    ids, lengths = torch.randint(0, 11, (2, 6)), torch.tensor([6, 4])
+    optimizer = torch.optim.Adam(captioner.parameters(), 0.02)
+    for _ in range(60):
+        loss = captioner(states, patches, ids, lengths)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 0.1
+    assert captioner(states, patches.flip(0), ids, lengths) > 2 * loss
+    pads = states.clone()
+    pads[1, 3:] = 0  # behind the last token that is predicted from
+    torch.testing.assert_close(captioner(pads, patches, ids, lengths), captioner(states, patches, ids, lengths))
+    pads[1, 2] = 0
+    assert captioner(pads, patches, ids, lengths) != captioner(states, patches, ids, lengths)
 
 
 def test_hidden_states_are_disturbed_by_one_affine_map_a_sample():
     width, others, batch, tokens = 8, 5, 300, 20
     hidden_states = 3 * torch.randn(batch, tokens, width + others, generator=torch.Generator().manual_seed(0)) + 1
-    after = unet.disturbed(hidden_states, width, torch.Generator().manual_seed(1))
+    after = prepared_unet.disturbed(hidden_states, width, torch.Generator().manual_seed(1))
     assert torch.equal(after[..., width:], hidden_states[..., width:])
     before, change = hidden_states[..., :width], (after - hidden_states)[..., :width]
     # Of each sample, the change of its tokens is an affine function of them, exactly.
@@ -287,7 +320,7 @@ def test_hidden_states_are_disturbed_by_one_affine_map_a_sample():
     fitted = torch.linalg.lstsq(torch.cat([before, ones], -1), change).solution
     torch.testing.assert_close(torch.cat([before, ones], -1) @ fitted, change, atol=1e-3, rtol=1e-3)
     # E[strength^2] = 1/3; the spread of the channels is 3.
-    expected = 9 / 3 * (unet._SHIFT**2 + unet._MIXING**2)
+    expected = 9 / 3 * (prepared_unet._SHIFT**2 + prepared_unet._MIXING**2)
     assert change.square().mean() == pytest.approx(expected, rel=0.15)
 
 

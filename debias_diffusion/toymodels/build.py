@@ -6,10 +6,10 @@ goes on from its last checkpoint. On two cores all of it takes some two hours, h
 
 import shutil
 from argparse import ArgumentParser
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
@@ -19,7 +19,7 @@ from ..interchange import to_transformers
 from ..models.backbone import Backbone, load_backbone
 from ..models.shipped import WEIGHTS
 from ..models.weight_difference import save_fine_tuned
-from ..toyworld.grammar import caption
+from ..toyworld.grammar import STYLES, caption
 from ..toyworld.pairs import write_pairs
 from ..toyworld.vocabulary import learn_tokenizer
 from ..training import train
@@ -27,9 +27,10 @@ from . import sdxl
 from .clip import train_clip
 from .feature_network import train_features
 from .fine_tuning import RECIPES, VALIDATION, toy_training
+from .prepared_unet import encode_pairs_in_chunks, train_prepared_unet
 from .scores import score_checker, score_clip, score_sdxl
 from .second_text_encoder import train_second_text_encoder
-from .unet import encode_pairs, train_unet, train_unet_on_windows
+from .unet import Pairs, encode_pairs, train_unet
 from .vae import train_vae
 
 _MERGES = 400
@@ -45,9 +46,9 @@ class Sizes:
     vae: dict = field(default_factory=dict)
     features: dict = field(default_factory=dict)
     unet: dict = field(default_factory=dict)
-    unet_on_windows: dict = field(default_factory=dict)
+    prepared_unet: dict = field(default_factory=dict)
     fine_tuning: dict = field(default_factory=dict)
-    pairs: int = 60_000  # that the UNet learns from; half as many more in two windows
+    pairs: int = 60_000  # that the UNet learns from; the prepared one, from half as many more in two chunks
     trained_on: int = 4000  # pairs of the fine-tuning
     scored: int = 1000
 
@@ -67,7 +68,8 @@ class Build:
         return self.output / stage / "model"
 
     def tokenizer(self) -> CLIPTokenizer:
-        return learn_tokenizer((caption("train", index).text for index in range(_VOCABULARY_FROM)), _MERGES)
+        texts = (caption("train", index, STYLES[index % len(STYLES)]).text for index in range(_VOCABULARY_FROM))
+        return learn_tokenizer(texts, _MERGES)
 
     def clip(self) -> Backbone:
         if not self._model("clip").exists():
@@ -96,22 +98,41 @@ class Build:
         return ViTModel.from_pretrained(self._model("features"), add_pooling_layer=False)
 
     def sdxl(self) -> StableDiffusionXLPipeline:
-        text_encoder, tokenizer = to_transformers(self.clip())
-        pipe = sdxl.assemble(text_encoder, self.second(), tokenizer, self.vae())
+        pipe = self._sdxl_without_unet()
         if not self._model("unet").exists():
-            pairs = self._pairs(pipe, 1, 0, self.sizes.pairs)
-            train_unet(self.output / "unet", pipe, pairs, **self.sizes.unet)
-            both = pairs, self._pairs(pipe, 2, self.sizes.pairs, self.sizes.pairs // 2)
-            train_unet_on_windows(self.output / "unet-windows", pipe, both, **self.sizes.unet_on_windows)
+            train_unet(self.output / "unet", pipe, self._pairs(pipe), **self.sizes.unet)
             self._save(pipe.unet, "unet")
-        pipe.register_modules(unet=UNet2DConditionModel.from_pretrained(self._model("unet")).eval())
+        return self._with_unet(pipe, "unet")
+
+    def prepared_sdxl(self) -> StableDiffusionXLPipeline:
+        """The same with a UNet that was prepared for joined chunks and shifted states."""
+        pipe = self.sdxl()
+        if not self._model("prepared-unet").exists():
+            pairs = self._pairs(pipe), self._pairs_in_chunks(pipe)
+            train_prepared_unet(self.output / "prepared-unet", pipe, *pairs, **self.sizes.prepared_unet)
+            self._save(pipe.unet, "prepared-unet")
+        return self._with_unet(pipe, "prepared-unet")
+
+    def _sdxl_without_unet(self) -> StableDiffusionXLPipeline:
+        text_encoder, tokenizer = to_transformers(self.clip())
+        return sdxl.assemble(text_encoder, self.second(), tokenizer, self.vae())
+
+    def _with_unet(self, pipe: StableDiffusionXLPipeline, stage: str) -> StableDiffusionXLPipeline:
+        pipe.register_modules(unet=UNet2DConditionModel.from_pretrained(self._model(stage)).eval())
         return pipe
 
-    def _pairs(self, pipe: StableDiffusionXLPipeline, windows: int, start: int, count: int) -> dict[str, torch.Tensor]:
-        file = self.output / f"pairs-{windows}.safetensors"
+    def _pairs(self, pipe: StableDiffusionXLPipeline) -> Pairs:
+        return self._kept("pairs", lambda: encode_pairs(pipe, self.sizes.pairs))
+
+    def _pairs_in_chunks(self, pipe: StableDiffusionXLPipeline) -> Pairs:
+        count = self.sizes.pairs
+        return self._kept("pairs-in-chunks", lambda: encode_pairs_in_chunks(pipe, count // 2, start=count))
+
+    def _kept(self, name: str, encode: Callable[[], Pairs]) -> Pairs:
+        file = self.output / f"{name}.safetensors"
         if not file.exists():
             with atomic_file(file) as unfinished:
-                save_file(encode_pairs(pipe, count, windows, start=start), unfinished)
+                save_file(encode(), unfinished)
         return load_file(file)
 
     def fine_tuned(self, recipe: str) -> Backbone:
@@ -127,8 +148,11 @@ class Build:
 
 
 def ship(build: Build, weights: Path) -> None:
-    """Makes what is not made yet, scores it, and writes all of it to `weights` as fp16, with logs and scores."""
-    clip, pipe, features = build.clip(), build.sdxl(), build.features()
+    """Makes what is not made yet, scores it, and writes all of it to `weights` as fp16, with logs and scores.
+
+    The SDXL with the prepared UNet is not shipped: it goes to the folder `prepared-sdxl` beside the stages.
+    """
+    clip, pipe, prepared, features = build.clip(), build.sdxl(), build.prepared_sdxl(), build.features()
     tuned = {recipe: build.fine_tuned(recipe) for recipe in RECIPES}
     count = build.sizes.scored
     scores = {
@@ -136,8 +160,11 @@ def ship(build: Build, weights: Path) -> None:
         "toy/clip": score_clip(clip, "development", count),
         **{f"toy/{recipe}": score_clip(backbone, "development", count) for recipe, backbone in tuned.items()},
         "checker": score_checker(pipe.vae, "development", count),
-        "toy/sdxl": score_sdxl(pipe, "development", min(count, 300))[0],
+        "toy/sdxl": _score_drawing(pipe, min(count, 300)),
+        "prepared-sdxl": _score_drawing(prepared, min(count, 300)),
     }
+    with atomic_folder(build.output / "prepared-sdxl") as folder:
+        sdxl.save(prepared, folder)
     with atomic_folder(weights) as folder:
         clip.model.half()
         clip.save(folder / "clip")
@@ -146,9 +173,13 @@ def ship(build: Build, weights: Path) -> None:
         features.half().save_pretrained(folder / "features")
         sdxl.save(pipe, folder / "sdxl")
         (folder / "logs").mkdir()
-        for stage in ("clip", "second", "vae", "features", "unet", "unet-windows", *RECIPES):
+        for stage in ("clip", "second", "vae", "features", "unet", *RECIPES):
             shutil.copy(build.output / stage / "log.jsonl", folder / "logs" / f"{stage}.jsonl")
         write_json(folder / "scores.json", scores)
+
+
+def _score_drawing(pipe: StableDiffusionXLPipeline, count: int) -> dict[str, dict[str, float]]:
+    return {style: score_sdxl(pipe, "development", count, style=style)[0] for style in STYLES}
 
 
 def main() -> None:

@@ -12,15 +12,18 @@ import torch
 import torch.nn.functional as F
 from open_clip.transform import PreprocessCfg
 from PIL import Image
+from torch import nn
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
 from ..methods.objectives import contrastive_loss
 from ..models.backbone import Backbone
 from ..tokens import CaptionTokenizer
-from ..toyworld.grammar import short_caption
+from ..toyworld.grammar import STYLES, short_caption
 from ..toyworld.render import render
 from ..toyworld.scenes import ARRANGEMENTS, Scene, base_scene, generator
+from .captioning import WEIGHT as CAPTIONING_WEIGHT
+from .captioning import Captioner
 from .stage import run_stage
 
 CONTEXT_LENGTH = 77
@@ -53,24 +56,63 @@ def render_all(scenes: Sequence[Scene], backbone: Backbone) -> torch.Tensor:
 
 
 def train_clip(
-    folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 4000, batch: int = 128, seed: int = 0
+    folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 5000, batch: int = 128, seed: int = 0
 ) -> Backbone:
     """Trains the base model on summaries with one or two details, drawn anew at each step; see `base_scene`."""
     backbone = new_clip(tokenizer, seed)
     pictures = render_all([base_scene(index) for index in range(scenes)], backbone)
-    loss = partial(_loss, backbone, pictures, batch, seed)
-    run_stage(folder, backbone.model, loss, steps=steps, peak=1e-3, weight_decay=0.1)
+    learner = nn.ModuleDict({"clip": backbone.model, "captioner": new_captioner(tokenizer)})
+    loss = partial(_loss, backbone, learner["captioner"], pictures, batch, seed)
+    run_stage(folder, learner, loss, steps=steps, peak=1e-3, weight_decay=0.1)
     return backbone
 
 
-def _loss(backbone: Backbone, pictures: torch.Tensor, batch: int, seed: int, step: int) -> torch.Tensor:
+def new_captioner(tokenizer: CLIPTokenizer) -> Captioner:
+    return Captioner(CONFIG["text_cfg"]["width"], CONFIG["text_cfg"]["heads"], len(tokenizer))
+
+
+def _loss(
+    backbone: Backbone, captioner: Captioner, pictures: torch.Tensor, batch: int, seed: int, step: int
+) -> torch.Tensor:
     indices = draw_indices(len(pictures), batch, seed, step)
-    texts = [short_caption(base_scene(i), generator("train", i, f"short/{seed}/{step}")).text for i in indices]
+    texts = [_text(index, f"short/{seed}/{step}") for index in indices]
+    tokens = backbone.tokenize(texts)
+    ids, lengths = tokens.padded()[:, : tokens.lengths.max()], tokens.lengths
     with torch.autocast("cpu", torch.bfloat16):
-        image = backbone.encode_image(pictures[torch.from_numpy(indices)])
-        text = backbone.encode_text(backbone.tokenize(texts))
+        image, patches = encode_patches(backbone, pictures[torch.from_numpy(indices)])
+        text, hidden_states = _encode_text(backbone.model, ids, lengths)
+        captioning = captioner(hidden_states, patches, ids, lengths)
     scale = backbone.logit_scale.clamp(max=np.log(100)).exp()
-    return contrastive_loss(F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1), scale)
+    contrastive = contrastive_loss(F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1), scale)
+    return contrastive + CAPTIONING_WEIGHT * captioning
+
+
+def _text(index: int, purpose: str) -> str:
+    rng = generator("train", index, purpose)
+    return short_caption(base_scene(index), rng, rng.choice(STYLES)).text
+
+
+def encode_patches(backbone: Backbone, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images -> features [batch, embed_dim], and the patches' states after the last block [batch, patches, width]"""
+    tower = backbone.image
+    hidden_states = tower.embed(backbone.normalise(pixels))
+    for block in range(tower.depth):
+        hidden_states = tower.run_block(block, hidden_states)
+    return tower.project(hidden_states), hidden_states[:, 1:]
+
+
+def _encode_text(model: open_clip.CLIP, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of ids -> features [batch, embed_dim], and the states after the block before the last [batch, tokens, width]
+
+    The text tower of the package computes the states of the text alone, packed: here, one for every slot is wanted.
+    """
+    hidden_states = model.token_embedding(ids) + model.positional_embedding[: ids.shape[1]]
+    mask = model.attn_mask[: ids.shape[1], : ids.shape[1]]
+    *blocks, last = model.transformer.resblocks
+    for block in blocks:
+        hidden_states = block(hidden_states, attn_mask=mask)
+    pooled = model.ln_final(last(hidden_states, attn_mask=mask))[torch.arange(len(ids)), lengths - 1]
+    return pooled @ model.text_projection, hidden_states
 
 
 def draw_indices(scenes: int, batch: int, seed: int, step: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from ..models.backbone import Backbone
 from ..models.shipped import GUIDANCE_SCALE, STEPS
 from ..retrieval import recall_at_k
 from ..tokens import clean
-from ..toyworld.checker import objects_correct, read_objects
+from ..toyworld.checker import compare, objects_correct, read_objects
 from ..toyworld.grammar import caption, short_prompt
 from ..toyworld.render import render
 from ..toyworld.scenes import PLACES, Scene, draw_scene, generator, scene
@@ -52,7 +52,7 @@ def score_checker(vae: AutoencoderKL, split: str, count: int = 500) -> dict[str,
     ways = {"rendered": rendered, "rendered, blurred": [picture.filter(blur) for picture in rendered]}
     ways |= {"decoded": decoded, "decoded, blurred": [picture.filter(blur) for picture in decoded]}
     scores = {way: _reading(pictures, scenes) for way, pictures in ways.items()}
-    return scores | {"mismatched": {"objects": _share([rendered[-1], *rendered[:-1]], scenes)}}
+    return scores | {"mismatched": {"objects": _contents([rendered[-1], *rendered[:-1]], scenes)["objects"]}}
 
 
 def _reading(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
@@ -81,23 +81,40 @@ def _pictures(vae: AutoencoderKL, latents: torch.Tensor) -> list[Image.Image]:
 
 @torch.inference_mode()
 def score_sdxl(
-    pipe: StableDiffusionXLPipeline, split: str, count: int = 200, batch: int = 50
+    pipe: StableDiffusionXLPipeline, split: str, count: int = 200, batch: int = 50, style: str = "plain"
 ) -> tuple[dict[str, float], list[Image.Image]]:
-    """Share of the named objects drawn with the right kind and colour in the right place; and the pictures.
+    """What is right in images of captions of one to three objects within 77 tokens, in shares of 1; and the images.
 
-    The prompts are captions of one to three objects within 77 tokens. "in one step" is the same for what the UNet makes
-    of pure noise at once, without guidance: it tells early in training whether the text is used.
+    Returns:
+        "objects": of the named objects, those with the right kind and colour in the right place; "sizes", those with
+        the right size as well; "precision", right objects among the places that are filled; "filled", empty places that
+        are filled; "background", right ones. "objects in one step" is the first for what the UNet makes of pure noise
+        at once, without guidance: it says early in training whether the text is used.
     """
     pipe.set_progress_bar_config(disable=True)
     drawn, at_once, scenes = [], [], []
     for start in tqdm(range(0, count, batch), desc="drawing"):
-        pairs = [short_prompt(split, index) for index in range(start, min(start + batch, count))]
+        pairs = [short_prompt(split, index, style) for index in range(start, min(start + batch, count))]
         scenes += [true_scene for true_scene, _ in pairs]
         texts = [clean(text.text) for _, text in pairs]
         noise = [torch.Generator().manual_seed(index) for index in range(start, start + len(pairs))]
         drawn += pipe(texts, generator=noise, num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE).images
         at_once += _in_one_step(pipe, texts)
-    return {"objects": _share(drawn, scenes), "objects in one step": _share(at_once, scenes)}, drawn
+    return _contents(drawn, scenes) | {"objects in one step": _contents(at_once, scenes)["objects"]}, drawn
+
+
+def _contents(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
+    compared = [compare(picture, true_scene) for picture, true_scene in zip(pictures, scenes, strict=True)]
+    asked, drawn = (sum(len(getattr(comparison, name)) for comparison in compared) for name in ("correct", "drawn"))
+    right = sum(sum(comparison.correct.values()) for comparison in compared)
+    shares = {
+        "objects": right / asked,
+        "sizes": sum(sum(comparison.sizes.values()) for comparison in compared) / asked,
+        "precision": right / max(1, drawn),
+        "filled": sum(len(comparison.invented) for comparison in compared) / (len(PLACES) * len(compared) - asked),
+        "background": sum(comparison.background for comparison in compared) / len(compared),
+    }
+    return {name: round(share, 4) for name, share in shares.items()}
 
 
 def _in_one_step(pipe: StableDiffusionXLPipeline, texts: list[str]) -> list[Image.Image]:
@@ -107,12 +124,3 @@ def _in_one_step(pipe: StableDiffusionXLPipeline, texts: list[str]) -> list[Imag
     added = {"text_embeds": pooled, "time_ids": torch.tensor([TIME_IDS], dtype=torch.float).expand(len(texts), 6)}
     velocity = pipe.unet(latents, 999, encoder_hidden_states=hidden_states, added_cond_kwargs=added).sample
     return _pictures(pipe.vae, -velocity / pipe.vae.config.scaling_factor)  # v = -x0 where no signal is left
-
-
-def _share(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> float:
-    right = [
-        r
-        for picture, true_scene in zip(pictures, scenes, strict=True)
-        for r in objects_correct(picture, true_scene).values()
-    ]
-    return round(float(np.mean(right)), 4)

@@ -14,9 +14,10 @@ from ..methods.objectives import contrastive_loss
 from ..models.backbone import Backbone
 from ..sentences import join_sentences
 from ..tokens import clean
-from ..toyworld.grammar import long_caption
+from ..toyworld.grammar import STYLES, long_caption
 from ..toyworld.scenes import base_scene, generator
-from .clip import CONFIG, CONTEXT_LENGTH, draw_indices, render_all
+from .captioning import WEIGHT as CAPTIONING_WEIGHT
+from .clip import CONFIG, CONTEXT_LENGTH, draw_indices, encode_patches, new_captioner, render_all
 from .stage import run_stage
 
 _MOST_SENTENCES = 5  # as many as 77 tokens hold
@@ -44,37 +45,43 @@ def new_second_text_encoder(tokenizer: CLIPTokenizer, seed: int = 1) -> CLIPText
 
 
 def train_second_text_encoder(
-    folder: Path, backbone: Backbone, tokenizer: CLIPTokenizer, *, scenes=30_000, steps=2500, batch=128, seed=0
+    folder: Path, backbone: Backbone, tokenizer: CLIPTokenizer, *, scenes=30_000, steps=4000, batch=128, seed=0
 ) -> CLIPTextModelWithProjection:
     """Trains it on a few sentences of a scene's caption, with the summary or without, drawn anew at each step."""
-    model = new_second_text_encoder(tokenizer)
-    model.logit_scale = nn.Parameter(torch.tensor(np.log(1 / 0.07), dtype=torch.float32))
-    image = _image_features(backbone, scenes)
-    run_stage(folder, model, partial(_loss, model, tokenizer, image, batch, seed), steps=steps, peak=1e-3)
-    del model.logit_scale
-    return model.eval()
+    learner = nn.ModuleDict({"encoder": new_second_text_encoder(tokenizer), "captioner": new_captioner(tokenizer)})
+    learner.logit_scale = nn.Parameter(torch.tensor(np.log(1 / 0.07), dtype=torch.float32))
+    images = _encode_images(backbone, scenes)
+    run_stage(folder, learner, partial(_loss, learner, tokenizer, images, batch, seed), steps=steps, peak=1e-3)
+    return learner["encoder"].eval()
 
 
-@torch.inference_mode()
-def _image_features(backbone: Backbone, scenes: int) -> torch.Tensor:
+@torch.no_grad()
+def _encode_images(backbone: Backbone, scenes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalised features [scenes, embed_dim], and the patches' states [scenes, patches, width] in bfloat16."""
     pictures = render_all([base_scene(index) for index in range(scenes)], backbone)
-    parts = tqdm(pictures.split(500), desc="image features")
-    return torch.cat([F.normalize(backbone.encode_image(part), dim=-1) for part in parts])
+    parts = [encode_patches(backbone, part) for part in tqdm(pictures.split(500), desc="image features")]
+    features, patches = zip(*parts, strict=True)
+    return F.normalize(torch.cat(features), dim=-1), torch.cat([part.bfloat16() for part in patches])
 
 
 def draw_text(index: int, purpose: str) -> str:
     """Up to five sentences of a scene's caption in their order; half the time the summary is the first of them."""
     rng = generator("train", index, purpose)
-    summary, *details = long_caption(base_scene(index), rng).sentences
+    summary, *details = long_caption(base_scene(index), rng, rng.choice(STYLES)).sentences
     kept = details[: rng.randint(1, _MOST_SENTENCES)]
     return join_sentences([sentence.text for sentence in ([summary] if rng.random() < 0.5 else []) + kept])
 
 
-def _loss(model, tokenizer, image: torch.Tensor, batch: int, seed: int, step: int) -> torch.Tensor:
-    indices = draw_indices(len(image), batch, seed, step)
+def _loss(learner, tokenizer, images: tuple[torch.Tensor, torch.Tensor], batch: int, seed: int, step: int):
+    features, patches = images
+    indices = draw_indices(len(features), batch, seed, step)
     texts = [clean(draw_text(i, f"second/{seed}/{step}")) for i in indices]
     tokens = tokenizer(texts, padding=True, truncation=True, max_length=CONTEXT_LENGTH, return_tensors="pt")
+    ids, lengths, chosen = tokens.input_ids, tokens.attention_mask.sum(1), torch.from_numpy(indices)
     with torch.autocast("cpu", torch.bfloat16):
-        text = model(input_ids=tokens.input_ids).text_embeds.float()  # causal: what follows EOT changes nothing
-    scale = model.logit_scale.clamp(max=np.log(100)).exp()
-    return contrastive_loss(image[torch.from_numpy(indices)].clone(), F.normalize(text, dim=-1), scale)
+        # Causal: what follows EOT changes nothing.
+        encoded = learner["encoder"](input_ids=ids, output_hidden_states=True)
+        captioning = learner["captioner"](encoded.hidden_states[-2], patches[chosen].float(), ids, lengths)
+    scale = learner.logit_scale.clamp(max=np.log(100)).exp()
+    text = F.normalize(encoded.text_embeds.float(), dim=-1)
+    return contrastive_loss(features[chosen], text, scale) + CAPTIONING_WEIGHT * captioning

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from ..files import atomic_file
@@ -44,8 +45,9 @@ def run_stage(
     for step in tqdm(range(start, steps), desc=folder.name, initial=start, total=steps, unit=" steps"):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak, warmup)
-        value = loss(step)
-        value.backward()
+        with sdpa_kernel(SDPBackend.MATH):  # on CPUs the fused kernels' gradient takes several times as long here
+            value = loss(step)
+            value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

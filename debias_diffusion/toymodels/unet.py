@@ -1,7 +1,6 @@
-"""Training of the toy world's UNet on scenes with captions cut to 77 tokens."""
+"""Training of the toy world's UNet as SDXL's was: scenes with captions truncated to one chunk of 77 tokens."""
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,203 +11,117 @@ from diffusers import DDPMScheduler, StableDiffusionXLPipeline, UNet2DConditionM
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 from tqdm import tqdm
-from transformers import CLIPTokenizer
 
-from ..sentences import join_sentences
 from ..tokens import clean
-from ..toyworld.grammar import Caption, long_caption, plain_caption
+from ..toyworld.grammar import STYLES, Caption, full_caption, long_caption
 from ..toyworld.render import render
 from ..toyworld.scenes import Scene, draw_scene, generator
 from .stage import run_stage
 from .vae import SIZE, as_input, picture_tensor
 
 _WITHOUT_TEXT = 0.1  # share of samples that classifier-free guidance learns from
-# What fine-tuning does to the first encoder's hidden states, in shares of their spread: see docs/toy-world.md.
-_SHIFT, _MIXING = 0.9, 0.5  # at most
 TIME_IDS = (SIZE, SIZE, 0, 0, SIZE, SIZE)  # original size, crop, target size
+_NAMES = ("latents", "hidden_states", "pooled")
+Pairs = dict[str, Tensor]  # by _NAMES: [N, 16, 6, 6], [N, tokens, D] and [N, P]
+# (captions, their numbers) -> (hidden_states [captions, tokens, D], pooled [captions, P])
+EncodeTexts = Callable[[list[Caption], Iterable[int]], tuple[Tensor, Tensor]]
 
 
 def draw_pair(index: int, split: str = "train") -> tuple[Scene, Caption]:
-    """One scene and its caption: half of them of one to three objects that fit 77 tokens, half in the long style."""
+    """One scene and its caption: half of them of one to three objects that fit 77 tokens, half with four to six."""
     rng = generator(split, index, "unet")
+    style = rng.choice(STYLES)
     if rng.random() < 0.5:
         scene = draw_scene(rng, 1, 3)
-        return scene, plain_caption(scene, rng)
+        return scene, full_caption(scene, rng, style)
     scene = draw_scene(rng)
-    return scene, (plain_caption if rng.random() < 0.5 else long_caption)(scene, rng)
+    return scene, (full_caption if rng.random() < 0.5 else long_caption)(scene, rng, style)
 
 
-def windows_of(caption: Caption, tokenizer: CLIPTokenizer, rng: random.Random) -> tuple[str, str]:
-    """What 77 tokens hold of a caption, without its summary half the time, cut in two between sentences.
-
-    The UNet is to draw from several windows as well, of which all but one begin with a detail.
-    """
-    sentences = [sentence.text for sentence in caption.sentences[rng.randint(0, 1) :]]
-    while len(tokenizer(clean(join_sentences(sentences))).input_ids) > tokenizer.model_max_length:
-        sentences.pop()
-    cut = rng.randint(1, len(sentences))
-    return clean(join_sentences(sentences[:cut])), clean(join_sentences(sentences[cut:]))
-
-
-def _encode(pipe: StableDiffusionXLPipeline, texts: list[str]) -> tuple[Tensor, Tensor]:
-    """(hidden_states [texts, 77, D], pooled [texts, P])"""
+def encode_texts(pipe: StableDiffusionXLPipeline, texts: list[str]) -> tuple[Tensor, Tensor]:
+    """(hidden_states [texts, 77, D], pooled [texts, P]) by the pipeline's `encode_prompt`"""
     hidden_states, _, pooled, _ = pipe.encode_prompt(texts, do_classifier_free_guidance=False)
     return hidden_states, pooled
 
 
-def _encode_windows(
-    pipe: StableDiffusionXLPipeline, texts: list[tuple[str, str]], whole: list[bool]
-) -> tuple[Tensor, Tensor]:
-    """The states of two windows as `pipelines.chunks.join_chunks` joins them.
-
-    BOS and the tokens of the first window, tokens, EOS and pads of the second, then pads of an empty one.
-
-    Args:
-        texts: of the two windows, within 77 tokens together.
-        whole: where the first encoder reads both at once, as one of 248 positions does.
-
-    Returns:
-        (hidden_states [texts, 152, D], pooled [texts, P], of the first windows)
-    """
-    (first, pooled), (second, _) = (_encode(pipe, list(window)) for window in zip(*texts, strict=True))
-    at_once, _ = _encode(pipe, [" ".join(windows).strip() for windows in texts])
-    empty, width = _encode(pipe, [""])[0][0], pipe.text_encoder.config.hidden_size
-    joined = []
-    for i, (text, _) in enumerate(texts):
-        n = len(pipe.tokenizer(text, add_special_tokens=False).input_ids)
-        states = torch.cat([first[i, : 1 + n], second[i, 1:], empty[1 : len(empty) - 1 - n]])
-        if whole[i]:
-            states[:, :width] = torch.cat([at_once[i], empty[1:-1]])[:, :width]
-        joined.append(states)
-    return torch.stack(joined), pooled
-
-
 @torch.inference_mode()
 def encode_pairs(
-    pipe: StableDiffusionXLPipeline, count: int, windows: int = 1, batch: int = 200, start: int = 0
-) -> dict[str, Tensor]:
-    """`count` pairs from number `start` as the UNet learns from them, in bfloat16, by the pipeline's `encode_prompt`.
+    pipe: StableDiffusionXLPipeline, count: int, batch: int = 200, start: int = 0, encode: EncodeTexts | None = None
+) -> Pairs:
+    """`count` pairs from number `start` as the UNet learns from them, in bfloat16.
 
     Args:
-        windows: 1, or 2 for captions in two windows, joined as `StableDiffusionXLLongPromptPipeline` joins them.
-
-    Returns:
-        "latents" [count, 16, 6, 6], "hidden_states" [count, 77 or 152, D] and "pooled" [count, P].
+        encode: of the captions; None for `encode_texts`, which truncates them at 77 tokens.
     """
+    encode = encode or (lambda captions, _: encode_texts(pipe, [clean(caption.text) for caption in captions]))
     parts = []
     diffusers.utils.logging.set_verbosity_error()  # that captions are cut at 77 tokens is meant here
     for first in tqdm(range(start, start + count, batch), desc="encoding pairs"):
         indices = range(first, min(first + batch, start + count))
-        pairs = [draw_pair(index) for index in indices]
-        pictures = as_input(picture_tensor(render(scene, SIZE) for scene, _ in pairs))
+        scenes, captions = zip(*(draw_pair(index) for index in indices), strict=True)
+        pictures = as_input(picture_tensor(render(scene, SIZE) for scene in scenes))
         with torch.autocast("cpu", torch.bfloat16):
-            if windows == 1:
-                hidden_states, pooled = _encode(pipe, [clean(caption.text) for _, caption in pairs])
-            else:
-                rngs = [generator("train", index, "windows") for index in indices]
-                texts = [
-                    windows_of(caption, pipe.tokenizer, rng) for (_, caption), rng in zip(pairs, rngs, strict=True)
-                ]
-                hidden_states, pooled = _encode_windows(pipe, texts, [rng.random() < 0.5 for rng in rngs])
+            hidden_states, pooled = encode(list(captions), indices)
             latents = pipe.vae.encode(pictures).latent_dist.mean * pipe.vae.config.scaling_factor
         parts.append([tensor.bfloat16() for tensor in (latents, hidden_states, pooled)])
-    names = ("latents", "hidden_states", "pooled")
     joined = (torch.cat(tensors).contiguous() for tensors in zip(*parts, strict=True))
-    return dict(zip(names, joined, strict=True))
+    return dict(zip(_NAMES, joined, strict=True))
 
 
 def train_unet(
-    folder: Path, pipe: StableDiffusionXLPipeline, pairs: dict[str, Tensor], *, steps=20_000, batch=64, seed=0
-) -> None:
-    """Trains the pipeline's UNet in place on what `encode_pairs` gave.
-
-    In the second half it also learns to bear what fine-tuning will do to the first encoder (`disturbed`).
-    """
-    _train(folder, pipe, (pairs,), (steps + 1) // 2, steps=steps, peak=1e-3, warmup=500, batch=batch, seed=seed)
-
-
-def train_unet_on_windows(
     folder: Path,
     pipe: StableDiffusionXLPipeline,
-    pairs: Sequence[dict[str, Tensor]],
+    pairs: Pairs,
     *,
-    steps=8000,
-    batch=64,
-    seed=1,
+    steps: int = 20_000,
+    batch: int = 64,
+    seed: int = 0,
+    compiled: bool = True,
 ) -> None:
-    """Trains the trained UNet further, by turns on pairs in one window and in two, the first encoder disturbed."""
-    _train(folder, pipe, pairs, 0, steps=steps, peak=5e-4, batch=batch, seed=seed)
-
-
-def _train(
-    folder: Path,
-    pipe: StableDiffusionXLPipeline,
-    pairs: Sequence[dict[str, Tensor]],
-    disturbed_from: int,
-    *,
-    batch: int,
-    seed: int,
-    **schedule,
-) -> None:
-    """Trains on each of `pairs` by turns, from step `disturbed_from` on with the first encoder disturbed."""
-    scheduler, width = DDPMScheduler.from_config(pipe.scheduler.config), pipe.text_encoder.config.hidden_size
-
-    def loss(step: int) -> Tensor:
-        disturb = width if step >= disturbed_from else 0
-        return _loss(pipe.unet, scheduler, pairs[step % len(pairs)], batch, seed, step, disturb)
-
-    with _in_training(pipe.unet):
-        run_stage(folder, pipe.unet, loss, **schedule)
+    """Trains the pipeline's UNet in place on what `encode_pairs` gave."""
+    loss = denoising_loss(pipe, batch, seed, compiled)
+    with in_training(pipe.unet):
+        run_stage(folder, pipe.unet, lambda step: loss(pairs, step), steps=steps, peak=1e-3, warmup=500)
 
 
 @contextmanager
-def _in_training(unet: UNet2DConditionModel) -> Iterator[None]:
+def in_training(unet: UNet2DConditionModel) -> Iterator[None]:
+    """In training mode, with the attention that is quickest there on CPUs."""
     processors = unet.attn_processors
-    unet.train().set_attn_processor(AttnProcessor())  # on CPUs half of a step goes to the fused attention's gradient
+    unet.train().set_attn_processor(AttnProcessor())
     try:
         yield
     finally:
         unet.eval().set_attn_processor(processors)
 
 
-def disturbed(hidden_states: Tensor, width: int, rng: torch.Generator) -> Tensor:
-    """The first `width` channels as another encoder of the same origin might give them: shifted and mixed at random.
-
-    Each sample is disturbed in its own way and strength, all its tokens alike.
+def denoising_loss(pipe: StableDiffusionXLPipeline, batch: int, seed: int, compiled: bool) -> Callable[..., Tensor]:
+    """The mean squared error of v: a function of pairs, of the step's number and, if given, of a change of the states.
 
     Args:
-        hidden_states: [batch, tokens, channels]
+        compiled: by torch.compile, which takes a minute once and a third off each step on two cores.
     """
-    first, second = hidden_states.split([width, hidden_states.shape[-1] - width], dim=-1)
-    centred = first - first.mean(dim=(0, 1))
-    shift = centred.std() * torch.randn(len(first), 1, width, generator=rng)
-    mixing = torch.randn(len(first), width, width, generator=rng) / width**0.5
-    strength = torch.rand(len(first), 1, 1, generator=rng)
-    return torch.cat([first + strength * (_SHIFT * shift + _MIXING * (centred @ mixing)), second], dim=-1)
+    scheduler = DDPMScheduler.from_config(pipe.scheduler.config)
+    unet = torch.compile(pipe.unet) if compiled else pipe.unet
+    times_of = torch.tensor([TIME_IDS], dtype=torch.float).expand(batch, 6)
 
+    def loss(pairs: Pairs, step: int, change: Callable[[Tensor, torch.Generator], Tensor] | None = None) -> Tensor:
+        rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        chosen = torch.randint(len(pairs["latents"]), (batch,), generator=rng)
+        latents, hidden_states, pooled = (pairs[name][chosen].float() for name in _NAMES)
+        kept = (torch.rand(batch, generator=rng) >= _WITHOUT_TEXT).float()
+        noise = torch.randn(latents.shape, generator=rng)
+        # What stands where is decided at high noise, and only there is the text needed: more of the samples lie there.
+        times = (999 * (1 - torch.rand(batch, generator=rng) ** 2)).round().long()
+        if change:
+            hidden_states = change(hidden_states, rng)
+        with torch.autocast("cpu", torch.bfloat16):
+            predicted = unet(
+                scheduler.add_noise(latents, noise, times),
+                times,
+                encoder_hidden_states=hidden_states * kept[:, None, None],
+                added_cond_kwargs={"text_embeds": pooled * kept[:, None], "time_ids": times_of},
+            ).sample
+        return F.mse_loss(predicted.float(), scheduler.get_velocity(latents, noise, times))
 
-def _loss(
-    unet, scheduler: DDPMScheduler, pairs: dict[str, Tensor], batch: int, seed: int, step: int, disturb: int = 0
-) -> Tensor:
-    """`disturb`: the channels that are disturbed, from the first."""
-    rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    chosen = torch.randint(len(pairs["latents"]), (batch,), generator=rng)
-    latents, hidden_states, pooled = (pairs[name][chosen].float() for name in ("latents", "hidden_states", "pooled"))
-    kept = (torch.rand(batch, generator=rng) >= _WITHOUT_TEXT).float()
-    noise = torch.randn(latents.shape, generator=rng)
-    # What stands where is decided at high noise, and only there is the text needed: more of the samples lie there.
-    times = (999 * (1 - torch.rand(batch, generator=rng) ** 2)).round().long()
-    if disturb:
-        hidden_states = disturbed(hidden_states, disturb, rng)
-    added = {
-        "text_embeds": pooled * kept[:, None],
-        "time_ids": torch.tensor([TIME_IDS], dtype=torch.float).expand(batch, 6),
-    }
-    with torch.autocast("cpu", torch.bfloat16):
-        predicted = unet(
-            scheduler.add_noise(latents, noise, times),
-            times,
-            encoder_hidden_states=hidden_states * kept[:, None, None],
-            added_cond_kwargs=added,
-        ).sample
-    return F.mse_loss(predicted.float(), scheduler.get_velocity(latents, noise, times))
+    return loss

@@ -12,6 +12,7 @@ from ..sentences import join_sentences
 from .references import Claim, Facts, Reference, resolve
 from .scenes import PLACES, Scene, Thing, draw_scene, generator, scene
 
+STYLES = ("plain", "referring")
 SENTENCES = (9, 14)  # fewest and most in a caption
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _SUMMARIES = ("This picture shows {}.", "Here is a picture of {}.", "The image contains {}.", "This is an image of {}.")
@@ -96,25 +97,60 @@ class Caption:
         return resolve({number: sentence.claim for number, sentence in enumerate(self.sentences)})
 
 
-def long_caption(scene: Scene, rng: random.Random) -> Caption:
-    """A caption of 9 to 14 sentences: the summary, every object, the background, and further true details."""
-    details = [_thing(thing, rng) for thing in scene.things] + [_background(scene, rng)]
+def long_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Caption:
+    """A caption of 9 to 14 sentences: the summary, every object, the background, and further true details.
+
+    Args:
+        style: "plain" tells each object in one sentence; "referring" tells half of them or more in two or three, of
+            which the later ones refer back: "In the top left there is a star. It is large." and some sentences later
+            "The star is blue." or "The star shares its colour with the ring.", up to 15 sentences in all.
+    """
+    blocks, later = _describe(scene, scene.things, rng, style)
+    blocks.append([_background(scene, rng)])
     further = _further(scene, rng)
     rng.shuffle(further)
-    details += further[: rng.randint(*SENTENCES) - 1 - len(details)]
-    rng.shuffle(details)
-    return Caption((_summary(scene, rng), *details))
+    missing = rng.randint(*SENTENCES) - 1 - sum(map(len, blocks)) - len(later)
+    return _compose(scene, blocks + [[sentence] for sentence in further[: max(0, missing)]], later, rng)
 
 
-def short_caption(scene: Scene, rng: random.Random) -> Caption:
+def short_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Caption:
     """A caption as CLIP models are pretrained on: the summary, with one or two objects described."""
     described = rng.sample(scene.things, min(rng.randint(1, 2), len(scene.things)))
-    return Caption((_summary(scene, rng), *(_thing(thing, rng) for thing in described)))
+    return _compose(scene, *_describe(scene, described, rng, style), rng)
 
 
-def caption(split: str, index: int) -> Caption:
+def caption(split: str, index: int, style: str = "plain") -> Caption:
     """The long caption of scene number `index` of a split, the same on every machine."""
-    return long_caption(scene(split, index), generator(split, index, "caption"))
+    return long_caption(scene(split, index), generator(split, index, _purpose("caption", style)), style)
+
+
+def full_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Caption:
+    """The summary, every object and the background, in any order; of three plain objects within 77 tokens."""
+    blocks, later = _describe(scene, scene.things, rng, style)
+    return _compose(scene, [*blocks, [_background(scene, rng)]], later, rng)
+
+
+def short_prompt(split: str, index: int, style: str = "plain") -> tuple[Scene, Caption]:
+    """A scene of one to three objects (two in the longer "referring" style), and a caption of it within 77 tokens."""
+    drawn = draw_scene(generator(split, index, "short scene"), 1, 3 if style == "plain" else 2)
+    return drawn, full_caption(drawn, generator(split, index, _purpose("short prompt", style)), style)
+
+
+def _purpose(name: str, style: str) -> str:
+    return name if style == "plain" else f"{name}, {style}"
+
+
+def _compose(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[Thing, Sentence]], rng) -> Caption:
+    """The summary, the blocks in any order, and each of `later` somewhere behind the block about its object."""
+    rng.shuffle(blocks)
+    for thing, sentence in later:
+        first = next(i for i, block in enumerate(blocks) if _places(block[0], thing))
+        blocks.insert(rng.randint(first + 1, len(blocks)), [sentence])
+    return Caption((_summary(scene, rng), *(sentence for block in blocks for sentence in block)))
+
+
+def _places(sentence: Sentence, thing: Thing) -> bool:
+    return sentence.claim is not None and sentence.claim.about.place == thing.place
 
 
 def _summary(scene: Scene, rng: random.Random) -> Sentence:
@@ -179,57 +215,20 @@ def _name(scene: Scene, thing: Thing) -> tuple[str, str | None]:
     return (name, None) if len(alike) == 1 else (f"{name} in the {thing.place}", thing.place)
 
 
-def plain_caption(scene: Scene, rng: random.Random) -> Caption:
-    """The summary and every object, in any order; at most three objects fit 77 tokens."""
-    things = [_thing(thing, rng) for thing in scene.things]
-    rng.shuffle(things)
-    return Caption((_summary(scene, rng), *things))
-
-
-def short_prompt(split: str, index: int) -> tuple[Scene, Caption]:
-    """A scene of one to three objects, and a caption of it within 77 tokens; the same on every machine."""
-    drawn = draw_scene(generator(split, index, "short scene"), 1, 3)
-    return drawn, plain_caption(drawn, generator(split, index, "short prompt"))
-
-
-def referring_caption(scene: Scene, rng: random.Random) -> Caption:
-    """A long caption that tells half of the objects or more in two or three sentences, the later ones referring back.
-
-    "In the top left there is a star. It is large." and some sentences later "The star is blue." or "The star shares its
-    colour with the ring."
-    """
-    blocks, later = _by_reference(scene, rng)
-    blocks.append([_background(scene, rng)])
-    further = _further(scene, rng)
-    rng.shuffle(further)
-    missing = rng.randint(*SENTENCES) - 1 - sum(map(len, blocks)) - len(later)
-    return _composed(scene, blocks + [[sentence] for sentence in further[: max(0, missing)]], later, rng)
-
-
-def short_referring_caption(scene: Scene, rng: random.Random, things: int = 3) -> Caption:
-    """The summary, and up to `things` objects, half of them or more told by reference."""
-    described = rng.sample(scene.things, min(rng.randint(1, things), len(scene.things)))
-    return _composed(scene, *_by_reference(scene, rng, described), rng)
-
-
-def _composed(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[Thing, Sentence]], rng) -> Caption:
-    """The summary, the blocks in any order, and each of `later` somewhere behind the block about its object."""
-    rng.shuffle(blocks)
-    for thing, sentence in later:
-        first = next(i for i, block in enumerate(blocks) if _places(block[0], thing))
-        blocks.insert(rng.randint(first + 1, len(blocks)), [sentence])
-    return Caption((_summary(scene, rng), *(sentence for block in blocks for sentence in block)))
-
-
-def _places(sentence: Sentence, thing: Thing) -> bool:
-    return sentence.claim is not None and sentence.claim.about.place == thing.place
+def _describe(
+    scene: Scene, things: Sequence[Thing], rng: random.Random, style: str
+) -> tuple[list[list[Sentence]], list[tuple[Thing, Sentence]]]:
+    """(for each object the sentences that stand together, [(object, sentence that follows at some distance)])"""
+    if style not in STYLES:
+        raise ValueError(f"unknown style {style!r}; it must be one of {', '.join(STYLES)}")
+    return ([[_thing(thing, rng)] for thing in things], []) if style == "plain" else _by_reference(scene, things, rng)
 
 
 def _by_reference(
-    scene: Scene, rng: random.Random, things: Sequence[Thing] | None = None
+    scene: Scene, things: Sequence[Thing], rng: random.Random
 ) -> tuple[list[list[Sentence]], list[tuple[Thing, Sentence]]]:
-    """(for each object the sentences that stand together; (object, sentence) of those that follow at some distance)"""
-    things = rng.sample(things or scene.things, len(things or scene.things))
+    """As `_describe`, half of the objects or more in several sentences."""
+    things = rng.sample(things, len(things))
     alone = rng.randint(0, len(things) // 2)
     blocks, later = [[_thing(thing, rng)] for thing in things[:alone]], []
     for number, thing in enumerate(things[alone:], alone):

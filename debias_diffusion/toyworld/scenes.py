@@ -38,6 +38,7 @@ KINDS_TOGETHER = (2, 3)  # few kinds a scene, so that many scenes have the same 
 # Consecutive scenes with the same objects in other places. Without them the objects alone identify a scene, and a CLIP
 # learns to ignore places.
 ARRANGEMENTS = 4
+_COMBINED = ("kind", "colour", "size")
 SPLITS = ("train", "validation", "development", "test")
 
 
@@ -92,24 +93,35 @@ def scene(split: str, index: int) -> Scene:
 
 
 def base_scene(index: int) -> Scene:
-    """Scene number `index` of those that base models are trained on: arrangements as in `scene`, of one to six objects.
+    """Scene number `index` of those that base models are trained on: families as in `scene`, of one to six objects.
 
-    Half of them have a single object: from these, places are learned within a few hundred steps; from scenes of several
-    objects they were not learned in thousands.
+    Half of the scenes have a single object: from these, places are learned within a few hundred steps; from scenes of
+    several objects they were not learned in thousands. Half of the families of several objects exchange colours, kinds
+    and sizes between the places instead of moving the objects.
     """
     family, number = divmod(index, ARRANGEMENTS)
     rng = generator("train", family, "base family")
-    return _arrangement((1, rng.choice((1, OBJECTS[1]))), number, rng)
+    objects = (1, rng.choice((1, OBJECTS[1])))
+    return _arrangement(objects, number, rng, exchanged=rng.random() < 0.5)
 
 
-def _arrangement(objects: tuple[int, int], number: int, rng: random.Random) -> Scene:
+def _arrangement(objects: tuple[int, int], number: int, rng: random.Random, exchanged: bool = False) -> Scene:
     """Arrangement number `number` of a scene, no two of them equal."""
-    arrangement, arrangements = draw_scene(rng, *objects), []
+    arrangement, arrangements, tried = draw_scene(rng, *objects), [], 0
     while len(arrangements) <= number:
-        arrangement = _rearranged(arrangement, rng)
+        # Not every scene has as many exchanges: one object has none.
+        change = _exchanged if exchanged and len(arrangement.things) > 1 and tried < 10 * ARRANGEMENTS else _rearranged
+        arrangement, tried = change(arrangement, rng), tried + 1
         if arrangement not in arrangements:
             arrangements.append(arrangement)
     return arrangements[number]
+
+
+def _exchanged(scene: Scene, rng: random.Random) -> Scene:
+    """The same kinds, colours and sizes in the same places, otherwise combined."""
+    drawn = [rng.sample([getattr(thing, name) for thing in scene.things], len(scene.things)) for name in _COMBINED]
+    things = zip(scene.things, *drawn, strict=True)
+    return Scene(scene.background, tuple(Thing(*combined, thing.place) for thing, *combined in things))
 
 
 def _rearranged(scene: Scene, rng: random.Random) -> Scene:
