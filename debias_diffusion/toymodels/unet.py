@@ -23,7 +23,7 @@ from .stage import run_stage
 from .vae import SIZE, as_input, picture_tensor
 
 _WITHOUT_TEXT = 0.1  # share of samples that classifier-free guidance learns from
-# What fine-tuning does to the first encoder's hidden states, in shares of their spread: see docs/toy-world.md.
+# What fine-tuning does to the first encoder's hidden states, in shares of their spread: see docs/toy-world-diary.md.
 _SHIFT, _MIXING = 0.9, 0.5  # at most
 TIME_IDS = (SIZE, SIZE, 0, 0, SIZE, SIZE)  # original size, crop, target size
 
