@@ -23,6 +23,7 @@ from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from debias_diffusion.app.demo import device
 from debias_diffusion.app.demo.live_generation import Step
+from debias_diffusion.app.demo.toy_scenes import mark, random_scene
 from debias_diffusion.app.generate.png_settings import read_settings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -156,6 +157,13 @@ def test_a_scene_is_drawn_by_all_encoders_and_marked(page, tmp_path):
     for number, label in enumerate(LABELS):
         settings = read_settings(tmp_path / f"{number}.png")
         assert settings["prompt"] == LONG and settings["steps"] == 3 and label in str(settings)
+        with Image.open(tmp_path / f"{number}.png") as image:
+            marks = mark(random_scene(3), image)
+        card, right = page.locator(".card").nth(number + 1), sum(item.correct for item in marks.objects)
+        expect(card.locator(".score")).to_contain_text(f"{right} of {len(marks.objects)} right")
+        expect(card.locator("li.right")).to_have_count(right)
+        expect(card.locator(".invented li")).to_have_text([f"+ {name}" for name in marks.invented])
+        expect(card.get_by_text("wrong background")).to_have_count(int(marks.missing_background is not None))
     # Another prompt is none of the scene's.
     ask(page, "A red ring.", 1)
     expect(page.locator(".card")).to_have_count(3)

@@ -29,7 +29,7 @@ from debias_diffusion.app.demo.live_generation import Drawn, Step, as_png, check
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.request import BUDGET
 from debias_diffusion.app.demo.restore import MOST_PNG, request_of_png
-from debias_diffusion.app.demo.toy_scenes import mark, random_scene
+from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, mark, random_scene
 from debias_diffusion.app.generate.command import GenerateConfig, generate
 from debias_diffusion.app.generate.png_settings import parameters, read_settings
 from debias_diffusion.app.generate.prompts import cleaned
@@ -39,7 +39,8 @@ from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import clean, clip_tokenizer
-from debias_diffusion.toyworld.checker import objects_correct
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import Scene, Thing
 
 CPU = torch.device("cpu")
 TOYS = ["toy/clip", "toy/long-clip", "toy/debias-clip"]
@@ -270,7 +271,7 @@ def test_nothing_that_was_drawn_before_shows(toy):
 @pytest.mark.parametrize("name", ["Euler", "Euler a", "DPM++ 2M", "DDIM", "UniPC"])
 def test_every_scheduler_draws_the_toy_world(toy, name):
     drawn = pictures(toy, encoders=("toy/debias-clip",), scheduler=name, steps=12, images=2, prompt=SCENE.caption)
-    right = [correct for item in drawn for _, correct in mark(SCENE, item.image)]
+    right = [item.correct for picture in drawn for item in mark(SCENE, picture.image).objects]
     assert len(right) == 8 and sum(right) >= 3  # 1 in 48 by chance
     made = settings_of_png(drawn[0].png)["scheduler"]
     assert made == name and f"Sampler: {name}," in Image.open(BytesIO(drawn[0].png)).info["parameters"]
@@ -790,17 +791,28 @@ def test_scenes_are_what_their_captions_say():
             assert text == f"{thing.size} {thing.colour} {thing.kind}, {thing.place}"
             mentions = [k for k, s in enumerate(sentences, 1) if thing.place in s and thing.kind in s]
             assert number in mentions
-        assert all(right for _, right in mark(toy_scene, toy_scene.original))
-        assert [name for name, _ in mark(toy_scene, toy_scene.original)] == [name for name, _ in toy_scene.objects]
+        everything = tuple(ObjectMark(name, True) for name, _ in toy_scene.objects)
+        assert mark(toy_scene, toy_scene.original) == Marks(everything)
     assert random_scene(4) == random_scene(4) and random_scene(4).caption != random_scene(5).caption
 
 
-def test_marks_are_the_checkers():
-    toy_scene, other = random_scene(0), random_scene(9)
-    assert [right for _, right in mark(toy_scene, other.original)] == list(
-        objects_correct(other.original, toy_scene.scene).values()
+def test_marks_say_what_is_missing_what_is_beside_it_and_what_is_wrong():
+    asked = (Thing("star", "red", "small", "top"), Thing("ring", "blue", "large", "left"))
+    shown = (
+        replace(asked[0], size="large"),
+        replace(asked[1], colour="pink"),
+        Thing("cross", "green", "small", "right"),
     )
-    assert not all(right for _, right in mark(toy_scene, other.original))
+    image = render(Scene("black", shown))
+    noise = np.random.default_rng(0).integers(0, 256, (14, 14, 3), dtype=np.uint8)
+    image.paste(Image.fromarray(noise), (33, 33))  # within the bottom right
+    toy_scene = replace(SCENE, scene=Scene("pale blue", asked))
+    assert mark(toy_scene, image) == Marks(
+        (ObjectMark("small red star, top", True, "large"), ObjectMark("large blue ring, left", False)),
+        ("small green cross, right", "something unclear, bottom right"),
+        "pale blue",
+    )
+    assert mark(toy_scene, image.resize((96, 96), Image.Resampling.NEAREST)) == mark(toy_scene, image)
 
 
 @pytest.mark.parametrize("seed", [-1, 1.0, None, True, "3"])

@@ -35,7 +35,7 @@ from debias_diffusion.app.demo.live_generation import Drawn, Step, draw
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.request import Request
 from debias_diffusion.app.demo.restore import request_of_png
-from debias_diffusion.app.demo.toy_scenes import random_scene
+from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, random_scene
 from debias_diffusion.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -481,7 +481,7 @@ def shown() -> dict[str, str]:
         "tokens": markup.token_list(PromptTokens((Token(HOSTILE, 1, "further"),), 75, 246, 1)),
         "progress": markup.progress(Step(HOSTILE, 1, 1, 2, 0.5), request),
         "original": markup.original(scene, b"png"),
-        "drawn": markup.drawn(picture, [(HOSTILE, True), (HOSTILE, False)]),
+        "drawn": markup.drawn(picture, Marks((ObjectMark(HOSTILE, True, HOSTILE),), (HOSTILE,), HOSTILE)),
         "waiting": markup.waiting(HOSTILE),
         "attention": markup.attention({HOSTILE: looked}),
         "movement": markup.movement([Movement(HOSTILE, HOSTILE, {HOSTILE: 0.5})]),
@@ -494,6 +494,26 @@ def test_text_from_outside_stays_text(name):
     assert HOSTILE in found.text
     assert "onerror" not in found.attributes and "script" not in found.tags
     assert "img" not in found.tags or name in ("original", "drawn")
+
+
+def test_marks_are_said_in_words_and_signs():
+    picture = Drawn("a", 1, 0, Image.new("RGB", (8, 8)), b"png", "reads all")
+    objects = (
+        ObjectMark("star, top", True),
+        ObjectMark("ring, left", True, "large"),
+        ObjectMark("cross, right", False),
+    )
+    text = Parsed(markup.drawn(picture, Marks(objects, ("circle, top", "something unclear, left"), "grey"))).text
+    for words in (
+        "2 of 3 right, 2 that nobody asked for",
+        "✓ right: star, top✓ right: ring, left (wrong size: large)✗ missed: cross, right",
+        "Nobody asked for:+ circle, top+ something unclear, left",
+        "✗ wrong background: grey was asked for",
+    ):
+        assert words in text
+    text = Parsed(markup.drawn(picture, Marks(objects))).text
+    assert "2 of 3 right" in text and "asked for" not in text and "background" not in text
+    assert "right" not in Parsed(markup.drawn(picture)).text
 
 
 def test_tokens_are_shown_by_sentence_and_window():

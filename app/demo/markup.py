@@ -10,7 +10,7 @@ from math import sqrt
 from .analysis import Movement, PromptTokens
 from .live_generation import Drawn, Step
 from .request import Request
-from .toy_scenes import ToyScene
+from .toy_scenes import Marks, ObjectMark, ToyScene
 
 # Also told apart by words and underlines, for people who cannot distinguish the colours.
 READERS = {
@@ -92,8 +92,8 @@ def original(scene: ToyScene, png: bytes) -> str:
     return _card("Reference image", png, "original-scene.png", f'<ul class="objects">{objects}</ul>', "original")
 
 
-def drawn(picture: Drawn, marks: Sequence[tuple[str, bool]] = ()) -> str:
-    """A generated image with its encoder, the part of the prompt it read, and the scene's objects that it shows."""
+def drawn(picture: Drawn, marks: Marks | None = None) -> str:
+    """A generated image with its encoder, the part of the prompt it read, and what it shows of the scene."""
     text = f"<p>{escape(picture.read)}</p>" + (_marks(marks) if marks else "")
     stem = re.sub(r"[^A-Za-z0-9]+", "-", picture.label).strip("-") or "encoder"
     return _card(picture.label, picture.png, f"{stem}-seed-{picture.seed}.png", text, "", f"seed {picture.seed}")
@@ -125,14 +125,28 @@ def _card(label: str, png: bytes, file: str, text: str, kind: str, more: str = "
     )
 
 
-def _marks(marks: Sequence[tuple[str, bool]]) -> str:
-    items = "".join(
-        f'<li class="{"right" if right else "missed"}"><span aria-hidden="true">{"✓" if right else "✗"}</span> '
-        f'<span class="unseen">{"correct" if right else "missed"}:</span> {escape(name)}</li>'
-        for name, right in marks
-    )
-    right = sum(right for _, right in marks)
-    return f'<p class="score"><b>{right} of {len(marks)}</b> objects correct</p><ul class="objects">{items}</ul>'
+def _marks(marks: Marks) -> str:
+    score = f"<b>{sum(item.correct for item in marks.objects)} of {len(marks.objects)}</b> right"
+    objects, invented = "".join(map(_object, marks.objects)), ""
+    if marks.invented:
+        score += f", <b>{len(marks.invented)}</b> that nobody asked for"
+        items = "".join(f"<li>{_sign('+')}{escape(name)}</li>" for name in marks.invented)
+        invented = f'<p>Nobody asked for:</p><ul class="objects invented">{items}</ul>'
+    html = f'<p class="score">{score}</p><ul class="objects">{objects}</ul>{invented}'
+    if marks.missing_background:
+        html += f"<p>{_sign('✗')}wrong background: {escape(marks.missing_background)} was asked for</p>"
+    return html
+
+
+def _object(mark: ObjectMark) -> str:
+    size = f" (wrong size: {escape(mark.wrong_size)})" if mark.wrong_size else ""
+    kind, sign = ("right", "✓") if mark.correct else ("missed", "✗")
+    return f'<li class="{kind}">{_sign(sign)}<span class="unseen">{kind}:</span> {escape(mark.name)}{size}</li>'
+
+
+def _sign(sign: str) -> str:
+    """A sign for the eye, which words beside it say to screen readers."""
+    return f'<span aria-hidden="true" class="sign">{sign}</span> '
 
 
 # Reading

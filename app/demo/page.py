@@ -264,7 +264,7 @@ class _Page:
                     yield change
                 else:
                     row = item.picture - 1
-                    marks = mark(scene, item.image) if scene else ()
+                    marks = mark(scene, item.image) if scene else None
                     place = -len(request.encoders) + request.encoders.index(item.label)
                     figures[row][place] = markup.drawn(item, marks)
                     yield {self.rows[row]: markup.cards(figures[row])}

@@ -1,11 +1,11 @@
-"""Scenes of the toy world whose captions are prompts, and a check of their objects in generated images."""
+"""Scenes of the toy world whose captions are prompts, and what generated images show of them."""
 
 from dataclasses import dataclass
 
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.toyworld.checker import objects_correct
+from debias_diffusion.toyworld.checker import UNCLEAR, compare, read_objects
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import Scene, Thing, scene
@@ -30,6 +30,36 @@ class ToyScene:
     scene: Scene
 
 
+@dataclass(frozen=True)
+class ObjectMark:
+    """An object of a scene, compared with an image.
+
+    Attributes:
+        name: description of the object.
+        correct: whether its kind and colour stand in its place.
+        wrong_size: "small" or "large", as in the image, if `correct` but of another size than the object; else None.
+    """
+
+    name: str
+    correct: bool
+    wrong_size: str | None = None
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What an image shows of a scene, and beside it.
+
+    Attributes:
+        objects: of each object of the scene, in the order of `ToyScene.objects`.
+        invented: descriptions of what stands in places that the scene leaves empty.
+        missing_background: the scene's background if the image has another one, else None.
+    """
+
+    objects: tuple[ObjectMark, ...]
+    invented: tuple[str, ...] = ()
+    missing_background: str | None = None
+
+
 def random_scene(seed: int) -> ToyScene:
     """Scene number `seed`, from 0, of a split that no model was trained on; the same on every machine."""
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
@@ -40,10 +70,18 @@ def random_scene(seed: int) -> ToyScene:
     return ToyScene(text.text, render(drawn_scene), objects, drawn_scene)
 
 
-def mark(toy_scene: ToyScene, picture: Image.Image) -> list[tuple[str, bool]]:
-    """For each object, in the order of `objects`, whether a picture shows its kind and colour at its place."""
-    correct = objects_correct(picture, toy_scene.scene)
-    return [(_name(thing), correct[thing.place]) for thing in toy_scene.scene.things]
+def mark(toy_scene: ToyScene, picture: Image.Image) -> Marks:
+    """What an image of any size shows of a scene, as the checker reads it."""
+    comparison, seen = compare(picture, toy_scene.scene), read_objects(picture)
+    objects = []
+    for thing in toy_scene.scene.things:
+        correct = comparison.correct[thing.place]
+        wrong_size = seen[thing.place].size if correct and not comparison.sizes[thing.place] else None
+        objects.append(ObjectMark(_name(thing), correct, wrong_size))
+    invented = [
+        _name(seen[place]) if seen[place] != UNCLEAR else f"something unclear, {place}" for place in comparison.invented
+    ]
+    return Marks(tuple(objects), tuple(invented), None if comparison.background else toy_scene.scene.background)
 
 
 def _name(thing: Thing) -> str:
