@@ -13,7 +13,7 @@ from debias_diffusion.toyworld.scenes import ARRANGEMENTS, scene
 
 from .common.pages import png_url
 from .pictures import generation
-from .pictures.toy_objects import LATE, objects_right
+from .pictures.toy_objects import LATE, compare_images
 
 SCENES, SHORT_PROMPTS = "toy/", "toy/short-"  # data of long captions and of short prompts
 SHORT_FOLDER = "short-prompts"  # of images of short prompts, in the folder of the other results
@@ -318,7 +318,8 @@ def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
     mentioned = prompt.first_mentions()
     texts = {thing.place: f"{thing.size} {thing.colour} {thing.kind}, {thing.place}" for thing in shown.things}
     drawn = []
-    for (name, file), right in zip(files.items(), objects_right(files.values(), [shown] * len(files)), strict=True):
+    comparisons = compare_images(files.values(), [shown] * len(files))
+    for (name, file), right in zip(files.items(), [seen.correct for seen in comparisons], strict=True):
         score = f"{sum(right.values())} of {len(right)} objects right"
         objects = [
             {"text": texts[place], "sentence": mentioned[place] + 1, "right": is_right}
