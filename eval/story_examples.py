@@ -82,7 +82,9 @@ def _marks(seen: Comparison) -> list[dict]:
 def _in_words(seen: Comparison) -> str:
     """The score and the marks, for those who do not see the image."""
     titles = {RIGHT: "Right", WRONG: "Wrong or missing", EXTRA: "Nobody asked for"}
-    places = {verdict: [place for place, its in _verdicts(seen).items() if its == verdict] for verdict in titles}
+    places: dict[str, list[str]] = {verdict: [] for verdict in titles}
+    for place, verdict in _verdicts(seen).items():
+        places[verdict].append(place)
     parts = [f"{titles[verdict]}: {', '.join(named)}" for verdict, named in places.items() if named]
     return ". ".join([score(seen), *parts])
 

@@ -202,8 +202,10 @@ class _Generation:
         # With the fields, so that nothing is read that an earlier release has cached with others.
         names = [field.name for field in fields(Comparison)]
         depends = {"pictures": digest, "originals": self._shown, "fields": names}
-        found = self.cache.result("objects", depends, lambda: {"images": [*map(asdict, compare_images(files, scenes))]})
-        return [Comparison(**image) for image in found["images"]]
+        cached = self.cache.result(
+            "objects", depends, lambda: {"images": [*map(asdict, compare_images(files, scenes))]}
+        )
+        return [Comparison(**image) for image in cached["images"]]
 
     def _report(self, files: Mapping[str, Sequence[Path]], digests: dict) -> dict:
         scores, comparisons, encoders = {}, {}, {}
