@@ -52,14 +52,14 @@ def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
         "reference": _image(render(asked, size), "Reference image", reference),
         "drawn": [
             _image(image, name, f"{name}: {_in_words(seen[name])}")
-            | {"score": score(seen[name]), "marks": _marks(seen[name])}
+            | {"score": _score(seen[name]), "marks": _marks(seen[name])}
             for name, image in images.items()
         ],
         "rows": _rows(asked, prompt.first_mentions(), [(seen[name], objects[name]) for name in images]),
     }
 
 
-def score(seen: Comparison) -> str:
+def _score(seen: Comparison) -> str:
     """ "3 of 5 right, 2 that nobody asked for" """
     right = f"{sum(seen.correct.values())} of {len(seen.correct)} right"
     return f"{right}, {len(seen.invented)} that nobody asked for" if seen.invented else f"{right}, no extras"
@@ -86,7 +86,7 @@ def _in_words(seen: Comparison) -> str:
     for place, verdict in _verdicts(seen).items():
         places[verdict].append(place)
     parts = [f"{titles[verdict]}: {', '.join(named)}" for verdict, named in places.items() if named]
-    return ". ".join([score(seen), *parts])
+    return ". ".join([_score(seen), *parts])
 
 
 def _rows(
