@@ -306,11 +306,21 @@ def _print_summary(report: dict) -> None:
             [encoder, *(edits[edit][direction] for edit in EDITS)] for encoder, edits in report["retrieval"].items()
         ]
         print("\n" + table([f"R@1 in percent, {title}", *EDITS], rows))
-    rows = []
+    objects, images = [], []
     for encoder, scores in report["generation"].items():
-        shares = [100 * scores["objects_correct"], 100 * report["short_prompts"][encoder]]
-        rows.append([encoder, *shares, scores["fid"], scores["dino"]])
-    print("\n" + table(["images", "objects right, %", "short prompts, %", "FID", "DINO"], rows) + "\n")
+        shares = [scores[name] for name in ("objects_correct", "precision", "f1", "empty_filled", "background")]
+        objects.append([encoder, *(None if share is None else 100 * share for share in shares)])
+        images.append([encoder, 100 * report["short_prompts"][encoder], scores["fid"], scores["dino"]])
+    header = [
+        "long prompts",
+        "objects right, %",
+        "precision, %",
+        "F1, %",
+        "empty places filled, %",
+        "background right, %",
+    ]
+    print("\n" + table(header, objects))
+    print("\n" + table(["images", "short prompts: objects right, %", "FID", "DINO"], images) + "\n")
     for line in report["expectations"]:
         verdict = {True: "met", False: "not met", None: "open"}[line["met"]]
         print(f"{verdict:>7}: {line['expectation']}\n         {line['found']}")

@@ -1,26 +1,28 @@
 """The story of the toy world, at the top of the report: what each encoder read and drew, for readers new to CLIP."""
 
-import io
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 
-from PIL import Image
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
-from debias_diffusion.toyworld.grammar import caption
-from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import ARRANGEMENTS, scene
-
-from .common.pages import png_url
 from .pictures import generation
-from .pictures.toy_objects import LATE, objects_right
+from .pictures.toy_objects import BY_SENTENCE, LATE
+from .story_examples import EXAMPLES, examples
 
 SCENES, SHORT_PROMPTS = "toy/", "toy/short-"  # data of long captions and of short prompts
 SHORT_FOLDER = "short-prompts"  # of images of short prompts, in the folder of the other results
 NAMES = {"clip": "Original CLIP", "long-clip": "Long-CLIP", "debias-clip": "DeBias-CLIP"}
 EDITS = {"keep": "Whole caption", "move2": "1 and 2 swapped", "move4": "1 and 4 swapped", "remove": "1 removed"}
 DIRECTIONS = {"t2i_r1": "text_to_image", "i2t_r1": "image_to_text"}
-EXAMPLES = 8  # the first of each family of scenes, not the best ones
+# By name in `numbers`: the score of a report. Those of objects and places, in shares of 1.
+OBJECT_SCORES = {
+    "objects_correct": "objects_right",
+    "precision": "objects_precision",
+    "f1": "objects_f1",
+    "objects_correct_with_size": "objects_right_with_size",
+    "empty_filled": "empty_filled",
+    "background": "background_right",
+}
 FEW = 20  # objects; a share of fewer says little
 _ROUNDING = 1e-9  # so that a difference of exactly what is allowed is allowed
 
@@ -42,16 +44,26 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
         robustness = None
     measured = numbers(generated, robustness, reports.get((folder / SHORT_FOLDER, "generation")))
     names = {key: NAMES.get(key, key) for key in measured["generation"]}
+    folders = {
+        names[key]: folder / "pictures" / generation.folder_names(list(generated["encoders"]))[label]
+        for label, key in keys_of(list(generated["encoders"])).items()
+    }
     return {
         "prompts": generated["images"],
         "names": names,
-        "image_columns": [title for title, *_ in _IMAGE_COLUMNS],
-        "examples": _examples(folder, generated, names),
+        "arrangements": ARRANGEMENTS,
+        "most_examples": EXAMPLES,
+        "examples": examples(generated["settings"]["data"].removeprefix(SCENES), generated["images"], folders),
         "edits": list(EDITS.values()),
         "retrieval": {way.replace("_", " "): _retrieval_rows(measured, way_r1) for way_r1, way in DIRECTIONS.items()},
         "sentences": _sentence_rows(measured["generation"]),
-        "images": _rows([_image_column(measured, *column) for column in _IMAGE_COLUMNS], measured["generation"]),
-        "differences": [_difference(pair, line, names) for pair, line in measured["bootstrap"].items()],
+        "objects": _score_table(measured, _OBJECT_COLUMNS),
+        "images": _score_table(measured, _IMAGE_COLUMNS),
+        "differences": {
+            title: [_difference(pair, line, highest, names) for pair, line in measured["differences"][score].items()]
+            for title, score, highest in _COMPARED
+            if measured["differences"][score]
+        },
         "claims": claims(measured),
         "few": FEW,
     }
@@ -84,13 +96,15 @@ def numbers(generated: dict, robustness: dict | None = None, short: dict | None 
 
     Returns:
         "retrieval": {E: {edit: {"t2i_r1", "i2t_r1"}}}, in percent;
-        "generation": {E: {"fid", "dino", "objects_correct", "objects_correct_by_sentence", "objects_by_sentence",
-        "n"}}, in shares of 1 (None of no objects), counts of objects by the number of the sentence that first mentions
-        them, and n prompts; a score that was not asked for is None;
-        "bootstrap": {"E1 - E2": {"difference", "low", "high"}}, in shares of the objects, with the 95% interval;
+        "generation": {E: {"fid", "dino", `OBJECT_SCORES`, "objects_correct_by_sentence", "objects_by_sentence", "n"}},
+        in shares of 1 (None of no objects), counts of objects by the number of the sentence that first mentions them,
+        and n prompts; a score that was not asked for is None;
+        "differences": {one of `OBJECT_SCORES`: {"E1 - E2": {"difference", "low", "high"}}}, in shares, with the 95%
+        interval; "bootstrap": the one of "objects_correct";
         "short_prompts": {E: share of objects drawn right}.
     """
     keys = keys_of(list(generated["encoders"]))
+    differences = {name: _differences(generated["compared"], score, keys) for name, score in OBJECT_SCORES.items()}
     return {
         "retrieval": {
             keys[label]: {
@@ -104,11 +118,8 @@ def numbers(generated: dict, robustness: dict | None = None, short: dict | None 
             keys[label]: _generation_numbers(entry["scores"]) | {"n": generated["images"]}
             for label, entry in generated["encoders"].items()
         },
-        "bootstrap": {
-            f"{keys[line['a']]} - {keys[line['b']]}": {end: line[end] / 100 for end in ("difference", "low", "high")}
-            for line in generated["compared"]
-            if line["score"] == "objects_right"
-        },
+        "differences": differences,
+        "bootstrap": differences["objects_correct"],
         "short_prompts": {
             keys[label]: entry["scores"]["objects_right"]["value"] / 100
             for label, entry in (short["encoders"] if short else {}).items()
@@ -117,13 +128,22 @@ def numbers(generated: dict, robustness: dict | None = None, short: dict | None 
     }
 
 
+def _differences(compared: Sequence[dict], score: str, keys: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    return {
+        f"{keys[line['a']]} - {keys[line['b']]}": {end: line[end] / 100 for end in ("difference", "low", "high")}
+        for line in compared
+        if line["score"] == score
+    }
+
+
 def _generation_numbers(scores: dict) -> dict:
-    by_sentence = {line["sentence"]: line for line in scores["objects_right_by_sentence"]}
+    by_sentence = {line["sentence"]: line for line in scores[BY_SENTENCE]}
     lines = [by_sentence.get(sentence) for sentence in range(1, max(by_sentence) + 1)]
     return {
         "fid": scores.get("fid_own", {}).get("value"),
         "dino": scores.get("dino_score", {}).get("value"),
-        "objects_correct": scores["objects_right"]["value"] / 100,
+        # Earlier releases had the first of them alone.
+        **{name: scores[score]["value"] / 100 if score in scores else None for name, score in OBJECT_SCORES.items()},
         "objects_correct_by_sentence": [line and line["value"] / 100 for line in lines],
         "objects_by_sentence": [line["objects"] if line else 0 for line in lines],
     }
@@ -150,6 +170,7 @@ def claims(measured: dict) -> list[dict]:
         _draws_more(drawn),
         _draws_late_objects(drawn),
         _beats_long_clip(of_both_recipes),
+        _fills_no_more(measured["differences"]["empty_filled"].get("debias-clip - clip")),
     ]
 
 
@@ -222,21 +243,52 @@ def _beats_long_clip(line: dict[str, float]) -> dict:
     )
 
 
+def _fills_no_more(line: dict[str, float] | None) -> dict:
+    expectation = "With DeBias-CLIP, no more of the places that should be empty are filled than with the original CLIP."
+    if line is None:
+        return _claim(expectation, "not measured", None)
+    difference, low, high = (100 * line[name] for name in ("difference", "low", "high"))
+    chance = low <= 0 < difference
+    return _claim(
+        expectation,
+        f"{difference:+.1f} points, 95% interval {low:+.1f} to {high:+.1f}" + (": could be chance" if chance else ""),
+        None if chance else difference <= 0,
+    )
+
+
 # ---- rows of the page
 
 # Title, part of `numbers`, score, digits, factor, and whether the highest is the best.
-_IMAGE_COLUMNS = (
+_OBJECT_COLUMNS = (
     ("Objects right (%)", "generation", "objects_correct", 1, 100, True),
+    ("Precision (%)", "generation", "precision", 1, 100, True),
+    ("F1 (%)", "generation", "f1", 1, 100, True),
+    ("Empty places filled (%)", "generation", "empty_filled", 1, 100, False),
+)
+# Title, score, and whether the highest is the best, of the differences shown.
+_COMPARED = (
+    ("Objects right", "objects_correct", True),
+    ("F1", "f1", True),
+    ("Empty places filled: lower is better", "empty_filled", False),
+)
+_IMAGE_COLUMNS = (
     ("Short prompts: objects right (%)", "short_prompts", None, 1, 100, True),
+    ("Background right (%)", "generation", "background", 1, 100, True),
     ("FID", "generation", "fid", 2, 1, False),
     ("DINO score", "generation", "dino", 3, 1, True),
 )
 
 
-def _image_column(measured: dict, title, part, score, digits, factor, highest) -> tuple[dict, int, bool]:
+def _score_table(measured: dict, columns: Sequence[tuple]) -> dict:
+    """ "columns", their titles, and "rows", the cells of each encoder."""
+    rows = _rows([_score_column(measured, *column) for column in columns], measured["generation"])
+    return {"columns": [title for title, *_ in columns], "rows": rows}
+
+
+def _score_column(measured: dict, title, part, score, digits, factor, highest) -> tuple[dict, int, bool]:
     values = {key: measured[part].get(key) for key in measured["generation"]}
     values = {key: value[score] if score and value else value for key, value in values.items()}
-    return {key: value and factor * value for key, value in values.items()}, digits, highest
+    return {key: None if value is None else factor * value for key, value in values.items()}, digits, highest
 
 
 def _retrieval_rows(measured: dict, direction: str) -> dict[str, list[dict]]:
@@ -286,54 +338,12 @@ def _sentence_rows(drawn: dict) -> list[dict]:
     return [row for row in rows if row["objects"]]
 
 
-def _difference(pair: str, line: dict[str, float], names: Mapping[str, str]) -> dict[str, str]:
+def _difference(pair: str, line: dict[str, float], highest: bool, names: Mapping[str, str]) -> dict[str, str]:
     a, b = pair.split(" - ")
-    ahead = names[a] if line["low"] > 0 else names[b] if line["high"] < 0 else None
+    best, worst = (names[a], names[b]) if highest else (names[b], names[a])
+    ahead = best if line["low"] > 0 else worst if line["high"] < 0 else None
     return {
         "pair": f"{names[a]} minus {names[b]}",
         **{name: f"{100 * value:+.1f}" for name, value in line.items()},
-        "verdict": f"{ahead} draws more" if ahead else "could be chance",
+        "verdict": f"{ahead} is better" if ahead else "could be chance",
     }
-
-
-# ---- examples
-
-
-def _examples(folder: Path, generated: dict, names: Mapping[str, str]) -> list[dict]:
-    """The first prompts with their reference image and the generated ones; none where images are missing."""
-    split, labels = generated["settings"]["data"].removeprefix(SCENES), list(generated["encoders"])
-    keys = keys_of(labels)
-    folders = {label: folder / "pictures" / name for label, name in generation.folder_names(labels).items()}
-    shown = range(0, generated["images"], ARRANGEMENTS)[:EXAMPLES]
-    if not all((at / f"{index:06}.png").is_file() for at, index in product(folders.values(), shown)):
-        return []
-    return [
-        _example(split, index, {names[keys[label]]: at / f"{index:06}.png" for label, at in folders.items()})
-        for index in shown
-    ]
-
-
-def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
-    shown, prompt = scene(split, index), caption(split, index)
-    mentioned = prompt.first_mentions()
-    texts = {thing.place: f"{thing.size} {thing.colour} {thing.kind}, {thing.place}" for thing in shown.things}
-    drawn = []
-    for (name, file), right in zip(files.items(), objects_right(files.values(), [shown] * len(files)), strict=True):
-        score = f"{sum(right.values())} of {len(right)} objects right"
-        objects = [
-            {"text": texts[place], "sentence": mentioned[place] + 1, "right": is_right}
-            for place, is_right in right.items()
-        ]
-        with Image.open(file, formats=("PNG",)) as image:
-            drawn.append(_image(image, name, f"{name}: {score}") | {"score": score, "objects": objects})
-    return {
-        "sentences": [sentence.text for sentence in prompt.sentences],
-        "reference": _image(render(shown), "Reference image", f"Reference image: {'; '.join(texts.values())}"),
-        "drawn": drawn,
-    }
-
-
-def _image(image: Image.Image, name: str, alt: str) -> dict:
-    file = io.BytesIO()
-    image.convert("RGB").save(file, format="PNG")
-    return {"name": name, "alt": alt, "source": png_url(file.getvalue()), "width": image.width, "height": image.height}

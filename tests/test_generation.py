@@ -1,8 +1,7 @@
 """Evaluation of generated images as a whole: several encoders, finished work, kills, bad data, the toy world."""
 
 import json
-import random
-from dataclasses import replace
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +16,14 @@ from tiny_features import save_dino
 from debias_diffusion.data import toy_scene
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.intervals import paired_difference
+from debias_diffusion.eval.common.cache import ResultCache
 from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures import generation
 from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation, figures, tables
 from debias_diffusion.eval.pictures.networks import ClsFeatures
 from debias_diffusion.eval.pictures.scores import ImageScores, dino_score
-from debias_diffusion.eval.pictures.toy_objects import LATE, compare_objects, objects_numbers, objects_right
-from debias_diffusion.toyworld.render import render
+from debias_diffusion.eval.pictures.toy_objects import SCORES, compare_images
 from debias_diffusion.toyworld.scenes import PLACES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -209,10 +207,10 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
     assert toy["drawing"] | {"steps": 2, "guidance_scale": 5.0, "images_at_once": 20} == toy["drawing"]
     for label, its in toy["encoders"].items():
         folder = Path(toy["settings"]["output"], "pictures", label.replace("/", "-"))
-        right = objects_right([folder / f"{index:06}.png" for index in range(6)], scenes)
+        comparisons = compare_images([folder / f"{index:06}.png" for index in range(6)], scenes)
         by_sentence = {}
-        for objects, sentences in zip(right, told, strict=True):
-            for place, is_right in objects.items():
+        for seen, sentences in zip(comparisons, told, strict=True):
+            for place, is_right in seen.correct.items():
                 by_sentence.setdefault(sentences[place] + 1, []).append(100 * is_right)
         every = [value for values in by_sentence.values() for value in values]
         assert its["scores"]["objects_right"]["value"] == pytest.approx(np.mean(every))
@@ -221,10 +219,53 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
         for line in lines:
             values = by_sentence[line["sentence"]]
             assert (line["objects"], line["value"]) == (len(values), pytest.approx(np.mean(values)))
-    scores = {line["score"] for line in toy["compared"]}
-    assert scores == {"objects_right", "objects_right_late"}
-    assert "objects right, %" in str(tables(toy)[0])
-    assert len(figures(toy)["generation.png"].axes) == 3  # both scores, and sentence by sentence
+        filled, right = (sum(map(len, (s.drawn for s in comparisons))), sum(map(np.sum, by_sentence.values())) / 100)
+        scores = {name: number["value"] for name, number in its["scores"].items() if isinstance(number, dict)}
+        assert scores["objects_precision"] == pytest.approx(100 * right / filled)
+        assert scores["objects_f1"] == pytest.approx(200 * right / (filled + len(every)))
+        assert scores["empty_filled"] == pytest.approx(
+            100 * sum(len(seen.invented) for seen in comparisons) / (6 * len(PLACES) - len(every))
+        )
+        assert scores["background_right"] == pytest.approx(100 * np.mean([seen.background for seen in comparisons]))
+    assert {line["score"] for line in toy["compared"]} == scores.keys() == set(SCORES)
+    shown, by_sentence, compared = map(str, tables(toy))
+    for title in SCORES.values():
+        assert title in shown and f"toy/debias-clip - toy/clip, {title}" in compared
+    last = {label: its["scores"]["objects_right_by_sentence"][-1] for label, its in toy["encoders"].items()}
+    for line in last.values():
+        assert f"{line['value']:.1f} / {line['precision']['value']:.1f} / {line['f1']['value']:.1f}" in by_sentence
+    assert len(figures(toy)["generation.png"].axes) == len(SCORES) + 2  # and two by sentence
+
+
+def test_objects_cached_by_an_earlier_release_are_counted_anew(toy, tmp_path):
+    """Its results lie under another key, and hold only which objects are right."""
+    output = tmp_path / "out"
+    shutil.copytree(toy["settings"]["output"], output)
+    entries = sorted((output / "parts").glob("objects-*.json"))
+    assert len(entries) == 2
+    cache = ResultCache(output / "parts")
+    for file in entries:
+        depends = json.loads(file.read_text())["depends"]
+        old = {name: depends[name] for name in ("pictures", "originals")}
+        file.unlink()
+        cache.result("objects", old, lambda: {"right": [{"top": True}] * 6})
+    again = evaluate_generation(GenerationConfig(**toy["settings"] | {"output": str(output)}))
+    assert {label: its["scores"] for label, its in again["encoders"].items()} == {
+        label: its["scores"] for label, its in toy["encoders"].items()
+    }
+    assert len(list((output / "parts").glob("objects-*.json"))) == 4
+
+
+def test_reports_of_an_earlier_release_are_still_shown(toy):
+    old = json.loads(json.dumps(toy))
+    for its in old["encoders"].values():
+        its["scores"] = {name: its["scores"][name] for name in ("objects_right", "objects_right_by_sentence")}
+        for line in its["scores"]["objects_right_by_sentence"]:
+            del line["precision"], line["f1"]
+    old["compared"] = [line for line in old["compared"] if line["score"] == "objects_right"]
+    shown, by_sentence, _ = map(str, tables(old))
+    assert "objects right, %" in shown and "precision" not in shown and " / - / -" in by_sentence
+    assert len(figures(old)["generation.png"].axes) == 2
 
 
 def test_picture_i_starts_from_the_noise_of_seed_plus_i(toy, tmp_path):
@@ -245,43 +286,3 @@ def test_examples_show_toy_pictures_with_their_pixels(toy, tmp_path):
     shown = [image for axes in figure.axes for image in axes.images]
     assert [image.get_interpolation() for image in shown] == ["nearest"] * 2
     assert [image.get_array().shape for image in shown] == [(48, 48, 3)] * 2
-
-
-def coins(rng, share, pictures=60):
-    """Pictures whose objects all succeed or fail together, and the sentences that tell them."""
-    right = [dict.fromkeys(PLACES, rng.random() < share) for _ in range(pictures)]
-    return right, [{place: number for number, place in enumerate(PLACES)} for _ in range(pictures)]
-
-
-def test_objects_of_a_picture_succeed_together():
-    (a, told), (b, _) = coins(random.Random(0), 0.7), coins(random.Random(1), 0.3)
-    numbers, found = objects_numbers(a, told), compare_objects(a, b, told)
-    every = [100 * picture["top"] for picture in a]
-    half = 1.96 * np.std(every) / np.sqrt(len(every))
-    for name in ("objects_right", "objects_right_late"):
-        assert numbers[name]["value"] == pytest.approx(np.mean(every))
-        assert numbers[name]["high"] - numbers[name]["value"] == pytest.approx(half, rel=0.15)
-    expected = paired_difference(every, [100 * picture["top"] for picture in b])  # as if each image had one object
-    assert found["objects_right"] == pytest.approx(expected)
-    with pytest.raises(ValueError, match="with the same objects"):
-        compare_objects(a, [{"top": True}, *b[1:]], told)
-    assert compare_objects(a, a, told)["objects_right"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
-    assert [line["sentence"] for line in numbers["objects_right_by_sentence"]] == list(range(1, 10))
-
-
-def test_late_objects_are_those_of_late_sentences():
-    right = [{"top": True, "left": False}, {"top": False, "centre": True}]
-    told = [{"top": 0, "left": LATE - 1}, {"top": LATE, "centre": LATE + 3}]
-    numbers = objects_numbers(right, told)
-    assert numbers["objects_right"]["value"] == 50 and numbers["objects_right_late"]["value"] == 50
-    assert [line["value"] for line in numbers["objects_right_by_sentence"]] == [100, 0, 0, 100]
-    assert "objects_right_late" not in objects_numbers(right[:1], told[:1])
-
-
-def test_rendered_scenes_are_all_right():
-    records = read_toy_scenes("toy/test")[0].records[:4]
-    scenes = [toy_scene(record)[0] for record in records]
-    right = objects_right([lambda its=its: render(its) for its in scenes], scenes)
-    assert all(all(picture.values()) for picture in right) and all(map(len, right))
-    moved = [replace(its, things=its.things[1:]) for its in scenes]
-    assert not all(all(p.values()) for p in objects_right([lambda its=its: render(its) for its in moved], scenes))

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.eval.common.intervals import SAMPLES, by_group, drawn_ratios, mean_interval, paired_difference
+from debias_diffusion.eval.common.intervals import (
+    SAMPLES,
+    by_group,
+    drawn_ratios,
+    mean_interval,
+    paired_difference,
+    paired_ratio_difference,
+)
 
 
 def test_an_interval_of_many_values_is_the_normal_one():
@@ -91,7 +98,49 @@ def test_p_holds_its_level_when_nothing_differs():
     assert 8 <= below <= 34  # 20 expected, standard deviation 4.2
 
 
+@settings(max_examples=10)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 5)), min_size=2, max_size=12))
+def test_ratios_with_equal_divisors_are_means(rows):
+    above_a, above_b, below = np.array(rows, dtype=float).T
+    groups = np.repeat(np.arange(len(rows)), below.astype(int))
+    a, b = ((above / below)[groups] for above in (above_a, above_b))
+    expected = paired_difference(a, b, groups)
+    assert paired_ratio_difference((above_a, below), (above_b, below)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_difference_of_ratios_in_closed_form():
+    """Three groups, with every exchange counted."""
+    a = np.array([3.0, 2.0, 1.0]), np.array([3.0, 2.0, 2.0])
+    b = np.array([1.0, 1.0, 0.0]), np.array([4.0, 2.0, 1.0])
+    result = paired_ratio_difference(a, b)
+    assert result["difference"] == pytest.approx(6 / 7 - 2 / 7)
+    exchanged = []
+    for kept in product((True, False), repeat=3):
+        above, below = (np.where(kept, *pair) for pair in zip(a, b, strict=True))
+        rest = [np.where(kept, *pair[::-1]) for pair in zip(a, b, strict=True)]
+        exchanged.append(abs(above.sum() / below.sum() - rest[0].sum() / rest[1].sum()))
+    assert result["p"] == pytest.approx(np.mean(np.array(exchanged) >= 4 / 7 - 1e-9), abs=0.015)
+    assert paired_ratio_difference(a, a) == {"difference": 0, "low": 0, "high": 0, "p": 1}
+
+
+def test_the_interval_of_ratios_is_the_linear_one():
+    """Many groups: the variance of a ratio's linearization, of both encoders together because they are paired."""
+    random = np.random.default_rng(4)
+    below = random.integers(1, 9, size=(2, 3000)).astype(float)
+    above = random.binomial(below.astype(int), [[0.6], [0.5]])
+    result = paired_ratio_difference((above[0], below[0]), (above[1], below[1]))
+    ratios = above.sum(1) / below.sum(1)
+    residuals = (above - ratios[:, None] * below) / below.mean(1, keepdims=True)
+    error = (residuals[0] - residuals[1]).std() / math.sqrt(3000)
+    assert result["difference"] == pytest.approx(ratios[0] - ratios[1])
+    assert (result["high"] - result["low"]) / 2 == pytest.approx(1.96 * error, rel=0.05)
+
+
 def test_unusable_values_are_refused():
+    with pytest.raises(ValueError, match="a has 2 groups and b 1"):
+        paired_ratio_difference((np.ones(2), np.ones(2)), (np.ones(1), np.ones(1)))
+    with pytest.raises(ValueError, match="there are no values"):
+        paired_ratio_difference((np.zeros(2), np.zeros(2)), (np.ones(2), np.ones(2)))
     with pytest.raises(ValueError, match="a has 2 values and b 3"):
         paired_difference([1, 2], [1, 2, 3])
     with pytest.raises(ValueError, match="there are no values"):

@@ -62,6 +62,7 @@ def test_results_on_the_same_data_stand_in_one_table(results, clips, tmp_path, c
     with Image.open(figures[0]) as image:
         assert image.format == "PNG"
     assert len(page.all("img")) == 2 and not page.all("b")
+    assert len(page.all("details")) == 1 and "Encoders compared, pairwise" in page.text  # one run has two encoders
     assert "Evaluation" in page.text and "toy world" not in page.text
 
 

@@ -1,6 +1,7 @@
 """The quickstart: the whole chain with tiny untrained models, what is done again, and folders it must not touch."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,8 @@ def finished(models, coarse_results, tmp_path_factory) -> Path:
 def test_the_report_keeps_its_keys(finished):
     report = report_of(finished)
     assert set(report) == {
-        "retrieval", "generation", "bootstrap", "short_prompts", "expectations", "seconds", "settings", "digests",
-        "versions",
+        "retrieval", "generation", "differences", "bootstrap", "short_prompts", "expectations", "seconds", "settings",
+        "digests", "versions",
     }  # fmt: skip
     results = finished / "evaluation"
     robustness = json.loads((results / "robustness.json").read_text())["encoders"]
@@ -103,15 +104,17 @@ def test_the_report_keeps_its_keys(finished):
             assert recall == {"t2i_r1": expected["text_to_image"], "i2t_r1": expected["image_to_text"]}
         scores = report["generation"][encoder]
         assert set(scores) == {
-            "fid", "dino", "objects_correct", "objects_correct_by_sentence", "objects_by_sentence", "n"
+            "fid", "dino", "objects_correct", "precision", "f1", "objects_correct_with_size", "empty_filled",
+            "background", "objects_correct_by_sentence", "objects_by_sentence", "n",
         }  # fmt: skip
         assert scores["fid"] > 0 and -1 <= scores["dino"] <= 1 and scores["n"] == 4
         assert len(scores["objects_by_sentence"]) == len(scores["objects_correct_by_sentence"])
         assert sum(scores["objects_by_sentence"]) == sum(len(scene("development", i).things) for i in range(4))
+        assert 0 <= scores["empty_filled"] <= 1 and 0 <= scores["background"] <= 1
         assert 0 <= report["short_prompts"][encoder] <= 1
     for pair in ("debias-clip - long-clip", "debias-clip - clip"):
         assert set(report["bootstrap"][pair]) == {"difference", "low", "high"}
-    assert [set(line) for line in report["expectations"]] == [{"expectation", "found", "met"}] * 7
+    assert [set(line) for line in report["expectations"]] == [{"expectation", "found", "met"}] * 8
     assert list(report["seconds"]) == COMMANDS
     assert report["settings"] == TINY | {
         "output": str(finished), "seed": 0, "learning_rate": 5e-4, "short_weight": None,
@@ -165,8 +168,13 @@ def test_a_change_redoes_what_depends_on_it_and_nothing_else(finished, models, m
     out = capsys.readouterr().out
     assert "made anew: evaluation/pictures, evaluation/short-prompts/pictures\n" in out
     assert "[3/11] train debias-clip\n" in out and "[11/11] write the report\n" in out
-    assert "R@1 in percent, text to image" in out and "objects right, %" in out
-    assert sum(out.count(f"{verdict}: ") for verdict in (" met", "not met", "open")) >= 7
+    assert "R@1 in percent, text to image" in out and "short prompts: objects right, %" in out
+    filled = changed["generation"]["debias-clip"]["empty_filled"]
+    (line,) = re.findall(
+        "^debias-clip .*", out[out.index("empty places filled, %") :].partition("\n\n")[0], re.MULTILINE
+    )
+    assert line.split()[4] == f"{100 * filled:.2f}"
+    assert sum(out.count(f"{verdict}: ") for verdict in (" met", "not met", "open")) >= 8
     assert out.endswith(f"Report: {finished / 'report.html'}\n")
     assert "held-out pairs" not in out and "held-out pairs" in (finished / "log.txt").read_text()
 

@@ -9,6 +9,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from html_page import Page
 from PIL import Image
@@ -17,9 +18,10 @@ from debias_diffusion.eval import merged_report
 from debias_diffusion.eval.common.pages import write_page
 from debias_diffusion.eval.pictures.generation import folder_names
 from debias_diffusion.eval.story import EDITS, FEW, SHORT_FOLDER, claims, numbers, tell
+from debias_diffusion.eval.story_examples import examples
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import scene
+from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, scene
 
 ROOT = Path(__file__).parent.parent
 ENCODERS = ("clip", "long-clip", "debias-clip")
@@ -28,7 +30,10 @@ MARKUP = "<script>alert('x')</script> & <img src=http://example.org/x.png>"
 
 
 def generation_report(labels=LABELS, data="toy/test", objects=(0, 60, 30, 6, 2)) -> dict:
-    """Encoder n has 31.4 + 10 n percent of the objects right, FID 12.34 - n, and a DINO score of 0.701 + 0.01 n."""
+    """Encoder n has 31.4 + 10 n percent of the objects right, FID 12.34 - n, and a DINO score of 0.701 + 0.01 n.
+
+    Its precision is 20.3 + n percent, its F1 25.6 + n; it fills 40.1 + n percent of the empty places.
+    """
     values = [None, 75.0, 50.0, 100.0, 0.0]
     by_sentence = [
         {"sentence": number, "objects": count, "value": value}
@@ -40,19 +45,29 @@ def generation_report(labels=LABELS, data="toy/test", objects=(0, 60, 30, 6, 2))
             "fid_own": {"value": 12.34 - n},
             "dino_score": {"value": 0.701 + 0.01 * n},
             "objects_right": {"value": 31.4 + 10 * n},
+            "objects_precision": {"value": 20.3 + n},
+            "objects_f1": {"value": 25.6 + n},
+            "objects_right_with_size": {"value": 30 + n},
+            "empty_filled": {"value": 40.1 + n},
+            "background_right": {"value": 56.7 + n},
             "objects_right_by_sentence": by_sentence,
         }
         for n in range(len(labels))
     ]
-    differences = [("long-clip", labels[0], 10, -1.1, 20.5), ("debias-clip", "long-clip", 11.1, 5.2, 16.3)]
+    differences = [
+        ("long-clip", labels[0], "objects_right", 10, -1.1, 20.5),
+        ("debias-clip", "long-clip", "objects_right", 11.1, 5.2, 16.3),
+        ("debias-clip", labels[0], "empty_filled", 9.1, 5.5, 12.8),
+        ("debias-clip", labels[0], "dino_score", 0.1, 0.05, 0.15),
+    ]
     return {
         "evaluation": "generation",
         "settings": {"data": data},
         "images": 5,
         "encoders": {label: {"scores": its} for label, its in zip(labels, scores, strict=True)},
         "compared": [
-            {"a": a, "b": b, "score": "objects_right", "difference": d, "low": low, "high": high, "p": 0.5}
-            for a, b, d, low, high in differences
+            {"a": a, "b": b, "score": score, "difference": d, "low": low, "high": high, "p": 0.5}
+            for a, b, score, d, low, high in differences
         ],
     }
 
@@ -113,6 +128,11 @@ def test_numbers_come_from_the_evaluations():
         "fid": 12.34,
         "dino": 0.701,
         "objects_correct": pytest.approx(0.314),
+        "precision": pytest.approx(0.203),
+        "f1": pytest.approx(0.256),
+        "objects_correct_with_size": pytest.approx(0.3),
+        "empty_filled": pytest.approx(0.401),
+        "background": pytest.approx(0.567),
         "objects_correct_by_sentence": [None, 0.75, 0.5, 1.0, 0.0],
         "objects_by_sentence": [0, 60, 30, 6, 2],
         "n": 5,
@@ -121,6 +141,10 @@ def test_numbers_come_from_the_evaluations():
     assert found["bootstrap"]["debias-clip - long-clip"] == pytest.approx(
         {"difference": 0.111, "low": 0.052, "high": 0.163}
     )
+    assert found["bootstrap"] is found["differences"]["objects_correct"]
+    assert found["differences"]["empty_filled"] == {
+        "debias-clip - clip": pytest.approx({"difference": 0.091, "low": 0.055, "high": 0.128})
+    }
     # Two encoders that would share a name keep their labels.
     assert list(numbers(generation_report(("toy/clip", "long-clip", "debias-clip", "runs/clip")))["generation"]) == [
         "toy/clip", "long-clip", "debias-clip", "runs/clip"
@@ -129,7 +153,10 @@ def test_numbers_come_from_the_evaluations():
 
 def test_the_story_is_of_one_folder_and_of_long_captions(tmp_path):
     story = tell(results(tmp_path))
-    assert story["retrieval"]["text to image"].keys() == set(ENCODERS) and story["images"]["clip"][1]["text"] == "31.4"
+    assert (
+        story["retrieval"]["text to image"].keys() == set(ENCODERS)
+        and story["objects"]["rows"]["clip"][0]["text"] == "31.4"
+    )
     assert tell([(tmp_path, robustness_report()), (tmp_path, generation_report(data="toy/short-test"))]) is None
     photographs = generation_report(data="captions.json")
     for its in photographs["encoders"].values():
@@ -160,6 +187,7 @@ def numbers_with(changes: dict) -> dict:
             for e, shares in {"clip": (0.6, 0.1), "long-clip": (0.6, 0.4), "debias-clip": (0.7, 0.5)}.items()
         },
         "bootstrap": {"debias-clip - long-clip": {"difference": 0.1, "low": 0.02, "high": 0.18}},
+        "differences": {"empty_filled": {"debias-clip - clip": {"difference": -0.02, "low": -0.05, "high": 0.01}}},
     }
     for path, value in changes.items():
         *parents, last = path.split("/")
@@ -206,11 +234,24 @@ def numbers_with(changes: dict) -> dict:
             False,
             "-10.0 points",
         ),
+        (
+            {"differences/empty_filled/debias-clip - clip": {"difference": 0.02, "low": -0.01, "high": 0.05}},
+            7,
+            None,
+            "+2.0 points, 95% interval -1.0 to +5.0: could be chance",
+        ),
+        (
+            {"differences/empty_filled/debias-clip - clip": {"difference": 0.09, "low": 0.05, "high": 0.13}},
+            7,
+            False,
+            "+9.0 points, 95% interval +5.0 to +13.0",
+        ),
+        ({"differences/empty_filled": {}}, 7, None, "not measured"),
     ],
 )  # fmt: skip
 def test_claims(changes, claim, met, result):
     lines = claims(numbers_with(changes))
-    assert [line["met"] for line in lines] == [met if place == claim else True for place in range(7)]
+    assert [line["met"] for line in lines] == [met if place == claim else True for place in range(8)]
     assert result in lines[claim]["found"] and set(lines[claim]) == {"expectation", "found", "met"}
 
 
@@ -228,8 +269,14 @@ def test_the_page_is_self_contained_and_knows_light_and_dark(page, tmp_path):
     page.check_is_self_contained()
     source = page_of(tell(results(tmp_path)), tmp_path) and (tmp_path / "report.html").read_text()
     assert "@import" not in source and "url(" not in source
-    assert "prefers-color-scheme: dark" in source and "image-rendering: pixelated" in source
+    assert "prefers-color-scheme: dark" in source
     assert page_of(tell(results(tmp_path / "again")), tmp_path / "again").text == page.text
+
+
+def shown_image(source: str) -> Image.Image:
+    kind, data = source.split(",")
+    assert kind == "data:image/png;base64"
+    return Image.open(io.BytesIO(base64.b64decode(data)))
 
 
 def test_examples_show_the_reference_and_every_encoder(page):
@@ -238,19 +285,64 @@ def test_examples_show_the_reference_and_every_encoder(page):
         "Reference image", "Original CLIP", "Long-CLIP", "DeBias-CLIP"
     ]  # fmt: skip
     for image, index in zip(images[::4], (0, 4), strict=True):  # the first arrangement of each family of scenes
-        kind, data = image["src"].split(",")
-        assert kind == "data:image/png;base64"
-        assert Image.open(io.BytesIO(base64.b64decode(data))).tobytes() == render(scene("test", index)).tobytes()
+        shown = shown_image(image["src"])
+        assert shown.size == (240, 240) == (int(image["width"]), int(image["height"]))
+        expected = np.asarray(render(scene("test", index)), np.float32)
+        assert np.abs(np.asarray(shown.resize((48, 48), Image.Resampling.BOX), np.float32) - expected).mean() < 2
     shown, mentioned = scene("test", 0), caption("test", 0).first_mentions()
-    count = len(shown.things)
-    assert f"{count - 1} of {count} objects right" in page.text
+    count, missing = len(shown.things), shown.things[-1]
+    scores = [f"{len(scene('test', i).things) - 1} of {len(scene('test', i).things)} right, no extras" for i in (0, 4)]
+    assert page.text.count(scores[0]) == 3 * scores.count(scores[0])
+    assert f"{count - 1} of {count} right, no extras. Right: {shown.things[0].place}, " in images[1]["alt"]
+    assert images[1]["alt"].endswith(f"Wrong or missing: {missing.place}")
     for thing in shown.things:
-        verdict = "✗wrong:" if thing is shown.things[-1] else "✓right:"
-        line = (
-            f"{verdict} {thing.size} {thing.colour} {thing.kind}, {thing.place} (sentence {mentioned[thing.place] + 1})"
-        )
-        assert page.text.count(line) == 3
+        asked = f"{thing.size} {thing.colour} {thing.kind}, {thing.place} (sentence {mentioned[thing.place] + 1})"
+        assert [asked, *["wrong:missing" if thing is missing else "right"] * 3] in page.rows
+    assert [f"{shown.background} background", "right", "right", "right"] in page.rows
     assert all(sentence.text in page.text for sentence in caption("test", 0).sentences)
+
+
+def test_an_example_marks_every_place_that_is_right_wrong_or_extra(tmp_path):
+    """Of the first object the size is wrong, of the second the colour, the third is missing, and two are extra."""
+    asked = scene("test", 0)
+    first, second, third, *others = asked.things
+    empty = [place for place in PLACES if place not in {thing.place for thing in asked.things}][:2]
+    size = "small" if first.size == "large" else "large"
+    colour = "green" if second.colour == "red" else "red"
+    extra = [Thing("cross", "pink", "large", place) for place in empty]
+    drawn = (replace(first, size=size), replace(second, colour=colour), *others, *extra)
+    background = "black" if asked.background == "white" else "white"
+    for name, shown in (("worse", Scene(background, drawn)), ("same", asked)):
+        (tmp_path / name).mkdir()
+        render(shown).save(tmp_path / name / "000000.png")
+    (example,) = examples("test", 3, {"Worse": tmp_path / "worse", "Same": tmp_path / "same"})
+    worse, same = example["drawn"]
+    right = 1 + len(others)
+    assert worse["score"] == f"{right} of {right + 2} right, 2 that nobody asked for"
+    assert worse["alt"].endswith(
+        f"Wrong or missing: {second.place}, {third.place}. Nobody asked for: {', '.join(empty)}"
+    )
+    assert same["score"] == f"{right + 2} of {right + 2} right, no extras"
+    verdicts = {(mark["column"], mark["row"]): mark["verdict"] for mark in worse["marks"]}
+    expected = {thing.place: "right" for thing in (first, *others)} | dict.fromkeys(empty, "extra")
+    expected |= {second.place: "wrong", third.place: "wrong"}
+    assert verdicts == {PLACES[place]: verdict for place, verdict in expected.items()}
+    cells = {row["text"]: [(cell["verdict"], cell["text"]) for cell in row["cells"]] for row in example["rows"]}
+    texts = [f"{thing.size} {thing.colour} {thing.kind}, {thing.place}" for thing in (first, second, third)]
+    assert cells[texts[0]] == [("right", f"right, but {size}"), ("right", "right")]
+    assert cells[texts[1]] == [("wrong", f"{colour} {second.kind}"), ("right", "right")]
+    assert cells[texts[2]] == [("wrong", "missing"), ("right", "right")]
+    assert cells[f"nothing, {empty[0]}"] == [("extra", "pink cross"), ("right", "empty")]
+    assert cells[f"{asked.background} background"] == [("wrong", "another"), ("right", "right")]
+    assert len(cells) == len(asked.things) + 3
+
+
+def test_what_is_not_clear_is_named_so(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (48, 48, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "000000.png")
+    (example,) = examples("test", 1, {"Noise": tmp_path})
+    assert {cell["text"] for row in example["rows"][:-1] for cell in row["cells"]} == {"something unclear"}
+    assert len(example["drawn"][0]["marks"]) == len(PLACES)
 
 
 @pytest.mark.parametrize(
@@ -258,14 +350,16 @@ def test_examples_show_the_reference_and_every_encoder(page):
     [
         ["Original CLIP", "90.1", "60.1", "50.1", "40.1"],
         ["DeBias-CLIP", "92.6", "62.6", "52.6", "42.6"],
-        ["Long-CLIP", "41.4", "41.4", "11.34", "0.711"],
-        ["DeBias-CLIP minus Long-CLIP", "+11.1", "+5.2", "+16.3", "DeBias-CLIP draws more"],
+        ["Long-CLIP", "41.4", "21.3", "26.6", "41.1"],
+        ["Long-CLIP", "41.4", "57.7", "11.34", "0.711"],
+        ["DeBias-CLIP minus Long-CLIP", "+11.1", "+5.2", "+16.3", "DeBias-CLIP is better"],
+        ["DeBias-CLIP minus Original CLIP", "+9.1", "+5.5", "+12.8", "Original CLIP is better"],
         ["Long-CLIP minus Original CLIP", "+10.0", "-1.1", "+20.5", "could be chance"],
         ["2", "60", "75.0", "75.0", "75.0"],
         # (30 * 50% + 6 * 100% + 2 * 0%) / 38; sentence 1 mentions no object
         ["3 to 5", "38", "55.3", "55.3", "55.3"],
     ],
-    ids=lambda row: row[0],
+    ids=lambda row: f"{row[0]} {row[-1]}",
 )
 def test_the_numbers_stand_in_their_rows(page, row):
     assert row in page.rows
@@ -279,6 +373,7 @@ def test_the_best_of_a_column_is_bold_whichever_way_is_better(tmp_path):
     assert "<strong>10.34</strong>" in source and "<strong>12.34</strong>" not in source
     assert source.count("<strong>0.721</strong>") == 2 and "<strong>0.711</strong>" not in source
     assert "<strong>75.0</strong>" not in source  # all alike
+    assert "<strong>40.1</strong>" in source and "<strong>42.1</strong>" not in source  # few empty places are filled
 
 
 def test_last_sentences_with_enough_objects_stand_alone(tmp_path):
@@ -289,8 +384,10 @@ def test_last_sentences_with_enough_objects_stand_alone(tmp_path):
 def test_missing_parts_are_left_out_or_dashes(tmp_path):
     report = generation_report()
     del report["encoders"]["long-clip"]["scores"]["fid_own"], report["encoders"]["long-clip"]["scores"]["dino_score"]
+    for its in report["encoders"].values():  # an earlier release's
+        del its["scores"]["objects_precision"], its["scores"]["objects_f1"], its["scores"]["empty_filled"]
     page = page_of(tell([(tmp_path, report)]), tmp_path)  # no robustness, no short prompts, no images
-    assert ["Long-CLIP", "41.4", "–", "–", "–"] in page.rows
+    assert ["Long-CLIP", "–", "57.7", "–", "–"] in page.rows and ["Long-CLIP", "41.4", "–", "–", "–"] in page.rows
     assert "none are shown" in page.text and "R@1" not in page.text and "promises" not in page.text
     assert "None" not in page.text and "nan" not in page.text.lower()
 
@@ -300,8 +397,9 @@ def test_markup_stays_text(tmp_path):
     page = page_of(tell(results(folder, (MARKUP, "long-clip", "debias-clip"))), tmp_path)
     page.check_is_self_contained()
     assert len(page.all("img")) == 8
-    # The captions of two images, a column of the sentences, a row of each direction and of the scores, a difference.
-    assert page.text.count(MARKUP) == 7
+    # Of two examples an image's caption and a column; a column of the sentences, a row of each direction and of both
+    # tables of scores, two differences and who is better in one.
+    assert page.text.count(MARKUP) == 2 * 2 + 1 + 2 + 2 + 3
 
 
 def test_claims_have_their_verdict(tmp_path):

@@ -1,4 +1,4 @@
-"""Confidence intervals of means, and the paired comparison of two encoders.
+"""Confidence intervals of means and of ratios of sums, and the paired comparison of two encoders.
 
 Whole groups are resampled, an image with everything that belongs to it, because the queries of one image succeed or
 fail together. The bootstrap is `scipy.stats.bootstrap`. The randomization test is our own: scipy's
@@ -7,7 +7,7 @@ and 0.4 s for 5,000), and an evaluation makes dozens of tests.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.stats import DegenerateDataWarning, bootstrap
@@ -73,7 +73,47 @@ def paired_difference(
         "difference": float(ahead.sum() / counts.sum()),
         "low": low,
         "high": high,
-        "p": _randomization_p(ahead, seed),
+        "p": _randomization_p(ahead[:, None], lambda sums: sums[:, 0], 1e-12 * np.abs(ahead).sum(), seed),
+    }
+
+
+def paired_ratio_difference(
+    a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray], seed: int = 0
+) -> dict[str, float]:
+    """The difference of two ratios of sums over the same groups, sum(a[0]) / sum(a[1]) - sum(b[0]) / sum(b[1]).
+
+    For ratios whose divisors differ between a and b, such as precision. With equal divisors it is `paired_difference`.
+    Each bootstrap sample draws the same groups for both ratios; the randomization test exchanges both sums of a group.
+
+    Args:
+        a, b: (sums above, sums below) of the same groups, in the same order, each [G].
+        seed: of the resampling.
+
+    Returns:
+        as `paired_difference`
+
+    Raises:
+        ValueError: the numbers of groups differ, or a divisor is 0.
+    """
+    a, b = (np.asarray(sums, dtype=np.float64) for sums in (a, b))  # [2, G]
+    if a.shape != b.shape:
+        raise ValueError(f"a has {a.shape[1]} groups and b {b.shape[1]}; both must be of the same groups")
+    for _, divisors in (a, b):
+        _check(divisors)
+    above, below = (a + b).sum(1)
+
+    def difference(ahead: np.ndarray) -> np.ndarray:
+        """ahead: by how much a's sums exceed b's, [..., 2]; the sum of both never changes."""
+        x, y = ahead[..., 0], ahead[..., 1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return (above + x) / (below + y) - (above - x) / (below - y)
+
+    low, high = ends(drawn_ratios(*a, seed) - drawn_ratios(*b, seed))
+    return {
+        "difference": float(difference((a - b).sum(1))),
+        "low": low,
+        "high": high,
+        "p": _randomization_p((a - b).T, difference, 1e-12 * abs(above / below), seed),
     }
 
 
@@ -107,14 +147,25 @@ def _check(counts: np.ndarray) -> None:
         raise ValueError("there are no values")
 
 
-def _randomization_p(ahead: np.ndarray, seed: int) -> float:
-    random, observed, as_large = np.random.default_rng(seed), abs(ahead.sum()), 0
-    rounding = 1e-12 * np.abs(ahead).sum()  # sums in another order differ by it
-    ahead = ahead[ahead != 0]  # exchanging equal values changes nothing
+def _randomization_p(
+    ahead: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], rounding: float, seed: int
+) -> float:
+    """The share of random exchanges with a statistic at least as large as the observed one.
+
+    Args:
+        ahead: by how much a's sums of each group exceed b's, [G, K].
+        statistic: from the sums of `ahead` over groups, [..., K], to [...]; where it is nan, it counts as large.
+        rounding: by which a statistic of the same sums in another order may differ.
+        seed: of the exchanges.
+    """
+    random, total, as_large = np.random.default_rng(seed), ahead.sum(0), 0
+    observed = np.abs(statistic(total[None]))
+    ahead = ahead[ahead.any(axis=1)]  # exchanging equal values changes nothing
     most = max(1, 4_000_000 // max(len(ahead), 1))  # about 30 MB of signs at once
     for start in range(0, SAMPLES, most):
         signs = random.integers(2, size=(min(most, SAMPLES - start), len(ahead)), dtype=np.int8)
-        as_large += int((np.abs(2.0 * (signs @ ahead) - ahead.sum()) >= observed - rounding).sum())
+        exchanged = np.abs(statistic(2.0 * (signs @ ahead) - total))
+        as_large += int((~(exchanged < observed - rounding)).sum())
     return (as_large + 1) / (SAMPLES + 1)
 
 

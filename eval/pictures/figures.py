@@ -11,10 +11,10 @@ from PIL import Image
 from debias_diffusion.data.bad_records import printable
 
 from .networks import open_picture
+from .toy_objects import BY_SENTENCE
 
 _COLUMNS = 4
 _SENTENCES = "clip_score_"  # scores of one sentence each, by its number
-_OBJECTS = "objects_right_by_sentence"
 _SHOWN = 300  # pixels of an example's longer side
 _WORDS = 520  # characters of a prompt beside its images
 
@@ -61,7 +61,11 @@ def _dots(axes: Axes, numbers: Mapping[str, dict], labels: Sequence[str], named:
 
 def _series(scores: Mapping[str, dict], titles: Mapping[str, str]) -> dict[str, dict[str, list[dict]]]:
     """{title: {label: numbers with "sentence"}} of the scores by sentence."""
-    objects = {label: numbers[_OBJECTS] for label, numbers in scores.items() if _OBJECTS in numbers}
+    objects = {label: numbers[BY_SENTENCE] for label, numbers in scores.items() if BY_SENTENCE in numbers}
+    precision = {
+        label: [line["precision"] | {"sentence": line["sentence"]} for line in lines if line.get("precision")]
+        for label, lines in objects.items()
+    }
     sentences = {
         label: [
             number | {"sentence": int(name.removeprefix(_SENTENCES))}
@@ -72,9 +76,10 @@ def _series(scores: Mapping[str, dict], titles: Mapping[str, str]) -> dict[str, 
     }
     series = {
         "objects right, %, by the sentence that first mentions them": objects,
-        f"{titles.get('clip_score')}, by sentence": {label: line for label, line in sentences.items() if line},
+        "precision of objects, %, in the places of each sentence": precision,
+        f"{titles.get('clip_score')}, by sentence": sentences,
     }
-    return {title: lines for title, lines in series.items() if lines}
+    return {title: lines for title, lines in series.items() if any(lines.values())}
 
 
 def _lines(axes: Axes, title: str, lines: Mapping[str, list[dict]], labels: Sequence[str]) -> None:

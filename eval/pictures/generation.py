@@ -1,7 +1,7 @@
 """Images generated from captions with several text encoders, and their scores (Table S7)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
@@ -16,6 +16,7 @@ from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes,
 from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
+from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
 from ..common.cache import FOLDER, ResultCache
@@ -26,8 +27,8 @@ from ..common.report import Table, compared_tables, show, write_report
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .figures import plot, plot_examples
 from .scores import ImageNumbers, ImageScores, References, compare, score_cell, score_titles
+from .toy_objects import BY_SENTENCE, Mentions, compare_images, compare_objects, objects_numbers
 from .toy_objects import SCORES as OBJECTS
-from .toy_objects import compare_objects, objects_numbers, objects_right
 
 NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
 PICTURES = ("examples.png",)
@@ -195,22 +196,27 @@ class _Generation:
         numbers = self.cache.result("scores", depends, lambda: asdict(self.scores(files, self._references, captions)))
         return ImageNumbers(**numbers)
 
-    def _objects(self, files: Sequence[Path], digest: str) -> list[dict[str, bool]]:
-        """Which objects of the toy world are correct in one encoder's images."""
+    def _objects(self, files: Sequence[Path], digest: str) -> list[Comparison]:
+        """What one encoder's images show of the toy world's scenes."""
         scenes = [toy_scene(record)[0] for record in self.records]
-        depends = {"pictures": digest, "originals": self._shown}
-        return self.cache.result("objects", depends, lambda: {"right": objects_right(files, scenes)})["right"]
+        # With the fields, so that nothing is read that an earlier release has cached with others.
+        names = [field.name for field in fields(Comparison)]
+        depends = {"pictures": digest, "originals": self._shown, "fields": names}
+        cached = self.cache.result(
+            "objects", depends, lambda: {"images": [*map(asdict, compare_images(files, scenes))]}
+        )
+        return [Comparison(**image) for image in cached["images"]]
 
     def _report(self, files: Mapping[str, Sequence[Path]], digests: dict) -> dict:
-        scores, correct, encoders = {}, {}, {}
+        scores, comparisons, encoders = {}, {}, {}
         mentions = [toy_scene(record)[1].first_mentions() for record in self.records] if self.is_toy else []
         for label, paths in files.items():
             digest = _files_digest(paths)
             scores[label] = self._score(paths, digest)
             numbers = dict(scores[label].numbers)
             if self.is_toy:
-                correct[label] = self._objects(paths, digest)
-                numbers |= objects_numbers(correct[label], mentions)
+                comparisons[label] = self._objects(paths, digest)
+                numbers |= objects_numbers(comparisons[label], mentions)
             encoders[label] = {"scores": numbers, **how_drawn(self.folders[label]), "pictures": digest}
         notes = [*(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
         notes += [note for of_encoder in scores.values() for note in of_encoder.notes]
@@ -226,7 +232,7 @@ class _Generation:
             images=len(self.records),
             resize=self.scores.resize if self.scores else {},
             encoders=encoders,
-            compared=_compared(scores, correct, mentions),
+            compared=_compared(scores, comparisons, mentions),
             notes=list(dict.fromkeys(notes)),
         )
         show(report, tables(report), figures(report) | {PICTURES[0]: self._examples(files)})
@@ -270,14 +276,14 @@ def _files_digest(files: Sequence[Path]) -> str:
 
 
 def _compared(
-    scores: Mapping[str, ImageNumbers], correct: Mapping[str, list[dict[str, bool]]], mentions: Sequence[dict[str, int]]
+    scores: Mapping[str, ImageNumbers], comparisons: Mapping[str, list[Comparison]], mentions: Mentions
 ) -> list[dict]:
     """Every two encoders compared, the later with the earlier, by every score."""
     compared = []
     for b, a in combinations(scores, 2):
         differences = compare(scores[a], scores[b])
-        if correct:
-            differences |= compare_objects(correct[a], correct[b], mentions)
+        if comparisons:
+            differences |= compare_objects(comparisons[a], comparisons[b], mentions)
         compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
     return compared
 
@@ -313,7 +319,23 @@ def tables(report: dict) -> list[Table]:
     scores = Table([f"{report['images']} images, with 95% intervals", *encoders], rows)
     # Without those of single sentences, which are in the JSON: they would hide the others.
     shown = [line for line in report["compared"] if not line["score"].startswith("clip_score_")]
-    return [scores, *compared_tables([_readable(line, names) for line in shown])]
+    return [scores, *_by_sentence(encoders), *compared_tables([_readable(line, names) for line in shown])]
+
+
+def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
+    """The table of objects by the sentence that first mentions them; none of images of other worlds."""
+    lines = [numbers["scores"].get(BY_SENTENCE) for numbers in encoders.values()]
+    if None in lines:
+        return []
+    header = ["objects right / precision / F1, %, by the sentence that first mentions them", "objects", *encoders]
+    return [
+        Table(header, [[row[0]["sentence"], row[0]["objects"], *map(_shares, row)] for row in zip(*lines, strict=True)])
+    ]
+
+
+def _shares(line: dict) -> str:
+    numbers = [line, line.get("precision"), line.get("f1")]  # earlier releases had the first alone
+    return " / ".join(f"{number['value']:.1f}" if number else "-" for number in numbers)
 
 
 def _readable(line: dict, names: Mapping[str, str]) -> dict:

@@ -1,87 +1,148 @@
-"""A score only the toy world has: which of the objects named by a prompt are correct in its image."""
+"""Scores only the toy world has: what an image shows of its scene, and what it shows that nobody asked for.
 
-from collections.abc import Sequence
+Every score is a ratio of two counts, each summed over all images: `RATIOS` names them. So a score of many images is
+not the mean of the images' scores, and an image that shows nothing needs no precision of its own. Intervals resample
+images, not objects, because the objects of an image succeed or fail together.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from debias_diffusion.toyworld.checker import objects_correct
-from debias_diffusion.toyworld.scenes import Scene
+from debias_diffusion.toyworld.checker import Comparison, compare
+from debias_diffusion.toyworld.scenes import PLACES, Scene
 
-from ..common.intervals import mean_interval, paired_difference
+from ..common.intervals import drawn_ratios, ends, paired_ratio_difference
 from .networks import Picture, open_picture
 
 LATE = 4  # number, from 0, of the first sentence that lies beyond what the opening says
-# Of each image, by place: whether the object there is correct, and the sentence, from 0, that first mentions it.
-Correct = list[dict[str, bool]]
-Mentions = Sequence[dict[str, int]]
+# Of each image: the sentence, from 0, that first mentions the object in a place.
+Mentions = Sequence[Mapping[str, int]]
+Counts = dict[str, np.ndarray]  # by name, a count for each image, [images]
 
-# By name, and for tables; in percent of the objects that prompts name.
+BY_SENTENCE = "objects_right_by_sentence"  # name of the list of scores by sentence
+
+# By name: the counts above and below the line, see `count`. A count named twice is added twice.
+RATIOS = {
+    "objects_right": (("right",), ("objects",)),
+    "objects_precision": (("right",), ("filled",)),
+    "objects_f1": (("right", "right"), ("objects", "filled")),
+    "objects_right_with_size": (("right_with_size",), ("objects",)),
+    "empty_filled": (("invented",), ("empty",)),
+    "background_right": (("background",), ("images",)),
+}
+# By name, for tables; in percent.
 SCORES = {
     "objects_right": "objects right, %",
     "objects_right_late": f"first mentioned in sentence {LATE + 1} or later, %",
+    "objects_precision": "precision of objects, %",
+    "objects_f1": "F1 of objects, %",
+    "objects_right_with_size": "objects right, size too, %",
+    "empty_filled": "empty places filled, %",
+    "background_right": "background right, %",
 }
-_FIRST = {"objects_right": 0, "objects_right_late": LATE}
 
 
-def objects_right(images: Sequence[Picture], scenes: Sequence[Scene]) -> Correct:
-    """`objects_correct` of each image and its scene."""
-    return [objects_correct(open_picture(image), scene) for image, scene in zip(images, scenes, strict=True)]
+def compare_images(images: Sequence[Picture], scenes: Sequence[Scene]) -> list[Comparison]:
+    """`checker.compare` of each image and its scene."""
+    return [compare(open_picture(image), scene) for image, scene in zip(images, scenes, strict=True)]
 
 
-def objects_numbers(correct: Correct, mentions: Mentions) -> dict:
-    """The share of correct objects, in percent, with 95% intervals over images.
+def count(comparisons: Sequence[Comparison], places: Iterable[Collection[str]]) -> Counts:
+    """What each image shows in some of its places.
 
-    Images are resampled, not objects, because the objects of an image succeed or fail together.
+    Args:
+        places: of each image, those that count.
 
     Returns:
-        Of `SCORES`, "value", "low" and "high" (without scores of no object); "objects_right_by_sentence", a list of the
-        same for each sentence that first mentions objects: "sentence", from 1, and "objects", their number.
+        by name, for each image: "objects" that should stand in these places, of them "right" (kind, colour and place)
+        and "right_with_size"; "filled", how many of these places show anything, right or wrong; "empty", how many the
+        scene leaves empty, of them "invented" (filled); "background", 1 if it is right; "images", always 1.
     """
-    groups = {name: object_values(correct, mentions, first) for name, first in _FIRST.items()}
-    numbers = {name: _number(values, images) for name, (values, images) in groups.items() if values}
+    rows = []
+    for seen, counted in zip(comparisons, places, strict=True):
+        asked = [place for place in seen.correct if place in counted]
+        row = {
+            "objects": len(asked),
+            "right": sum(seen.correct[place] for place in asked),
+            "right_with_size": sum(seen.sizes[place] for place in asked),
+            "filled": sum(place in counted for place in seen.drawn),
+            "empty": len(counted) - len(asked),
+            "invented": sum(place in counted for place in seen.invented),
+            "background": int(seen.background),
+            "images": 1,
+        }
+        rows.append(row)
+    return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}
+
+
+def first_mentioned(mentions: Mentions, first: int, last: float = np.inf) -> list[list[str]]:
+    """Of each image, the places whose object sentences `first` to `last`, from 0, mention first."""
+    return [[place for place, number in of_image.items() if first <= number <= last] for of_image in mentions]
+
+
+def ratio(counts: Counts, score: str) -> tuple[np.ndarray, np.ndarray]:
+    """The counts of each image above and below the line of a score, [images] each; their sums make the score."""
+    above, below = (sum(counts[name] for name in names) for names in RATIOS[score])
+    return above, below
+
+
+def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions) -> dict:
+    """Scores of images in percent, with 95% intervals over images.
+
+    Precision by sentence is of the places whose object the sentence mentions first: of those that are filled, how many
+    hold the right object. Objects that nobody asked for belong to no sentence, so they count only in the precision of
+    all.
+
+    Returns:
+        Of `SCORES`, "value", "low" and "high" (without scores of no object); "objects_right_by_sentence", a list for
+        each sentence that first mentions objects: "sentence", from 1, "objects", their number, "value", "low" and
+        "high" of the objects right, and "precision" and "f1" with the same three (precision is None if no place is
+        filled).
+    """
+    numbers = {score: _number(*sums) for score, sums in _sums(comparisons, mentions).items()}
     by_sentence = []
     for sentence in sorted({sentence for of_image in mentions for sentence in of_image.values()}):
-        values, images = object_values(correct, mentions, sentence, sentence)
-        by_sentence.append({"sentence": sentence + 1, "objects": len(values), **_number(values, images)})
-    return numbers | {"objects_right_by_sentence": by_sentence}
+        counts = count(comparisons, first_mentioned(mentions, sentence, sentence))
+        recall, precision, f1 = (_number(*ratio(counts, f"objects_{name}")) for name in ("right", "precision", "f1"))
+        line = {"sentence": sentence + 1, "objects": int(counts["objects"].sum()), **recall}
+        by_sentence.append(line | {"precision": precision, "f1": f1})
+    return {score: numbers[score] for score in SCORES if numbers[score]} | {BY_SENTENCE: by_sentence}
 
 
-def compare_objects(a: Correct, b: Correct, mentions: Mentions) -> dict[str, dict[str, float]]:
-    """The paired comparison of two encoders by score, in points; the objects of an image stay together.
+def compare_objects(
+    a: Sequence[Comparison], b: Sequence[Comparison], mentions: Mentions
+) -> dict[str, dict[str, float]]:
+    """The paired comparison of two encoders by score, in points; what belongs to an image stays together.
 
     Returns:
-        {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_difference`
+        {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`; without scores that
+        a or b lacks.
 
     Raises:
         ValueError: a and b are not of the same objects.
     """
+    if [seen.correct.keys() for seen in a] != [seen.correct.keys() for seen in b]:
+        raise ValueError("a and b must be of the same images, with the same objects")
+    sums_a, sums_b = (_sums(comparisons, mentions) for comparisons in (a, b))
     compared = {}
-    for name, first in _FIRST.items():
-        (values, images), (values_b, images_b) = (object_values(correct, mentions, first) for correct in (a, b))
-        if images != images_b:
-            raise ValueError("a and b must be of the same images, with the same objects")
-        if values:
-            compared[name] = paired_difference(values, values_b, images)
+    for score in SCORES:
+        if sums_a[score][1].any() and sums_b[score][1].any():
+            line = paired_ratio_difference(sums_a[score], sums_b[score])
+            compared[score] = {name: value if name == "p" else 100 * value for name, value in line.items()}
     return compared
 
 
-def object_values(
-    correct: Correct, mentions: Mentions, first: int = 0, last: float = np.inf
-) -> tuple[list[float], list[int]]:
-    """100 for each correct object, else 0, of those first mentioned in sentences `first` to `last`, and their images.
-
-    Returns:
-        values [N] and the index of each one's image [N], which `paired_difference` takes as groups
-    """
-    pairs = [
-        (100.0 * is_correct, image)
-        for image, (objects, sentences) in enumerate(zip(correct, mentions, strict=True))
-        for place, is_correct in objects.items()
-        if first <= sentences[place] <= last
-    ]
-    return [value for value, _ in pairs], [image for _, image in pairs]
+def _sums(comparisons: Sequence[Comparison], mentions: Mentions) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By score, the counts of each image above and below the line."""
+    every = count(comparisons, [PLACES] * len(comparisons))
+    late = count(comparisons, first_mentioned(mentions, LATE))
+    return {score: ratio(every, score) for score in RATIOS} | {"objects_right_late": ratio(late, "objects_right")}
 
 
-def _number(values: Sequence[float], images: Sequence[int]) -> dict[str, float]:
-    low, high = mean_interval(values, images)
-    return {"value": float(np.mean(values)), "low": low, "high": high}
+def _number(above: np.ndarray, below: np.ndarray) -> dict[str, float] | None:
+    """The score, in percent, with its interval; None if there is nothing that could be right."""
+    if not below.any():
+        return None
+    low, high = ends(100 * drawn_ratios(above, below))
+    return {"value": float(100 * above.sum() / below.sum()), "low": low, "high": high}
