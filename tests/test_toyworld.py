@@ -16,7 +16,7 @@ from debias_diffusion.data import read_sharegpt4v
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer
-from debias_diffusion.toymodels import stage
+from debias_diffusion.toymodels import clip, stage
 from debias_diffusion.toymodels.clip import draw_indices, encode, render_all, train_clip
 from debias_diffusion.toymodels.stage import run_stage
 from debias_diffusion.toyworld.grammar import caption, long_caption, short_caption
@@ -322,6 +322,14 @@ def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, tokenizer, m
     assert again.context_length == 77
     assert torch.equal(again.preprocess(pictures[0]), backbone.preprocess(pictures[0]))
     torch.testing.assert_close(encode(again, pictures, texts)[0], image, rtol=0, atol=1e-5)
+    # Training reads texts and images as the finished model does.
+    tokens = backbone.tokenize(texts)
+    with torch.no_grad():
+        trained, hidden_states = clip._encode_text(backbone.model, tokens.padded(), tokens.n_prefix + tokens.lengths)
+        trained_image, _ = clip.encode_patches(backbone, render_all([scene("train", i) for i in range(16)], backbone))
+    torch.testing.assert_close(trained, text, rtol=0, atol=1e-5)
+    torch.testing.assert_close(trained_image, image, rtol=0, atol=1e-5)
+    torch.testing.assert_close(hidden_states, backbone.text.penultimate_states(tokens, pad=0), rtol=0, atol=1e-5)
     # What training drew and scaled itself is what the model's own transform gives.
     drawn = backbone.normalise(render_all([scene("train", 0), scene("train", 1)], backbone))
     torch.testing.assert_close(drawn[1], backbone.preprocess(pictures[1]), rtol=0, atol=1e-6)

@@ -56,7 +56,7 @@ def render_all(scenes: Sequence[Scene], backbone: Backbone) -> torch.Tensor:
 
 
 def train_clip(
-    folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 5000, batch: int = 128, seed: int = 0
+    folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 4000, batch: int = 128, seed: int = 0
 ) -> Backbone:
     """Trains the base model on summaries with one or two details, drawn anew at each step; see `base_scene`."""
     backbone = new_clip(tokenizer, seed)
@@ -77,7 +77,8 @@ def _loss(
     indices = draw_indices(len(pictures), batch, seed, step)
     texts = [_text(index, f"short/{seed}/{step}") for index in indices]
     tokens = backbone.tokenize(texts)
-    ids, lengths = tokens.padded()[:, : tokens.lengths.max()], tokens.lengths
+    lengths = tokens.n_prefix + tokens.lengths  # SOT and EOT included
+    ids = tokens.padded()[:, : lengths.max()]
     with torch.autocast("cpu", torch.bfloat16):
         image, patches = encode_patches(backbone, pictures[torch.from_numpy(indices)])
         text, hidden_states = _encode_text(backbone.model, ids, lengths)
@@ -104,7 +105,7 @@ def encode_patches(backbone: Backbone, pixels: torch.Tensor) -> tuple[torch.Tens
 def _encode_text(model: open_clip.CLIP, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of ids -> features [batch, embed_dim], and the states after the block before the last [batch, tokens, width]
 
-    The text tower of the package computes the states of the text alone, packed: here, one for every slot is wanted.
+    `lengths` [batch] counts SOT and EOT. The text tower of the package computes the states of the text alone, packed: here, one for every slot is wanted.
     """
     hidden_states = model.token_embedding(ids) + model.positional_embedding[: ids.shape[1]]
     mask = model.attn_mask[: ids.shape[1], : ids.shape[1]]

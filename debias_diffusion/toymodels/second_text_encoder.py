@@ -45,7 +45,7 @@ def new_second_text_encoder(tokenizer: CLIPTokenizer, seed: int = 1) -> CLIPText
 
 
 def train_second_text_encoder(
-    folder: Path, backbone: Backbone, tokenizer: CLIPTokenizer, *, scenes=30_000, steps=4000, batch=128, seed=0
+    folder: Path, backbone: Backbone, tokenizer: CLIPTokenizer, *, scenes=30_000, steps=3000, batch=128, seed=0
 ) -> CLIPTextModelWithProjection:
     """Trains it on a few sentences of a scene's caption, with the summary or without, drawn anew at each step."""
     learner = nn.ModuleDict({"encoder": new_second_text_encoder(tokenizer), "captioner": new_captioner(tokenizer)})

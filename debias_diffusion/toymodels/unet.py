@@ -73,7 +73,7 @@ def train_unet(
     pipe: StableDiffusionXLPipeline,
     pairs: Pairs,
     *,
-    steps: int = 20_000,
+    steps: int = 16_000,
     batch: int = 64,
     seed: int = 0,
     compiled: bool = True,
