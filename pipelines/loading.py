@@ -431,9 +431,9 @@ def _check_first(text_encoder: PreTrainedModel, encoder: str, checkpoint: Checkp
     )
 
 
-def first_encoder_width(base: str) -> int:
-    """Width of a checkpoint's first text encoder; reads its configuration only."""
-    return _text_config(find_checkpoint(base), "text_encoder").hidden_size
+def first_encoder_config(base: str) -> CLIPTextConfig:
+    """The configuration of a checkpoint's first text encoder."""
+    return _text_config(find_checkpoint(base), "text_encoder")
 
 
 def check_same_width(encoder: str, width: int, base: str, replaced_width: int) -> None:

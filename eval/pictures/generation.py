@@ -42,7 +42,9 @@ class GenerationConfig:
 
     Attributes:
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
-            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own.
+            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
+            cuts prompts at 77 tokens, as in stock SDXL; named chunks:NAME (chunks:original), it reads long prompts in
+            chunks, as this package's pipelines do.
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         output: Folder for the results, `generation.json`, `generation.png` and `examples.png`, and for the generated
             images, `pictures/ENCODER/000000.png` and so on. Finished images of the same settings are kept.
@@ -57,8 +59,7 @@ class GenerationConfig:
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
         prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
-        windows: Let encoders of 77 positions read long prompts in chunks, as this package's pipelines do. Without it
-            prompts are cut at 77 tokens, as in stock SDXL.
+        windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
         inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
             the one that torch-fidelity has downloaded. Without it these scores are skipped.
         dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
@@ -96,7 +97,7 @@ class GenerationConfig:
     device: str | None = None
 
     def __post_init__(self):
-        check_settings(self)
+        check_settings(self, of_images=True)
         DrawingSettings.of(self)
 
 
