@@ -436,6 +436,13 @@ def first_encoder_config(base: str) -> CLIPTextConfig:
     return _text_config(find_checkpoint(base), "text_encoder")
 
 
+def first_tokenizer(base: str) -> CLIPTokenizer:
+    """The tokenizer of a checkpoint's first text encoder. Raises UserError if it cannot be loaded."""
+    checkpoint = find_checkpoint(base)
+    with explain_failure(f"The tokenizer of the SDXL checkpoint {checkpoint.name!r} could not be loaded"):
+        return CLIPTokenizer.from_pretrained(checkpoint.folder, subfolder="tokenizer")
+
+
 def check_same_width(encoder: str, width: int, base: str, replaced_width: int) -> None:
     """Raises UserError unless `width` equals the width of the encoder of `base` that is replaced."""
     if width != replaced_width:

@@ -347,6 +347,13 @@ def test_an_example_marks_every_place_that_is_right_wrong_or_extra(tmp_path):
     assert len(cells) == len(asked.things) + 3
 
 
+def test_examples_of_captions_that_refer_back_show_these(tmp_path):
+    render(scene("test", 0)).save(tmp_path / "000000.png")
+    (example,) = examples("referring-test", 1, {"Same": tmp_path})
+    assert example["sentences"] == [sentence.text for sentence in caption("test", 0, "referring").sentences]
+    assert example["drawn"][0]["score"].endswith("right, no extras")
+
+
 def test_what_is_not_clear_is_named_so(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (48, 48, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "000000.png")
