@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.encoders import CHUNKS
 from debias_diffusion.eval.common.report import digest, table, versions
 from debias_diffusion.eval.everything import EVALUATE, AllConfig, settings_of_all
 from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
@@ -39,7 +40,7 @@ _EARLIER_RELEASES = ("stages", "retrieval", "pictures")
 
 @dataclass
 class QuickstartConfig:
-    """Train DeBias-CLIP and Long-CLIP in a toy world, and compare the images that both and the original CLIP give.
+    """Train DeBias-CLIP and Long-CLIP in a toy world, and compare their images with those of the original CLIP.
 
     Attributes:
         output: Folder for everything: data, training runs, exported encoders (long-clip/ and debias-clip/), results
@@ -268,7 +269,7 @@ class _Quickstart:
     def _evaluations(self) -> dict[str, tuple[str, Any]]:
         """By name, an evaluation of `EVALUATE` and its settings: those of `evaluate all`, and one of short prompts."""
         config, models = self.config, self.models
-        encoders = [models.clip, *(str(self.output / "training" / recipe) for recipe in RECIPES)]
+        encoders = [models.clip, CHUNKS + models.clip, *(str(self.output / "training" / recipe) for recipe in RECIPES)]
         settings = settings_of_all(
             AllConfig(
                 encoders,

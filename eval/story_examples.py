@@ -7,10 +7,10 @@ from pathlib import Path
 
 from PIL import Image
 
+from debias_diffusion.data.toy_scenes import scene_and_caption
 from debias_diffusion.toyworld.checker import Comparison, compare, read_objects
-from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import ARRANGEMENTS, PLACES, Scene, Thing, scene
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS, PLACES, Scene, Thing
 
 from .common.pages import png_url
 from .pictures.networks import open_picture
@@ -24,7 +24,7 @@ def examples(split: str, count: int, folders: Mapping[str, Path]) -> list[dict]:
     """The first prompt of each family of scenes, with its reference image and the generated ones.
 
     Args:
-        split: of the toy world's scenes.
+        split: of the toy world's scenes, such as "test" or "referring-test".
         count: how many of them have images.
         folders: of images, by the encoder's name.
 
@@ -41,7 +41,7 @@ def examples(split: str, count: int, folders: Mapping[str, Path]) -> list[dict]:
 
 
 def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
-    asked, prompt = scene(split, index), caption(split, index)
+    asked, prompt = scene_and_caption(split, index)
     images = {name: open_picture(file) for name, file in files.items()}
     seen = {name: compare(image, asked) for name, image in images.items()}
     objects = {name: read_objects(image) for name, image in images.items()}

@@ -431,9 +431,16 @@ def _check_first(text_encoder: PreTrainedModel, encoder: str, checkpoint: Checkp
     )
 
 
-def first_encoder_width(base: str) -> int:
-    """Width of a checkpoint's first text encoder; reads its configuration only."""
-    return _text_config(find_checkpoint(base), "text_encoder").hidden_size
+def first_encoder_config(base: str) -> CLIPTextConfig:
+    """The configuration of a checkpoint's first text encoder."""
+    return _text_config(find_checkpoint(base), "text_encoder")
+
+
+def first_tokenizer(base: str) -> CLIPTokenizer:
+    """The tokenizer of a checkpoint's first text encoder. Raises UserError if it cannot be loaded."""
+    checkpoint = find_checkpoint(base)
+    with explain_failure(f"The tokenizer of the SDXL checkpoint {checkpoint.name!r} could not be loaded"):
+        return CLIPTokenizer.from_pretrained(checkpoint.folder, subfolder="tokenizer")
 
 
 def check_same_width(encoder: str, width: int, base: str, replaced_width: int) -> None:

@@ -102,10 +102,14 @@ def test_encoders_of_77_positions_read_what_stock_sdxl_reads(cut, base, tmp_path
         assert np.array_equal(np.asarray(stock), np.asarray(Image.open(file)))
     assert remarks
     logging.getLogger("diffusers").removeHandler(handler)
-    windows = drawn(tmp_path / "windows", base, windows=True)
-    assert alike(cut, windows) == list(SHORT)
+    chunks = drawn(tmp_path / "chunks", base, "chunks:original")
+    assert alike(cut, chunks) == list(SHORT)
     assert (how_drawn(cut[0].parent)["cut_at"], how_drawn(cut[0].parent)["prompts_cut"]) == (77, 4)
-    assert how_drawn(windows[0].parent)["cut_at"] is None
+    assert how_drawn(chunks[0].parent)["cut_at"] is None
+    # Images of the option of earlier releases are those of an encoder named so.
+    times = [file.stat().st_mtime_ns for file in chunks]
+    assert drawn(tmp_path / "chunks", base, windows=True) == chunks
+    assert [file.stat().st_mtime_ns for file in chunks] == times
 
 
 def test_encoders_of_248_positions_read_all(whole, base, long_encoder, tmp_path):
@@ -243,6 +247,22 @@ def test_an_encoder_of_another_width_is_refused(long_encoder, tmp_path):
     with pytest.raises(UserError, match=r"width 32, and the encoder of .* has width 64"):
         own.check([ORIGINAL, long_encoder], [tmp_path / "a", tmp_path / "b"], SUBJECTS)
     assert not (tmp_path / "a").exists()
+
+
+def test_an_encoder_that_reads_all_at_once_has_no_chunks(base, long_encoder, tmp_path):
+    own, folders = Drawing(DrawingSettings(base), Processes("cpu")), [tmp_path / "a", tmp_path / "b"]
+    own.check([ORIGINAL, "chunks:original"], folders, SUBJECTS)
+    with pytest.raises(UserError, match="reads 248 tokens at once, so there is nothing to cut.*Give '.*long/?"):
+        own.check([ORIGINAL, f"chunks:{long_encoder}"], folders, SUBJECTS)
+    assert not folders[0].exists()
+
+
+def test_the_old_option_warns_and_goes_with_no_encoder_that_is_named_so(base):
+    values = {"base": base, "output": "results", "data": "", "windows": True}
+    with pytest.warns(FutureWarning, match="windows is now chunks:NAME in encoders"):
+        assert GenerationConfig([ORIGINAL], **values).windows
+    with pytest.raises(UserError, match="and so is 'chunks:toy/clip', which lets one. Leave windows out"):
+        GenerationConfig([ORIGINAL, "chunks:toy/clip"], **values)
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5, unique=True))

@@ -21,14 +21,19 @@ def results(output: Path) -> dict[str, dict]:
 
 
 def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):
-    assert AllConfig().encoders == ["toy/clip", "toy/long-clip", "toy/debias-clip"]
-    config = AllConfig(encoders=["toy/clip", "toy/debias-clip"], output=str(tmp_path), limit=8, drawn=2)
+    assert AllConfig().encoders == ["toy/clip", "chunks:toy/clip", "toy/long-clip", "toy/debias-clip"]
+    encoders = ["toy/clip", "chunks:toy/clip", "toy/debias-clip"]
+    config = AllConfig(encoders=encoders, output=str(tmp_path), limit=8, drawn=2)
     assert evaluate_all(config) == tmp_path / "report.html"
     printed = capsys.readouterr().out
     assert [f"[{n}/4]" in printed for n in (1, 4)] == [True, True] and "4 results in 4 sections" in printed
     found = results(tmp_path)
     assert set(found) == {"retrieval", "robustness", "attention", "generation"}
-    assert all(list(its["encoders"]) == config.encoders for its in found.values())
+    labels = {name: list(its["encoders"]) for name, its in found.items()}
+    assert labels.pop("generation") == ["toy/clip", "toy/clip in chunks", "toy/debias-clip"]
+    assert set(map(tuple, labels.values())) == {("toy/clip", "toy/debias-clip")}
+    compared = {(line["a"], line["b"]) for line in found["generation"]["compared"]}
+    assert len(compared) == 3 and ("toy/debias-clip", "toy/clip in chunks") in compared
     assert (found["retrieval"]["images"], found["generation"]["images"]) == (8, 2)
     recall = found["retrieval"]["encoders"]["toy/clip"]["recall_percent"]["text_to_image"]["R@1"]
     assert found["robustness"]["encoders"]["toy/clip"]["recall_at_1_percent"]["keep"]["text_to_image"] == recall
@@ -60,6 +65,7 @@ def test_pairs_of_ones_own_are_not_drawn_without_a_base(tmp_path):
         ({"classification": "cifar-10"}, "classification_data None"),
         ({"classification_data": "cifar"}, "Give both"),
         ({"encoders": ["toy/clap"]}, "Did you mean"),
+        ({"encoders": ["chunks:toy/clip"]}, "has none for texts: with 'chunks:' an encoder is for images only"),
         ({"output": ""}, "There is no output"),
         ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"dino": "no/such/folder"}, "no/such/folder"),

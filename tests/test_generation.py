@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,10 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
         ({"encoders": ["original", "original"]}, "none twice"),
         ({"encoders": ["original", "nowhere"]}, "'nowhere' is not there"),
         ({"encoders": ["toy/nothing"]}, "Unknown toy model 'toy/nothing'"),
+        ({"encoders": ["chunks:toy/clp"]}, "Unknown toy model 'toy/clp'. Did you mean toy/clip"),
+        ({"encoders": ["chunk:toy/clip"]}, "There is no encoder 'chunk:toy/clip'. Give 'chunks:toy/clip'"),
+        ({"encoders": ["chunks:"]}, "There is no encoder 'chunks:'. Give 'chunks:NAME'"),
+        ({"encoders": ["chunks:toy/debias-clip"]}, "has width"),
         ({"steps": 0}, "steps=0"),
         ({"images_at_once": 0}, "images_at_once=0"),
         ({"batch_size": 0}, "batch_size=0"),
@@ -234,7 +239,33 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
     last = {label: its["scores"]["objects_right_by_sentence"][-1] for label, its in toy["encoders"].items()}
     for line in last.values():
         assert f"{line['value']:.1f} / {line['precision']['value']:.1f} / {line['f1']['value']:.1f}" in by_sentence
+    assert toy["ceilings"] == []  # each object is told in one sentence
     assert len(figures(toy)["generation.png"].axes) == len(SCORES) + 2  # and two by sentence
+
+
+def test_captions_that_refer_back_are_scored_by_how_objects_are_told(tmp_path):
+    encoders = ["toy/clip", "chunks:toy/clip", "toy/debias-clip"]
+    config = GenerationConfig(encoders, "toy/sdxl", str(tmp_path), "toy/referring-test", limit=4, steps=1, device="cpu")
+    report = evaluate_generation(config)
+    every, *ceilings = report["ceilings"]
+    objects = sum(len(toy_scene(record)[0].things) for record in read_toy_scenes("toy/referring-test")[0].records[:4])
+    assert (every["told"], every["objects"], every["whole"]) == ("all objects", objects, 100)
+    assert every["truncated"] < 100
+    for its in report["encoders"].values():
+        lines = its["scores"]["objects_right_by_telling"]
+        assert [(line["told"], line["objects"]) for line in lines] == [(c["told"], c["objects"]) for c in ceilings]
+        right = sum(line["objects"] * line["value"] for line in lines)
+        assert right / objects == pytest.approx(its["scores"]["objects_right"]["value"])
+    assert len(ceilings) == 3 and sum(line["objects"] for line in ceilings) == objects
+    ways = [line for line in report["compared"] if line["score"] == "objects_right_across_cut"]
+    assert len(ways) == 3 and {"difference", "low", "high", "p"} <= ways[0].keys()
+    told, compared = map(str, tables(report)[2:])
+    assert "symbolic reader, cut at 77 tokens" in told and f"{every['in_chunks']:.1f}" in told
+    assert "toy/debias-clip - toy/clip in chunks, objects right, by reference across a cut, %" in compared
+    # Text before the prompt moves the cuts.
+    captions = [toy_scene(record)[1] for record in read_toy_scenes("toy/referring-test")[0].records[:4]]
+    prefixed = generation._Generation(replace(config, prefix="a photo of many things, " * 6))
+    assert generation.ceilings(prefixed._readings(captions))[0]["truncated"] < every["truncated"]
 
 
 def test_objects_cached_by_an_earlier_release_are_counted_anew(toy, tmp_path):

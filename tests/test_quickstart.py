@@ -29,6 +29,7 @@ from debias_diffusion.toyworld.vocabulary import learn_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "coarse_results")
 ENCODERS = ("clip", "long-clip", "debias-clip")
+ROWS = ("clip", "clip in chunks", *ENCODERS[1:])  # of images
 # More prompts than scenes: the one does not limit the other.
 TINY = {"scenes": 3, "prompts": 4, "trained_on": 16, "steps": 2, "batch": 8, "drawing_steps": 1, "split": "development"}
 COMMANDS = ["data-training", *(f"{work}-{recipe}" for work in ("train", "export") for recipe in ENCODERS[1:])]
@@ -102,6 +103,8 @@ def test_the_report_keeps_its_keys(finished):
         for edit, recall in edits.items():
             expected = robustness[encoder]["recall_at_1_percent"][edit]
             assert recall == {"t2i_r1": expected["text_to_image"], "i2t_r1": expected["image_to_text"]}
+    assert list(report["generation"]) == list(report["short_prompts"]) == list(ROWS)
+    for encoder in ROWS:
         scores = report["generation"][encoder]
         assert set(scores) == {
             "fid", "dino", "objects_correct", "precision", "f1", "objects_correct_with_size", "empty_filled",
@@ -112,9 +115,9 @@ def test_the_report_keeps_its_keys(finished):
         assert sum(scores["objects_by_sentence"]) == sum(len(scene("development", i).things) for i in range(4))
         assert 0 <= scores["empty_filled"] <= 1 and 0 <= scores["background"] <= 1
         assert 0 <= report["short_prompts"][encoder] <= 1
-    for pair in ("debias-clip - long-clip", "debias-clip - clip"):
+    for pair in ("debias-clip - long-clip", "debias-clip - clip", "debias-clip - clip in chunks"):
         assert set(report["bootstrap"][pair]) == {"difference", "low", "high"}
-    assert [set(line) for line in report["expectations"]] == [{"expectation", "found", "met"}] * 8
+    assert [set(line) for line in report["expectations"]] == [{"expectation", "found", "met"}] * 9
     assert list(report["seconds"]) == COMMANDS
     assert report["settings"] == TINY | {
         "output": str(finished), "seed": 0, "learning_rate": 5e-4, "short_weight": None,
@@ -143,13 +146,14 @@ def test_the_exports_and_images_are_ready_to_use(finished):
     assert all(encoder.config.max_position_embeddings == 248 for encoder, _ in encoders)
     weights = [encoder.state_dict() for encoder, _ in encoders]
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    images = [finished / "evaluation" / "pictures" / encoder / "000001.png" for encoder in ENCODERS]
+    folders = [finished / "evaluation" / "pictures" / row.replace(" ", "-") for row in ROWS]
+    images = [folder / "000001.png" for folder in folders]
     assert all(Image.open(path).size == (SIZE, SIZE) for path in images)
-    assert len({path.read_bytes() for path in images}) == 3
+    assert len({path.read_bytes() for path in images}) == 4
     generated = json.loads((finished / "evaluation" / "generation.json").read_text())
-    assert [its["cut_at"] for its in generated["encoders"].values()] == [77, None, None]
+    assert [its["cut_at"] for its in generated["encoders"].values()] == [77, None, None, None]
     seeds = [json.loads(path.with_name("settings.json").read_text())["seed"] for path in images]
-    assert seeds == [0, 0, 0]
+    assert seeds == [0] * 4
 
 
 def test_a_change_redoes_what_depends_on_it_and_nothing_else(finished, models, monkeypatch, capsys):
@@ -174,7 +178,7 @@ def test_a_change_redoes_what_depends_on_it_and_nothing_else(finished, models, m
         "^debias-clip .*", out[out.index("empty places filled, %") :].partition("\n\n")[0], re.MULTILINE
     )
     assert line.split()[4] == f"{100 * filled:.2f}"
-    assert sum(out.count(f"{verdict}: ") for verdict in (" met", "not met", "open")) >= 8
+    assert sum(out.count(f"{verdict}: ") for verdict in (" met", "not met", "open")) >= 9
     assert out.endswith(f"Report: {finished / 'report.html'}\n")
     assert "held-out pairs" not in out and "held-out pairs" in (finished / "log.txt").read_text()
 

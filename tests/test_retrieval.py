@@ -427,6 +427,7 @@ def test_the_figure_shows_the_numbers(tiny_clip, another_clip, squares, tmp_path
         ({"encoders": []}, "at least one encoder"),
         ({"encoders": ["toy/clip", "toy/clip"]}, "none twice"),
         ({"encoders": ["toy/clap"]}, "Did you mean"),
+        ({"encoders": ["chunks:toy/clip"]}, "'chunks:toy/clip' reads prompts in chunks, which only.*Give 'toy/clip'"),
     ],
 )
 def test_unusable_settings_are_refused(tiny_clip, tmp_path, monkeypatch, change, message):
@@ -460,6 +461,9 @@ def test_labels_are_short_and_unique(tmp_path):
     assert labels(["toy/clip", str(tmp_path / "a" / "best")]) == ["toy/clip", "best"]
     assert labels([str(tmp_path / "a" / "best"), str(tmp_path / "b" / "best")]) == ["a/best", "b/best"]
     (tmp_path / "_mine").mkdir()
+    assert labels(["chunks:toy/clip", str(tmp_path / "a" / "best"), "chunks:" + str(tmp_path / "b" / "best")]) == [
+        "toy/clip in chunks", "a/best", "b/best in chunks"
+    ]  # fmt: skip
     assert labels([str(tmp_path / "_mine"), str(tmp_path / "a" / "best")]) == ["./_mine", "best"]  # legends show both
 
 

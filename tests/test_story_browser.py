@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from playwright.sync_api import sync_playwright
-from test_story import page_of, results
+from test_story import WITH_CHUNKS, page_of, results
 
 from debias_diffusion.eval.story import tell
 from debias_diffusion.toyworld.scenes import PLACES, scene
@@ -25,7 +25,7 @@ def browser():
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_marks_stand_in_their_places_and_everything_fits(browser, tmp_path, width):
-    page_of(tell(results(tmp_path / "results")), tmp_path)
+    page_of(tell(results(tmp_path / "results", WITH_CHUNKS)), tmp_path)
     page = browser.new_page(viewport={"width": width, "height": 844})
     page.goto((tmp_path / "report.html").as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") == width  # nothing is wider than the screen

@@ -16,10 +16,11 @@ from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import TrainConfig, train
 
 NAMES = ["toy/test", "toy/validation", "toy/development", "toy/test-2", "toy/train-2", "toy/short-test"]
+NAMES += ["toy/referring-test", "toy/short-referring-test-2"]
 
 
 def digest(name):
-    for cached in (toy_scenes._scene_and_caption, toy_scenes._stamp):  # as in a new process
+    for cached in (toy_scenes.scene_and_caption, toy_scenes._stamp):  # as in a new process
         cached.cache_clear()
     return data_digest(name, read_captions(name))
 
@@ -49,6 +50,15 @@ def test_a_record_names_its_scene(name):
     least = 990 if "short" in name else 1000  # of one to three objects, some scenes are alike
     assert len({record.caption for record in captions.records}) >= least
     assert len({source.stamp(record.image) for record in captions.records}) == 1000
+
+
+def test_captions_that_refer_back_are_of_the_same_scenes():
+    plain, referring = (read_captions(name).records[12] for name in ("toy/test", "toy/referring-test"))
+    (shown, caption), (same, other) = toy_scene(plain), toy_scene(referring)
+    assert shown == same == scenes.scene("test", 12) and caption != other
+    assert other == grammar.caption("test", 12, "referring")
+    short = toy_scene(read_captions("toy/short-referring-test").records[3])
+    assert short == grammar.short_prompt("test", 3, "referring")
 
 
 def test_only_its_own_scenes_are_there():
@@ -85,7 +95,11 @@ def test_the_digest_is_of_captions_and_pictures(monkeypatch):
     ("name", "message"),
     [
         ("toy/train", "learned from the scenes of 'toy/train'. Give toy/test.*toy/train-2 and the like"),
+        ("toy/referring-train", "learned from the scenes of.*Give toy/test.*toy/referring-train-2 and the like"),
+        ("toy/short-referring-train", "learned from the scenes of"),
         ("toy/tset", "no file or folder 'toy/tset'.*Did you mean toy/test.*a suffix, such as toy/test-2"),
+        ("toy/refering-test", "Did you mean toy/referring-test.*toy/short-test, toy/referring-test, toy/short-refer"),
+        ("toy/referring-short-test", "no file or folder"),
         ("toy/test-", "no file or folder"),
         ("toy/test/000012", "no file or folder"),
         ("toy/clip", "no scenes of that name"),

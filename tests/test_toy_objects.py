@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from debias_diffusion.eval.common.intervals import paired_difference
+from debias_diffusion.eval.pictures.reading import ALONE, WITHIN
 from debias_diffusion.eval.pictures.toy_objects import (
     LATE,
     SCORES,
+    TELLINGS,
     compare_images,
     compare_objects,
     objects_numbers,
@@ -55,6 +57,25 @@ def test_one_image_in_closed_form():
     }
     precision, recall = found["objects_precision"], found["objects_right"]
     assert found["objects_f1"] == pytest.approx(2 * precision * recall / (precision + recall))
+
+
+def test_objects_count_where_they_are_told():
+    """Of two images of the star, the ring and the square: the star is right in both, the others in the first."""
+    drawn, asked = [ASKED, Scene("grey", (STAR,))], [ASKED] * 2
+    first, second = {"top": ALONE, "left": WITHIN, "centre": WITHIN}, {"top": ALONE, "left": ALONE, "centre": WITHIN}
+    comparisons = compare_images([lambda its=its: render(its) for its in drawn], asked)
+    numbers = objects_numbers(comparisons, [MENTIONS] * 2, [first, second])
+    alone, within = numbers["objects_right_by_telling"]  # nothing is told across a cut
+    assert (alone["told"], alone["objects"], alone["value"]) == (ALONE, 3, pytest.approx(200 / 3))
+    assert (within["told"], within["objects"], within["value"]) == (WITHIN, 3, pytest.approx(200 / 3))
+    assert (alone["precision"]["value"], within["precision"]["value"]) == (100, 100)
+    assert alone["low"] <= alone["value"] <= alone["high"] and alone.keys() == within.keys()
+    assert "objects_right_by_telling" not in objects_numbers(comparisons, [MENTIONS] * 2)
+    worse = compare_images([lambda its=its: render(its) for its in (Scene("grey", (RING,)), Scene("grey", ()))], asked)
+    found = compare_objects(comparisons, worse, [MENTIONS] * 2, [first, second])
+    assert found["objects_right_alone"]["difference"] == pytest.approx(200 / 3)
+    assert found["objects_right_within_chunk"]["difference"] == pytest.approx(100 / 3)
+    assert found.keys() - set(SCORES) == set(list(TELLINGS.values())[:2])
 
 
 def test_counts_of_images_are_pooled():

@@ -18,8 +18,9 @@ from .records import PackedRecords, Record
 PAIRS = 1000  # as many as evaluations on ShareGPT4V take
 _PREFIX, _TRAINED_ON = "toy/", "train"
 _NAMES = tuple(_PREFIX + split for split in reversed(SPLITS) if split != _TRAINED_ON)
-_SHORT = "short-"  # before a split: simpler scenes, captioned within 77 tokens
-_SPLIT = re.compile(rf"(?:{_SHORT})?(?:{'|'.join(SPLITS)})(?:-[\w-]+)?")
+_SHORT, _REFERRING = "short-", "referring-"  # before a split: within 77 tokens; captions that refer back
+_KINDS = ("", _SHORT, _REFERRING, _SHORT + _REFERRING)
+_SPLIT = re.compile(rf"({_SHORT})?({_REFERRING})?((?:{'|'.join(SPLITS)})(?:-[\w-]+)?)")
 _IMAGE = re.compile(r"([^/]+)/(\d+)", re.ASCII)
 
 
@@ -36,7 +37,7 @@ class ToyScenes:
 
     def open(self, image: str) -> Image.Image:
         """The RGB picture of 48 x 48 pixels. Raises ValueError for a name that is no scene of the split."""
-        return render(_scene_and_caption(*self._key(image))[0])
+        return render(scene_and_caption(*self._key(image))[0])
 
     def is_there(self, image: str) -> bool:
         """Whether the split has such a scene."""
@@ -67,27 +68,31 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
 
     Args:
         name: `toy/test`, `toy/validation`, `toy/development`, or with a suffix, such as `toy/test-2`, which are other
-            scenes; `toy/train-2` and the like, but not `toy/train` itself. `toy/short-test` and the like: scenes of one
-            to three objects with captions of at most 77 tokens.
+            scenes; `toy/train-2` and the like, but not `toy/train` itself. `toy/referring-test` and the like: the same
+            scenes with captions whose sentences refer back. `toy/short-test` and `toy/short-referring-test`: scenes of
+            one to three objects (one or two) with captions of at most 77 tokens.
 
     Raises:
         UserError: there are no such scenes, or the toy models have learned from them.
     """
     name = os.fspath(name)
     split = name.removeprefix(_PREFIX)
-    if split.removeprefix(_SHORT) == _TRAINED_ON:
+    parts = _SPLIT.fullmatch(split)
+    if parts and parts[3] == _TRAINED_ON:
         raise UserError(
             f"The models that come with the package have learned from the scenes of {name!r}. Give "
             f"{', '.join(_NAMES)}, or others such as toy/test-2; to train a model, {name}-2 and the like."
         )
-    if not _SPLIT.fullmatch(split):
+    if not parts:
+        variants = [known.replace(_PREFIX, _PREFIX + kind) for kind in _KINDS for known in _NAMES]
         raise UserError(
             f"There is no file or folder {name!r}, and there are no scenes of that name."
-            f"{near_matches(name, _NAMES)} The toy world's scenes are {', '.join(_NAMES)}, and others by a suffix, "
-            "such as toy/test-2."
+            f"{near_matches(name, variants, most=1)} The toy world's scenes are {', '.join(_NAMES)}; "
+            f"{', '.join(_PREFIX + kind + 'test' for kind in _KINDS if kind)} and so on; and others by a suffix, such "
+            "as toy/test-2."
         )
     names = [f"{split}/{index:06}" for index in range(PAIRS)]
-    records = PackedRecords(Record(image, image, _scene_and_caption(*_locate(image))[1].text) for image in names)
+    records = PackedRecords(Record(image, image, scene_and_caption(*_locate(image))[1].text) for image in names)
     return Captions(records, []), ToyScenes(name)
 
 
@@ -97,20 +102,21 @@ def toy_scene(record: Record) -> tuple[Scene, Caption]:
     Raises:
         ValueError: the record is of other data.
     """
-    return _scene_and_caption(*_locate(record.image))
+    return scene_and_caption(*_locate(record.image))
 
 
 # One command may read a split several times: captions and stamps are kept, which take most of that time.
 @lru_cache(2 * PAIRS)
-def _scene_and_caption(split: str, index: int) -> tuple[Scene, Caption]:
-    if split.startswith(_SHORT):
-        return short_prompt(split.removeprefix(_SHORT), index)
-    return scene(split, index), caption(split, index)
+def scene_and_caption(split: str, index: int) -> tuple[Scene, Caption]:
+    """Scene number `index` of a split, such as "test" or "short-referring-test-2", and its caption."""
+    short, referring, split = _SPLIT.fullmatch(split).groups()
+    style = "referring" if referring else "plain"
+    return short_prompt(split, index, style) if short else (scene(split, index), caption(split, index, style))
 
 
 @lru_cache(2 * PAIRS)
 def _stamp(image: str) -> bytes:
-    return digest_of(image, render(_scene_and_caption(*_locate(image))[0]).tobytes().hex())
+    return digest_of(image, render(scene_and_caption(*_locate(image))[0]).tobytes().hex())
 
 
 def _locate(image: str) -> tuple[str, int]:

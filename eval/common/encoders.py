@@ -11,12 +11,14 @@ from typing import TypeVar
 
 import torch
 
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest
 from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weights import weights_digest
+
+CHUNKS = "chunks:"  # before the name of an encoder of images: it reads long prompts in chunks
 
 Result = TypeVar("Result")
 
@@ -55,12 +57,31 @@ def how_used(backbone: Backbone) -> dict:
     }
 
 
-def check_encoders(names: Sequence[str]) -> None:
-    """Raises UserError if there are none, one is named twice, or a toy model's name is misspelt."""
+def check_encoders(names: Sequence[str], of_images: bool = False) -> None:
+    """Checks the names of encoders.
+
+    Args:
+        of_images: `CHUNKS` may stand before a name.
+
+    Raises:
+        UserError: there are none, one is named twice, a name is misspelt, or `CHUNKS` stands where it has no meaning.
+    """
     if not names or len(set(names)) < len(names):
         raise UserError(f"encoders={list(names)} is not allowed. Name at least one encoder, and none twice.")
     for name in names:
-        shipped(name)
+        model = name.removeprefix(CHUNKS)
+        if model != name and not of_images:
+            raise UserError(
+                f"The encoder {name!r} reads prompts in chunks, which only `evaluate generation` and `evaluate "
+                f"dpg-bench` do. Give {model!r}."
+            )
+        prefix, colon, rest = model.partition(":")
+        if not model or (colon and near_matches(prefix, [CHUNKS]) and not os.path.exists(model)):
+            raise UserError(
+                f"There is no encoder {name!r}. Give {CHUNKS + (rest or 'NAME')!r} for an encoder that reads long "
+                "prompts in chunks, or the encoder's name alone."
+            )
+        shipped(model)
 
 
 def of_each(names: Sequence[str], device: torch.device, evaluate: Callable[[TwoTower], Result]) -> dict[str, Result]:
@@ -80,7 +101,14 @@ def _load(name: str, label: str, device: torch.device) -> TwoTower:
 
 
 def labels(encoders: Sequence[str]) -> list[str]:
-    """Short unique names: names unchanged; of paths the last parts, as many as make them unique."""
+    """Short unique names: names unchanged; of paths the last parts, as many as make them unique; "in chunks" behind."""
+    models = list(dict.fromkeys(name.removeprefix(CHUNKS) for name in encoders))
+    short = dict(zip(models, _short(models), strict=True))
+    named = [short[name.removeprefix(CHUNKS)] + " in chunks" * name.startswith(CHUNKS) for name in encoders]
+    return named if len(set(named)) == len(named) else list(encoders)
+
+
+def _short(encoders: Sequence[str]) -> list[str]:
     paths = [Path(name) if os.path.exists(name) else None for name in encoders]
     pairs = list(zip(encoders, paths, strict=True))
     for parts in range(1, max((len(path.parts) for path in paths if path), default=1) + 1):

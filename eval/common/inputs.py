@@ -16,15 +16,18 @@ from .encoders import check_encoders
 AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
 
 
-def check_settings(config: Any, with_encoders: bool = True) -> None:
+def check_settings(config: Any, with_encoders: bool = True, of_images: bool = False) -> None:
     """What the settings of every evaluation call in `__post_init__`. Opens no data and no model.
+
+    Args:
+        of_images: the encoders are of generated images, see `check_encoders`.
 
     Raises:
         UserError: a setting that evaluations share is not allowed.
     """
     check_output(config.output)
     if with_encoders:
-        check_encoders(config.encoders)
+        check_encoders(config.encoders, of_images)
     if config.batch_size < 1:
         raise UserError(f"batch_size={config.batch_size} is not allowed. Give a whole number from 1.")
     check_max_bad(getattr(config, "max_bad", 0))

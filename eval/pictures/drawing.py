@@ -7,6 +7,7 @@ one uninterrupted run, bit for bit.
 import os
 import re
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +25,13 @@ from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.chunks import TRAINED_POSITIONS
 from debias_diffusion.pipelines.loading import (
     check_base,
     check_same_width,
     default_dtype,
     default_size,
-    first_encoder_width,
+    first_encoder_config,
     load_sdxl,
     model_digest,
     quiet_diffusers,
@@ -47,6 +49,7 @@ from debias_diffusion.pipelines.rendering import (
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 
+from ..common.encoders import CHUNKS
 from ..common.processes import Processes
 
 ORIGINAL = "original"  # instead of an encoder: the checkpoint's own
@@ -65,8 +68,7 @@ class DrawingSettings:
         guidance_scale: how strongly prompts are followed; 1 is no guidance.
         images_at_once: batch size, of prompts of equal length. Other sizes round differently.
         prefix: put before each prompt.
-        windows: encoders with the context length of the checkpoint's second one read long prompts in several chunks, as
-            this package's pipelines do. Without it prompts are cut there, at 77 tokens, as in stock SDXL.
+        windows: as if `CHUNKS` stood before the name of every encoder of 77 positions.
         seed: added to the number of each image for the seed of its noise.
     """
 
@@ -83,8 +85,21 @@ class DrawingSettings:
         """The fields of an evaluation's configuration, with "auto" resolved for its checkpoint.
 
         Raises:
-            UserError: a number is too small or too large, or there is no such SDXL checkpoint.
+            UserError: a number is too small or too large, there is no such SDXL checkpoint, or `windows` and `CHUNKS`
+                are both given.
         """
+        if config.windows:
+            in_chunks = [name for name in config.encoders if name.startswith(CHUNKS)]
+            if in_chunks:
+                raise UserError(
+                    f"windows is given, the old way to let all encoders read in chunks, and so is {in_chunks[0]!r}, "
+                    "which lets one. Leave windows out."
+                )
+            warnings.warn(
+                f"windows is now {CHUNKS}NAME in encoders; the old option goes with the next release",
+                FutureWarning,
+                stacklevel=2,
+            )
         is_toy = config.base != shipped(config.base)
         settings = {name: getattr(config, name) for name in cls.__dataclass_fields__}
         settings |= {name: values[is_toy] for name, values in _AUTO.items() if settings[name] == "auto"}
@@ -155,8 +170,8 @@ class Drawing:
             self._check_seeds(subjects)
             for encoder, folder in zip(encoders, folders, strict=True):
                 _check_same_settings(folder, self._settings_record(encoder))
-                if _missing(folder, subjects) and encoder != ORIGINAL:
-                    self._load_encoder(encoder)
+                if _missing(folder, subjects):
+                    self._check_encoder(encoder)
 
         self.processes.from_main(check_all)
 
@@ -164,7 +179,9 @@ class Drawing:
         """Renders the missing images of a folder.
 
         Args:
-            encoder: replaces SDXL's first text encoder, anything `load_text_encoder` takes; or `ORIGINAL`.
+            encoder: replaces SDXL's first text encoder, anything `load_text_encoder` takes; or `ORIGINAL`. One with the
+                context length of the checkpoint's second encoder cuts prompts there, at 77 tokens, as in stock SDXL;
+                with `CHUNKS` before its name it reads long prompts in chunks, as this package's pipelines do.
             folder: gets `{name}.png` of each subject, and `settings.json` with every setting that affects the images.
             subjects: all images of the folder, finished or not.
 
@@ -206,12 +223,14 @@ class Drawing:
             self.digests["base"] = model_digest(self.settings.base)
         known = self.digests["encoders"]
         if encoder not in known:
-            known[encoder] = None if encoder == ORIGINAL else model_digest(encoder)
-        names = ("steps", "guidance_scale", "prefix", "windows", "seed")
+            model = encoder.removeprefix(CHUNKS)
+            known[encoder] = None if model == ORIGINAL else model_digest(model)
+        names = ("steps", "guidance_scale", "prefix", "seed")
         return {
             "data": self.data,
             "base": self.digests["base"],
             "encoder": known[encoder],
+            "windows": self._reads_in_chunks(encoder),
             **{name: getattr(self.settings, name) for name in names},
             **runtime_settings(self.processes.device, self.dtype),
         }
@@ -256,24 +275,39 @@ class Drawing:
         processes.together(lambda: _raise_if_failed(failed, len(subjects), encoder, self.dtype))
 
     def _load(self, encoder: str) -> StableDiffusionXLPipeline:
-        """The SDXL checkpoint with an encoder, reading prompts as `DrawingSettings.windows` says."""
+        """The SDXL checkpoint with an encoder that cuts prompts or reads them in chunks."""
         if self._pipe is None:
             self._pipe = load_sdxl(self.settings.base, None, self.processes.device, self.dtype)
         text_encoder, tokenizer = self._pipe.text_encoder, self._pipe.tokenizer
-        if encoder != ORIGINAL:
+        if encoder.removeprefix(CHUNKS) != ORIGINAL:
             text_encoder, tokenizer = self._load_encoder(encoder)
             text_encoder.to(self.processes.device, self.dtype)
         lengths = [part.config.max_position_embeddings for part in (text_encoder, self._pipe.text_encoder_2)]
-        cut = lengths[0] == lengths[1] and not self.settings.windows
+        cut = lengths[0] == lengths[1] and not self._reads_in_chunks(encoder)
         cls = StableDiffusionXLPipeline if cut else StableDiffusionXLLongPromptPipeline
         return replace_encoder(self._pipe, text_encoder, tokenizer, cls)
 
+    def _reads_in_chunks(self, encoder: str) -> bool:
+        return self.settings.windows or encoder.startswith(CHUNKS)
+
     def _load_encoder(self, encoder: str) -> tuple[torch.nn.Module, Any]:
         """The text encoder and its tokenizer. Raises UserError unless it has the replaced encoder's width."""
-        text_encoder, tokenizer = load_text_encoder(encoder)
-        width = first_encoder_width(self.settings.base)
-        check_same_width(encoder, text_encoder.config.hidden_size, self.settings.base, width)
+        model = encoder.removeprefix(CHUNKS)
+        text_encoder, tokenizer = load_text_encoder(model)
+        width = first_encoder_config(self.settings.base).hidden_size
+        check_same_width(model, text_encoder.config.hidden_size, self.settings.base, width)
         return text_encoder, tokenizer
+
+    def _check_encoder(self, encoder: str) -> None:
+        """Raises UserError for an encoder that cannot be loaded, does not fit, or cannot be read as its name says."""
+        model = encoder.removeprefix(CHUNKS)
+        is_original = model == ORIGINAL
+        config = first_encoder_config(self.settings.base) if is_original else self._load_encoder(encoder)[0].config
+        if model != encoder and config.max_position_embeddings > TRAINED_POSITIONS:
+            raise UserError(
+                f"The encoder {encoder!r} reads {config.max_position_embeddings} tokens at once, so there is nothing "
+                f"to cut into chunks of {TRAINED_POSITIONS}. Give {model!r}."
+            )
 
 
 def _write_missing(

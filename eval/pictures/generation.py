@@ -1,8 +1,8 @@
 """Images generated from captions with several text encoders, and their scores (Table S7)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,9 @@ from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes,
 from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
+from debias_diffusion.pipelines.loading import first_tokenizer
 from debias_diffusion.toyworld.checker import Comparison
+from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
 from ..common.cache import FOLDER, ResultCache
@@ -26,8 +28,18 @@ from ..common.processes import Processes
 from ..common.report import Table, compared_tables, show, write_report
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .figures import plot, plot_examples
+from .reading import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
 from .scores import ImageNumbers, ImageScores, References, compare, score_cell, score_titles
-from .toy_objects import BY_SENTENCE, Mentions, compare_images, compare_objects, objects_numbers
+from .toy_objects import (
+    BY_SENTENCE,
+    BY_TELLING,
+    TELLING_TITLES,
+    Mentions,
+    Ways,
+    compare_images,
+    compare_objects,
+    objects_numbers,
+)
 from .toy_objects import SCORES as OBJECTS
 
 NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
@@ -42,7 +54,9 @@ class GenerationConfig:
 
     Attributes:
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
-            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own.
+            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
+            cuts prompts at 77 tokens, as in stock SDXL; named chunks:NAME (chunks:original), it reads long prompts in
+            chunks, as this package's pipelines do.
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         output: Folder for the results, `generation.json`, `generation.png` and `examples.png`, and for the generated
             images, `pictures/ENCODER/000000.png` and so on. Finished images of the same settings are kept.
@@ -57,8 +71,7 @@ class GenerationConfig:
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
         prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
-        windows: Let encoders of 77 positions read long prompts in chunks, as this package's pipelines do. Without it
-            prompts are cut at 77 tokens, as in stock SDXL.
+        windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
         inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
             the one that torch-fidelity has downloaded. Without it these scores are skipped.
         dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
@@ -96,7 +109,7 @@ class GenerationConfig:
     device: str | None = None
 
     def __post_init__(self):
-        check_settings(self)
+        check_settings(self, of_images=True)
         DrawingSettings.of(self)
 
 
@@ -109,8 +122,9 @@ def evaluate_generation(config: GenerationConfig) -> dict:
 
     Returns:
         The content of `generation.json`: settings, versions, digests; by encoder its scores with 95% intervals, how
-        many prompts were cut, the digest of its images, seconds of generating; the encoders compared; notes, the
-        resizes, the bad records, seconds. In processes other than the main one, {}.
+        many prompts were cut, the digest of its images, seconds of generating; the encoders compared; of toy captions
+        that refer back, "ceilings", see `reading.ceilings`; notes, the resizes, the bad records, seconds. In processes
+        other than the main one, {}.
 
     Raises:
         UserError: the data or a model cannot be used; all are checked before the first image is generated.
@@ -207,16 +221,30 @@ class _Generation:
         )
         return [Comparison(**image) for image in cached["images"]]
 
+    def _readings(self, captions: Sequence[Caption]) -> list[CaptionReading]:
+        """How the prompts tell their objects; empty unless any of them refers back."""
+        if not any(map(refers_back, captions)):
+            return []
+        tokenizer, prefix = first_tokenizer(self.config.base), self.config.prefix
+
+        @cache  # sentences repeat
+        def count_tokens(text: str) -> int:
+            return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        return [read_caption(_with_prefix(caption, prefix), count_tokens) for caption in captions]
+
     def _report(self, files: Mapping[str, Sequence[Path]], digests: dict) -> dict:
         scores, comparisons, encoders = {}, {}, {}
-        mentions = [toy_scene(record)[1].first_mentions() for record in self.records] if self.is_toy else []
+        captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
+        mentions, readings = [caption.first_mentions() for caption in captions], self._readings(captions)
+        ways = [reading.ways for reading in readings]
         for label, paths in files.items():
             digest = _files_digest(paths)
             scores[label] = self._score(paths, digest)
             numbers = dict(scores[label].numbers)
             if self.is_toy:
                 comparisons[label] = self._objects(paths, digest)
-                numbers |= objects_numbers(comparisons[label], mentions)
+                numbers |= objects_numbers(comparisons[label], mentions, ways)
             encoders[label] = {"scores": numbers, **how_drawn(self.folders[label]), "pictures": digest}
         notes = [*(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
         notes += [note for of_encoder in scores.values() for note in of_encoder.notes]
@@ -232,7 +260,8 @@ class _Generation:
             images=len(self.records),
             resize=self.scores.resize if self.scores else {},
             encoders=encoders,
-            compared=_compared(scores, comparisons, mentions),
+            compared=_compared(scores, comparisons, mentions, ways),
+            ceilings=ceilings(readings),
             notes=list(dict.fromkeys(notes)),
         )
         show(report, tables(report), figures(report) | {PICTURES[0]: self._examples(files)})
@@ -271,19 +300,24 @@ def _reference(record: Record, images: ImageSource) -> Image.Image:
     return image
 
 
+def _with_prefix(caption: Caption, prefix: str) -> Caption:
+    first, *further = caption.sentences
+    return Caption((replace(first, text=prefix + first.text), *further))
+
+
 def _files_digest(files: Sequence[Path]) -> str:
     return bytes_digest(["\n".join(map(sha256, files)).encode()])
 
 
 def _compared(
-    scores: Mapping[str, ImageNumbers], comparisons: Mapping[str, list[Comparison]], mentions: Mentions
+    scores: Mapping[str, ImageNumbers], comparisons: Mapping[str, list[Comparison]], mentions: Mentions, ways: Ways
 ) -> list[dict]:
     """Every two encoders compared, the later with the earlier, by every score."""
     compared = []
     for b, a in combinations(scores, 2):
         differences = compare(scores[a], scores[b])
         if comparisons:
-            differences |= compare_objects(comparisons[a], comparisons[b], mentions)
+            differences |= compare_objects(comparisons[a], comparisons[b], mentions, ways)
         compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
     return compared
 
@@ -300,7 +334,8 @@ def _reading_notes(encoders: Mapping[str, dict], count: int) -> list[str]:
 def titles(report: dict) -> dict[str, str]:
     """Titles of the scores. They name the network, which decides what a number can be compared with."""
     settings = report["settings"]
-    known = score_titles(**{name: settings[name] for name in NETWORKS if name != "inception_weights"}) | OBJECTS
+    known = score_titles(**{name: settings[name] for name in NETWORKS if name != "inception_weights"})
+    known |= OBJECTS | TELLING_TITLES
     for numbers in report["encoders"].values():
         for score in numbers["scores"]:
             if score.startswith("clip_score_"):
@@ -319,7 +354,8 @@ def tables(report: dict) -> list[Table]:
     scores = Table([f"{report['images']} images, with 95% intervals", *encoders], rows)
     # Without those of single sentences, which are in the JSON: they would hide the others.
     shown = [line for line in report["compared"] if not line["score"].startswith("clip_score_")]
-    return [scores, *_by_sentence(encoders), *compared_tables([_readable(line, names) for line in shown])]
+    compared = compared_tables([_readable(line, names) for line in shown])
+    return [scores, *_by_sentence(encoders), *_by_telling(report), *compared]
 
 
 def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
@@ -331,6 +367,25 @@ def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
     return [
         Table(header, [[row[0]["sentence"], row[0]["objects"], *map(_shares, row)] for row in zip(*lines, strict=True)])
     ]
+
+
+def _by_telling(report: dict) -> list[Table]:
+    """The table of objects by the way they are told, beside what a symbolic reader can know at most."""
+    encoders, rows = report["encoders"].values(), []
+    for line in report.get("ceilings", ()):  # earlier releases had none
+        if line["told"] == ALL:
+            numbers = [entry["scores"]["objects_right"] for entry in encoders]
+        else:
+            numbers = [_of_way(entry["scores"], line["told"]) for entry in encoders]
+        shares = (line[reader] for reader in READERS)
+        rows.append([line["told"], line["objects"], *(f"{share:.1f}" for share in shares), *map(_cell, numbers)])
+    readers = [f"symbolic reader, {title}" for title in READERS.values()]
+    header = ["objects right, %, by how they are told", "objects", *readers, *report["encoders"]]
+    return [Table(header, rows)] if rows else []
+
+
+def _of_way(scores: dict, way: str) -> dict:
+    return next(line for line in scores[BY_TELLING] if line["told"] == way)
 
 
 def _shares(line: dict) -> str:

@@ -1,47 +1,104 @@
-"""How much of a toy prompt's objects a text encoder can know at most, from the tokens that it reads together."""
+"""How toy captions tell their objects, and how many of these can be known from the tokens that are read together."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from debias_diffusion.pipelines.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption
-from debias_diffusion.toyworld.references import resolve, resolve_apart
+from debias_diffusion.toyworld.references import resolve_apart
 
-ALONE, WITHIN, ACROSS = "told alone", "by reference within a chunk", "by reference across a cut"
+ALONE, WITHIN, ACROSS = WAYS = "told alone", "by reference within a chunk", "by reference across a cut"
+ALL = "all objects"
+# By name, how a symbolic reader reads, for tables.
+READERS = {"truncated": "cut at 77 tokens", "in_chunks": "in chunks, each by itself", "whole": "whole"}
+
+
+@dataclass(frozen=True)
+class CaptionReading:
+    """One caption.
+
+    Attributes:
+        ways: {place: one of `WAYS`}: how the kind and the colour of the object there are told, see `ways_told`.
+        knowable: {one of `READERS`: the places whose object's kind and colour this reader can know}
+    """
+
+    ways: dict[str, str]
+    knowable: dict[str, set[str]]
+
+
+def read_caption(caption: Caption, count_tokens: Callable[[str], int]) -> CaptionReading:
+    """How a caption tells its objects, and what each of `READERS` can know of them; see `sentences_by_chunk`."""
+    chunks = sentences_by_chunk(caption, count_tokens)
+    parts = {
+        "truncated": [truncated(caption, count_tokens)],
+        "in_chunks": chunks,
+        "whole": [range(len(caption.sentences))],
+    }
+    return CaptionReading(
+        ways_told(caption, chunks), {reader: knowable(caption, sentences) for reader, sentences in parts.items()}
+    )
+
+
+def ceilings(readings: Sequence[CaptionReading]) -> list[dict]:
+    """How many objects of several captions each of `READERS` can know.
+
+    Returns:
+        for all objects, then for each of `WAYS` that tells any: "told", `ALL` or the way, "objects", their number, and
+        by reader the share, in percent.
+    """
+    rows = []
+    for group in (ALL, *WAYS):
+        places = [{place for place, way in reading.ways.items() if group in (ALL, way)} for reading in readings]
+        objects = sum(map(len, places))
+        known = {
+            reader: sum(len(there & reading.knowable[reader]) for there, reading in zip(places, readings, strict=True))
+            for reader in READERS
+        }
+        if objects:
+            shares = {reader: 100 * count / objects for reader, count in known.items()}
+            rows.append({"told": group, "objects": objects} | shares)
+    return rows
+
+
+def refers_back(caption: Caption) -> bool:
+    """Whether several sentences tell the kind and the colour of any object."""
+    return any(len(sentences) > 1 for sentences in _sentences_needed(caption).values())
 
 
 def sentences_by_chunk(caption: Caption, count_tokens: Callable[[str], int]) -> list[list[int]]:
-    """The numbers of the sentences that stand in each chunk of 77 tokens, cut as the pipelines cut a prompt.
+    """The numbers of the sentences that stand whole in each chunk of 77 tokens, cut as the pipelines cut a prompt.
 
     Args:
+        caption: of sentences of less than half a chunk, as the toy world's are: other places than their ends, such as
+            commas, are not looked at.
         count_tokens: of a cleaned sentence, without BOS and EOS. Sentences are tokenized alike alone and in a text.
     """
-    lengths = [count_tokens(clean(sentence.text)) for sentence in caption.sentences]
+    lengths = _lengths(caption, count_tokens)
     cuts = [cut for n in lengths for cut in [Cut.TOKEN] * (n - 1) + [Cut.SENTENCE]]
     number_of = [number for number, n in enumerate(lengths) for _ in range(n)]
     chunks = split_chunks(Tokens(number_of, cuts, []), TRAINED_POSITIONS - 2)
-    whole = [[number_of[at] for at in chunk] for chunk in chunks]
-    return [[number for number in dict.fromkeys(chunk) if chunk.count(number) == lengths[number]] for chunk in whole]
+    numbers = [[number_of[at] for at in chunk] for chunk in chunks]
+    return [[number for number in dict.fromkeys(chunk) if chunk.count(number) == lengths[number]] for chunk in numbers]
 
 
 def truncated(caption: Caption, count_tokens: Callable[[str], int]) -> list[int]:
-    """The numbers of the sentences that stand wholly in the first 77 tokens."""
-    left, read = TRAINED_POSITIONS - 2, []
-    for number, sentence in enumerate(caption.sentences):
-        left -= count_tokens(clean(sentence.text))
+    """The numbers of the sentences that stand whole in the first 77 tokens."""
+    left, sentences = TRAINED_POSITIONS - 2, []
+    for number, length in enumerate(_lengths(caption, count_tokens)):
+        left -= length
         if left >= 0:
-            read.append(number)
-    return read
+            sentences.append(number)
+    return sentences
 
 
 def ways_told(caption: Caption, chunks: Sequence[Sequence[int]]) -> dict[str, str]:
-    """{place: ALONE, WITHIN or ACROSS}: how the kind and the colour of the object there are told.
+    """{place: one of `WAYS`}: how the kind and the colour of the object there are told.
 
-    ALONE is in one sentence; ACROSS means that a cut into `chunks` divides the sentences that tell it together.
+    `ALONE` is in one sentence; `ACROSS` means that a cut into `chunks` divides the sentences that tell it together.
     """
     ways = {}
-    for place, facts in caption.facts().items():
-        needed = facts["kind"].sentences | facts["colour"].sentences
+    for place, needed in _sentences_needed(caption).items():
         together = any(needed <= set(chunk) for chunk in chunks)
         ways[place] = ALONE if len(needed) == 1 else WITHIN if together else ACROSS
     return ways
@@ -49,6 +106,14 @@ def ways_told(caption: Caption, chunks: Sequence[Sequence[int]]) -> dict[str, st
 
 def knowable(caption: Caption, chunks: Sequence[Sequence[int]]) -> set[str]:
     """The places whose object's kind and colour can be known from chunks that are read apart."""
-    claims = [{number: caption.sentences[number].claim for number in chunk} for chunk in chunks]
-    facts = resolve_apart(claims) if len(claims) > 1 else resolve(claims[0])
+    facts = resolve_apart({number: caption.sentences[number].claim for number in chunk} for chunk in chunks)
     return {place for place, there in facts.items() if {"kind", "colour"} <= set(there)}
+
+
+def _lengths(caption: Caption, count_tokens: Callable[[str], int]) -> list[int]:
+    return [count_tokens(clean(sentence.text)) for sentence in caption.sentences]
+
+
+def _sentences_needed(caption: Caption) -> dict[str, frozenset[int]]:
+    """{place: the numbers of the sentences that tell the kind and the colour of the object there together}"""
+    return {place: there["kind"].sentences | there["colour"].sentences for place, there in caption.facts().items()}

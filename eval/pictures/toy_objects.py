@@ -14,13 +14,24 @@ from debias_diffusion.toyworld.scenes import PLACES, Scene
 
 from ..common.intervals import drawn_ratios, ends, paired_ratio_difference
 from .networks import Picture, open_picture
+from .reading import ACROSS, ALONE, WITHIN
 
 LATE = 4  # number, from 0, of the first sentence that lies beyond what the opening says
 # Of each image: the sentence, from 0, that first mentions the object in a place.
 Mentions = Sequence[Mapping[str, int]]
+# Of each image: how the prompt tells the object in a place, see `reading.ways_told`. None of prompts that tell each
+# object in one sentence.
+Ways = Sequence[Mapping[str, str]] | None
 Counts = dict[str, np.ndarray]  # by name, a count for each image, [images]
 
 BY_SENTENCE = "objects_right_by_sentence"  # name of the list of scores by sentence
+BY_TELLING = "objects_right_by_telling"  # and of the one by the way an object is told
+# By way: the name of the score of its objects right, where two encoders are compared.
+TELLINGS = {
+    ALONE: "objects_right_alone",
+    WITHIN: "objects_right_within_chunk",
+    ACROSS: "objects_right_across_cut",
+}
 
 # By name: the counts above and below the line, see `count`. A count named twice is added twice.
 RATIOS = {
@@ -41,6 +52,7 @@ SCORES = {
     "empty_filled": "empty places filled, %",
     "background_right": "background right, %",
 }
+TELLING_TITLES = {score: f"objects right, {way}, %" for way, score in TELLINGS.items()}
 
 
 def compare_images(images: Sequence[Picture], scenes: Sequence[Scene]) -> list[Comparison]:
@@ -87,7 +99,12 @@ def ratio(counts: Counts, score: str) -> tuple[np.ndarray, np.ndarray]:
     return above, below
 
 
-def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions) -> dict:
+def by_way(ways: Sequence[Mapping[str, str]], way: str) -> list[list[str]]:
+    """Of each image, the places whose object the prompt tells in this way."""
+    return [[place for place in of_image if of_image[place] == way] for of_image in ways]
+
+
+def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, ways: Ways = None) -> dict:
     """Scores of images in percent, with 95% intervals over images.
 
     Precision by sentence is of the places whose object the sentence mentions first: of those that are filled, how many
@@ -98,46 +115,62 @@ def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions) -> di
         Of `SCORES`, "value", "low" and "high" (without scores of no object); "objects_right_by_sentence", a list for
         each sentence that first mentions objects: "sentence", from 1, "objects", their number, "value", "low" and
         "high" of the objects right, and "precision" and "f1" with the same three (precision is None if no place is
-        filled).
+        filled); with `ways` "objects_right_by_telling", the same for each way that tells objects: "told", the way.
     """
     numbers = {score: _number(*sums) for score, sums in _sums(comparisons, mentions).items()}
     by_sentence = []
     for sentence in sorted({sentence for of_image in mentions for sentence in of_image.values()}):
-        counts = count(comparisons, first_mentioned(mentions, sentence, sentence))
-        recall, precision, f1 = (_number(*ratio(counts, f"objects_{name}")) for name in ("right", "precision", "f1"))
-        line = {"sentence": sentence + 1, "objects": int(counts["objects"].sum()), **recall}
-        by_sentence.append(line | {"precision": precision, "f1": f1})
-    return {score: numbers[score] for score in SCORES if numbers[score]} | {BY_SENTENCE: by_sentence}
+        places = first_mentioned(mentions, sentence, sentence)
+        by_sentence.append({"sentence": sentence + 1} | _of_places(comparisons, places))
+    groups = {BY_SENTENCE: by_sentence}
+    if ways:
+        places_of = {way: by_way(ways, way) for way in TELLINGS}
+        groups[BY_TELLING] = [
+            {"told": way} | _of_places(comparisons, places) for way, places in places_of.items() if any(places)
+        ]
+    return {score: numbers[score] for score in SCORES if numbers[score]} | groups
+
+
+def _of_places(comparisons: Sequence[Comparison], places: Sequence[Collection[str]]) -> dict:
+    """The number of objects in some places of each image, and their recall, precision and F1."""
+    counts = count(comparisons, places)
+    recall, precision, f1 = (_number(*ratio(counts, f"objects_{name}")) for name in ("right", "precision", "f1"))
+    return {"objects": int(counts["objects"].sum()), **recall, "precision": precision, "f1": f1}
 
 
 def compare_objects(
-    a: Sequence[Comparison], b: Sequence[Comparison], mentions: Mentions
+    a: Sequence[Comparison], b: Sequence[Comparison], mentions: Mentions, ways: Ways = None
 ) -> dict[str, dict[str, float]]:
     """The paired comparison of two encoders by score, in points; what belongs to an image stays together.
 
     Returns:
-        {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`; without scores that
-        a or b lacks.
+        {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`, of `SCORES` and,
+        with `ways`, of `TELLINGS`; without scores that a or b lacks.
 
     Raises:
         ValueError: a and b are not of the same objects.
     """
     if [seen.correct.keys() for seen in a] != [seen.correct.keys() for seen in b]:
         raise ValueError("a and b must be of the same images, with the same objects")
-    sums_a, sums_b = (_sums(comparisons, mentions) for comparisons in (a, b))
+    sums_a, sums_b = (_sums(comparisons, mentions, ways) for comparisons in (a, b))
     compared = {}
-    for score in SCORES:
+    for score in [*SCORES, *(TELLINGS.values() if ways else ())]:
         if sums_a[score][1].any() and sums_b[score][1].any():
             line = paired_ratio_difference(sums_a[score], sums_b[score])
             compared[score] = {name: value if name == "p" else 100 * value for name, value in line.items()}
     return compared
 
 
-def _sums(comparisons: Sequence[Comparison], mentions: Mentions) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By score, the counts of each image above and below the line."""
+def _sums(
+    comparisons: Sequence[Comparison], mentions: Mentions, ways: Ways = None
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By score, of `SCORES` and, with `ways`, of `TELLINGS`, the counts of each image above and below the line."""
     every = count(comparisons, [PLACES] * len(comparisons))
-    late = count(comparisons, first_mentioned(mentions, LATE))
-    return {score: ratio(every, score) for score in RATIOS} | {"objects_right_late": ratio(late, "objects_right")}
+    sums = {score: ratio(every, score) for score in RATIOS}
+    parts = {"objects_right_late": first_mentioned(mentions, LATE)}
+    if ways:
+        parts |= {score: by_way(ways, way) for way, score in TELLINGS.items()}
+    return sums | {score: ratio(count(comparisons, places), "objects_right") for score, places in parts.items()}
 
 
 def _number(above: np.ndarray, below: np.ndarray) -> dict[str, float] | None:

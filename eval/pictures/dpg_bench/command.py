@@ -53,7 +53,9 @@ class DpgBenchConfig:
             each prompt, the image.
         base: SDXL checkpoint to generate with: a folder in diffusers' layout, a hub id, or toy/sdxl.
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
-            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own.
+            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
+            cuts prompts at 77 tokens, as in stock SDXL; named chunks:NAME (chunks:original), it reads long prompts in
+            chunks, as this package's pipelines do.
         images_per_prompt: Images for each prompt.
         seed: Image i of each prompt starts from noise seeded with this number + i.
         steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
@@ -61,8 +63,7 @@ class DpgBenchConfig:
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
         prefix: Text before each prompt.
-        windows: Let encoders of 77 positions read long prompts in chunks, as this package's pipelines do. Without it
-            prompts are cut at 77 tokens, as in stock SDXL.
+        windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
         batch_size: Questions asked at once.
         device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
             process has its own.
@@ -90,7 +91,7 @@ class DpgBenchConfig:
                 f"images is {self.images!r}, base {self.base!r} and encoders {self.encoders}. Give either --images, a "
                 "folder of images, or --base and --encoders to generate them with."
             )
-        check_settings(self, with_encoders=self.base is not None)
+        check_settings(self, with_encoders=self.base is not None, of_images=True)
         if not 1 <= self.images_per_prompt <= MOST_IMAGES:
             raise UserError(
                 f"images_per_prompt={self.images_per_prompt} is not allowed. Give a whole number from 1 to "

@@ -1,0 +1,132 @@
+"""How toy captions tell their objects: chunks against the pipeline's own, ceilings against closed forms."""
+
+import random
+
+import pytest
+import tiny_sdxl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_sdxl import assemble
+
+from debias_diffusion.eval.pictures.reading import (
+    ACROSS,
+    ALL,
+    ALONE,
+    READERS,
+    WITHIN,
+    CaptionReading,
+    ceilings,
+    knowable,
+    read_caption,
+    refers_back,
+    sentences_by_chunk,
+    truncated,
+    ways_told,
+)
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.chunks import split_chunks
+from debias_diffusion.tokens import clean
+from debias_diffusion.toyworld.grammar import STYLES, Caption, Sentence, long_caption
+from debias_diffusion.toyworld.references import Claim, Reference
+from debias_diffusion.toyworld.scenes import draw_scene
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SLOTS = 75  # of a chunk, without BOS and EOS
+
+
+def referring(seed: int, style: str = "referring") -> Caption:
+    return long_caption(draw_scene(random.Random(seed), 4, 6), random.Random(seed), style)
+
+
+def words(text: str) -> int:
+    """A token a word."""
+    return len(text.split())
+
+
+# ---- where a text is cut
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return assemble(StableDiffusionXLLongPromptPipeline, tiny_sdxl.sdxl_parts())
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**40), style=st.sampled_from(STYLES))
+def test_chunks_are_those_of_the_pipeline(pipe, seed, style):
+    caption = referring(seed, style)
+    ids_of = [
+        pipe.tokenizer(clean(sentence.text), add_special_tokens=False)["input_ids"] for sentence in caption.sentences
+    ]
+    chunks = sentences_by_chunk(caption, lambda text: len(pipe.tokenizer(text, add_special_tokens=False)["input_ids"]))
+    tokens = pipe._tokenize(clean(caption.text), None)[0][0]
+    expected = [[tokens.ids[at] for at in chunk] for chunk in split_chunks(tokens, SLOTS)]
+    assert len(expected) > 1
+    assert [[token for number in chunk for token in ids_of[number]] for chunk in chunks] == expected
+    read = truncated(caption, lambda text: len(pipe.tokenizer(text, add_special_tokens=False)["input_ids"]))
+    whole = [token for number in read for token in ids_of[number]]
+    assert read == list(range(len(read))) and whole == tokens.ids[: len(whole)]
+    assert len(whole) <= SLOTS < len(whole) + len(ids_of[len(read)])
+
+
+def test_a_sentence_that_is_cut_stands_whole_in_no_chunk():
+    caption = Caption(tuple(Sentence(" ".join(["word"] * n)) for n in (10, 100, 40, 35)))
+    chunks = sentences_by_chunk(caption, words)
+    assert sorted(number for chunk in chunks for number in chunk) == [0, 2, 3]
+    assert truncated(caption, words) == [0]
+    exactly = Caption(tuple(Sentence(" ".join(["word"] * n)) for n in (40, 35, 1)))
+    assert sentences_by_chunk(exactly, words) == [[0, 1], [2]] and truncated(exactly, words) == [0, 1]
+
+
+# ---- what is told, and what can be known of it
+
+STAR = Claim(Reference("top"), (("kind", "star"),))
+IT_IS_BLUE = Claim(Reference(), (("colour", "blue"),))
+RING = Claim(Reference("left"), (("kind", "ring"),))
+THE_RING_IS_RED = Claim(Reference(kind="ring"), (("colour", "red"),))
+SQUARE = Claim(Reference("right"), (("kind", "square"), ("colour", "green")))
+# 20 words a sentence, so a chunk holds three: a summary, the star and its colour; the ring, the square, the summary
+# again; the ring's colour.
+SENTENCES = tuple(
+    Sentence(" ".join([f"word{number}"] * 20), claim=claim)
+    for number, claim in enumerate((None, STAR, IT_IS_BLUE, RING, SQUARE, None, THE_RING_IS_RED))
+)
+TOLD = Caption(SENTENCES)
+
+
+def test_ways_and_ceilings_in_closed_form():
+    assert sentences_by_chunk(TOLD, words) == [[0, 1, 2], [3, 4, 5], [6]]
+    reading = read_caption(TOLD, words)
+    assert reading.ways == {"top": WITHIN, "left": ACROSS, "right": ALONE}
+    assert reading.knowable == {
+        "truncated": {"top"},
+        "in_chunks": {"top", "right"},
+        "whole": {"top", "left", "right"},
+    }
+    # Cut between the star and "it", nothing is known of its colour; read together, all is.
+    assert ways_told(TOLD, [[0, 1], [2, 3, 4, 5, 6]]) == {"top": ACROSS, "left": WITHIN, "right": ALONE}
+    assert knowable(TOLD, [[0, 1], [2, 3, 4, 5, 6]]) == {"left", "right"}
+    assert knowable(TOLD, [range(7)]) == {"top", "left", "right"} and knowable(TOLD, [[]]) == set()
+    alone = CaptionReading({"top": ALONE}, {reader: {"top"} for reader in READERS})
+    assert ceilings([reading, alone]) == [
+        {"told": ALL, "objects": 4, "truncated": 50, "in_chunks": 75, "whole": 100},
+        {"told": ALONE, "objects": 2, "truncated": 50, "in_chunks": 100, "whole": 100},
+        {"told": WITHIN, "objects": 1, "truncated": 100, "in_chunks": 100, "whole": 100},
+        {"told": ACROSS, "objects": 1, "truncated": 0, "in_chunks": 0, "whole": 100},
+    ]
+    assert [line["told"] for line in ceilings([alone])] == [ALL, ALONE] and ceilings([]) == []
+
+
+@given(seed=st.integers(0, 2**40))
+def test_only_what_is_told_across_a_cut_is_lost_in_chunks(seed):
+    reading = read_caption(referring(seed), words)
+    lost = {place for place, way in reading.ways.items() if way == ACROSS}
+    assert reading.knowable["whole"] == set(reading.ways)
+    assert reading.knowable["in_chunks"] == set(reading.ways) - lost
+    assert reading.knowable["truncated"] <= reading.knowable["in_chunks"]
+
+
+def test_plain_captions_refer_to_nothing():
+    assert refers_back(TOLD) and refers_back(referring(3))
+    plain = referring(3, "plain")
+    assert not refers_back(plain) and set(read_caption(plain, words).ways.values()) == {ALONE}
