@@ -105,7 +105,8 @@ def encode_patches(backbone: Backbone, pixels: torch.Tensor) -> tuple[torch.Tens
 def _encode_text(model: open_clip.CLIP, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of ids -> features [batch, embed_dim], and the states after the block before the last [batch, tokens, width]
 
-    `lengths` [batch] counts SOT and EOT. The text tower of the package computes the states of the text alone, packed: here, one for every slot is wanted.
+    `lengths` [batch] counts SOT and EOT. The text tower of the package computes the states of the text alone, packed:
+    here, one for every slot is wanted.
     """
     hidden_states = model.token_embedding(ids) + model.positional_embedding[: ids.shape[1]]
     mask = model.attn_mask[: ids.shape[1], : ids.shape[1]]
