@@ -14,6 +14,7 @@ from .scenes import PLACES, Scene, Thing, draw_scene, generator, scene
 
 STYLES = ("plain", "referring")
 SENTENCES = (9, 14)  # fewest and most in a caption
+_WITH_BACKGROUND = 1 / 3  # of the short captions
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _SUMMARIES = ("This picture shows {}.", "Here is a picture of {}.", "The image contains {}.", "This is an image of {}.")
 _THINGS = (
@@ -114,9 +115,12 @@ def long_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Capt
 
 
 def short_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Caption:
-    """A caption as CLIP models are pretrained on: the summary, with one or two objects described."""
+    """A caption as CLIP models are pretrained on: the summary, one or two objects, and now and then the background."""
     described = rng.sample(scene.things, min(rng.randint(1, 2), len(scene.things)))
-    return _compose(scene, *_describe(scene, described, rng, style), rng)
+    blocks, later = _describe(scene, described, rng, style)
+    if rng.random() < _WITH_BACKGROUND:
+        blocks.append([_background(scene, rng)])
+    return _compose(scene, blocks, later, rng)
 
 
 def caption(split: str, index: int, style: str = "plain") -> Caption:

@@ -95,13 +95,14 @@ def scene(split: str, index: int) -> Scene:
 def base_scene(index: int) -> Scene:
     """Scene number `index` of those that base models are trained on: families as in `scene`, of one to six objects.
 
-    Half of the scenes have a single object: from these, places are learned within a few hundred steps; from scenes of
-    several objects they were not learned in thousands. Half of the families of several objects exchange colours, kinds
-    and sizes between the places instead of moving the objects.
+    A third of the scenes have a single object: from these, places are learned within a few hundred steps; from scenes
+    of several objects they were not learned in thousands. A third have two: from these, what belongs together is
+    learned. Half of the families of several objects exchange colours, kinds and sizes between the places instead of
+    moving the objects.
     """
     family, number = divmod(index, ARRANGEMENTS)
     rng = generator("train", family, "base family")
-    objects = (1, rng.choice((1, OBJECTS[1])))
+    objects = rng.choice(((1, 1), (2, 2), (2, OBJECTS[1])))
     return _arrangement(objects, number, rng, exchanged=rng.random() < 0.5)
 
 
