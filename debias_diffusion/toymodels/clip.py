@@ -94,12 +94,12 @@ def _text(index: int, purpose: str) -> str:
 
 
 def encode_patches(backbone: Backbone, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images -> features [batch, embed_dim], and the patches' states after the last block [batch, patches, width]"""
+    """Images -> features [batch, embed_dim], and the patches' states after the final norm [batch, patches, width]"""
     tower = backbone.image
     hidden_states = tower.embed(backbone.normalise(pixels))
     for block in range(tower.depth):
         hidden_states = tower.run_block(block, hidden_states)
-    return tower.project(hidden_states), hidden_states[:, 1:]
+    return tower.project(hidden_states), tower.visual.ln_post(hidden_states[:, 1:])
 
 
 def _encode_text(model: open_clip.CLIP, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
