@@ -41,6 +41,7 @@ def run_stage(
     folder.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(decay_groups(model.parameters(), weight_decay), lr=peak, fused=True)
     start = _restore(folder / "checkpoint.pt", model, optimizer)
+    _keep_log(folder / "log.jsonl", start)
     started, losses = time.monotonic(), []
     for step in tqdm(range(start, steps), desc=folder.name, initial=start, total=steps, unit=" steps"):
         for group in optimizer.param_groups:
@@ -59,6 +60,12 @@ def run_stage(
             losses = []
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == steps:
             _save(folder / "checkpoint.pt", model, optimizer, step + 1)
+
+
+def _keep_log(path: Path, steps: int) -> None:
+    """Drops the lines of steps behind the checkpoint, which are made again."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= steps))
 
 
 def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
