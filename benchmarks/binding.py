@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from debias_diffusion.eval.common.report import table
-from debias_diffusion.eval.pictures.reading import ALONE, truncated, ways_told
+from debias_diffusion.eval.pictures.reading import sentences_needed, truncated
 from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.tokens import clean
@@ -119,14 +119,13 @@ def captions(count_tokens: Callable[[str], int]) -> tuple[list[Caption], Tensor,
         scene = draw_scene(rng, 1, 3)
         caption = full_caption(scene, rng, STYLES[index % len(STYLES)])
         read = set(truncated(caption, count_tokens))
-        facts, ways = caption.facts(), ways_told(caption, [range(len(caption.sentences))])
+        needed = sentences_needed(caption)
         answer, reference = torch.full((len(PLACES), 2), NOBODY), torch.zeros(len(PLACES), dtype=torch.bool)
         for thing in scene.things:
-            told = facts[thing.place]
-            if told["kind"].sentences | told["colour"].sentences <= read:
+            if needed[thing.place] <= read:
                 place = list(PLACES).index(thing.place)
                 answer[place] = torch.tensor([1 + KINDS.index(thing.kind), 1 + list(COLOURS).index(thing.colour)])
-                reference[place] = ways[thing.place] != ALONE
+                reference[place] = len(needed[thing.place]) > 1
         written.append(caption)
         answers.append(answer)
         by_reference.append(reference)
@@ -136,7 +135,7 @@ def captions(count_tokens: Callable[[str], int]) -> tuple[list[Caption], Tensor,
 @torch.no_grad()
 def hidden_states(base: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """By encoder, what the UNet reads of the captions [N, 77, channels], in bfloat16; and what `captions` says."""
-    pipe = StableDiffusionXLPipeline.from_pretrained(str(shipped(base)) if base.startswith("toy/") else base)
+    pipe = StableDiffusionXLPipeline.from_pretrained(shipped(base))
     written, answers, by_reference = captions(lambda text: len(pipe.tokenizer(text).input_ids) - 2)
     texts, states = [clean(caption.text) for caption in written], []
     for start in tqdm(range(0, len(texts), 250), desc="encoding"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 from debias_diffusion.data.toy_scenes import scene_and_caption
-from debias_diffusion.toyworld.checker import Comparison, compare, read_objects
+from debias_diffusion.toyworld.checker import Comparison, compare_reading, read_image
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, PLACES, Scene, Thing
 
@@ -43,10 +43,10 @@ def examples(split: str, count: int, folders: Mapping[str, Path]) -> list[dict]:
 def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
     asked, prompt = scene_and_caption(split, index)
     images = {name: open_picture(file) for name, file in files.items()}
-    seen = {name: compare(image, asked) for name, image in images.items()}
-    objects = {name: read_objects(image) for name, image in images.items()}
+    readings = {name: read_image(image) for name, image in images.items()}
+    seen = {name: compare_reading(reading, asked) for name, reading in readings.items()}
     size = next(iter(images.values())).width
-    reference = "Reference image: " + "; ".join(map(_object, asked.things))
+    reference = "Reference image: " + "; ".join(thing.description for thing in asked.things)
     return {
         "sentences": [sentence.text for sentence in prompt.sentences],
         "reference": _image(render(asked, size), "Reference image", reference),
@@ -55,7 +55,7 @@ def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
             | {"score": _score(seen[name]), "marks": _marks(seen[name])}
             for name, image in images.items()
         ],
-        "rows": _rows(asked, prompt.first_mentions(), [(seen[name], objects[name]) for name in images]),
+        "rows": _rows(asked, prompt.first_mentions(), [(seen[name], readings[name].objects) for name in images]),
     }
 
 
@@ -98,7 +98,7 @@ def _rows(
     """
     rows = [
         {
-            "text": _object(thing),
+            "text": thing.description,
             "sentence": mentions[thing.place] + 1,
             "cells": [_cell(seen.correct[thing.place], objects[thing.place], thing) for seen, objects in images],
         }
@@ -128,10 +128,6 @@ def _cell(right: bool, there: Thing | str | None, thing: Thing) -> dict[str, str
 
 def _name(there: Thing | str) -> str:
     return f"{there.colour} {there.kind}" if isinstance(there, Thing) else "something unclear"
-
-
-def _object(thing: Thing) -> str:
-    return f"{thing.size} {thing.colour} {thing.kind}, {thing.place}"
 
 
 def _image(image: Image.Image, name: str, alt: str) -> dict:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.toyworld.checker import UNCLEAR, compare, read_objects
+from debias_diffusion.toyworld.checker import UNCLEAR, compare_reading, read_image
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import Scene, Thing, scene
+from debias_diffusion.toyworld.scenes import Scene, scene
 
 _SPLIT = "test-demo"  # no model was trained on it
 
@@ -66,23 +66,21 @@ def random_scene(seed: int) -> ToyScene:
         raise UserError(f"The number of a scene must be a whole number from 0, got {str(seed)[:80]}.")
     drawn_scene, text = scene(_SPLIT, seed), caption(_SPLIT, seed)
     first_mention = text.first_mentions()
-    objects = [(_name(thing), first_mention[thing.place] + 1) for thing in drawn_scene.things]
+    objects = [(thing.description, first_mention[thing.place] + 1) for thing in drawn_scene.things]
     return ToyScene(text.text, render(drawn_scene), objects, drawn_scene)
 
 
 def mark(toy_scene: ToyScene, picture: Image.Image) -> Marks:
     """What an image of any size shows of a scene, as the checker reads it."""
-    comparison, seen = compare(picture, toy_scene.scene), read_objects(picture)
+    reading = read_image(picture)
+    comparison, seen = compare_reading(reading, toy_scene.scene), reading.objects
     objects = []
     for thing in toy_scene.scene.things:
         correct = comparison.correct[thing.place]
         wrong_size = seen[thing.place].size if correct and not comparison.sizes[thing.place] else None
-        objects.append(ObjectMark(_name(thing), correct, wrong_size))
+        objects.append(ObjectMark(thing.description, correct, wrong_size))
     invented = [
-        _name(seen[place]) if seen[place] != UNCLEAR else f"something unclear, {place}" for place in comparison.invented
+        seen[place].description if seen[place] != UNCLEAR else f"something unclear, {place}"
+        for place in comparison.invented
     ]
     return Marks(tuple(objects), tuple(invented), None if comparison.background else toy_scene.scene.background)
-
-
-def _name(thing: Thing) -> str:
-    return f"{thing.size} {thing.colour} {thing.kind}, {thing.place}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from PIL import Image, ImageFilter
@@ -12,7 +11,7 @@ from ..models.backbone import Backbone
 from ..models.shipped import GUIDANCE_SCALE, STEPS
 from ..retrieval import recall_at_k
 from ..tokens import clean
-from ..toyworld.checker import compare, objects_correct, read_objects
+from ..toyworld.checker import compare
 from ..toyworld.grammar import caption, short_prompt
 from ..toyworld.render import render
 from ..toyworld.scenes import PLACES, Scene, draw_scene, generator, scene
@@ -56,14 +55,8 @@ def score_checker(vae: AutoencoderKL, split: str, count: int = 500) -> dict[str,
 
 
 def _reading(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
-    objects, sizes, empty = [], [], []
-    for picture, true_scene in zip(pictures, scenes, strict=True):
-        seen, there = read_objects(picture), {thing.place: thing for thing in true_scene.things}
-        objects += objects_correct(picture, true_scene).values()
-        sizes += [seen[place] == thing for place, thing in there.items()]
-        empty += [seen[place] is None for place in PLACES if place not in there]
-    shares = {"objects": objects, "sizes": sizes, "empty": empty}
-    return {name: round(float(np.mean(values)), 4) for name, values in shares.items()}
+    shares = _contents(pictures, scenes)
+    return {"objects": shares["objects"], "sizes": shares["sizes"], "empty": round(1 - shares["filled"], 4)}
 
 
 @torch.inference_mode()

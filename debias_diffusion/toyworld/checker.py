@@ -7,6 +7,7 @@ up to a pixel, crisp and blurred. The nearest template wins if it is near enough
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageFilter
@@ -21,18 +22,32 @@ _BLURS = (0.0, 0.6, 1.2)  # pixels: an autoencoder's edges may be softer than th
 _FARTHEST = 40.0  # root mean square difference, of 0 to 255, above which nothing is recognised
 
 
-def read_objects(image: Image.Image) -> dict[str, Thing | str | None]:
-    """{place: Thing, None where it is empty, or "unclear"}"""
-    pixels = _pixels_of(image)
-    labels, templates = _templates(_background(pixels))
+class Reading(NamedTuple):
+    """What an image shows: its background, and {place: Thing, None where it is empty, or "unclear"}."""
+
+    background: str
+    objects: dict[str, Thing | str | None]
+
+
+def read_image(image: Image.Image) -> Reading:
+    """Reads an image of any size."""
+    pixels = np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
+    background = _background(pixels)
+    labels, templates = _templates(background)
     cells = np.stack([_cell(pixels, place).ravel() for place in PLACES])
     # (t - c)^2 = t^2 - 2 t c + c^2, because a product of matrices is fast.
     squares = (templates**2).sum(1) - 2 * cells @ templates.T + (cells**2).sum(1, keepdims=True)
     distances = np.sqrt(np.maximum(squares, 0) / cells.shape[1])
-    return {
+    objects = {
         place: _thing(labels[row.argmin()], place) if row.min() <= _FARTHEST else UNCLEAR
         for place, row in zip(PLACES, distances, strict=True)
     }
+    return Reading(background, objects)
+
+
+def read_objects(image: Image.Image) -> dict[str, Thing | str | None]:
+    """{place: Thing, None where it is empty, or "unclear"}"""
+    return read_image(image).objects
 
 
 @dataclass(frozen=True)
@@ -59,20 +74,21 @@ class Comparison:
 
 def compare(image: Image.Image, scene: Scene) -> Comparison:
     """Compares an image of any size with the scene that it should show."""
-    seen = read_objects(image)
+    return compare_reading(read_image(image), scene)
+
+
+def compare_reading(reading: Reading, scene: Scene) -> Comparison:
+    """`compare`, of an image that has been read."""
+    seen = reading.objects
     correct = {thing.place: _is(seen[thing.place], thing) for thing in scene.things}
     sizes = {thing.place: seen[thing.place] == thing for thing in scene.things}
     drawn = tuple(place for place, there in seen.items() if there is not None)
-    return Comparison(correct, sizes, drawn, _background(_pixels_of(image)) == scene.background)
+    return Comparison(correct, sizes, drawn, reading.background == scene.background)
 
 
 def objects_correct(image: Image.Image, scene: Scene) -> dict[str, bool]:
     """{place: whether the image shows the right kind and colour there}, for each object of the scene."""
     return compare(image, scene).correct
-
-
-def _pixels_of(image: Image.Image) -> np.ndarray:
-    return np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
 
 
 def _is(seen: Thing | str | None, thing: Thing) -> bool:

@@ -51,6 +51,11 @@ class Thing:
     size: str
     place: str
 
+    @property
+    def description(self) -> str:
+        """In words, such as "small red star, top left"."""
+        return f"{self.size} {self.colour} {self.kind}, {self.place}"
+
 
 @dataclass(frozen=True)
 class Scene:

@@ -63,7 +63,7 @@ def ceilings(readings: Sequence[CaptionReading]) -> list[dict]:
 
 def refers_back(caption: Caption) -> bool:
     """Whether several sentences tell the kind and the colour of any object."""
-    return any(len(sentences) > 1 for sentences in _sentences_needed(caption).values())
+    return any(len(sentences) > 1 for sentences in sentences_needed(caption).values())
 
 
 def sentences_by_chunk(caption: Caption, count_tokens: Callable[[str], int]) -> list[list[int]]:
@@ -98,7 +98,7 @@ def ways_told(caption: Caption, chunks: Sequence[Sequence[int]]) -> dict[str, st
     `ALONE` is in one sentence; `ACROSS` means that a cut into `chunks` divides the sentences that tell it together.
     """
     ways = {}
-    for place, needed in _sentences_needed(caption).items():
+    for place, needed in sentences_needed(caption).items():
         together = any(needed <= set(chunk) for chunk in chunks)
         ways[place] = ALONE if len(needed) == 1 else WITHIN if together else ACROSS
     return ways
@@ -114,6 +114,6 @@ def _lengths(caption: Caption, count_tokens: Callable[[str], int]) -> list[int]:
     return [count_tokens(clean(sentence.text)) for sentence in caption.sentences]
 
 
-def _sentences_needed(caption: Caption) -> dict[str, frozenset[int]]:
+def sentences_needed(caption: Caption) -> dict[str, frozenset[int]]:
     """{place: the numbers of the sentences that tell the kind and the colour of the object there together}"""
     return {place: there["kind"].sentences | there["colour"].sentences for place, there in caption.facts().items()}
