@@ -1,6 +1,6 @@
 """The story of the toy world, at the top of the report: what each encoder read and drew, for readers new to CLIP."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
@@ -242,30 +242,31 @@ def _share(drawn: dict, sentences: slice) -> float | None:
 
 
 def _draws_surely_more(other: str, line: dict[str, float] | None) -> dict:
-    expectation = f"With DeBias-CLIP, more objects are drawn right than with {other}."
-    if line is None:
-        return _claim(expectation, "not measured", None)
-    difference, low, high = (100 * line[name] for name in ("difference", "low", "high"))
-    undecided = low <= 0 <= high
-    return _claim(
-        expectation,
-        f"{difference:+.1f} points, 95% interval {low:+.1f} to {high:+.1f}"
-        + (": no difference shown" if undecided else ""),
-        None if undecided else difference > 0,
+    return _interval_claim(
+        f"With DeBias-CLIP, more objects are drawn right than with {other}.",
+        line,
+        lambda difference, low, high: None if low <= 0 <= high else difference > 0,
     )
 
 
 def _fills_no_more(line: dict[str, float] | None) -> dict:
-    expectation = "With DeBias-CLIP, no more of the places that should be empty are filled than with the original CLIP."
+    return _interval_claim(
+        "With DeBias-CLIP, no more of the places that should be empty are filled than with the original CLIP.",
+        line,
+        lambda difference, low, high: None if low <= 0 < difference else difference <= 0,
+    )
+
+
+def _interval_claim(
+    expectation: str, line: dict[str, float] | None, is_met: Callable[[float, float, float], bool | None]
+) -> dict:
+    """A claim about a paired difference and its interval, in points; None where they do not decide."""
     if line is None:
         return _claim(expectation, "not measured", None)
     difference, low, high = (100 * line[name] for name in ("difference", "low", "high"))
-    chance = low <= 0 < difference
-    return _claim(
-        expectation,
-        f"{difference:+.1f} points, 95% interval {low:+.1f} to {high:+.1f}" + (": could be chance" if chance else ""),
-        None if chance else difference <= 0,
-    )
+    met = is_met(difference, low, high)
+    chance = ": could be chance" if met is None else ""
+    return _claim(expectation, f"{difference:+.1f} points, 95% interval {low:+.1f} to {high:+.1f}{chance}", met)
 
 
 # ---- rows of the page

@@ -229,7 +229,7 @@ def numbers_with(changes: dict) -> dict:
             {"bootstrap/debias-clip - long-clip": {"difference": 0.1, "low": -0.01, "high": 0.2}},
             6,
             None,
-            "+10.0 points, 95% interval -1.0 to +20.0: no difference shown",
+            "+10.0 points, 95% interval -1.0 to +20.0: could be chance",
         ),
         (
             {"bootstrap/debias-clip - long-clip": {"difference": -0.1, "low": -0.2, "high": -0.01}},

@@ -56,7 +56,7 @@ def render_all(scenes: Sequence[Scene], backbone: Backbone) -> torch.Tensor:
 
 
 def train_clip(
-    folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 3500, batch: int = 128, seed: int = 0
+    folder: Path, tokenizer: CLIPTokenizer, *, scenes: int = 30_000, steps: int = 4000, batch: int = 128, seed: int = 0
 ) -> Backbone:
     """Trains the base model on summaries with one or two details, drawn anew at each step; see `base_scene`."""
     backbone = new_clip(tokenizer, seed)

@@ -20,7 +20,7 @@ def new_vae(seed: int = 0) -> AutoencoderKL:
     """The untrained autoencoder."""
     torch.manual_seed(seed)
     return AutoencoderKL(
-        block_out_channels=(16, 32, 64, 96),
+        block_out_channels=(16, 32, 64, 64),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         layers_per_block=1,

@@ -237,9 +237,8 @@ def _by_reference(
     blocks, later = [[_thing(thing, rng)] for thing in things[:alone]], []
     for number, thing in enumerate(things[alone:], alone):
         name = _name_of(scene, thing)
-        at_once, by_pronoun, by_name = rng.choice([way for way in _WAYS if name or not way[-1]])
-        if name and name.size:
-            at_once, by_pronoun, by_name = rng.choice((_WAYS[0], _BY_SIZE))
+        ways = (_WAYS[0], _BY_SIZE) if name and name.size else [way for way in _WAYS if name or not way[-1]]
+        at_once, by_pronoun, by_name = rng.choice(ways)
         text = rng.choice(_PLACED).format(name=" ".join(getattr(thing, a) for a in at_once), place=thing.place)
         block = [Sentence(text, (thing.place,), _claim(thing, at_once))]
         compared = things[:number]  # with objects before it only, so that no two refer to each other

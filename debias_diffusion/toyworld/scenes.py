@@ -124,10 +124,14 @@ def _arrangement(objects: tuple[int, int], number: int, rng: random.Random, exch
 
 
 def _exchanged(scene: Scene, rng: random.Random) -> Scene:
-    """The same kinds, colours and sizes in the same places, otherwise combined."""
-    drawn = [rng.sample([getattr(thing, name) for thing in scene.things], len(scene.things)) for name in _COMBINED]
-    things = zip(scene.things, *drawn, strict=True)
-    return Scene(scene.background, tuple(Thing(*combined, thing.place) for thing, *combined in things))
+    """The same kinds, colours and sizes in the same places, but one of the three otherwise distributed.
+
+    Of the three only one, because whoever can tell colours apart need not know the kinds.
+    """
+    name = rng.choice(_COMBINED)
+    drawn = rng.sample([getattr(thing, name) for thing in scene.things], len(scene.things))
+    things = tuple(replace(thing, **{name: value}) for thing, value in zip(scene.things, drawn, strict=True))
+    return Scene(scene.background, things)
 
 
 def _rearranged(scene: Scene, rng: random.Random) -> Scene:
