@@ -34,7 +34,7 @@ MOST_SHORT_PROMPTS = 60
 IMAGES_AT_ONCE = 20
 _SPLITS = ("development", "test")
 _MARKER = "quickstart.json"
-_RESULTS = "evaluation"
+RESULTS_FOLDER = "evaluation"
 _EARLIER_RELEASES = ("stages", "retrieval", "pictures")
 
 
@@ -154,7 +154,7 @@ class _Quickstart:
     def __init__(self, config: QuickstartConfig, models: Models):
         self.config, self.models = config, models
         self.output = Path(config.output)
-        self.results = self.output / _RESULTS
+        self.results = self.output / RESULTS_FOLDER
         self.digests = {f"toy/{name}": digest(shipped(model)) for name, model in asdict(models).items()}
 
     # ---- what settings made which folder
@@ -168,7 +168,7 @@ class _Quickstart:
 
         training = pick("trained_on", "steps", "learning_rate", "batch", "short_weight", "seed", "toy/clip")
         images = pick("split", "seed", "drawing_steps", "toy/clip", "toy/sdxl")
-        image_folders = (f"{_RESULTS}/pictures", f"{_RESULTS}/{SHORT_FOLDER}/pictures")
+        image_folders = (f"{RESULTS_FOLDER}/pictures", f"{RESULTS_FOLDER}/{SHORT_FOLDER}/pictures")
         return {
             "data": pick("trained_on"),
             **dict.fromkeys(image_folders, images),
