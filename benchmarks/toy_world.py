@@ -11,29 +11,27 @@ Prints tables and writes them to benchmarks/results/ as toy_world.md, with the n
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from machine import machine
 
-from debias_diffusion.app.quickstart import MOST_SHORT_PROMPTS, RESULTS_FOLDER, QuickstartConfig, quickstart
-from debias_diffusion.eval.common.encoders import CHUNKS
+from debias_diffusion.app.quickstart import RESULTS_FOLDER, Models, QuickstartConfig, quickstart
 from debias_diffusion.eval.common.report import versions
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.pictures.reading import ALL, READERS
 from debias_diffusion.eval.pictures.toy_objects import BY_TELLING
 from debias_diffusion.eval.story import DIRECTIONS, EDITS, SHORT_FOLDER, SHORT_PROMPTS, keys_of
 from debias_diffusion.files import read_json_object, write_json, write_text
-from debias_diffusion.toymodels.fine_tuning import RECIPES
 
 RESULTS = Path(__file__).parent / "results"
-FEATURES = "toy/features"
-PROMPTS = 200
+REPORT = "generation.json"
 DATA = {  # by kind of prompt, the data of a split
     "long prompts": "toy/{}",
-    "short prompts": "toy/short-{}",
+    "short prompts": SHORT_PROMPTS + "{}",
     "long prompts that refer back": "toy/referring-{}",
-    "short prompts that refer back": "toy/short-referring-{}",
+    "short prompts that refer back": SHORT_PROMPTS + "referring-{}",
 }
 # Columns of a table: the score in a report, its title, and its digits.
 COLUMNS = {
@@ -50,39 +48,29 @@ COMPARED = ("objects_right", "objects_f1", "empty_filled", "fid_own", "dino_scor
 DEBIAS = "debias-clip"
 
 
-def run_seed(seed: int, output: Path, bases: dict[str, str]) -> dict:
+def run_seed(config: QuickstartConfig, bases: dict[str, str], models: Models | None = None) -> dict:
     """What the encoders of one quickstart retrieve, and by condition what their images show.
 
     Args:
         bases: by name of a UNet, the SDXL checkpoint that has it; the first is the quickstart's.
+        models: of the quickstart.
     """
-    split, folder = f"test-{seed}", output / f"seed-{seed}"
-    run = folder / "quickstart"
-    quickstart(QuickstartConfig(str(run), seed=seed, split=split, prompts=PROMPTS))
-    reports = [run / RESULTS_FOLDER, run / RESULTS_FOLDER / SHORT_FOLDER]  # long and short prompts are there already
-    drawn = {}
+    quickstart(config, models)
+    results, drawn = Path(config.output) / RESULTS_FOLDER, {}
     for unet, base in bases.items():
         for kind, data in DATA.items():
-            results = reports.pop(0) if reports else folder / f"{unet}, {kind}".replace(", ", "-").replace(" ", "-")
-            drawn[f"{unet}, {kind}"] = _drawn(results, base, data.format(split), run, seed)
-    return {"retrieval": read_json_object(run / "report.json")["retrieval"], "drawn": drawn}
+            own = read_json_object(results / (SHORT_FOLDER if data.startswith(SHORT_PROMPTS) else "") / REPORT)
+            condition = f"{unet}, {kind}"
+            wanted = own["settings"] | {"base": base, "data": data.format(config.split)}
+            folder = Path(config.output).parent / condition.replace(", ", "-").replace(" ", "-")
+            is_own = wanted == own["settings"]
+            report = own if is_own else evaluate_generation(GenerationConfig(**(wanted | {"output": str(folder)})))
+            drawn[condition] = _drawn(report)
+    return {"retrieval": read_json_object(Path(config.output) / "report.json")["retrieval"], "drawn": drawn}
 
 
-def _drawn(results: Path, base: str, data: str, run: Path, seed: int) -> dict:
-    """By label of an encoder its scores, the encoders compared, and what a symbolic reader can know at most."""
-    short = data.startswith(SHORT_PROMPTS)
-    report = evaluate_generation(
-        GenerationConfig(
-            encoders=["toy/clip", f"{CHUNKS}toy/clip", *(str(run / "training" / recipe) for recipe in RECIPES)],
-            base=base,
-            output=str(results),
-            data=data,
-            limit=MOST_SHORT_PROMPTS if short else PROMPTS,
-            seed=seed,
-            dino=None if short else FEATURES,
-            own_features=None if short else FEATURES,
-        )
-    )
+def _drawn(report: dict) -> dict:
+    """By encoder its scores, the encoders compared, and what a symbolic reader can know at most."""
     keys = keys_of(list(report["encoders"]))
     return {
         "encoders": {keys[label]: entry["scores"] for label, entry in report["encoders"].items()},
@@ -168,6 +156,8 @@ def _interval(score: str, line: dict | None) -> str:
     if line is None:
         return ""
     digits = COLUMNS[score][1]
+    if line["low"] is None:  # of too few images
+        return f"{line['difference']:+.{digits}f}"
     return "{0:+.{3}f} ({1:+.{3}f} to {2:+.{3}f})".format(line["difference"], line["low"], line["high"], digits)
 
 
@@ -183,8 +173,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/toy-world"))
     arguments = parser.parse_args()
     bases = {"plain UNet": "toy/sdxl"} | ({"prepared UNet": arguments.prepared} if arguments.prepared else {})
-    seeds = {seed: run_seed(seed, arguments.output, bases) for seed in arguments.seeds}
-    measured = {"machine": machine(torch.device("cpu")), "versions": versions(), "prompts": PROMPTS}
+    seeds = {}
+    for seed in arguments.seeds:
+        output = str(arguments.output / f"seed-{seed}" / "quickstart")
+        seeds[seed] = run_seed(QuickstartConfig(output, seed=seed, split=f"test-{seed}"), bases)
+    measured = {"machine": machine(torch.device("cpu")), "versions": versions(), "settings": asdict(QuickstartConfig())}
     print("\n" + as_markdown(seeds))
     write_json(RESULTS / "toy_world.json", measured | {"seeds": seeds})
     write_text(RESULTS / "toy_world.md", as_markdown(seeds))

@@ -1,5 +1,6 @@
 """The quickstart: the whole chain with tiny untrained models, what is done again, and folders it must not touch."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -288,3 +289,25 @@ def test_unusable_settings_are_refused_before_anything_is_made(tmp_path, changes
     with pytest.raises(UserError, match=message):
         quickstart(QuickstartConfig(**{"output": str(tmp_path / "new")} | changes))
     assert not (tmp_path / "new").exists()
+
+
+def test_several_seeds_stand_in_one_table(finished, models, monkeypatch):
+    """Beside the quickstart's own images, those of captions that refer back, and of another UNet."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    benchmark = importlib.import_module("toy_world")
+    before = made(finished)
+    config = QuickstartConfig(**TINY, output=str(finished))
+    result = benchmark.run_seed(config, {"plain UNet": models.sdxl}, models)
+    assert made(finished) == before and list(result["retrieval"]) == list(ENCODERS)
+    assert list(result["drawn"]) == [f"plain UNet, {kind}" for kind in benchmark.DATA]
+    own = json.loads((finished / "evaluation" / "generation.json").read_text())
+    first, _, referring, _ = result["drawn"].values()
+    assert list(first["encoders"]) == list(ROWS) and not first["ceilings"]
+    assert list(first["encoders"].values()) == [entry["scores"] for entry in own["encoders"].values()]
+    told = [line["told"] for line in referring["ceilings"]]
+    tables = benchmark.as_markdown({4: result, 5: result})
+    shown = first["encoders"]["debias-clip"]
+    assert tables.count("| 4 | debias-clip |") == tables.count("| 5 | debias-clip |") == 5  # retrieval, four conditions
+    assert f"| 4 | debias-clip | {shown['objects_right']['value']:.1f} |" in tables
+    assert all(f"| 5 | {way} |" in tables for way in told if way != benchmark.ALL)
+    assert "| 4 | clip in chunks | +0.0 (+0.0 to +0.0) |" in tables  # untrained, nothing is right with any encoder
