@@ -108,7 +108,7 @@ def test_encoders_share_all_other_models_and_have_weights_of_their_own(toy):
 def test_models_know_what_they_are(toy, tiny, folders):
     assert toy.labels == TOYS and toy.is_toy and toy.size == (48, 48)
     assert toy.schedulers[0] == "Euler" and len(set(toy.schedulers)) == len(toy.schedulers) == 5
-    assert toy.defaults.steps == 20 and toy.defaults.guidance_scale == 5.0
+    assert toy.defaults.steps == 20 and toy.defaults.guidance_scale == 3.0
     assert tiny.labels == ["original", "long"] and not tiny.is_toy and tiny.size == (64, 64) and tiny.base == "base"
     assert tiny.encoders["original"].context_length == 77 and tiny.longest_context == 248
 
@@ -208,7 +208,7 @@ def test_cut_prompts_are_read_as_stock_sdxl_reads_them(toy, label, long_prompts,
         negative_prompt=clean(negative) or None,
         generator=torch.Generator().manual_seed(0),
         num_inference_steps=2,
-        guidance_scale=5.0,
+        guidance_scale=3.0,
     )
     assert same(drawn.image, reference.images[0])
     assert drawn.read == "reads the first 75 of 93 tokens"

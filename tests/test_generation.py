@@ -209,7 +209,7 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
     records = read_toy_scenes("toy/test")[0].records[:6]
     scenes = [toy_scene(record)[0] for record in records]
     told = [toy_scene(record)[1].first_mentions() for record in records]
-    assert toy["drawing"] | {"steps": 2, "guidance_scale": 5.0, "images_at_once": 20} == toy["drawing"]
+    assert toy["drawing"] | {"steps": 2, "guidance_scale": 3.0, "images_at_once": 20} == toy["drawing"]
     for label, its in toy["encoders"].items():
         folder = Path(toy["settings"]["output"], "pictures", label.replace("/", "-"))
         comparisons = compare_images([folder / f"{index:06}.png" for index in range(6)], scenes)

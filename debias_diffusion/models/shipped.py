@@ -16,7 +16,7 @@ NAMES = {
     "toy/features": "a vision transformer for FID and DINO scores of toy images",
 }
 
-GUIDANCE_SCALE, STEPS = 5.0, 20  # for images from toy/sdxl
+GUIDANCE_SCALE, STEPS = 3.0, 20  # for images from toy/sdxl
 
 
 def shipped(name: str | os.PathLike) -> str:

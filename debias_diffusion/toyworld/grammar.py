@@ -104,7 +104,7 @@ def long_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Capt
     Args:
         style: "plain" tells each object in one sentence; "referring" tells half of them or more in two or three, of
             which the later ones refer back: "In the top left there is a star. It is large." and some sentences later
-            "The star is blue." or "The star shares its colour with the ring.", up to 15 sentences in all.
+            "The star is blue." or "The star shares its colour with the ring.", rarely more than 15 sentences in all.
     """
     blocks, later = _describe(scene, scene.things, rng, style)
     blocks.append([_background(scene, rng)])

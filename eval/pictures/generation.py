@@ -66,7 +66,7 @@ class GenerationConfig:
         limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
         seed: Image i starts from noise seeded with this number + i, the same for every encoder and on every device.
         steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
-        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, as in `generate`, and 5 for
+        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, as in `generate`, and 3 for
             toy/sdxl.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.

@@ -59,7 +59,7 @@ class DpgBenchConfig:
         images_per_prompt: Images for each prompt.
         seed: Image i of each prompt starts from noise seeded with this number + i.
         steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
-        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, and 5 for toy/sdxl.
+        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, and 3 for toy/sdxl.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
         prefix: Text before each prompt.
