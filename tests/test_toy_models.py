@@ -82,7 +82,7 @@ def test_the_checker_tells_the_wrong_picture_from_the_right_one():
 
 
 def test_the_checker_agrees_with_labels_given_by_looking():
-    """50 drawings of the toy SDXL, labelled without sight of their prompts; what could not be told is "unsure"."""
+    """104 drawings of two toy SDXLs, labelled without sight of their prompts; what could not be told is "unsure"."""
     agrees = {"object": [], "empty": []}
     for name, labels in json.loads((LABELLED / "labels.json").read_text()).items():
         with Image.open(LABELLED / name) as picture:
@@ -93,7 +93,7 @@ def test_the_checker_agrees_with_labels_given_by_looking():
             elif labels[place] != "unsure":
                 thing = seen[place]
                 agrees["object"].append(isinstance(thing, Thing) and f"{thing.colour} {thing.kind}" == labels[place])
-    assert (len(agrees["object"]), len(agrees["empty"])) == (172, 258)
+    assert (len(agrees["object"]), len(agrees["empty"])) == (372, 505)
     assert np.mean(agrees["object"]) > 0.95 and np.mean(agrees["empty"]) > 0.99
 
 
