@@ -142,14 +142,18 @@ def _of_way(scores: dict, way: str) -> str:
 
 def _difference_table(drawn: dict[int, dict]) -> str:
     """What DeBias-CLIP gains on each of the others, with 95% intervals over images."""
-    rows = []
-    for seed, result in drawn.items():
-        by_pair = {(line["a"], line["b"], line["score"]): line for line in result["compared"]}
-        for key in result["encoders"]:
-            lines = [by_pair.get((DEBIAS, key, score)) for score in COMPARED]
-            if any(lines):
-                rows.append([seed, key, *map(_interval, COMPARED, lines)])
-    return _table(["seed", f"{DEBIAS} minus", *(COLUMNS[score][0] for score in COMPARED)], rows)
+    lines = {
+        (seed, line["b"], line["score"]): line
+        for seed, result in drawn.items()
+        for line in result["compared"]
+        if line["a"] == DEBIAS
+    }
+    scores = [score for score in COMPARED if any(score == key[-1] for key in lines)]
+    rows = [
+        [seed, other, *(_interval(score, lines.get((seed, other, score))) for score in scores)]
+        for seed, other in dict.fromkeys(key[:2] for key in lines)
+    ]
+    return _table(["seed", f"{DEBIAS} minus", *(COLUMNS[score][0] for score in scores)], rows)
 
 
 def _interval(score: str, line: dict | None) -> str:
