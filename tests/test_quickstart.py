@@ -295,8 +295,9 @@ def test_several_seeds_stand_in_one_table(finished, models, monkeypatch):
     """Beside the quickstart's own images, those of captions that refer back, and of another UNet."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     benchmark = importlib.import_module("toy_world")
-    before = made(finished)
     config = QuickstartConfig(**TINY, output=str(finished))
+    quickstart(config, models)  # other tests have left it otherwise
+    before = made(finished)
     result = benchmark.run_seed(config, {"plain UNet": models.sdxl}, models)
     assert made(finished) == before and list(result["retrieval"]) == list(ENCODERS)
     assert list(result["drawn"]) == [f"plain UNet, {kind}" for kind in benchmark.DATA]
