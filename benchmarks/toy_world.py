@@ -10,7 +10,6 @@ Prints tables and writes them to benchmarks/results/ as toy_world.md, with the n
 """
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 from machine import machine
 
 from debias_diffusion.app.quickstart import RESULTS_FOLDER, Models, QuickstartConfig, quickstart
-from debias_diffusion.eval.common.report import versions
+from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.pictures.reading import ALL, READERS
 from debias_diffusion.eval.pictures.toy_objects import BY_TELLING
@@ -102,7 +101,7 @@ def _retrieval_table(seeds: dict[int, dict]) -> str:
         for seed, result in seeds.items()
         for key, of_key in result["retrieval"].items()
     ]
-    return _table(["seed", "encoder", *EDITS.values()], rows)
+    return Table(["seed", "encoder", *EDITS.values()], rows).markdown()
 
 
 def _score_table(drawn: dict[int, dict]) -> str:
@@ -116,14 +115,14 @@ def _score_table(drawn: dict[int, dict]) -> str:
         for seed, result in drawn.items()
         for key, scores in result["encoders"].items()
     ]
-    return _table(["seed", "encoder", *(title for title, _ in columns.values())], rows)
+    return Table(["seed", "encoder", *(title for title, _ in columns.values())], rows).markdown()
 
 
 def _number(score: dict | None, digits: int) -> str:
     return "" if score is None else f"{score['value']:.{digits}f}"
 
 
-def _telling_table(drawn: dict[int, dict]) -> str | list:
+def _telling_table(drawn: dict[int, dict]) -> str:
     """Objects right by how they are told; empty where every sentence stands alone."""
     rows = [
         [seed, line["told"], line["objects"], *(f"{line[reader]:.1f}" for reader in READERS), *cells]
@@ -133,7 +132,7 @@ def _telling_table(drawn: dict[int, dict]) -> str | list:
         for cells in [[_of_way(scores, line["told"]) for scores in result["encoders"].values()]]
     ]
     readers, keys = (f"reader, {title}" for title in READERS.values()), next(iter(drawn.values()))["encoders"]
-    return rows and _table(["seed", "told", "objects", *readers, *keys], rows)
+    return Table(["seed", "told", "objects", *readers, *keys], rows).markdown() if rows else ""
 
 
 def _of_way(scores: dict, way: str) -> str:
@@ -153,7 +152,7 @@ def _difference_table(drawn: dict[int, dict]) -> str:
         [seed, other, *(_interval(score, lines.get((seed, other, score))) for score in scores)]
         for seed, other in dict.fromkeys(key[:2] for key in lines)
     ]
-    return _table(["seed", f"{DEBIAS} minus", *(COLUMNS[score][0] for score in scores)], rows)
+    return Table(["seed", f"{DEBIAS} minus", *(COLUMNS[score][0] for score in scores)], rows).markdown()
 
 
 def _interval(score: str, line: dict | None) -> str:
@@ -163,11 +162,6 @@ def _interval(score: str, line: dict | None) -> str:
     if line["low"] is None:  # of too few images
         return f"{line['difference']:+.{digits}f}"
     return "{0:+.{3}f} ({1:+.{3}f} to {2:+.{3}f})".format(line["difference"], line["low"], line["high"], digits)
-
-
-def _table(header: Sequence, rows: Sequence[Sequence]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def main() -> None:

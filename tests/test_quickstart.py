@@ -292,7 +292,7 @@ def test_unusable_settings_are_refused_before_anything_is_made(tmp_path, changes
 
 
 def test_several_seeds_stand_in_one_table(finished, models, monkeypatch):
-    """Beside the quickstart's own images, those of captions that refer back, and of another UNet."""
+    """Beside the quickstart's own images, those of captions that refer back."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     benchmark = importlib.import_module("toy_world")
     config = QuickstartConfig(**TINY, output=str(finished))
