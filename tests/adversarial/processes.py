@@ -5,6 +5,7 @@ So a kill costs a second and not ten.
 
 import multiprocessing
 import os
+import signal
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -31,7 +32,10 @@ def command(arguments: list[str], output: str, begun) -> None:
 
     torch.set_num_threads(1)
     begun.set()
-    main(arguments)
+    try:
+        main(arguments)
+    finally:  # what is left is multiprocessing's own end, which an interrupt would spoil
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def start(arguments: list[str], screen: Path):
