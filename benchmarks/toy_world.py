@@ -72,7 +72,10 @@ def _drawn(report: dict) -> dict:
     """By encoder its scores, the encoders compared, and what a symbolic reader can know at most."""
     keys = keys_of(list(report["encoders"]))
     return {
-        "encoders": {keys[label]: entry["scores"] for label, entry in report["encoders"].items()},
+        "encoders": {
+            keys[label]: {score: value for score, value in entry["scores"].items() if score in (*COLUMNS, BY_TELLING)}
+            for label, entry in report["encoders"].items()
+        },
         "compared": [
             line | {"a": keys[line["a"]], "b": keys[line["b"]]}
             for line in report["compared"]

@@ -291,7 +291,7 @@ def test_auto_settings_are_those_of_the_base(base):
         return DrawingSettings.of(GenerationConfig(**values))
 
     assert settings() == DrawingSettings(base, 30, 7.0, 1)
-    assert settings(base="toy/sdxl") == DrawingSettings("toy/sdxl", 20, 5.0, 20)
+    assert settings(base="toy/sdxl") == DrawingSettings("toy/sdxl", 20, 3.0, 20)
     assert settings(base="toy/sdxl", steps=3, guidance_scale=1.0) == DrawingSettings("toy/sdxl", 3, 1.0, 20)
     for name in ("steps", "images_at_once"):
         with pytest.raises(UserError, match=f"{name}=0"):

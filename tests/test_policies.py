@@ -82,8 +82,9 @@ def test_layers_and_pads_are_those_named(policies):
     assert torch.equal(embeds(last), final)
     width = default.text_encoder.config.hidden_size
     assert torch.equal(embeds(first_only), torch.cat([final[..., :width], penultimate[..., width:]], dim=-1))
-    assert (default.tokenizer.pad_token_id, default.tokenizer_2.pad_token_id) == (728, 0)
-    assert (padded.tokenizer.pad_token_id, padded.tokenizer_2.pad_token_id) == (0, 728)
+    eot = default.tokenizer.eos_token_id
+    assert (default.tokenizer.pad_token_id, default.tokenizer_2.pad_token_id) == (eot, 0)
+    assert (padded.tokenizer.pad_token_id, padded.tokenizer_2.pad_token_id) == (0, eot)
     assert torch.equal(embeds(padded), states(padded, lambda o: o.hidden_states[-2]))
 
 
