@@ -46,6 +46,10 @@ EVALUATIONS = {
         "FID, DINO score and others of images generated from captions",
         "eval.pictures.generation:GenerationConfig:evaluate_generation",
     ),
+    "drift": (
+        "how far hidden states have moved from those that SDXL's UNet was trained on",
+        "eval.pictures.drift:DriftConfig:evaluate_drift",
+    ),
     "report": ("one page of any number of results", "eval.merged_report:ReportConfig:evaluate_report"),
 }
 COMMANDS = {

@@ -45,7 +45,7 @@ MOVED = {
     "interchange.encoders": "interchange.text_encoders",
     "model_files": "models.model_files",
     "objectives": "methods.objectives",
-    "pipelines.windows": "pipelines.chunks",
+    "pipelines.windows": "chunks",
     "positions": "models.positions",
     "recipes": "methods.dual_caption",
     "text_tower": "models.text_tower",

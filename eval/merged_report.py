@@ -16,7 +16,7 @@ from debias_diffusion.files import atomic_file, write_text
 from .common.inputs import check_output
 from .common.pages import png_url, write_page
 from .common.report import Table, escaped, save_picture
-from .pictures import dpg_bench, generation
+from .pictures import dpg_bench, drift, generation
 from .story import tell
 from .text_image import attention, classification, retrieval, robustness
 
@@ -27,6 +27,7 @@ EVALUATIONS = {
     "robustness": (robustness, "How shortsighted?", robustness.RobustnessConfig),
     "retrieval": (retrieval, "Retrieval with whole captions", retrieval.RetrievalConfig),
     "attention": (attention, "Where encoders look", attention.AttentionConfig),
+    "drift": (drift, "What the UNet reads", drift.DriftConfig),
     "generation": (generation, "Images generated from captions", generation.GenerationConfig),
     "dpg_bench": (dpg_bench, "DPG-Bench: dense prompts", dpg_bench.DpgBenchConfig),
     "classification": (classification, "Zero-shot classification", classification.ClassificationConfig),

@@ -4,7 +4,9 @@ import ast
 import inspect
 from pathlib import Path
 
-from . import chunks, long_prompt, weighting
+from debias_diffusion import chunks
+
+from . import long_prompt, weighting
 from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
 
 
@@ -33,9 +35,13 @@ def write_custom_pipeline(path: str | Path) -> Path:
 
 def _body(module) -> tuple[list[str], str]:
     """The lines of a module that import other packages, and everything after its imports."""
+
+    def is_own(node: ast.stmt) -> bool:
+        return isinstance(node, ast.ImportFrom) and (node.level > 0 or node.module.startswith("debias_diffusion"))
+
     source = inspect.getsource(module)
     lines = source.splitlines()
     nodes = ast.parse(source).body
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    absolute = [ast.get_source_segment(source, node) for node in imports if not getattr(node, "level", 0)]
+    absolute = [ast.get_source_segment(source, node) for node in imports if not is_own(node)]
     return absolute, "\n".join(lines[imports[-1].end_lineno :]).strip()

@@ -18,7 +18,8 @@ from diffusers.loaders import (
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .chunks import Cut, Tokens, join_chunks, positions_for, rate_cuts, split_chunks, weigh
+from debias_diffusion.chunks import Cut, Tokens, join_chunks, positions_for, split_chunks, tokenize_text, weigh
+
 from .weighting import parse_weights
 
 try:
@@ -364,6 +365,18 @@ class SDXLLongPromptMixin(LongPromptMixin):
         return output.hidden_states[-2 - (clip_skip or 0)], getattr(output, "text_embeds", None)
 
 
+def hidden_states(
+    encoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[Tokens], length: int
+) -> torch.Tensor:
+    """What one of SDXL's encoders gives the UNet for texts of any length, [texts, length, width], with gradients.
+
+    Args:
+        tokens: of each text, from `chunks.tokenize_text`.
+        length: positions of the result, at least those of the longest text, BOS and EOS.
+    """
+    return SDXLLongPromptMixin()._encode_with(tokenizer, encoder, tokens, length, None, encoder.device)[0]
+
+
 class SDLongPromptMixin(LongPromptMixin):
     """Lets any Stable Diffusion 1.x pipeline of diffusers read prompts of any length, as `SDXLLongPromptMixin` does.
 
@@ -484,13 +497,9 @@ def _last_layer_is(encoder: PreTrainedModel, skipped: int) -> Iterator[None]:
 def _part_tokens(runs: list[tuple[str, float]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """The tokens of weighted runs of text, tokenized as one text."""
     text = "".join(run for run, _ in runs)
-    # verbose=False: transformers' warning about texts beyond the context length does not apply
-    batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, spans = batch["input_ids"], batch["offset_mapping"]
-    added = tokenizer.added_tokens_encoder
-    names = [name if name in added else None for name in tokenizer.convert_ids_to_tokens(ids)]
+    tokens, spans = tokenize_text(text, tokenizer)
     of_characters = [weight for run, weight in runs for _ in run]
-    return Tokens(ids, rate_cuts(text, spans, names), [of_characters[start] for start, _ in spans])
+    return tokens._replace(weights=[of_characters[start] for start, _ in spans])
 
 
 def _join_parts(parts: list[Tokens]) -> Tokens:

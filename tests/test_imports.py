@@ -18,7 +18,7 @@ ROOMS = ("app", "eval", "pipelines")
 LAYERS = (
     ("moved", "errors", "limits", "png", "devices", "process_group"),
     ("files",),
-    ("sentences", "tokens"),
+    ("sentences", "tokens", "chunks"),
     ("toyworld",),
     ("models",),
     ("methods",),

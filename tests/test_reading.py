@@ -24,7 +24,7 @@ from debias_diffusion.eval.pictures.reading import (
     ways_told,
 )
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.chunks import split_chunks
+from debias_diffusion.chunks import split_chunks
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.grammar import STYLES, Caption, Sentence, long_caption
 from debias_diffusion.toyworld.references import Claim, Reference

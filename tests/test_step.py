@@ -13,12 +13,13 @@ from accelerate import Accelerator
 from open_clip.transformer import PatchDropout
 from safetensors.torch import load_file
 from test_objectives import literal_info_nce, literal_sigmoid
-from tiny_clip import tiny_clip, tiny_siglip
+from tiny_clip import everyday, tiny_clip, tiny_siglip
 from tiny_data import caption
 from torch import nn
 
 from debias_diffusion.data.dataset import Collate, Sample
 from debias_diffusion.methods.dual_caption import RECIPES, DualCaption
+from debias_diffusion.methods.keep_states import KeepStates
 from debias_diffusion.training.step import Optimizer, backward
 
 COMPONENTS = 3
@@ -48,7 +49,7 @@ class Rich(DualCaption):
         modules.weight = nn.Parameter(torch.tensor(0.5))
         return modules
 
-    def views(self, image, seed, epoch, sample_id):
+    def views(self, image, caption, tokenizer, seed, epoch, sample_id):
         rng = random.Random(f"{seed}/{epoch}/{sample_id}")
         return {"mask": torch.tensor([rng.random() for _ in range(3)], dtype=torch.float64)}
 
@@ -67,11 +68,15 @@ class Rich(DualCaption):
         return losses | {"spread": features["weight"].mean() * spread, "distance": features["distance"].mean()}, report
 
 
-def rich_setup(**where):
-    """`step_setup` of a method that uses the whole seam, and its modules."""
+def rich_setup(kept=False, **where):
+    """`step_setup` of a method that uses the whole seam, and its modules; if `kept`, with the term that keeps states."""
     torch.manual_seed(0)
-    backbone, method, batch = step_setup(method=Rich("random", "random", 0.1, COMPONENTS), **where)
-    return backbone, method, batch, method.modules(backbone).double()
+    method = Rich("random", "random", 0.1, COMPONENTS, keep_states=0.7 * kept)
+    backbone, method, batch = step_setup(method=KeepStates(method) if kept else method, **where)
+    modules = method.modules(backbone).double()
+    if kept:  # else every state is where the teacher has it, up to the positions
+        everyday(backbone.model)
+    return backbone, method, batch, modules
 
 
 def step_setup(case="debias-clip", size=6, first=0, method=None):
@@ -87,7 +92,7 @@ def step_setup(case="debias-clip", size=6, first=0, method=None):
         generator = torch.Generator().manual_seed(index)
         image = torch.randn(3, 32, 32, generator=generator, dtype=torch.float64)
         captions = recipe.captions(caption(index), backbone.tokenizer, 0, 0, str(index))
-        views = recipe.views(image, 0, 0, str(index))
+        views = recipe.views(image, caption(index), backbone.tokenizer, 0, 0, str(index))
         samples.append(Sample((0, index, index), str(index), image, captions, views=views))
     return backbone, recipe, Collate(backbone.tokenizer, recipe)(samples)
 
@@ -201,6 +206,28 @@ def test_a_methods_own_modules_features_and_views_are_split_exactly_too(shared_g
     for chunk in (None, 2):
         for rank in range(2):
             assert_same_gradients(shared_gradients[f"rich-{chunk}-{rank}"], expected)
+
+
+def test_the_term_that_keeps_states_is_split_exactly_beside_any_method(shared_gradients):
+    backbone, method, batch, modules = rich_setup(kept=True)
+    drawn = batch.views["state_tokens"][:, 0, 0] >= 0
+    assert drawn.tolist() == [False, True, False, False, True, True]  # so a chunk may have none
+    features = method.encode(backbone, batch, modules)
+    own = method.method.encode(backbone, batch, modules.own)
+    losses, report = method.losses(dict(features), backbone.logit_scale.exp())
+    assert losses["state_loss"].item() == pytest.approx(0.7 * features["state_error"][drawn].mean().item())
+    assert report["state_error"] > 0 and not features["state_error"][~drawn].any()
+    assert sum(losses.values()) == losses["state_loss"] + sum(
+        method.method.losses(own, backbone.logit_scale.exp())[0].values()
+    )
+    loss = sum(losses.values())
+    loss.backward()
+    expected = gradients(backbone, modules)
+    assert "own.head.weight" in expected and not any(name.startswith("teacher") for name in expected)
+    assert_split_exactly(backbone, method, batch, modules, loss, expected)
+    for chunk in (None, 2):
+        for rank in range(2):
+            assert_same_gradients(shared_gradients[f"kept-{chunk}-{rank}"], expected)
 
 
 def test_chunks_draw_the_same_at_random_both_times():

@@ -1,6 +1,7 @@
 """Steps shared by the processes that `torch.distributed.run` starts; each saves the gradients it ends with."""
 
 import sys
+from itertools import product
 
 from accelerate import Accelerator
 from safetensors.torch import save_file
@@ -17,8 +18,8 @@ if __name__ == "__main__":
             backbone, recipe, batch = step_setup(case, size=3, first=3 * rank)
             backward(backbone, recipe, batch, accelerator, chunk=chunk)
             save_file(gradients(backbone), f"{sys.argv[1]}/{case}-{chunk}-{rank}.safetensors")
-    for chunk in (None, 2):
-        backbone, method, batch, modules = rich_setup(size=3, first=3 * rank)
+    for name, chunk in product(("rich", "kept"), (None, 2)):
+        backbone, method, batch, modules = rich_setup(kept=name == "kept", size=3, first=3 * rank)
         backward(backbone, method, batch, accelerator, chunk=chunk, modules=modules)
-        save_file(gradients(backbone, modules), f"{sys.argv[1]}/rich-{chunk}-{rank}.safetensors")
+        save_file(gradients(backbone, modules), f"{sys.argv[1]}/{name}-{chunk}-{rank}.safetensors")
     accelerator.end_training()

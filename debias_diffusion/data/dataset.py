@@ -65,9 +65,9 @@ class CaptionDataset(Dataset):
             if isinstance(image, BadRecord):
                 bad.append(image)
                 continue
-            drawn_from = self.seed, epoch, record.sample_id
-            captions = self.recipe.captions(record.caption, self.tokenizer, *drawn_from)
-            return Sample(key, record.sample_id, image, captions, bad, self.recipe.views(image, *drawn_from))
+            drawn_from = record.caption, self.tokenizer, self.seed, epoch, record.sample_id
+            captions, views = self.recipe.captions(*drawn_from), self.recipe.views(image, *drawn_from)
+            return Sample(key, record.sample_id, image, captions, bad, views)
         many = f"{len(bad)} images in a row" if len(bad) > 1 else "An image that no reserve (--max-bad) stands in for"
         raise UserError(
             f"{many} cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "

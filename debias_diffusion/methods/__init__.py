@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import UserError, near_matches
 from .base import Batch, Caption, Method, image_features
 from .dual_caption import RECIPES
+from .keep_states import KeepStates
 
 __all__ = ["METHODS", "Batch", "Caption", "Method", "find_method", "image_features"]
 
@@ -35,4 +36,5 @@ def find_method(name: str, settings: dict[str, Any] | None = None) -> Method:
         kind = type(getattr(method, setting))
         if type(value) is not kind and (kind, type(value)) != (float, int):
             raise UserError(f"{setting} must be of type {kind.__name__}, got {value!r}.")
-    return replace(method, **(settings or {}))
+    method = replace(method, **(settings or {}))
+    return KeepStates(method) if method.keep_states else method

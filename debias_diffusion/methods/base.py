@@ -83,6 +83,7 @@ def image_features(backbone: Backbone, batch: Batch) -> Tensor:
     return batch.images if batch.cached_features else backbone.encode_image(batch.images)
 
 
+@dataclass(frozen=True)
 class Method(ABC):
     """What a model learns from, and which losses it minimises.
 
@@ -90,7 +91,13 @@ class Method(ABC):
     cannot be used. `methods.METHODS` lists them by the name that `--recipe` takes.
 
     Four functions have to be written: `captions`, `encode`, `losses` and `describe`. The others have defaults.
+
+    Attributes:
+        keep_states: weight of the term that keeps the hidden states which a UNet reads, for any method: `find_method`
+            adds it (`keep_states.KeepStates`). 0 leaves it out.
     """
+
+    keep_states: float = field(default=0.0, kw_only=True)
 
     def check(self, batch: int, embed_dim: int) -> None:  # noqa: B027 - optional
         """Raises UserError when the method cannot work with a global batch of `batch` and features of `embed_dim`."""
@@ -117,7 +124,9 @@ class Method(ABC):
     ) -> list[Caption]:
         """The captions that one sample is trained on, as many for every sample. A pure function of its arguments."""
 
-    def views(self, image: Tensor, seed: int, epoch: int, sample_id: str) -> dict[str, Tensor]:
+    def views(
+        self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
+    ) -> dict[str, Tensor]:
         """Whatever else is drawn for one sample, such as masks, crops or noise: tensors of one shape for all samples.
 
         A pure function of its arguments; torch's generator must not be used, or workers would change what is drawn.

@@ -88,6 +88,12 @@ class Backbone(nn.Module):
         return self._extra_config.get("keep", 0)
 
     @property
+    def unstretched_rows(self) -> list[int]:
+        """The rows of the position table that stood in it before it was stretched; stretching keeps them."""
+        first = range(min(self.kept_positions, self.context_length))
+        return [*first, *range(len(first), self.context_length, max(1, self._extra_config.get("factor", 1)))]
+
+    @property
     def logit_scale(self) -> nn.Parameter:
         return self.model.logit_scale
 

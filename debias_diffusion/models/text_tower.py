@@ -199,6 +199,21 @@ class TextTower:
             hidden_states = self._run(block, hidden_states, causal_attention)
         return hidden_states
 
+    def token_states(self, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`penultimate_states` of the batch's own tokens alone.
+
+        Returns:
+            states [longest prefix, width] of the shared beginning, and [sum of lengths, width] in the order of
+            `tokens.ids`.
+        """
+        tower, layout = self.tower, _Layout(tokens, tokens.ids.device)
+        ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
+        hidden_states = tower.token_embedding(ids) + tower.positional_embedding[layout.positions]
+        for block in range(len(tower.transformer.resblocks) - 1):
+            hidden_states = self._run(block, hidden_states, partial(_attend, layout))
+        prefix, texts = hidden_states.tensor_split([layout.n_prefix])
+        return prefix, texts.index_select(0, layout.ids.argsort())
+
     def _run(self, block: int, hidden_states: torch.Tensor, attend: Attention, *rows: torch.Tensor) -> torch.Tensor:
         transformer, parts = self.tower.transformer, {"before": self._before, "after": self._after}
         return run_block(transformer, block, hidden_states, attend, *rows, **parts)
@@ -249,6 +264,10 @@ class PaddedTextTower(TextTower):
         inside = (start <= slots) & (slots < start + tokens.lengths[:, None])
         sums = (inside.to(states)[..., None] * states).sum(dim=1)
         return sums / tokens.lengths.to(states)[:, None]
+
+    def token_states(self, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raises UserError, as `penultimate_states`."""
+        self.penultimate_states(tokens, tokens.pad)
 
     def penultimate_states(self, tokens: TokenBatch, pad: int) -> torch.Tensor:
         """Raises UserError: SDXL's UNet reads the states of a causal text tower."""

@@ -19,7 +19,7 @@ _WITHOUT_EFFECT = (
     *("chunk", "checkpoint_activations", "compile", "feature_cache"),
 )
 # Options that are settings of the recipe; others are given in `method`.
-RECIPE_OPTIONS = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling")
+RECIPE_OPTIONS = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling", "keep_states")
 TRACKERS = ("tensorboard", "wandb")
 
 
@@ -37,7 +37,7 @@ class TrainConfig:
             hf-hub:owner/name.
         pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
             may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
-        recipe: debias-clip, long-clip or smart-clip-sampling. The six options that follow override a part of it.
+        recipe: debias-clip, long-clip or smart-clip-sampling. The seven options that follow override a part of it.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
             second to a random end), independent (each with probability 1/2), shuffle (all, in random order), keep-4 or
             keep-N (that many), details (all, in order). With it: summary (nothing else), opening (up to a random end).
@@ -47,6 +47,8 @@ class TrainConfig:
             batch less one; 0 compares them with the features themselves.
         label_smoothing: From 0 to below 1; not for SigLIP's loss.
         pooling: Where the text feature is read: eot, or average over all tokens that are not pads.
+        keep_states: Weight of the term that keeps the hidden states which SDXL's UNet reads near the base model's, read
+            in chunks; 0 leaves it out.
         method: Further settings of a recipe that has some, as --method.alpha 0.75, or method: {alpha: 0.75} in YAML.
         keep_positions: First positions that are kept when the context length is stretched, and not trained. 0 stretches
             all.
@@ -96,6 +98,7 @@ class TrainConfig:
     components: int | None = None
     label_smoothing: float | None = None
     pooling: Literal["eot", "average"] | None = None
+    keep_states: float | None = None
     method: dict[str, Any] | None = None
     keep_positions: int = KEEP
     stretch: int = FACTOR

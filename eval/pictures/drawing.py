@@ -25,7 +25,7 @@ from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.chunks import TRAINED_POSITIONS
+from debias_diffusion.chunks import TRAINED_POSITIONS
 from debias_diffusion.pipelines.loading import (
     check_base,
     check_same_width,

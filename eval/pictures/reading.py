@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from debias_diffusion.pipelines.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks
+from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.references import resolve_apart

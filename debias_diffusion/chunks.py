@@ -5,6 +5,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 TRAINED_POSITIONS = 77  # what UNets for CLIP encoders are trained with, BOS and EOS included
 
@@ -51,6 +52,16 @@ def positions_for(n_tokens: int, context_lengths: list[int]) -> int:
 
     positions = whole_chunks(min(TRAINED_POSITIONS, *context_lengths))
     return positions if positions <= max(context_lengths) else whole_chunks(max(context_lengths))
+
+
+def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list[tuple[int, int]]]:
+    """The tokens of a text, all of weight 1, and their spans (start and end in `text`, in characters)."""
+    # verbose=False: transformers' warning about texts beyond the context length does not apply
+    batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, spans = batch["input_ids"], batch["offset_mapping"]
+    added = tokenizer.added_tokens_encoder
+    names = [name if name in added else None for name in tokenizer.convert_ids_to_tokens(ids)]
+    return Tokens(ids, rate_cuts(text, spans, names), [1.0] * len(ids)), spans
 
 
 def rate_cuts(text: str, spans: list[tuple[int, int]], added_tokens: list[str | None]) -> list[Cut]:

@@ -1,0 +1,198 @@
+"""A term for any method: the hidden states that a UNet reads stay where the base model has them.
+
+SDXL's UNet was trained on the penultimate hidden states of the base model's text tower. Contrastive training moves them
+(drift), because its losses read only EOT's last state, and the UNet then misreads what the encoder has understood. Here
+the base model, frozen, reads a text as the pipelines do with an encoder of 77 positions: in chunks, cut at the ends of
+sentences. The states of the words in the trained tower, which reads the text in one piece, are drawn to these.
+
+It needs no UNet. Where it succeeds, late sentences have the states that they would have at the beginning of a prompt.
+The states of EOT and of the pads after it are left free: contrastive training needs them, and the UNet hardly does.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks, tokenize_text
+from ..errors import UserError
+from ..models.backbone import Backbone
+from ..models.text_tower import TextTower
+from ..sentences import join_sentences, split_sentences
+from ..tokens import CaptionTokenizer, TokenBatch
+from .base import Batch, Caption, Method
+from .sampling import draw_generator
+
+SHARE = 0.25  # of the samples, whose states are compared
+_PART = 1 / 3  # of these, the share of which some sentences are read, at most one chunk, instead of the whole caption
+_FEWEST = 2  # tokens of a text that is compared: the states of a single one have no variance
+_NOTHING = -1  # where a row has no token
+
+
+class Teacher(nn.Module):
+    """The base model's text tower, with the positions that it had before stretching.
+
+    Attributes:
+        positions: how many.
+    """
+
+    def __init__(self, backbone: Backbone):
+        super().__init__()
+        tower = backbone.text.tower
+        self.token_embedding = copy.deepcopy(tower.token_embedding)
+        self.transformer = copy.deepcopy(tower.transformer)
+        rows = backbone.unstretched_rows
+        self.positional_embedding = nn.Parameter(tower.positional_embedding.detach()[rows].clone())
+        self.positions = len(rows)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, texts: Sequence[Tokens], tokenizer: CaptionTokenizer) -> tuple[Tensor, Tensor]:
+        """Penultimate states of SOT [1, width], and of the tokens of all texts [tokens, width], read in chunks."""
+        chunks = [[text.ids[at] for at in chunk] for text in texts for chunk in split_chunks(text, self.positions - 2)]
+        device = self.positional_embedding.device
+        return TextTower(self).token_states(without_eot(chunks, tokenizer).to(device))
+
+
+def state_errors(
+    text_tower: TextTower, teacher: Teacher, texts: Sequence[Tokens], tokenizer: CaptionTokenizer
+) -> Tensor:
+    """[texts] how far the states are from the teacher's, as a share of the variance of the teacher's.
+
+    The squared difference, mean over SOT and the tokens and over channels, divided by the mean variance of a channel of
+    the teacher over the tokens. 0 is the teacher, and 1 as far from it as the mean of the text's states is.
+
+    Args:
+        texts: of at least two tokens, and at most as many as the tower reads at once, less SOT and EOT.
+    """
+    expected_sot, expected = teacher(texts, tokenizer)
+    rows = without_eot([text.ids for text in texts], tokenizer)
+    sot, states = text_tower.token_states(rows.to(expected.device))
+    at_sot, at_tokens = (
+        (_at_least_float(ours) - _at_least_float(theirs)).square().mean(dim=1)
+        for ours, theirs in ((sot, expected_sot), (states, expected))
+    )
+    lengths = rows.lengths.tolist()
+    errors = []
+    for squares, of_text in zip(at_tokens.split(lengths), _at_least_float(expected).split(lengths), strict=True):
+        # Not SOT: in trained models its state is far from all others.
+        variance = of_text.var(dim=0, correction=0).mean()
+        errors.append(torch.cat([at_sot, squares]).mean() / variance)
+    return torch.stack(errors)
+
+
+def _at_least_float(states: Tensor) -> Tensor:
+    return states if states.dtype == torch.float64 else states.float()
+
+
+def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer) -> TokenBatch:
+    """Texts of which only SOT and the tokens are computed; under a causal mask nothing later changes their states."""
+    return replace(
+        tokenizer.batch([[]] * len(rows)),
+        ids=torch.tensor([token for row in rows for token in row], dtype=torch.long),
+        lengths=torch.tensor([len(row) for row in rows], dtype=torch.long),
+    )
+
+
+class _Modules(nn.Module):
+    """The method's own modules, or None, and the teacher."""
+
+    def __init__(self, own: nn.Module | None, teacher: Teacher):
+        super().__init__()
+        self.own, self.teacher = own, teacher
+
+
+@dataclass(frozen=True)
+class KeepStates(Method):
+    """Another method, with the term beside its losses, weighted with the method's `keep_states`."""
+
+    method: Method
+
+    def __post_init__(self):
+        weight = self.method.keep_states
+        if not (weight > 0 and math.isfinite(weight)):
+            raise UserError(f"keep_states must be at least 0, got {weight}")
+
+    def check(self, batch: int, embed_dim: int) -> None:
+        self.method.check(batch, embed_dim)
+
+    def prepare(self, backbone: Backbone) -> None:
+        if not backbone.family.causal:
+            raise UserError(
+                f"keep_states is {self.method.keep_states:g}, but no UNet of SDXL reads the text tower of a "
+                f"{backbone.family.name}. Leave it out, or train a CLIP."
+            )
+        self.method.prepare(backbone)
+
+    def modules(self, backbone: Backbone) -> nn.Module:
+        return _Modules(self.method.modules(backbone), Teacher(backbone))
+
+    def captions(
+        self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
+    ) -> list[Caption]:
+        return self.method.captions(caption, tokenizer, seed, epoch, sample_id)
+
+    def views(
+        self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
+    ) -> dict[str, Tensor]:
+        """Beside the method's own, {"state_tokens": [2, context_length - 2]}: ids and cuts, or nothing."""
+        rng = draw_generator(seed, epoch, f"{sample_id}/states")
+        drawn = torch.full((2, tokenizer.context_length - 2), _NOTHING)
+        if rng.random() < SHARE:
+            tokens = _draw_text(caption, tokenizer, rng)
+            ids = torch.tensor([tokens.ids, tokens.cuts], dtype=torch.long)[:, : drawn.shape[1]]
+            if ids.shape[1] >= _FEWEST:
+                drawn[:, : ids.shape[1]] = ids
+        return self.method.views(image, caption, tokenizer, seed, epoch, sample_id) | {"state_tokens": drawn}
+
+    def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
+        return self.method.collate(samples, tokenizer)
+
+    def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+        """The method's features; "state_error", 0 where nothing was drawn, and "state_drawn", 0 or 1: [batch] each."""
+        features = self.method.encode(backbone, batch, modules.own)
+        texts = [_tokens(*row) for row in batch.views["state_tokens"].tolist()]
+        chosen = [number for number, text in enumerate(texts) if text.ids]
+        scale = backbone.logit_scale
+        errors, drawn = scale.new_zeros(len(batch)), scale.new_zeros(len(batch))
+        if chosen:
+            where = torch.tensor(chosen, device=scale.device)
+            found = [texts[number] for number in chosen]
+            measured = state_errors(backbone.text, modules.teacher, found, backbone.tokenizer)
+            errors, drawn = errors.index_copy(0, where, measured.to(errors)), drawn.index_fill(0, where, 1)
+        return features | {"state_error": errors, "state_drawn": drawn}
+
+    def losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        errors, drawn = features.pop("state_error"), features.pop("state_drawn")
+        losses, report = self.method.losses(features, scale, bias)
+        error = errors.sum() / drawn.sum().clamp(min=1)
+        return losses | {"state_loss": self.method.keep_states * error}, report | {"state_error": error.detach()}
+
+    def describe(self) -> str:
+        return f"{self.method.describe()}; hidden states kept with weight {self.method.keep_states:g}"
+
+
+def _draw_text(caption: str, tokenizer: CaptionTokenizer, rng: random.Random) -> Tokens:
+    """The whole caption, or what one chunk holds of some of its sentences, in their order or another."""
+    sentences, is_part = split_sentences(caption), rng.random() < _PART
+    if is_part and sentences:
+        numbers = rng.sample(range(len(sentences)), rng.randint(1, len(sentences)))
+        numbers = numbers if rng.random() < 0.5 else sorted(numbers)
+        caption = join_sentences([sentences[number] for number in numbers])
+    tokens, _ = tokenize_text(tokenizer.cleaning(caption), tokenizer.tokenizer)
+    if is_part:
+        first = split_chunks(tokens, TRAINED_POSITIONS - 2)[0]
+        tokens = Tokens(*(column[: first.stop] for column in tokens))
+    return tokens
+
+
+def _tokens(ids: list[int], cuts: list[int]) -> Tokens:
+    """What a row of `state_tokens` holds."""
+    length = sum(token != _NOTHING for token in ids)
+    return Tokens(ids[:length], [Cut(cut) for cut in cuts[:length]], [1.0] * length)
