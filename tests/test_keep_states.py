@@ -123,7 +123,7 @@ def test_draws_are_texts_that_both_encoders_can_read(sentences, sample):
     assert (drawn[:, len(ids) :] == -1).all()
     assert set(cuts.tolist()) <= set(Cut)
     whole = tokenize_text(tokenizer.cleaning(text), tokenizer.tokenizer)[0].ids
-    assert len(ids) != 1 and len(ids) <= TRAINED_POSITIONS - 2 or ids.tolist() == whole[:246]
+    assert (len(ids) != 1 and len(ids) <= TRAINED_POSITIONS - 2) or ids.tolist() == whole[:246]
 
 
 def test_a_quarter_of_the_samples_and_of_these_a_third_in_part():

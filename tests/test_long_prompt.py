@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_sdxl import assemble, assemble_copy
 
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.chunks import Cut, positions_for, split_chunks
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 
 BOS, EOS = 49406, 49407
 

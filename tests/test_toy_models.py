@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 from safetensors.torch import load_file
 
+from debias_diffusion.chunks import join_chunks
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_text_encoder, load_two_tower
 from debias_diffusion.models import shipped
 from debias_diffusion.models.backbone import load_backbone
-from debias_diffusion.chunks import join_chunks
 from debias_diffusion.tokens import load_tokenizer
 from debias_diffusion.toymodels import build, prepared_unet, unet
 from debias_diffusion.toymodels.captioning import Captioner

@@ -19,13 +19,13 @@ from diffusers import StableDiffusionXLPipeline
 from PIL import Image
 from tqdm import tqdm
 
+from debias_diffusion.chunks import TRAINED_POSITIONS
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.chunks import TRAINED_POSITIONS
 from debias_diffusion.pipelines.loading import (
     check_base,
     check_same_width,
