@@ -5,11 +5,12 @@
 (a) padded    open_clip's own forward passes on rows padded to the window, long and short captions one after the other,
               and an SVD for the components
 (b) ours      captions up to their EOT, the shared beginning once
-(c) frozen    ours with a frozen image tower whose features are at hand
-(d) peer      Long-CLIP's released model and losses, where FOLDER is a checkout of github.com/beichenzbc/Long-CLIP; it
+(c) kept      ours with --keep-states, of every fourth sample, the share that training draws
+(d) frozen    ours with a frozen image tower whose features are at hand
+(e) peer      Long-CLIP's released model and losses, where FOLDER is a checkout of github.com/beichenzbc/Long-CLIP; it
               has QuickGELU, so take a model with it (ViT-B-16-quickgelu)
 
-Same weights, samples, dtype and optimizer; (a) to (c) use PyTorch's scaled_dot_product_attention, (d) what it uses.
+Same weights, samples, dtype and optimizer; (a) to (d) use PyTorch's scaled_dot_product_attention, (e) what it uses.
 Memory is what a step takes beside weights and AdamW's averages. They take turns, so that what else the machine does
 falls on all. Prints a table and writes it to benchmarks/results/.
 """
@@ -30,8 +31,10 @@ from machine import PeakMemory, machine, peak_flops, seconds
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from debias_diffusion.chunks import Cut
 from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.dual_caption import DualCaption
+from debias_diffusion.methods.keep_states import SHARE, KeepStates
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.training.step import Optimizer, autocast, backward
@@ -42,11 +45,15 @@ SENTENCES, SENTENCE_TOKENS = (6, 12), (12, 26)
 
 
 def make_batch(backbone: Backbone, size: int, seed: int) -> Batch:
-    """Random images and token ids, with captions sampled and padded as DeBias-CLIP's recipe does."""
+    """Random images and token ids, with captions sampled and padded as DeBias-CLIP's recipe does.
+
+    Of every fourth sample, the long caption's states are compared where a method keeps states.
+    """
     rng, tokenizer = random.Random(seed), backbone.tokenizer
     words = tokenizer.markers.sot
     long_ids, short_ids = [], []
-    for _ in range(size):
+    compared = torch.full((size, 2, tokenizer.context_length - 2), -1)
+    for sample in range(size):
         sentences = [
             [rng.randrange(1, words) for _ in range(rng.randint(*SENTENCE_TOKENS))]
             for _ in range(rng.randint(*SENTENCES))
@@ -54,11 +61,22 @@ def make_batch(backbone: Backbone, size: int, seed: int) -> Batch:
         drawn = rng.sample(sentences[1:], rng.randint(1, len(sentences) - 1))
         for ids, parts in ((long_ids, sentences), (short_ids, drawn)):
             ids.append([token for part in parts for token in part][: tokenizer.context_length - 2])
+        if sample % round(1 / SHARE) == 0:
+            cuts = [cut for part in sentences for cut in [Cut.TOKEN] * (len(part) - 1) + [Cut.SENTENCE]]
+            ids = long_ids[-1]
+            compared[sample, :, : len(ids)] = torch.tensor([ids, cuts[: len(ids)]])
     n_pre = [0] * size + [rng.randint(0, tokenizer.n_post(ids)) for ids in short_ids]
     side = backbone.model.visual.image_size
     images = torch.randint(256, (size, 3, *side), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     keys = [(0, i, i) for i in range(size)]
-    return Batch(keys, list(map(str, range(size))), images, tokenizer.batch(long_ids + short_ids, n_pre), [])
+    return Batch(
+        keys,
+        list(map(str, range(size))),
+        images,
+        tokenizer.batch(long_ids + short_ids, n_pre),
+        [],
+        {"state_tokens": compared},
+    )
 
 
 def padded_backward(backbone: Backbone, method: DualCaption, batch: Batch, rows: torch.Tensor, precision: str) -> None:
@@ -120,6 +138,8 @@ def main() -> None:
     backbone.to(device).train()
     method = find_method("debias-clip")
     method = replace(method, components=min(method.components, arguments.batch - 2))
+    keeping = KeepStates(replace(method, keep_states=1.0))
+    teacher = keeping.modules(backbone).to(device)
     settings = dict(weight_decay=1e-2, betas=(0.9, 0.999), eps=1e-8)
     optimizer = Optimizer(backbone, **settings)
     backbone.model.visual.requires_grad_(False)
@@ -137,7 +157,7 @@ def main() -> None:
         peer_optimizer.step()
         peer_optimizer.zero_grad()
 
-    names = ["padded", "ours", "frozen"] + ["peer"] * bool(peer)
+    names = ["padded", "ours", "kept", "frozen"] + ["peer"] * bool(peer)
     times, peaks, flops = ({name: [] for name in names} for _ in range(3))
     computed, literal, memory = 0, 0, PeakMemory(device)
     for repeat in tqdm(range(-1, arguments.repeats), desc="rounds, the first uncounted"):
@@ -152,6 +172,9 @@ def main() -> None:
                 lambda: padded_backward(backbone, method, b, r, precision), optimizer
             ),
             "ours": lambda b=batch: apply(lambda: backward(backbone, method, b, accelerator, precision), optimizer),
+            "kept": lambda b=batch: apply(
+                lambda: backward(backbone, keeping, b, accelerator, precision, modules=teacher), optimizer
+            ),
             "frozen": lambda b=cached: apply(
                 lambda: backward(backbone, method, b, accelerator, precision), text_optimizer
             ),

@@ -26,7 +26,7 @@ EVALUATE = {
     "generation": evaluate_generation,
     "classification": evaluate_classification,
 }
-TOYS = ("toy/clip", CHUNKS + "toy/clip", "toy/long-clip", "toy/debias-clip")
+TOYS = ("toy/clip", CHUNKS + "toy/clip", "toy/long-clip", "toy/debias-clip", "toy/debias-clip-sdxl")
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
 
 

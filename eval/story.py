@@ -11,12 +11,13 @@ from .story_examples import EXAMPLES, examples
 
 SCENES, SHORT_PROMPTS = "toy/", "toy/short-"  # data of long captions and of short prompts
 SHORT_FOLDER = "short-prompts"  # of images of short prompts, in the folder of the other results
-IN_CHUNKS = "clip in chunks"
+IN_CHUNKS, FOR_SDXL = "clip in chunks", "debias-clip-sdxl"
 NAMES = {
     "clip": "Original CLIP",
     IN_CHUNKS: "Original CLIP in chunks",
     "long-clip": "Long-CLIP",
     "debias-clip": "DeBias-CLIP",
+    FOR_SDXL: "DeBias-CLIP for SDXL",
 }
 EDITS = {"keep": "Whole caption", "move2": "1 and 2 swapped", "move4": "1 and 4 swapped", "remove": "1 removed"}
 DIRECTIONS = {"t2i_r1": "text_to_image", "i2t_r1": "image_to_text"}
@@ -58,6 +59,7 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
         "prompts": generated["images"],
         "names": names,
         "has_chunks": IN_CHUNKS in names,
+        "has_states_kept": FOR_SDXL in names,
         "arrangements": ARRANGEMENTS,
         "most_examples": EXAMPLES,
         "examples": examples(generated["settings"]["data"].removeprefix(SCENES), generated["images"], folders),
@@ -167,7 +169,7 @@ def claims(measured: dict) -> list[dict]:
     """
     retrieval, drawn = measured["retrieval"], measured["generation"]
     of_both_recipes = measured["bootstrap"].get("debias-clip - long-clip")
-    encoders = NAMES.keys() - {IN_CHUNKS}
+    encoders = NAMES.keys() - {IN_CHUNKS, FOR_SDXL}
     if of_both_recipes is None or not (encoders <= retrieval.keys() and encoders <= drawn.keys()):
         return []
     return [
@@ -180,6 +182,21 @@ def claims(measured: dict) -> list[dict]:
         _draws_surely_more("Long-CLIP", of_both_recipes),
         _draws_surely_more("the original CLIP in chunks", measured["bootstrap"].get(f"debias-clip - {IN_CHUNKS}")),
         _fills_no_more(measured["differences"]["empty_filled"].get("debias-clip - clip")),
+        *(_claims_for_sdxl(measured) if FOR_SDXL in drawn else ()),
+    ]
+
+
+def _claims_for_sdxl(measured: dict) -> list[dict]:
+    """Of the encoder whose words keep their states."""
+    objects, filled, name = measured["bootstrap"], measured["differences"]["empty_filled"], NAMES[FOR_SDXL]
+    return [
+        _draws_surely_more("Long-CLIP", objects.get(f"{FOR_SDXL} - long-clip"), name),
+        _interval_claim(
+            f"With {name}, no fewer objects are drawn right than with the original CLIP in chunks.",
+            objects.get(f"{FOR_SDXL} - {IN_CHUNKS}"),
+            lambda difference, low, high: None if difference < 0 <= high else difference >= 0,
+        ),
+        _fills_no_more(filled.get(f"{FOR_SDXL} - {IN_CHUNKS}"), name, "the original CLIP in chunks"),
     ]
 
 
@@ -241,17 +258,19 @@ def _share(drawn: dict, sentences: slice) -> float | None:
     return right / sum(counts) if sum(counts) else None
 
 
-def _draws_surely_more(other: str, line: dict[str, float] | None) -> dict:
+def _draws_surely_more(other: str, line: dict[str, float] | None, encoder: str = NAMES["debias-clip"]) -> dict:
     return _interval_claim(
-        f"With DeBias-CLIP, more objects are drawn right than with {other}.",
+        f"With {encoder}, more objects are drawn right than with {other}.",
         line,
         lambda difference, low, high: None if low <= 0 <= high else difference > 0,
     )
 
 
-def _fills_no_more(line: dict[str, float] | None) -> dict:
+def _fills_no_more(
+    line: dict[str, float] | None, encoder: str = NAMES["debias-clip"], other: str = "the original CLIP"
+) -> dict:
     return _interval_claim(
-        "With DeBias-CLIP, no more of the places that should be empty are filled than with the original CLIP.",
+        f"With {encoder}, no more of the places that should be empty are filled than with {other}.",
         line,
         lambda difference, low, high: None if low <= 0 < difference else difference <= 0,
     )

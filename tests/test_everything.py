@@ -21,7 +21,13 @@ def results(output: Path) -> dict[str, dict]:
 
 
 def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):
-    assert AllConfig().encoders == ["toy/clip", "chunks:toy/clip", "toy/long-clip", "toy/debias-clip"]
+    assert AllConfig().encoders == [
+        "toy/clip",
+        "chunks:toy/clip",
+        "toy/long-clip",
+        "toy/debias-clip",
+        "toy/debias-clip-sdxl",
+    ]
     encoders = ["toy/clip", "chunks:toy/clip", "toy/debias-clip"]
     config = AllConfig(encoders=encoders, output=str(tmp_path), limit=8, drawn=2)
     assert evaluate_all(config) == tmp_path / "report.html"

@@ -29,7 +29,7 @@ from debias_diffusion.toyworld.scenes import scene
 from debias_diffusion.toyworld.vocabulary import learn_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "coarse_results")
-ENCODERS = ("clip", "long-clip", "debias-clip")
+ENCODERS = ("clip", "long-clip", "debias-clip", "debias-clip-sdxl")
 ROWS = ("clip", "clip in chunks", *ENCODERS[1:])  # of images
 # More prompts than scenes: the one does not limit the other.
 TINY = {"scenes": 3, "prompts": 4, "trained_on": 16, "steps": 2, "batch": 8, "drawing_steps": 1, "split": "development"}
@@ -116,15 +116,15 @@ def test_the_report_keeps_its_keys(finished):
         assert sum(scores["objects_by_sentence"]) == sum(len(scene("development", i).things) for i in range(4))
         assert 0 <= scores["empty_filled"] <= 1 and 0 <= scores["background"] <= 1
         assert 0 <= report["short_prompts"][encoder] <= 1
-    for pair in ("debias-clip - long-clip", "debias-clip - clip", "debias-clip - clip in chunks"):
+    for pair in ("debias-clip - long-clip", "debias-clip-sdxl - clip", "debias-clip - clip in chunks"):
         assert set(report["bootstrap"][pair]) == {"difference", "low", "high"}
-    assert [set(line) for line in report["expectations"]] == [{"expectation", "found", "met"}] * 9
+    assert [set(line) for line in report["expectations"]] == [{"expectation", "found", "met"}] * 12
     assert list(report["seconds"]) == COMMANDS
     assert report["settings"] == TINY | {
         "output": str(finished), "seed": 0, "learning_rate": 5e-4, "short_weight": None,
     }  # fmt: skip
-    assert set(report["digests"]) == {"toy/clip", "toy/sdxl", "toy/features", "long-clip", "debias-clip"}
-    assert len(set(report["digests"].values())) == 5
+    assert set(report["digests"]) == {"toy/clip", "toy/sdxl", "toy/features", *ENCODERS[1:]}
+    assert len(set(report["digests"].values())) == 6
 
 
 def test_the_page_tells_the_story_before_the_tables(finished, tmp_path):
@@ -150,11 +150,11 @@ def test_the_exports_and_images_are_ready_to_use(finished):
     folders = [finished / "evaluation" / "pictures" / row.replace(" ", "-") for row in ROWS]
     images = [folder / "000001.png" for folder in folders]
     assert all(Image.open(path).size == (SIZE, SIZE) for path in images)
-    assert len({path.read_bytes() for path in images}) == 4
+    assert len({path.read_bytes() for path in images}) == len(ROWS)
     generated = json.loads((finished / "evaluation" / "generation.json").read_text())
-    assert [its["cut_at"] for its in generated["encoders"].values()] == [77, None, None, None]
+    assert [its["cut_at"] for its in generated["encoders"].values()] == [77, None, None, None, None]
     seeds = [json.loads(path.with_name("settings.json").read_text())["seed"] for path in images]
-    assert seeds == [0] * 4
+    assert seeds == [0] * len(ROWS)
 
 
 def test_a_change_redoes_what_depends_on_it_and_nothing_else(finished, models, monkeypatch, capsys):
@@ -172,7 +172,7 @@ def test_a_change_redoes_what_depends_on_it_and_nothing_else(finished, models, m
         assert changed["seconds"][name] == report["seconds"][name]
     out = capsys.readouterr().out
     assert "made anew: evaluation/pictures, evaluation/short-prompts/pictures\n" in out
-    assert "[3/11] train debias-clip\n" in out and "[11/11] write the report\n" in out
+    assert "[3/13] train debias-clip\n" in out and "[13/13] write the report\n" in out
     assert "R@1 in percent, text to image" in out and "short prompts: objects right, %" in out
     filled = changed["generation"]["debias-clip"]["empty_filled"]
     (line,) = re.findall(

@@ -69,7 +69,7 @@ class Rich(DualCaption):
 
 
 def rich_setup(kept=False, **where):
-    """`step_setup` of a method that uses the whole seam, and its modules; if `kept`, with the term that keeps states."""
+    """`step_setup` of a method that uses the whole seam, and its modules; `kept`: with the term that keeps states."""
     torch.manual_seed(0)
     method = Rich("random", "random", 0.1, COMPONENTS, keep_states=0.7 * kept)
     backbone, method, batch = step_setup(method=KeepStates(method) if kept else method, **where)

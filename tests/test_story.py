@@ -265,6 +265,30 @@ def test_claims(changes, claim, met, result):
     assert result in lines[claim]["found"] and set(lines[claim]) == {"expectation", "found", "met"}
 
 
+def line_of(difference: float, low: float, high: float) -> dict[str, float]:
+    return {"difference": difference, "low": low, "high": high}
+
+
+@pytest.mark.parametrize(
+    ("against", "chunks", "filled", "met"),
+    [
+        (line_of(0.2, 0.1, 0.3), line_of(0.0, -0.1, 0.1), line_of(-0.01, -0.02, 0.01), [True, True, True]),
+        (line_of(0.2, -0.1, 0.3), line_of(-0.01, -0.1, 0.0), line_of(0.01, -0.01, 0.02), [None, None, None]),
+        (line_of(-0.2, -0.3, -0.1), line_of(-0.1, -0.2, -0.01), line_of(0.02, 0.01, 0.03), [False, False, False]),
+        (None, None, None, [None, None, None]),
+    ],
+)
+def test_claims_of_the_encoder_for_sdxl(against, chunks, filled, met):
+    found = numbers_with({})
+    found["generation"]["debias-clip-sdxl"] = found["generation"]["debias-clip"]
+    found["bootstrap"] |= {"debias-clip-sdxl - long-clip": against, "debias-clip-sdxl - clip in chunks": chunks}
+    found["differences"]["empty_filled"]["debias-clip-sdxl - clip in chunks"] = filled
+    lines = claims(found)
+    assert [line["met"] for line in lines[9:]] == met
+    assert all("DeBias-CLIP for SDXL" in line["expectation"] for line in lines[9:])
+    assert lines[:9] == claims(numbers_with({}))
+
+
 def test_nothing_is_claimed_of_other_encoders():
     found = numbers_with({})
     del found["retrieval"]["clip"]

@@ -156,7 +156,14 @@ def test_the_build_leaves_models_logs_and_scores(built):
         "scores.json",
     }
     scores = json.loads((weights / "scores.json").read_text())
-    assert set(scores) >= {"toy/clip", "toy/sdxl", "toy/long-clip", "toy/debias-clip", "checker"}
+    assert set(scores) >= {
+        "toy/clip",
+        "toy/sdxl",
+        "toy/long-clip",
+        "toy/debias-clip",
+        "toy/debias-clip-sdxl",
+        "checker",
+    }
     assert set(scores["toy/sdxl"]) == set(scores["prepared-sdxl"]) == set(STYLES)
     unets = [load_file(root / "output" / stage / "model" / UNET_WEIGHTS) for stage in ("unet", "prepared-unet")]
     assert not torch.equal(*(unet["conv_in.weight"] for unet in unets))
@@ -186,7 +193,7 @@ def test_stock_diffusers_loads_the_toy_sdxl_and_it_is_configured_as_sdxl(built):
 
 def test_the_shipped_clip_and_encoders_load(shipped_weights):
     assert load_backbone("toy/clip").context_length == 77
-    for name in ("toy/long-clip", "toy/debias-clip"):
+    for name in (f"toy/{recipe}" for recipe in RECIPES):
         encoder, tokenizer = load_text_encoder(name)
         assert encoder.dtype == torch.float32
         assert tokenizer.model_max_length == encoder.config.max_position_embeddings == 248

@@ -21,6 +21,9 @@ _MOST_PASSWORD = 1000  # characters
 _PORTS = 100  # tried in turn
 
 
+TOYS = ("toy/clip", "toy/long-clip", "toy/debias-clip", "toy/debias-clip-sdxl")
+
+
 @dataclass
 class AppConfig:
     """Models of the demo, and access to it.
@@ -42,7 +45,7 @@ class AppConfig:
     """
 
     base: str = "toy/sdxl"
-    encoders: list[str] = field(default_factory=lambda: ["toy/clip", "toy/long-clip", "toy/debias-clip"])
+    encoders: list[str] = field(default_factory=lambda: list(TOYS))
     host: str = "127.0.0.1"
     port: int = 7860
     user: str | None = None

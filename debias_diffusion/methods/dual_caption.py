@@ -1,6 +1,7 @@
 """Training on a long and a short caption of each image, as in Long-CLIP and DeBias-CLIP.
 
 debias-clip           drop the summary, draw a random subset of the rest, pad in front (Algorithm 1); w = 0.1
+debias-clip-sdxl      the same, and words keep the hidden states that SDXL's UNet reads (see `keep_states`)
 long-clip             the summary as the short caption, no padding in front; both losses weigh the same
 smart-clip-sampling   one caption, cut after a random number of sentences, and one loss: SmartCLIP's sampling (section
                       C.5), not its mask network. Table S6: sampling `ordered` is "Start at 2", `details` "Only drop 1"
@@ -151,6 +152,7 @@ class DualCaption(Method):
 Recipe = DualCaption  # the name in earlier releases
 RECIPES = {
     "debias-clip": DualCaption(sampling="random", padding="random", short_weight=0.1),
+    "debias-clip-sdxl": DualCaption(sampling="random", padding="random", short_weight=0.1, keep_states=3.0),
     "long-clip": DualCaption(sampling="summary", padding="none", short_weight=0.5),
     "smart-clip-sampling": DualCaption(sampling="opening", padding="none", short_weight=1.0, components=0),
 }

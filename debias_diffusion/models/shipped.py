@@ -13,6 +13,7 @@ NAMES = {
     "toy/sdxl": "an SDXL that draws 48 x 48 pixels, as a diffusers folder",
     "toy/long-clip": "toy/clip fine-tuned with the long-clip recipe at 248 positions, as a difference from it",
     "toy/debias-clip": "the same with the debias-clip recipe",
+    "toy/debias-clip-sdxl": "the same with the debias-clip-sdxl recipe",
     "toy/features": "a vision transformer for FID and DINO scores of toy images",
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from ..training import TrainConfig
 
 VALIDATION = 100  # pairs held out
-RECIPES = ("long-clip", "debias-clip")
+RECIPES = ("long-clip", "debias-clip", "debias-clip-sdxl")
 
 
 def toy_training(

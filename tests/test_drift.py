@@ -1,0 +1,149 @@
+"""Drift: closed forms, what a shift and a linear map undo, and the command from end to end."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import tiny_sdxl
+import torch
+from tiny_data import caption, make_tiny_data
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
+from debias_diffusion.eval.pictures import drift
+from debias_diffusion.eval.pictures.drift import PADS, DriftConfig, Moments, Reader, evaluate_drift, measure_drift
+from debias_diffusion.interchange.stretch import stretch_text_encoder
+from debias_diffusion.interchange.transformers_folder import write_text_encoder
+from debias_diffusion.tokens import clip_tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LONG = " ".join(f"House number {n} has {n} red windows." for n in range(1, 20))
+CAPTIONS = [caption(0), LONG, "A cat.", caption(1)]
+
+
+def reader(encoder, window: int = 77) -> Reader:
+    return Reader("tiny", encoder.eval(), clip_tokenizer(window), "digest")
+
+
+@pytest.fixture(scope="module")
+def base():
+    return reader(tiny_sdxl.text_encoder())
+
+
+def shifted(encoder, shift: torch.Tensor):
+    """The encoder with `shift` added to each of its penultimate states: a block adds a bias last."""
+    encoder = copy.deepcopy(encoder)
+    layers = getattr(encoder, "text_model", encoder).encoder.layers
+    with torch.no_grad():
+        layers[-2].mlp.fc2.bias += shift
+    return encoder
+
+
+def test_the_base_itself_has_not_moved(base):
+    result = measure_drift(base, base, CAPTIONS, 2, "base")
+    assert all(value == 0 for values in result["errors"].values() for value in values)
+    assert result["after_shift"] == pytest.approx(0, abs=1e-9)
+    lengths = [len(text.ids) for text in base.tokens(CAPTIONS)]
+    assert result["captions_at_position"] == [sum(n > at for n in lengths) for at in range(max(lengths))]
+    assert max(lengths) > 130
+
+
+def test_one_shift_of_all_states_is_seen_and_undone(base):
+    shift = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    result = measure_drift(reader(shifted(base.encoder, shift)), base, CAPTIONS, 3, "shifted")
+    texts = base.tokens(CAPTIONS)
+    variances = [
+        states[1 : len(text.ids) + 2].var(0, correction=0).mean()
+        for text, states in zip(texts, base.states(texts), strict=True)
+    ]
+    expected = [(shift.square().mean() / variance).item() for variance in variances]
+    for part in ("text", "sot", "eot", "pads"):
+        assert result["errors"][part] == pytest.approx(expected, rel=1e-3)
+    assert result["after_shift"] == pytest.approx(0, abs=1e-6)
+    assert result["by_position"][-1] == pytest.approx(expected[1], rel=1e-3)  # the long one alone reaches so far
+
+
+def test_a_longer_window_reads_at_once_what_the_base_reads_in_chunks(base):
+    encoder, tokenizer = stretch_text_encoder(base.encoder, base.tokenizer)
+    result = measure_drift(Reader("long", encoder, tokenizer, ""), base, CAPTIONS, 4, "long")
+    assert result["by_position"][0] == pytest.approx(0, abs=1e-9)  # kept positions
+    assert min(result["by_position"][80:]) > 0  # other positions than in a second chunk
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_fits_and_their_errors_are_those_of_least_squares(noise):
+    rng = np.random.default_rng(0)
+    mapping, moments, weights, states, targets = rng.normal(size=(5, 5)), Moments(5), [], [], []
+    for tokens, variance in ((40, 2.0), (7, 0.5), (90, 1.0)):
+        student = rng.normal(size=(tokens, 5)) + 3
+        teacher = student @ mapping + 1 + noise * rng.normal(size=(tokens, 5))
+        moments.add(torch.tensor(student), torch.tensor(teacher), variance)
+        weights += [1 / (variance * tokens)] * tokens
+        states.append(student)
+        targets.append(teacher)
+    states, targets, root = np.concatenate(states), np.concatenate(targets), np.sqrt(weights)[:, None]
+    ones = np.ones((len(states), 1))
+    solution = np.linalg.lstsq(root * np.hstack([states, ones]), root * targets, rcond=None)[0]
+    left = (root * (np.hstack([states, ones]) @ solution - targets)) ** 2
+    assert moments.error(*moments.linear()) == pytest.approx(left.sum() / 5 / 3, abs=2e-3)
+    shift = (np.array(weights)[:, None] * (targets - states)).sum(0) / sum(weights)
+    left = (root * (states + shift - targets)) ** 2
+    assert moments.error(*moments.shift()) == pytest.approx(left.sum() / 5 / 3)
+    identity = torch.eye(5, dtype=torch.float64)
+    plain = moments.error(identity, torch.zeros(5, dtype=torch.float64))
+    assert plain == pytest.approx(((root * (states - targets)) ** 2).sum() / 5 / 3)
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, base):
+    folder = tmp_path_factory.mktemp("drift")
+    write_text_encoder(base.encoder, base.tokenizer, folder / "base")
+    write_text_encoder(shifted(base.encoder, torch.full((32,), 0.5)), base.tokenizer, folder / "near")
+    write_text_encoder(shifted(base.encoder, torch.full((32,), 2.0)), base.tokenizer, folder / "far")
+    make_tiny_data(folder, count=12)
+    return folder
+
+
+def config(folders, output, **changes) -> DriftConfig:
+    settings = dict(encoders=[str(folders / "near"), str(folders / "far")], base=str(folders / "base"))
+    settings |= dict(output=str(output), data=str(folders / "data.json"))
+    return DriftConfig(**settings | changes)
+
+
+def test_the_command_ranks_encoders_and_resumes(folders, tmp_path, monkeypatch, capsys):
+    report = evaluate_drift(config(folders, tmp_path))
+    shown = capsys.readouterr().out
+    near, far = report["encoders"].values()
+    assert far["state_error"]["text"]["value"] == pytest.approx(16 * near["state_error"]["text"]["value"], rel=1e-3)
+    assert (
+        near["state_error"]["text"]["low"]
+        <= near["state_error"]["text"]["value"]
+        <= near["state_error"]["text"]["high"]
+    )
+    (line,) = report["compared"]
+    assert (line["a"], line["b"], line["difference"] > 0, line["p"] < 0.01) == ("far", "near", True, True)
+    assert "near" in shown and "far - near, state error of text" in shown and f"{PADS} pads" in shown
+    assert json.loads((tmp_path / "drift.json").read_text()) == report and report["captions"] == 12
+    assert (tmp_path / "drift.png").stat().st_size > 5000
+
+    monkeypatch.setattr(drift, "measure_drift", lambda *_: pytest.fail("computed again"))
+    again = evaluate_drift(config(folders, tmp_path))
+    assert again["encoders"] == report["encoders"]
+    evaluate_report(ReportConfig(str(tmp_path)))
+    assert "What the UNet reads" in (tmp_path / "report.html").read_text()
+
+
+def test_what_cannot_be_compared_is_refused(folders, tmp_path, base):
+    wide = tiny_sdxl.text_encoder(width=64)
+    write_text_encoder(wide, base.tokenizer, tmp_path / "wide")
+    with pytest.raises(UserError, match="64 channels and those of the base .* 32. Give the base"):
+        evaluate_drift(config(folders, tmp_path / "a", encoders=[str(tmp_path / "wide")]))
+    write_text_encoder(tiny_sdxl.text_encoder(width=128), base.tokenizer, tmp_path / "as-wide")
+    with pytest.raises(UserError, match="cut captions into different tokens"):
+        evaluate_drift(config(folders, tmp_path / "b", base="toy/clip", encoders=[str(tmp_path / "as-wide")]))
+    with pytest.raises(UserError, match="data is None"):
+        DriftConfig(["toy/clip"], "toy/sdxl", "x")
