@@ -23,7 +23,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from diffusers import StableDiffusionXLPipeline
+from diffusers.utils import logging
 from machine import machine
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -178,6 +180,8 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=400)
     parser.add_argument("--steps", type=int, default=1500)
     arguments = parser.parse_args()
+    for library in (logging, transformers.logging):  # that captions are cut at 77 tokens is meant here
+        library.set_verbosity_error()
     pooled = {model: nearer(model, arguments.scenes) for model in arguments.models}
     print(table(["nearer to its own caption, %", *EDITS], [[model, *row.values()] for model, row in pooled.items()]))
     probed = {}
