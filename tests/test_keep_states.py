@@ -8,6 +8,8 @@ import tiny_sdxl
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from test_training import config, is_the_same_run, killed_copy, losses
 from tiny_clip import everyday, tiny_clip, tiny_siglip
 from tiny_data import caption, make_tiny_data
 from tiny_sdxl import assemble
@@ -17,6 +19,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.keep_states import SHARE, Teacher, state_errors
+from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.training import TrainConfig, train
 
@@ -166,6 +169,20 @@ def test_training_brings_the_states_back(tmp_path):
         errors[weight] = [line["state_error"] for line in lines if "state_error" in line]
     assert not errors[0.0] and len(errors[20.0]) == 30
     assert sum(errors[20.0][-5:]) < 0.7 * sum(errors[20.0][:5])
+
+
+def test_a_killed_run_resumes_bit_identically_and_chunks_change_nothing(world, tmp_path):
+    settings = dict(max_steps=6, keep_states=5.0)
+    train(config(world, tmp_path / "whole", **settings))
+    run = killed_copy(tmp_path / "whole", tmp_path / "run", step=6)
+    train(config(world, run, **settings))
+    is_the_same_run(run, tmp_path / "whole")
+    assert not load_file(run / "checkpoints" / "step-00000006" / "method.safetensors")  # the teacher is made anew
+    train(config(world, tmp_path / "chunks", chunk=3, **settings))
+    assert losses(tmp_path / "chunks") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    assert load_backbone(str(run / "last")).context_length == 248
+    with pytest.raises(UserError, match="keep_states: 5.0 there, None here"):
+        train(config(world, run, max_steps=6))
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
