@@ -18,8 +18,8 @@ _WITHOUT_EFFECT = (
     *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "check_data"),
     *("chunk", "checkpoint_activations", "compile", "feature_cache"),
 )
-# Settings that runs begun with an earlier release do not have.
-_ADDED = ("method", "keep_states")
+# Settings that stand among a run's only where they are given: runs of earlier releases do not have them.
+ADDED = ("method", "keep_states")
 # Options that are settings of the recipe; others are given in `method`.
 RECIPE_OPTIONS = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling", "keep_states")
 TRACKERS = ("tensorboard", "wandb")
@@ -174,9 +174,9 @@ class TrainConfig:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
     def settings(self) -> dict:
-        """All settings that decide the result, as plain JSON values; `_ADDED` only where they are given."""
+        """All settings that decide the result, as plain JSON values; `ADDED` only where they are given."""
         settings = asdict(self) | {"betas": list(self.betas)}
-        ignored = {*_WITHOUT_EFFECT, *(name for name in _ADDED if not settings[name])}
+        ignored = {*_WITHOUT_EFFECT, *(name for name in ADDED if not settings[name])}
         return {name: value for name, value in settings.items() if name not in ignored}
 
 

@@ -10,6 +10,7 @@ from ..errors import UserError, reason
 from ..files import atomic_file, atomic_folder, folder_lock, json_digest, restore_folder, write_json
 from ..models.backbone import Backbone
 from .checkpoint import restore_checkpoints
+from .config import ADDED
 
 NOT_FINITE = "not-finite.jsonl"
 
@@ -90,8 +91,7 @@ class RunFolder:
     def check_settings(self, settings: dict) -> None:
         """Raises UserError that names the differing settings if the folder belongs to a run with others."""
         begun = self.settings()
-        # `method` is there only where it was given.
-        differing = [key for key in {**settings, "method": None} if settings.get(key) != begun.get(key)]
+        differing = [key for key in dict.fromkeys([*settings, *ADDED]) if settings.get(key) != begun.get(key)]
         if "base_model_sha256" not in begun:  # written by an earlier version
             differing = [key for key in differing if key != "base_model_sha256"]
         if begun and differing:
