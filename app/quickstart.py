@@ -40,12 +40,12 @@ _EARLIER_RELEASES = ("stages", "retrieval", "pictures")
 
 @dataclass
 class QuickstartConfig:
-    """Train DeBias-CLIP and Long-CLIP in a toy world, and compare their images with those of the original CLIP.
+    """Train DeBias-CLIP, as it is and for SDXL, and Long-CLIP in a toy world; compare images with the original CLIP's.
 
     Attributes:
-        output: Folder for everything: data, training runs, exported encoders (long-clip/ and debias-clip/), results
-            with generated images (evaluation/), report.json and report.html. A run that was stopped continues there;
-            only what a changed setting affects is made anew.
+        output: Folder for everything: data, training runs, exported encoders (long-clip/, debias-clip/ and
+            debias-clip-sdxl/), results with generated images (evaluation/), report.json and report.html. A run that was
+            stopped continues there; only what a changed setting affects is made anew.
         seed: Of the training, and of the noise that images start from.
         split: Scenes for retrieval and prompts: test, or development to choose settings by; test-2 and the like are
             more of them.
