@@ -213,8 +213,8 @@ def test_the_term_that_keeps_states_is_split_exactly_beside_any_method(shared_gr
     drawn = batch.views["state_tokens"][:, 0, 0] >= 0
     assert drawn.tolist() == [False, True, False, False, True, True]  # so a chunk may have none
     features = method.encode(backbone, batch, modules)
-    own = method.method.encode(backbone, batch, modules.own)
-    losses, report = method.losses(dict(features), backbone.logit_scale.exp())
+    own = method.method.encode(backbone, batch, modules.method)
+    losses, report = method.losses(features, backbone.logit_scale.exp())
     assert losses["state_loss"].item() == pytest.approx(0.7 * features["state_error"][drawn].mean().item())
     assert report["state_error"] > 0 and not features["state_error"][~drawn].any()
     assert sum(losses.values()) == losses["state_loss"] + sum(
@@ -223,7 +223,7 @@ def test_the_term_that_keeps_states_is_split_exactly_beside_any_method(shared_gr
     loss = sum(losses.values())
     loss.backward()
     expected = gradients(backbone, modules)
-    assert "own.head.weight" in expected and not any(name.startswith("teacher") for name in expected)
+    assert "method.head.weight" in expected and not any(name.startswith("teacher") for name in expected)
     assert_split_exactly(backbone, method, batch, modules, loss, expected)
     for chunk in (None, 2):
         for rank in range(2):

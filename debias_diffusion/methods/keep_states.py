@@ -101,9 +101,9 @@ def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer) -> Token
 class _Modules(nn.Module):
     """The method's own modules, or None, and the teacher."""
 
-    def __init__(self, own: nn.Module | None, teacher: Teacher):
+    def __init__(self, method: nn.Module | None, teacher: Teacher):
         super().__init__()
-        self.own, self.teacher = own, teacher
+        self.method, self.teacher = method, teacher
 
 
 @dataclass(frozen=True)
@@ -154,24 +154,23 @@ class KeepStates(Method):
 
     def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
         """The method's features; "state_error", 0 where nothing was drawn, and "state_drawn", 0 or 1: [batch] each."""
-        features = self.method.encode(backbone, batch, modules.own)
-        texts = [_tokens(*row) for row in batch.views["state_tokens"].tolist()]
-        chosen = [number for number, text in enumerate(texts) if text.ids]
-        scale = backbone.logit_scale
-        errors, drawn = scale.new_zeros(len(batch)), scale.new_zeros(len(batch))
-        if chosen:
-            where = torch.tensor(chosen, device=scale.device)
-            found = [texts[number] for number in chosen]
-            measured = state_errors(backbone.text, modules.teacher, found, backbone.tokenizer)
-            errors, drawn = errors.index_copy(0, where, measured.to(errors)), drawn.index_fill(0, where, 1)
+        features = self.method.encode(backbone, batch, modules.method)
+        rows = batch.views["state_tokens"]
+        is_drawn = rows[:, 0, 0] != _NOTHING
+        drawn = is_drawn.to(backbone.logit_scale.dtype)
+        errors = torch.zeros_like(drawn)
+        texts = [_tokens(*row) for row in rows[is_drawn].tolist()]
+        if texts:
+            of_drawn = state_errors(backbone.text, modules.teacher, texts, backbone.tokenizer)
+            errors = errors.index_put((is_drawn.nonzero().flatten(),), of_drawn.to(errors))
         return features | {"state_error": errors, "state_drawn": drawn}
 
     def losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        errors, drawn = features.pop("state_error"), features.pop("state_drawn")
+        features = dict(features)
+        error = features.pop("state_error").sum() / features.pop("state_drawn").sum().clamp(min=1)
         losses, report = self.method.losses(features, scale, bias)
-        error = errors.sum() / drawn.sum().clamp(min=1)
         return losses | {"state_loss": self.method.keep_states * error}, report | {"state_error": error.detach()}
 
     def describe(self) -> str:
