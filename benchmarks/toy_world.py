@@ -44,7 +44,7 @@ COLUMNS = {
     "dino_score": ("DINO", 3),
 }
 COMPARED = ("objects_right", "objects_f1", "empty_filled", "fid_own", "dino_score")
-DEBIAS = "debias-clip"
+TRAINED = ("debias-clip", "debias-clip-sdxl")  # compared with all others
 
 
 def run_seed(config: QuickstartConfig, bases: dict[str, str], models: Models | None = None) -> dict:
@@ -143,19 +143,19 @@ def _of_way(scores: dict, way: str) -> str:
 
 
 def _difference_table(drawn: dict[int, dict]) -> str:
-    """What DeBias-CLIP gains on each of the others, with 95% intervals over images."""
+    """What DeBias-CLIP gains on each of the others, as it is and for SDXL, with 95% intervals over images."""
     lines = {
-        (seed, line["b"], line["score"]): line
+        (seed, f"{line['a']} minus {line['b']}", line["score"]): line
         for seed, result in drawn.items()
         for line in result["compared"]
-        if line["a"] == DEBIAS
+        if line["a"] in TRAINED
     }
     scores = [score for score in COMPARED if any(score == key[-1] for key in lines)]
     rows = [
-        [seed, other, *(_interval(score, lines.get((seed, other, score))) for score in scores)]
-        for seed, other in dict.fromkeys(key[:2] for key in lines)
+        [seed, pair, *(_interval(score, lines.get((seed, pair, score))) for score in scores)]
+        for seed, pair in dict.fromkeys(key[:2] for key in lines)
     ]
-    return Table(["seed", f"{DEBIAS} minus", *(COLUMNS[score][0] for score in scores)], rows).markdown()
+    return Table(["seed", "difference", *(COLUMNS[score][0] for score in scores)], rows).markdown()
 
 
 def _interval(score: str, line: dict | None) -> str:
