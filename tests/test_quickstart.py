@@ -312,4 +312,5 @@ def test_several_seeds_stand_in_one_table(finished, models, monkeypatch):
     assert tables.count("| 4 | debias-clip |") == tables.count("| 5 | debias-clip |") == 5  # retrieval, four conditions
     assert f"| 4 | debias-clip | {shown['objects_right']['value']:.1f} |" in tables
     assert all(f"| 5 | {way} |" in tables for way in told if way != benchmark.ALL)
-    assert "| 4 | debias-clip-sdxl minus clip in chunks | +0.0 (+0.0 to +0.0) |" in tables  # untrained, nothing is right with any encoder
+    # untrained, nothing is right with any encoder
+    assert "| 4 | debias-clip-sdxl minus clip in chunks | +0.0 (+0.0 to +0.0) |" in tables
