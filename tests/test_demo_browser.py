@@ -22,6 +22,7 @@ from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from debias_diffusion.app.demo import device
+from debias_diffusion.app.demo.launch import TOYS
 from debias_diffusion.app.demo.live_generation import Step
 from debias_diffusion.app.demo.toy_scenes import mark, random_scene
 from debias_diffusion.app.generate.png_settings import read_settings
@@ -35,7 +36,7 @@ if CHROMIUM is None:
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOSTILE = "<img src=x onerror=window.hacked=1> ${window.hacked=1} {{window.hacked=1}}"
-LABELS = ["toy/clip", "toy/long-clip", "toy/debias-clip"]
+LABELS = list(TOYS)
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1280, "height": 900}
 
@@ -149,11 +150,11 @@ def test_a_scene_is_drawn_by_all_encoders_and_marked(page, tmp_path):
     page.get_by_role("button", name="Generate").click()
     finished(page)
     expect(page.locator(".card figcaption > strong")).to_have_text(["Reference image", *LABELS])
-    expect(page.locator(".card .score")).to_have_count(3)
+    expect(page.locator(".card .score")).to_have_count(4)
     expect(page.locator(".card").nth(1)).to_contain_text("reads the first 75 of 93 tokens")
     expect(page.locator(".card").nth(2)).to_contain_text("reads all 93 tokens")
     files = {label: downloaded(page, label, tmp_path / f"{number}.png") for number, label in enumerate(LABELS)}
-    assert len(set(files.values())) == 3
+    assert len(set(files.values())) == 4
     for number, label in enumerate(LABELS):
         settings = read_settings(tmp_path / f"{number}.png")
         assert settings["prompt"] == LONG and settings["steps"] == 3 and label in str(settings)
@@ -166,7 +167,7 @@ def test_a_scene_is_drawn_by_all_encoders_and_marked(page, tmp_path):
         expect(card.get_by_text("wrong background")).to_have_count(int(marks.missing_background is not None))
     # Another prompt is none of the scene's.
     ask(page, "A red ring.", 1)
-    expect(page.locator(".card")).to_have_count(3)
+    expect(page.locator(".card")).to_have_count(4)
     finished(page)
     expect(page.locator(".card .score")).to_have_count(0)
 
@@ -183,7 +184,7 @@ def test_random_scenes_differ(page):
 
 def test_stop_ends_it_within_a_step(page, steps):
     ask(page, LONG, 100)
-    expect(page.locator("#status")).to_contain_text(re.compile(r"Encoder 1 of 3, step [1-9]\d* of 100"))
+    expect(page.locator("#status")).to_contain_text(re.compile(r"Encoder 1 of 4, step [1-9]\d* of 100"))
     expect(page.locator("#status progress")).to_have_count(1)
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#status")).to_contain_text("Stopped.")
@@ -228,7 +229,7 @@ def test_a_picture_sets_everything_again(demo, page, tmp_path):
         expect(fresh.get_by_label("toy/long-clip")).not_to_be_checked()
         fresh.get_by_role("button", name="Generate").click()
         finished(fresh)
-        expect(fresh.locator(".card")).to_have_count(2)
+        expect(fresh.locator(".card")).to_have_count(3)
         assert downloaded(fresh, "toy/debias-clip", tmp_path / "again.png") == png
 
 

@@ -12,6 +12,7 @@ from diffusers import StableDiffusionXLPipeline
 from torch import Tensor
 from transformers import CLIPTokenizer
 
+from ..chunks import join_chunks
 from ..sentences import join_sentences
 from ..tokens import clean
 from ..toyworld.grammar import Caption
@@ -49,9 +50,7 @@ def encode_pairs_in_chunks(pipe: StableDiffusionXLPipeline, count: int, start: i
 def _encode_chunks(
     pipe: StableDiffusionXLPipeline, texts: list[tuple[str, str]], whole: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """The states of two chunks as `pipelines.chunks.join_chunks` joins them.
-
-    BOS and the tokens of the first chunk, tokens, EOS and pads of the second, then pads of an empty one.
+    """The joined states of two chunks.
 
     Args:
         texts: of the two chunks, within 77 tokens together.
@@ -64,11 +63,11 @@ def _encode_chunks(
     at_once, _ = encode_texts(pipe, [" ".join(chunks).strip() for chunks in texts])
     empty, width = encode_texts(pipe, [""])[0][0], pipe.text_encoder.config.hidden_size
     joined = []
-    for i, (text, _) in enumerate(texts):
-        n = len(pipe.tokenizer(text, add_special_tokens=False).input_ids)
-        states = torch.cat([first[i, : 1 + n], second[i, 1:], empty[1 : len(empty) - 1 - n]])
+    for i, pair in enumerate(texts):
+        counts = [len(ids) for ids in pipe.tokenizer(list(pair), add_special_tokens=False).input_ids]
+        states = join_chunks(torch.stack([first[i], second[i]]), counts, empty, 2 * len(empty) - 2)
         if whole[i]:
-            states[:, :width] = torch.cat([at_once[i], empty[1:-1]])[:, :width]
+            states[:, :width] = join_chunks(at_once[i : i + 1], [sum(counts)], empty, len(states))[:, :width]
         joined.append(states)
     return torch.stack(joined), pooled
 

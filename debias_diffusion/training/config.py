@@ -39,7 +39,7 @@ class TrainConfig:
             hf-hub:owner/name.
         pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
             may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
-        recipe: debias-clip; debias-clip-sdxl, the same with keep_states, for encoders that go into SDXL; long-clip or
+        recipe: debias-clip, debias-clip-sdxl (the same with keep_states, for encoders that go into SDXL), long-clip or
             smart-clip-sampling. The seven options that follow override a part of it.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
             second to a random end), independent (each with probability 1/2), shuffle (all, in random order), keep-4 or
