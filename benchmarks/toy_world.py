@@ -6,7 +6,7 @@ A seed is a run of the quickstart on scenes of its own (split test-SEED), then i
 conditions: the UNet that `toymodels/prepared_unet.py` prepared for joined chunks and shifted states, and captions that
 refer back. Everything finished is kept, so a stopped run continues, and seeds may run side by side.
 
-Prints tables and writes them to benchmarks/results/ as toy_world.md, with the numbers as toy_world.json.
+Prints tables and writes them to benchmarks/results/ as toy_world-4-5-6.md, with the numbers as toy_world-4-5-6.json.
 """
 
 import argparse
@@ -180,8 +180,9 @@ def main() -> None:
         seeds[seed] = run_seed(QuickstartConfig(output, seed=seed, split=f"test-{seed}"), bases)
     measured = {"machine": machine(torch.device("cpu")), "versions": versions(), "settings": asdict(QuickstartConfig())}
     print("\n" + as_markdown(seeds))
-    write_json(RESULTS / "toy_world.json", measured | {"seeds": seeds})
-    write_text(RESULTS / "toy_world.md", as_markdown(seeds))
+    name = "-".join(["toy_world", *map(str, seeds)])
+    write_json(RESULTS / f"{name}.json", measured | {"seeds": seeds})
+    write_text(RESULTS / f"{name}.md", as_markdown(seeds))
 
 
 if __name__ == "__main__":
