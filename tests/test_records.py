@@ -331,7 +331,8 @@ def test_memory_does_not_grow_with_captions(tmp_path):
     ended = subprocess.run([sys.executable, "-c", MEMORY, *paths], capture_output=True, text=True, timeout=300)
     rows = [tuple(map(int, line.split())) for line in ended.stdout.splitlines()]
     assert [row[:2] for row in rows] == [(count, 1999 * count) for count in counts for _ in range(2)]
-    assert all(large - small < 400 * 30_000 for (*_, small), (*_, large) in zip(rows[:2], rows[2:], strict=True))
+    growth = [large - small for (*_, small), (*_, large) in zip(rows[:2], rows[2:], strict=True)]
+    assert max(growth) < 1000 * 30_000, growth  # half of the entries; what an allocator keeps for later varies by 10 MB
 
 
 def test_a_file_that_changes_is_refused_and_one_that_only_seems_to_is_not(tmp_path, on_disk):
