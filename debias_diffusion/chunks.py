@@ -1,6 +1,7 @@
 """Long texts in chunks: where a text is cut, and how the chunks' hidden states are joined into one sequence."""
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -33,6 +34,23 @@ class Tokens(NamedTuple):
     ids: list[int]
     cuts: list[Cut]
     weights: list[float]
+
+
+class Chunk(NamedTuple):
+    """A part of a text that is read at once, by token indices.
+
+    Attributes:
+        read: all of it.
+        kept: its end, of which the states are used; what stands before it was kept from earlier chunks.
+    """
+
+    read: range
+    kept: range
+
+    @property
+    def again(self) -> int:
+        """How many of the tokens were kept from earlier chunks."""
+        return len(self.read) - len(self.kept)
 
 
 def positions_for(n_tokens: int, context_lengths: list[int]) -> int:
@@ -121,6 +139,38 @@ def split_chunks(tokens: Tokens, slots: int) -> list[range]:
     return chunks
 
 
+split_windows = split_chunks  # the name of earlier releases, for one more
+
+
+def split_overlapping(tokens: Tokens, slots: int) -> list[Chunk]:
+    """Chunks of at most `slots` tokens, each but the first read together with the end of the text before it.
+
+    At most half of a chunk is new, and at least a quarter is read again, from the earliest beginning of a sentence that
+    fits (else after a comma, a word, a token). So no token is read as if the text began with it, but where it does and
+    after `Cut.BREAK`.
+
+    Returns:
+        at least one chunk; the kept parts make up the text, in order.
+    """
+    chunks, start, new = [], 0, max(1, slots // 2)
+    for end in [*(at + 1 for at, cut in enumerate(tokens.cuts) if cut == Cut.BREAK), len(tokens.ids)]:
+        stop = end if end - start <= slots else _best_end(tokens.cuts, start, slots)
+        chunks.append(Chunk(range(start, stop), range(start, stop)))
+        while stop < end:
+            kept, stop = stop, end if end - stop <= new else _best_end(tokens.cuts, stop, new)
+            read = _best_start(tokens.cuts, start, stop - slots, kept - slots // 4)
+            chunks.append(Chunk(range(read, stop), range(kept, stop)))
+        start = end
+    return chunks
+
+
+def _best_start(cuts: Sequence[Cut], first: int, least: int, most: int) -> int:
+    """Where to begin to read, between `least` and `most`: at `first` if possible, else after the best cut, early."""
+    if least <= first:
+        return first
+    return max(range(least, max(least, most) + 1), key=lambda start: (cuts[start - 1], -start))
+
+
 def _best_end(cuts: list[Cut], start: int, slots: int) -> int:
     """Where a chunk that begins at token `start` ends, exclusive."""
     half = start + slots - slots // 2
@@ -131,7 +181,7 @@ def _best_end(cuts: list[Cut], start: int, slots: int) -> int:
     return max(range(start + 1, start + slots + 1), key=goodness)
 
 
-def join_chunks(states: torch.Tensor, n_tokens: list[int], empty: torch.Tensor | None, length: int) -> torch.Tensor:
+def join_chunks(states: torch.Tensor, chunks: Sequence[Chunk], empty: torch.Tensor | None, length: int) -> torch.Tensor:
     """Joins the hidden states of a text's chunks into one sequence.
 
     The result is BOS of the first chunk, every text token in order, EOS of the last chunk, then pads: first the last
@@ -140,15 +190,15 @@ def join_chunks(states: torch.Tensor, n_tokens: list[int], empty: torch.Tensor |
 
     Args:
         states: [chunks, context_length, width], each row `[BOS, text, EOS, pads]`.
-        n_tokens: [chunks] text tokens in each.
+        chunks: of the text, in order.
         empty: [context_length, width] hidden states of `[BOS, EOS, pads]`; None if the last chunk has enough pads.
         length: positions of the result, at least the number of text tokens and two.
 
     Returns:
         [length, width]
     """
-    texts = [row[1 : 1 + n] for row, n in zip(states, n_tokens, strict=True)]
-    parts = [states[0, :1], *texts, states[-1, 1 + n_tokens[-1] :]]
+    texts = [row[1 + chunk.again : 1 + len(chunk.read)] for row, chunk in zip(states, chunks, strict=True)]
+    parts = [states[0, :1], *texts, states[-1, 1 + len(chunks[-1].read) :]]
     missing = length - sum(len(part) for part in parts)
     if missing > 0:
         parts += [empty[1:]] * math.ceil(missing / len(empty[1:]))
@@ -167,6 +217,3 @@ def weigh(states: torch.Tensor, weights: torch.Tensor, empty: torch.Tensor) -> t
     """
     weights = weights.to(states)[..., None]
     return torch.where(weights == 1, states, empty + weights * (states - empty))
-
-
-split_windows, join_windows = split_chunks, join_chunks  # names of earlier releases, for one more

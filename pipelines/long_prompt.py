@@ -18,7 +18,17 @@ from diffusers.loaders import (
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from debias_diffusion.chunks import Cut, Tokens, join_chunks, positions_for, split_chunks, tokenize_text, weigh
+from debias_diffusion.chunks import (
+    Chunk,
+    Cut,
+    Tokens,
+    join_chunks,
+    positions_for,
+    split_chunks,
+    split_overlapping,
+    tokenize_text,
+    weigh,
+)
 
 from .weighting import parse_weights
 
@@ -34,6 +44,7 @@ class LongPromptOptions(NamedTuple):
     negative_clip_skip: bool = False
     strict: bool = False
     weighting: bool = False
+    overlap: bool = False
 
 
 class PromptLayout(NamedTuple):
@@ -55,7 +66,14 @@ class LongPromptMixin:
 
     _long_prompt = LongPromptOptions()
 
-    def set_long_prompt(self, *, negative_clip_skip: bool = False, strict: bool = False, weighting: bool = False):
+    def set_long_prompt(
+        self,
+        *,
+        negative_clip_skip: bool = False,
+        strict: bool = False,
+        weighting: bool = False,
+        overlap: bool = False,
+    ):
         """Sets how long prompts are read; every option that is not passed returns to its default.
 
         Args:
@@ -64,11 +82,13 @@ class LongPromptMixin:
             weighting: read `(word:1.3)`, `word++`, `[word]` and BREAK as A1111's interface and compel do, see
                 `parse_weights`; a weight moves a token's hidden states away from those of the empty prompt, as in
                 ComfyUI.
+            overlap: read each chunk but the first together with the end of the text before it (`split_overlapping`), so
+                that "it" finds what it means. Costs the text encoders up to twice the chunks.
 
         Returns:
             the pipeline itself
         """
-        self._long_prompt = LongPromptOptions(negative_clip_skip, strict, weighting)
+        self._long_prompt = LongPromptOptions(negative_clip_skip, strict, weighting, overlap)
         return self
 
     @classmethod
@@ -105,10 +125,16 @@ class LongPromptMixin:
 
     def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
         chunks = tuple(
-            max(len(split_chunks(text, _context_length(encoder, positions) - 2)) for text in batch)
+            max(len(self._split(text, _context_length(encoder, positions) - 2)) for text in batch)
             for (_, encoder), batch in zip(self._text_encoders(), texts, strict=False)
         )
         return PromptLayout(_longest(texts), positions, chunks)
+
+    def _split(self, text: Tokens, slots: int) -> list[Chunk]:
+        """The chunks that an encoder reads, of at most `slots` tokens."""
+        if self._long_prompt.overlap:
+            return split_overlapping(text, slots)
+        return [Chunk(chunk, chunk) for chunk in split_chunks(text, slots)]
 
     def _tokenize(self, *texts: str | list[str] | None, batch_size: int | None = None) -> list[list[Tokens]]:
         """[encoders][batch] tokens. An encoder without a text of its own reads the first one.
@@ -192,13 +218,15 @@ class LongPromptMixin:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One encoder's hidden states [batch, length, width] and the pooled embeddings of each text's first chunk."""
         context = _context_length(encoder, length)
-        split = [split_chunks(text, context - 2) for text in texts]  # [batch][chunks] token indices
+        split = [self._split(text, context - 2) for text in texts]  # [batch][chunks]
         chunks = [(text, chunk) for text, parts in zip(texts, split, strict=True) for chunk in parts]
-        rows = [[text.ids[at] for at in chunk] for text, chunk in chunks]
-        weights = [[text.weights[at] for at in chunk] for text, chunk in chunks]
+        rows = [[text.ids[at] for at in chunk.read] for text, chunk in chunks]
+        weights = [[text.weights[at] for at in chunk.read] for text, chunk in chunks]
         weighted = any(weight != 1 for row in weights for weight in row)
         # The pads of one empty chunk serve all texts whose last chunk has too few.
-        lacking = any(context + sum(map(len, parts[:-1])) < length for parts in split)
+        lacking = any(
+            context - parts[-1].again + sum(len(chunk.kept) for chunk in parts[:-1]) < length for parts in split
+        )
         ids = _chunk_ids(rows + [[]] * (lacking or weighted), context, tokenizer)
         inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
         states, pooled = self._states(encoder, ids.to(inputs), clip_skip)
@@ -208,7 +236,7 @@ class LongPromptMixin:
             states = weigh(states, torch.tensor(padded), empty)
         counts = [len(parts) for parts in split]
         joined = [
-            join_chunks(text_states, [len(chunk) for chunk in parts], empty, length)
+            join_chunks(text_states, parts, empty, length)
             for text_states, parts in zip(states.split(counts), split, strict=True)
         ]
         first_chunks = list(itertools.accumulate([0, *counts[:-1]]))

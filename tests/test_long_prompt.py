@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_sdxl import assemble, assemble_copy
 
-from debias_diffusion.chunks import Cut, positions_for, split_chunks
+from debias_diffusion.chunks import Cut, positions_for, split_chunks, split_overlapping
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 
 BOS, EOS = 49406, 49407
@@ -200,7 +200,7 @@ def test_prompt_layout_says_what_encode_prompt_does(ours, long):
 # ---- layout
 
 
-def layout_by_hand(tokenizer, encoder, tokens, length, layer):
+def layout_by_hand(tokenizer, encoder, tokens, length, layer, overlap=False):
     """[length, width]: every chunk encoded alone, its hidden states picked one by one."""
     window = min(encoder.config.max_position_embeddings, length)
     pad = tokenizer.pad_token_id
@@ -211,9 +211,14 @@ def layout_by_hand(tokenizer, encoder, tokens, length, layer):
         return encoder(torch.tensor([ids]), output_hidden_states=True).hidden_states[layer][0]
 
     states = []
-    for piece in chunks_of(tokens, window - 2):
+    pieces = chunks_of(tokens, window - 2)
+    if overlap:
+        pieces = [[tokens.ids[at] for at in chunk.read] for chunk in split_overlapping(tokens, window - 2)]
+        new = [len(chunk.kept) for chunk in split_overlapping(tokens, window - 2)]
+    for number, piece in enumerate(pieces):
         out = run(piece)
-        states += [*out[: not states], *out[1 : 1 + len(piece)]]
+        again = len(piece) - new[number] if overlap else 0
+        states += [*out[: not states], *out[1 + again : 1 + len(piece)]]
     states += out[1 + len(piece) :]
     empty = run([])
     while len(states) < length:
@@ -243,9 +248,14 @@ TOKENS = st.lists(st.sampled_from([" cat", " red", " sky", ",", ".", ";", "!", '
 
 
 @settings(max_examples=30)
-@given(lengths=st.sampled_from(CONTEXT_LENGTHS), texts=st.tuples(TOKENS, TOKENS), repeat=st.integers(1, 30))
-def test_layout_is_the_literal_one(pipe_of_lengths, lengths, texts, repeat):
-    pipe = pipe_of_lengths[lengths]
+@given(
+    lengths=st.sampled_from(CONTEXT_LENGTHS),
+    texts=st.tuples(TOKENS, TOKENS),
+    repeat=st.integers(1, 30),
+    overlap=st.booleans(),
+)
+def test_layout_is_the_literal_one(pipe_of_lengths, lengths, texts, repeat, overlap):
+    pipe = pipe_of_lengths[lengths].set_long_prompt(overlap=overlap)
     texts = ["".join(text * repeat)[:900] for text in texts]
     embeds, negatives, pooled, _ = pipe.encode_prompt(texts, negative_prompt="grey")
     tokens = pipe._tokenize(texts, None)
@@ -253,7 +263,9 @@ def test_layout_is_the_literal_one(pipe_of_lengths, lengths, texts, repeat):
     assert embeds.shape[1] == positions_for(longest, list(lengths)) >= longest + 2
     sources = ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2))
     for row in range(2):
-        parts = [layout_by_hand(*source, tokens[i][row], embeds.shape[1], -2) for i, source in enumerate(sources)]
+        parts = [
+            layout_by_hand(*source, tokens[i][row], embeds.shape[1], -2, overlap) for i, source in enumerate(sources)
+        ]
         torch.testing.assert_close(embeds[row], torch.cat(parts, dim=-1), rtol=1e-4, atol=1e-4)
         first = chunks_of(tokens[1][row], min(lengths[1], embeds.shape[1]) - 2)[0]
         alone = pipe.text_encoder_2(torch.tensor([[BOS, *first, EOS]])).text_embeds[0]
@@ -380,6 +392,43 @@ def test_any_text_is_cut_without_loss_or_waste(ours, text, slots):
     assert [token for piece in pieces for token in piece] == tokens.ids
     assert all(slots / 2 <= len(piece) <= slots for piece in pieces[:-1])
     assert len(pieces[-1]) <= slots
+
+
+@settings(max_examples=200)
+@given(text=st.text(alphabet=st.sampled_from("ab c,.;!? 3\n。é😀<|>"), max_size=300), slots=st.integers(1, 20))
+def test_overlapping_chunks_keep_every_token_once_and_know_what_came_before(ours, text, slots):
+    tokens = texts_of(ours, text)[0]
+    chunks = split_overlapping(tokens, slots)
+    assert [at for chunk in chunks for at in chunk.kept] == list(range(len(tokens.ids)))
+    assert all(chunk.read.stop == chunk.kept.stop and len(chunk.read) <= slots for chunk in chunks)
+    assert chunks[0].again == 0 and chunks[0].kept == split_chunks(tokens, slots)[0]
+    for chunk in chunks[1:]:
+        assert 0 < len(chunk.kept) <= max(1, slots // 2) and chunk.again >= slots // 4
+        # It begins at the best place of those where it may, and at the first of them.
+        places = range(chunk.read.stop - slots, chunk.kept.start - slots // 4 + 1)
+        assert chunk.read.start in places or chunk.read.start == 0
+        if chunk.read.start:
+            assert all(
+                tokens.cuts[at - 1] < tokens.cuts[chunk.read.start - 1] for at in places if at < chunk.read.start
+            )
+            assert all(tokens.cuts[at - 1] <= tokens.cuts[chunk.read.start - 1] for at in places)
+
+
+def test_nothing_is_read_across_a_break(ours):
+    pipe = type(ours)(**ours.components).set_long_prompt(weighting=True, overlap=True)
+    tokens = pipe._tokenize(f"{words(100)} BREAK {words(100)}", None)[0][0]
+    chunks = split_overlapping(tokens, 75)
+    second = next(number for number, chunk in enumerate(chunks) if chunk.kept.start == 100)
+    assert chunks[second].read.start == 100 and [chunk.again > 0 for chunk in chunks] == [False, True, False, True]
+
+
+def test_overlap_changes_nothing_within_one_chunk_and_the_late_states_of_several(ours):
+    pipe = type(ours)(**ours.components)
+    plain = [pipe.encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
+    short, long = [pipe.set_long_prompt(overlap=True).encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
+    assert torch.equal(short, plain[0]) and torch.equal(long[:, :76], plain[1][:, :76])
+    assert long.shape == plain[1].shape and not torch.allclose(long[:, 80:120], plain[1][:, 80:120], atol=1e-3)
+    assert pipe.prompt_layout(words(120, ".")).windows == (3, 3)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 from safetensors.torch import load_file
 
-from debias_diffusion.chunks import join_chunks
+from debias_diffusion.chunks import Chunk, join_chunks
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import load_text_encoder, load_two_tower
 from debias_diffusion.models import shipped
@@ -261,9 +261,10 @@ def test_two_chunks_are_joined_as_the_pipeline_joins_them(pipe):
         chunks = list(prepared_unet.chunks_of(unet.draw_pair(7 + i)[1], pipe.tokenizer, rng))
         texts = [*chunks, "", " ".join(chunks).strip()]
         states, _, pooled, _ = pipe.encode_prompt(texts, do_classifier_free_guidance=False)
-        n_tokens = [len(pipe.tokenizer(chunk).input_ids) - 2 for chunk in chunks]
-        expected = join_chunks(states[:2], n_tokens, states[2], 152)
-        whole = join_chunks(states[3:], [sum(n_tokens)], states[2], 152)
+        tokens = [range(len(pipe.tokenizer(chunk).input_ids) - 2) for chunk in chunks]
+        expected = join_chunks(states[:2], [Chunk(part, part) for part in tokens], states[2], 152)
+        both = range(sum(map(len, tokens)))
+        whole = join_chunks(states[3:], [Chunk(both, both)], states[2], 152)
         its, close = joined["hidden_states"][i].float(), dict(atol=0.05, rtol=0.05)
         torch.testing.assert_close(its[:, width:], expected[:, width:], **close)
         torch.testing.assert_close(joined["pooled"][i].float(), pooled[0], **close)

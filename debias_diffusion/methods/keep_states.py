@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks, tokenize_text
+from ..chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks, split_overlapping, tokenize_text
 from ..errors import UserError
 from ..models.backbone import Backbone
 from ..models.text_tower import TextTower
@@ -53,9 +53,11 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def forward(self, texts: Sequence[Tokens], tokenizer: CaptionTokenizer) -> tuple[Tensor, Tensor]:
         """Penultimate states of SOT [1, width], and of the tokens of all texts [tokens, width], read in chunks."""
-        chunks = [[text.ids[at] for at in chunk] for text in texts for chunk in split_chunks(text, self.positions - 2)]
-        device = self.positional_embedding.device
-        return TextTower(self).token_states(without_eot(chunks, tokenizer).to(device))
+        chunks = [(text, chunk) for text in texts for chunk in split_overlapping(text, self.positions - 2)]
+        rows = without_eot([[text.ids[at] for at in chunk.read] for text, chunk in chunks], tokenizer)
+        sot, states = TextTower(self).token_states(rows.to(self.positional_embedding.device))
+        parts = zip(states.split(rows.lengths.tolist()), chunks, strict=True)
+        return sot, torch.cat([part[chunk.again :] for part, (_, chunk) in parts])
 
 
 def state_errors(

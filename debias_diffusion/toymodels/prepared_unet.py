@@ -12,7 +12,7 @@ from diffusers import StableDiffusionXLPipeline
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from ..chunks import join_chunks
+from ..chunks import Chunk, join_chunks
 from ..sentences import join_sentences
 from ..tokens import clean
 from ..toyworld.grammar import Caption
@@ -64,10 +64,12 @@ def _encode_chunks(
     empty, width = encode_texts(pipe, [""])[0][0], pipe.text_encoder.config.hidden_size
     joined = []
     for i, pair in enumerate(texts):
-        counts = [len(ids) for ids in pipe.tokenizer(list(pair), add_special_tokens=False).input_ids]
-        states = join_chunks(torch.stack([first[i], second[i]]), counts, empty, 2 * len(empty) - 2)
+        tokens = [range(len(ids)) for ids in pipe.tokenizer(list(pair), add_special_tokens=False).input_ids]
+        chunks = [Chunk(chunk, chunk) for chunk in tokens]
+        states = join_chunks(torch.stack([first[i], second[i]]), chunks, empty, 2 * len(empty) - 2)
         if whole[i]:
-            states[:, :width] = join_chunks(at_once[i : i + 1], [sum(counts)], empty, len(states))[:, :width]
+            tokens = range(sum(map(len, tokens)))
+            states[:, :width] = join_chunks(at_once[i : i + 1], [Chunk(tokens, tokens)], empty, len(states))[:, :width]
         joined.append(states)
     return torch.stack(joined), pooled
 
