@@ -394,15 +394,17 @@ class SDXLLongPromptMixin(LongPromptMixin):
 
 
 def hidden_states(
-    encoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[Tokens], length: int
+    encoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[Tokens], length: int, **options
 ) -> torch.Tensor:
     """What one of SDXL's encoders gives the UNet for texts of any length, [texts, length, width], with gradients.
 
     Args:
         tokens: of each text, from `chunks.tokenize_text`.
         length: positions of the result, at least those of the longest text, BOS and EOS.
+        options: of `set_long_prompt`.
     """
-    return SDXLLongPromptMixin()._encode_with(tokenizer, encoder, tokens, length, None, encoder.device)[0]
+    reader = SDXLLongPromptMixin().set_long_prompt(**options)
+    return reader._encode_with(tokenizer, encoder, tokens, length, None, encoder.device)[0]
 
 
 class SDLongPromptMixin(LongPromptMixin):

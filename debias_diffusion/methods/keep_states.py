@@ -2,11 +2,13 @@
 
 SDXL's UNet was trained on the penultimate hidden states of the base model's text tower. Contrastive training moves them
 (drift), because its losses read only EOT's last state, and the UNet then misreads what the encoder has understood. Here
-the base model, frozen, reads a text as the pipelines do with an encoder of 77 positions: in chunks, cut at the ends of
-sentences. The states of the words in the trained tower, which reads the text in one piece, are drawn to these.
+the base model, frozen, reads a text in chunks of 77 positions that overlap, cut at the ends of sentences: as the
+pipelines do with `overlap`. The states of the words in the trained tower, which reads the text in one piece, are drawn
+to these.
 
-It needs no UNet. Where it succeeds, late sentences have the states that they would have at the beginning of a prompt.
-The states of EOT and of the pads after it are left free: contrastive training needs them, and the UNet hardly does.
+It needs no UNet. Where it succeeds, late sentences have states that the UNet has learned to read. Chunks that do not
+overlap teach worse: after a cut their states know nothing of what came before, and nothing in a text says where a cut
+is. The states of EOT and of the pads after it are left free: contrastive training needs them, and the UNet hardly does.
 """
 
 import copy
@@ -52,7 +54,7 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def forward(self, texts: Sequence[Tokens], tokenizer: CaptionTokenizer) -> tuple[Tensor, Tensor]:
-        """Penultimate states of SOT [1, width], and of the tokens of all texts [tokens, width], read in chunks."""
+        """Penultimate states of SOT [1, width], and of all texts' tokens [tokens, width], in chunks that overlap."""
         chunks = [(text, chunk) for text in texts for chunk in split_overlapping(text, self.positions - 2)]
         rows = without_eot([[text.ids[at] for at in chunk.read] for text, chunk in chunks], tokenizer)
         sot, states = TextTower(self).token_states(rows.to(self.positional_embedding.device))

@@ -1,7 +1,8 @@
 """Drift: how far an encoder's hidden states have moved from those that the UNet was trained on. Needs no images.
 
-The base is the SDXL checkpoint's own text encoder, read in chunks of 77 tokens where a caption is longer; the encoders
-compared are read as the pipelines read them. Both give the UNet one state for each token, and these are compared.
+The base is the SDXL checkpoint's own text encoder. Encoders read as the pipelines do; longer captions in chunks that
+overlap, because else the base's states would jump wherever a caption is cut. Each gives the UNet one state for each
+token, and these are compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,7 +109,7 @@ class Reader:
     def states(self, tokens: list[Tokens]) -> list[Tensor]:
         """The states of each text: SOT, its tokens, EOT and `PADS` pads, [positions, width]."""
         length = max(len(text.ids) for text in tokens) + 2 + PADS
-        rows = hidden_states(self.encoder, self.tokenizer, tokens, length)
+        rows = hidden_states(self.encoder, self.tokenizer, tokens, length, overlap=True)
         return [row[: len(text.ids) + 2 + PADS] for row, text in zip(rows, tokens, strict=True)]
 
     def depends(self) -> dict:
