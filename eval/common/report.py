@@ -21,6 +21,9 @@ from debias_diffusion.models.weights import weights_digest  # noqa: F401
 PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
 PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of generated images
 
+# Positions that a smaller share of the captions reaches are dotted: their means are of few captions, the longest ones.
+FEW = 0.1
+
 
 def versions() -> dict[str, str]:
     """The versions of this package and of the libraries that affect the numbers."""
@@ -125,6 +128,18 @@ def draw_bars(
         bars = axes.bar(places, values, width, label=label, **errors)
         axes.bar_label(bars, fmt=f"%.{digits}f", fontsize=7, padding=2)
     axes.set_xticks(np.arange(len(names)), names)
+
+
+def draw_by_position(axes: Axes, heights: Sequence[float], counts: Sequence[int], label: str, colour: str) -> None:
+    """A curve over the positions of text, from 1, dotted where less than `FEW` of the captions reach.
+
+    Args:
+        counts: captions at each position; they never increase, because every caption begins at position 1.
+    """
+    many = sum(count >= FEW * counts[0] for count in counts)
+    positions = range(1, len(heights) + 1)
+    axes.plot(positions[:many], heights[:many], color=colour, label=label)
+    axes.plot(positions[max(many - 1, 0) :], heights[max(many - 1, 0) :], ":", color=colour, linewidth=1)
 
 
 def error_lengths(values: Sequence[float], intervals: Sequence[Sequence[float]]) -> np.ndarray:

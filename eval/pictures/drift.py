@@ -32,13 +32,11 @@ from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import compare, labels
 from ..common.inputs import Pairs, check_settings, check_source, read_source
 from ..common.intervals import mean_interval, paired_difference
-from ..common.report import Table, compared_tables, interval, show, write_report
+from ..common.report import Table, compared_tables, draw_by_position, interval, show, write_report
 
 PADS = 24  # after EOT, whose states are compared
 PARTS = {"text": "text", "sot": "SOT", "eot": "EOT", "pads": f"{PADS} pads"}
 _RIDGE = 1e-3  # of the mean variance of the encoder's channels
-# Positions that a smaller share of the captions reaches are dotted: their means are of few captions, the longest ones.
-_FEW = 0.1
 
 
 @dataclass
@@ -328,11 +326,7 @@ def figures(report: dict) -> dict[str, Figure]:
     figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=150)
     axes = figure.subplots()
     for index, (label, numbers) in enumerate(report["encoders"].items()):
-        counts, heights = numbers["captions_at_position"], numbers["by_position"]
-        many = sum(count >= _FEW * counts[0] for count in counts)  # counts never increase
-        places = range(1, len(heights) + 1)
-        axes.plot(places[:many], heights[:many], color=f"C{index}", label=label)
-        axes.plot(places[max(many - 1, 0) :], heights[max(many - 1, 0) :], ":", color=f"C{index}", linewidth=1)
+        draw_by_position(axes, numbers["by_position"], numbers["captions_at_position"], label, f"C{index}")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.set_xlabel("position of the token (SOT is 0)")

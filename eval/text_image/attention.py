@@ -32,7 +32,7 @@ from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import labels
 from ..common.inputs import Pairs, check_settings, check_source, read_source
 from ..common.intervals import mean_interval
-from ..common.report import Table, show, write_report
+from ..common.report import FEW, Table, draw_by_position, show, write_report
 from .robustness import edit_caption
 
 # By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
@@ -40,8 +40,6 @@ EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}
 QUANTITIES = {"before_softmax": "before the softmax", "after_softmax": "after the softmax"}
 # First and last position, SOT being 0. On DOCCI the summary ends at about the 25th (section E.3).
 BANDS = ((1, 25), (26, 50), (51, 100), (101, None))
-# Positions that a smaller share of the captions reaches are dotted: their means are of few captions, the longest ones.
-FEW = 0.1
 
 
 @dataclass
@@ -276,12 +274,8 @@ def plot(results: dict[str, dict], captions: int) -> Figure:
 def _draw_curve(axes, numbers: dict, quantity: str, label: str, colour: str) -> None:
     scale = 100.0 if quantity == "after_softmax" else 1.0
     heights = [scale * value for value in numbers[quantity]["positions"]]
-    counts = numbers["captions_at_position"]
-    # Counts never increase, because every caption begins at position 1.
-    many = sum(count >= FEW * counts[0] for count in counts)
-    positions = range(1, len(heights) + 1)
-    axes.plot(positions[:many], heights[:many], color=colour, label=f"{label} ({numbers['window']} positions)")
-    axes.plot(positions[max(many - 1, 0) :], heights[max(many - 1, 0) :], ":", color=colour, linewidth=1)
+    title = f"{label} ({numbers['window']} positions)"
+    draw_by_position(axes, heights, numbers["captions_at_position"], title, colour)
 
 
 _COLUMNS = 100  # characters in a line of the figure of a prompt
