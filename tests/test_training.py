@@ -510,7 +510,9 @@ def test_random_weights_are_asked_for_and_runs_begun_without_asking_resume(world
 
 
 def test_toy_scenes_are_trained_on_at_the_defaults(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loop._Run, "_train", lambda run, request: run._print_plan(0))  # 9 steps of 256 would take long
+    monkeypatch.setattr(
+        loop._Training, "make_steps", lambda run, request: run.print_plan(0)
+    )  # 9 steps of 256 would take long
     train(TrainConfig(data="toy/train-2", model="toy/clip", output=str(tmp_path), workers=0))
     assert "900 to train on, 9 of them in each epoch's reserve; 100 held out (auto" in capsys.readouterr().out
 

@@ -14,7 +14,7 @@ from ..data.workers import load_batches
 from ..errors import UserError
 from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer
-from .config import TrainConfig
+from .config import RunConfig, TrainConfig
 
 _LOOKED_UP = 200  # images whose presence is checked before a run
 
@@ -95,7 +95,7 @@ def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: flo
     return len(missing)
 
 
-def continue_hint(config: TrainConfig) -> str:
+def continue_hint(config: RunConfig) -> str:
     """What to do when too many records of a run are bad."""
     return (
         f"They are named in {str(Path(config.output) / BAD_RECORDS)!r}. Mend the images where they are, or start the "

@@ -13,9 +13,8 @@ from torch import nn
 
 from ..errors import UserError, reason
 from ..files import atomic_folder, remove_folder, restore_folder, sha256, write_json, write_text
-from ..models.backbone import Backbone
 from ..models.weights import save_tensors
-from .step import Optimizer
+from .step import AdamW
 
 CHECKSUMS = "SHA256SUMS"  # as sha256sum writes and checks them
 _FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
@@ -44,8 +43,8 @@ class TrainState:
 
 def save_checkpoint(
     folder: Path,
-    backbone: Backbone,
-    optimizer: Optimizer,
+    model: nn.Module,
+    optimizer: AdamW,
     state: TrainState,
     keep: int,
     modules: nn.Module | None = None,
@@ -56,7 +55,7 @@ def save_checkpoint(
         modules: the method's own, saved without frozen parameters.
     """
     with atomic_folder(folder / f"step-{state.step:08d}") as temporary:
-        save_tensors(backbone.model.state_dict(), temporary / "model.safetensors")
+        save_tensors(model.state_dict(), temporary / "model.safetensors")
         save_tensors(optimizer.state(), temporary / "optimizer.safetensors")
         write_json(temporary / "state.json", asdict(state))
         if modules is not None:
@@ -76,9 +75,7 @@ def _restored(modules: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in modules.state_dict().items() if name not in frozen}
 
 
-def load_checkpoint(
-    folder: Path, backbone: Backbone, optimizer: Optimizer, modules: nn.Module | None = None
-) -> TrainState:
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: AdamW, modules: nn.Module | None = None) -> TrainState:
     """Resumes from the newest checkpoint below `folder`; a fresh state where there is none.
 
     Raises:
@@ -91,7 +88,7 @@ def load_checkpoint(
     newest = checkpoints[-1]
     try:
         _verify(newest, _files(modules))
-        backbone.model.load_state_dict(load_file(newest / "model.safetensors"))
+        model.load_state_dict(load_file(newest / "model.safetensors"))
         if modules is not None:
             state = load_file(newest / _METHOD)
             if state.keys() != _restored(modules).keys():

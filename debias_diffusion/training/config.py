@@ -25,8 +25,74 @@ RECIPE_OPTIONS = ("sampling", "padding", "short_weight", "components", "label_sm
 TRACKERS = ("tensorboard", "wandb")
 
 
+class RunConfig:
+    """What the settings of every resumable run have in common; its subclasses are dataclasses with these fields."""
+
+    data: str
+    images: str | None
+    output: str
+    validation: int | Literal["auto"]
+    batch: int
+    chunk: int | None
+    epochs: int
+    max_steps: int | None
+    learning_rate: float
+    warmup: int
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    seed: int
+    workers: int
+    eval_every: int
+    checkpoint_every: int
+    keep: int
+    log_every: int
+    trackers: str | None
+    max_bad: float
+
+    def check_run(self) -> None:
+        """Raises UserError for a value that no run can have."""
+        for name in ("batch", "epochs", "eval_every", "checkpoint_every", "log_every", "keep"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("warmup", "weight_decay", "workers"):
+            self.require(name, getattr(self, name) >= 0, "at least 0")
+        self.require("validation", self.validation == "auto" or self.validation >= 0, "at least 0, or auto")
+        for name in ("max_steps", "chunk"):
+            self.require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or null")
+        self.require("learning_rate", self.learning_rate > 0 and math.isfinite(self.learning_rate), "above 0")
+        self.require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
+        check_max_bad(self.max_bad)
+        for name in self.tracker_names():
+            if name not in TRACKERS:
+                hint = near_matches(name, TRACKERS)
+                raise UserError(f"Unknown tracker {name!r}.{hint} Choose from: {', '.join(TRACKERS)}.")
+
+    def require(self, name: str, fits: bool, rule: str) -> None:
+        """Raises UserError, which states the rule, unless the setting fits it."""
+        if not fits:
+            raise UserError(f"{name} is {getattr(self, name)!r}, but must be {rule}.")
+
+    def tracker_names(self) -> list[str]:
+        return [name.strip() for name in (self.trackers or "").split(",") if name.strip()]
+
+    def resolved_precision(self, device: torch.device) -> str:
+        """`precision`, or for auto the device's fastest safe one: bf16 has the range of fp32, fp16 needs scaling."""
+        if self.precision != "auto":
+            return self.precision
+        if device.type != "cuda":
+            return "fp32"
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+    def settings(self) -> dict:
+        """All settings that decide the result, as plain JSON values; `ADDED` only where they are given."""
+        settings = asdict(self) | {"betas": list(self.betas)}
+        ignored = {*_WITHOUT_EFFECT, *(name for name in ADDED if not settings.get(name))}
+        return {name: value for name, value in settings.items() if name not in ignored}
+
+
 @dataclass
-class TrainConfig:
+class TrainConfig(RunConfig):
     """Fine-tune a CLIP two-tower on long captions, so that its text encoder reads all of them.
 
     Attributes:
@@ -132,52 +198,20 @@ class TrainConfig:
     check_data: bool = False
 
     def __post_init__(self):
-        for name in ("batch", "epochs", "stretch", "eval_every", "checkpoint_every", "log_every", "keep"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup", "weight_decay", "workers", "keep_positions"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("validation", self.validation == "auto" or self.validation >= 0, "at least 0, or auto")
-        for name in ("max_steps", "chunk"):
-            self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or null")
-        self._require("learning_rate", self.learning_rate > 0 and math.isfinite(self.learning_rate), "above 0")
-        self._require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
+        self.check_run()
+        self.require("stretch", self.stretch >= 1, "at least 1")
+        self.require("keep_positions", self.keep_positions >= 0, "at least 0")
         scale = self.initial_scale
-        self._require("initial_scale", scale in (None, "auto") or 0 < scale <= 100, "in (0, 100], auto, or null")
-        check_max_bad(self.max_bad)
-        for name in self.tracker_names():
-            if name not in TRACKERS:
-                hint = near_matches(name, TRACKERS)
-                raise UserError(f"Unknown tracker {name!r}.{hint} Choose from: {', '.join(TRACKERS)}.")
+        self.require("initial_scale", scale in (None, "auto") or 0 < scale <= 100, "in (0, 100], auto, or null")
         self.make_method()
-
-    def _require(self, name: str, fits: bool, rule: str) -> None:
-        if not fits:
-            raise UserError(f"{name} is {getattr(self, name)!r}, but must be {rule}.")
 
     def make_method(self) -> Method:
         """The method that `recipe` names, with the settings given."""
         return find_method(self.recipe, method_settings(vars(self)))
 
-    def tracker_names(self) -> list[str]:
-        return [name.strip() for name in (self.trackers or "").split(",") if name.strip()]
-
     def feature_folder(self) -> Path:
         """The folder of cached image features."""
         return Path(self.feature_cache) if self.feature_cache else Path(self.output).parent / "image-features"
-
-    def resolved_precision(self, device: torch.device) -> str:
-        """`precision`, or for auto the device's fastest safe one: bf16 has the range of fp32, fp16 needs scaling."""
-        if self.precision != "auto":
-            return self.precision
-        if device.type != "cuda":
-            return "fp32"
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-
-    def settings(self) -> dict:
-        """All settings that decide the result, as plain JSON values; `ADDED` only where they are given."""
-        settings = asdict(self) | {"betas": list(self.betas)}
-        ignored = {*_WITHOUT_EFFECT, *(name for name in ADDED if not settings[name])}
-        return {name: value for name, value in settings.items() if name not in ignored}
 
 
 def method_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

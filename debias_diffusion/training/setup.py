@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..methods import Method
 from ..models.backbone import Backbone, load_backbone
 from ..models.weights import weights_digest
-from .config import TrainConfig
+from .config import RunConfig, TrainConfig
 from .step import MAX_LOGIT_SCALE
 
 VALIDATION = 1000  # pairs held out by default: ShareGPT4V's validation split
@@ -105,13 +105,13 @@ def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
             backbone.logit_scale.fill_(min(math.log(scale), MAX_LOGIT_SCALE))
 
 
-def held_out_count(config: TrainConfig, records: int) -> int:
+def held_out_count(config: RunConfig, records: int) -> int:
     """How many pairs are held out; for `auto` never more than a tenth of the data."""
     return min(VALIDATION, records // 10) if config.validation == "auto" else config.validation
 
 
 def split(
-    captions: Captions, config: TrainConfig, validation: int, reserve: float
+    captions: Captions, config: RunConfig, validation: int, reserve: float
 ) -> tuple[Sequence[Record], Sequence[Record], int]:
     """(held-out pairs, training pairs, size of each epoch's reserve).
 

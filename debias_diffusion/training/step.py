@@ -1,7 +1,7 @@
 """One exact step over the global batch, however many processes share it."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from accelerate import Accelerator
@@ -104,7 +104,7 @@ def backward(
         part = encoded[number] if at_once else encode_chunk(number)
         part.backward(gradient.to(part.dtype))
     gradients = [parameter.grad for parameter in parameters(backbone, modules) if parameter.grad is not None]
-    _sum_over_processes(gradients, accelerator)
+    sum_over_processes(gradients, accelerator)
     report["gradient_norm"] = torch.nn.utils.get_total_norm(gradients) / (scaler.get_scale() if scaler else 1)
     return _numbers(report)
 
@@ -114,7 +114,7 @@ def _numbers(report: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
 
 
-def _sum_over_processes(gradients: list[torch.Tensor], accelerator: Accelerator) -> None:
+def sum_over_processes(gradients: list[torch.Tensor], accelerator: Accelerator) -> None:
     """In place; a few large messages instead of hundreds of small ones."""
     if accelerator.num_processes == 1:
         return
@@ -136,45 +136,31 @@ def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> lis
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-class Optimizer:
-    """AdamW with weight decay on matrices only, on all trained parameters but the kept positions.
-
-    The first `backbone.kept_positions` rows of the text tower's position table are not trained: whatever gradient,
-    momentum and weight decay do to them, they are restored after each step.
+class AdamW:
+    """torch's AdamW with weight decay on matrices only, whose state is saved by the parameters' names.
 
     Args:
+        named: parameters by name; those without `requires_grad` are left out.
         precision: for "fp16", gradients are scaled so that small ones do not vanish; a step in which one of them
             overflows is skipped and the scale lowered.
-        modules: the method's own, trained too.
 
     Attributes:
-        scaler: scales the loss in `backward`; None unless the precision is "fp16".
+        scaler: scales the loss before its gradient is computed; None unless the precision is "fp16".
     """
 
     def __init__(
         self,
-        backbone: Backbone,
+        named: Mapping[str, nn.Parameter],
         weight_decay: float,
         betas: tuple[float, float],
         eps: float,
         precision: str = "fp32",
-        modules: nn.Module | None = None,
     ):
-        self.backbone = backbone
-        named = dict(backbone.model.named_parameters())
-        if modules is not None:
-            named |= {f"{_METHOD}{name}": parameter for name, parameter in modules.named_parameters()}
         self.named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         groups = decay_groups(self.named.values(), weight_decay)
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-        self.kept = self._kept_rows.detach().clone()
-        device = backbone.logit_scale.device.type
+        device = next(iter(self.named.values())).device.type
         self.scaler = torch.amp.GradScaler(device) if precision == "fp16" else None
-
-    @property
-    def _kept_rows(self) -> torch.Tensor:
-        table: nn.Parameter = self.backbone.text.tower.positional_embedding
-        return table[: self.backbone.kept_positions]
 
     def step(self, learning_rate: float) -> None:
         """Applies the parameters' gradients and clears them."""
@@ -185,10 +171,6 @@ class Optimizer:
             self.scaler.update()
         else:
             self.adamw.step()
-        with torch.no_grad():
-            self._kept_rows.copy_(self.kept)
-            if self.backbone.loss == "softmax":
-                self.backbone.logit_scale.clamp_(max=MAX_LOGIT_SCALE)
         self.clear()
 
     def clear(self) -> None:
@@ -225,6 +207,45 @@ class Optimizer:
             self.scaler.load_state_dict(scaler)
         if rest:
             raise ValueError(f"the optimizer has no {min(rest)!r}")
+
+
+class Optimizer(AdamW):
+    """AdamW on all trained parameters of a two-tower but the kept positions.
+
+    The first `backbone.kept_positions` rows of the text tower's position table are not trained: whatever gradient,
+    momentum and weight decay do to them, they are restored after each step.
+
+    Args:
+        modules: the method's own, trained too.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        precision: str = "fp32",
+        modules: nn.Module | None = None,
+    ):
+        self.backbone = backbone
+        named = dict(backbone.model.named_parameters())
+        if modules is not None:
+            named |= {f"{_METHOD}{name}": parameter for name, parameter in modules.named_parameters()}
+        super().__init__(named, weight_decay, betas, eps, precision)
+        self.kept = self._kept_rows.detach().clone()
+
+    @property
+    def _kept_rows(self) -> torch.Tensor:
+        table: nn.Parameter = self.backbone.text.tower.positional_embedding
+        return table[: self.backbone.kept_positions]
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        super().step(learning_rate)
+        self._kept_rows.copy_(self.kept)
+        if self.backbone.loss == "softmax":
+            self.backbone.logit_scale.clamp_(max=MAX_LOGIT_SCALE)
 
 
 def _take(state: dict[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:

@@ -10,12 +10,12 @@ from accelerate import Accelerator
 
 from ..errors import UserError, reason
 from ..process_group import end_group_at_exit
-from .config import TrainConfig
+from .config import RunConfig
 
 PROJECT = "debias-diffusion"
 
 
-def make_accelerator(config: TrainConfig) -> Accelerator:
+def make_accelerator(config: RunConfig) -> Accelerator:
     """accelerate's Accelerator with the trackers of `config`, which write to the output folder.
 
     Raises:
@@ -31,7 +31,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
 
 @contextmanager
-def tracked(accelerator: Accelerator, config: TrainConfig, settings: dict) -> Iterator[None]:
+def tracked(accelerator: Accelerator, config: RunConfig, settings: dict) -> Iterator[None]:
     """Keeps the trackers open; a resumed run continues its curves.
 
     Raises:

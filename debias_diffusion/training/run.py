@@ -1,0 +1,242 @@
+"""What every resumable run does: steps in order, checkpoints, stopping between steps, bad records, the log."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from ..data import BadRecord, data_digest, open_data
+from ..data.bad_records import FEWEST, BadRecordsFile, check_count, check_share, printable, report_bad
+from ..data.workers import load_batches
+from ..errors import UserError
+from .batches import GlobalBatches
+from .check import continue_hint, look_for_images
+from .checkpoint import TrainState, load_checkpoint, save_checkpoint
+from .config import RunConfig
+from .folder import NOT_FINITE, RunFolder
+from .schedule import learning_rate
+from .setup import held_out_count, split
+from .step import AdamW
+from .stop import StopRequest
+from .trackers import tracked
+
+PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
+
+
+class Run(ABC):
+    """The state of one run in its folder.
+
+    A subclass sets, before `make_steps`, the attributes that this class leaves open, and writes `backward` and
+    `print_plan`; `measure` is optional.
+
+    Attributes:
+        main: whether this is the main process, which prints and writes.
+        precision: "fp32", "bf16" or "fp16".
+        all_records: the usable records of the data; `held_out` and `records` are the parts not trained and trained on.
+        images: where their images come from.
+        missing: how many of the images that were looked up are missing.
+        batches: the samples of each step.
+        settings: everything that decides the result. A subclass adds the rest, then calls `begin`.
+        model: what is trained and what a checkpoint holds.
+        modules: further modules that are trained, or None.
+        optimizer: of both.
+        dataset: samples by key.
+        collate: samples to a batch, with attributes `bad` and `sample_ids`.
+    """
+
+    title = "training"  # of the progress bar
+    settings: dict
+    model: nn.Module
+    modules: nn.Module | None = None
+    optimizer: AdamW
+    dataset: Dataset
+    collate: Callable
+
+    def __init__(self, config: RunConfig, accelerator: Accelerator, folder: RunFolder):
+        self.config, self.accelerator, self.folder = config, accelerator, folder
+        self.main = accelerator.is_main_process
+        self.precision = config.resolved_precision(accelerator.device)
+        if config.batch % accelerator.num_processes:
+            raise UserError(
+                f"batch is {config.batch}, but must be a multiple of the {accelerator.num_processes} processes."
+            )
+        self.captions, self.images = open_data(config.data, config.images, cache=folder.path)
+        self.all_records = self.captions.records
+        # A run keeps the reserve and the held-out pairs it began with: a larger --max-bad must not change the draws.
+        begun = folder.settings()
+        reserve = begun.get("max_bad", config.max_bad)
+        validation = held_out_count(config, len(self.all_records))
+        if config.validation == "auto":
+            validation = begun.get("validation", validation)
+        self.held_out, self.records, spare = split(self.captions, config, validation, reserve)
+        self.missing = look_for_images(self.records, self.images, config.max_bad)
+        self.settings = config.settings() | {
+            "validation": validation,
+            "precision": self.precision,
+            "data_sha256": data_digest(config.data, self.captions),
+            "max_bad": reserve,
+        }
+        self.batches = GlobalBatches(
+            len(self.records), config.batch, config.epochs, config.seed, config.max_steps, spare
+        )
+        self.bad_records = BadRecordsFile(folder.path)
+
+    @abstractmethod
+    def backward(self, batch) -> dict[str, float]:
+        """Leaves the gradients of the global batch's loss in the parameters, on every process.
+
+        Returns:
+            "loss", "gradient_norm" and what else is logged, on every process the same. If the loss is not finite, there
+            need not be gradients.
+        """
+
+    @abstractmethod
+    def print_plan(self, start: int) -> None:
+        """Prints what the steps from `start` on will do and need."""
+
+    def measure(self, state: TrainState) -> None:  # noqa: B027 - optional
+        """Measures the model between two steps; called on every process."""
+
+    def begin(self) -> None:
+        """Compares `settings` with those of the run in the folder, and reports the data's bad records.
+
+        Raises:
+            UserError: the folder belongs to a run with other settings, or too many records are bad.
+        """
+        self.folder.check_settings(self.settings)
+        captions = self.captions
+        if self.main and not self.folder.begun:
+            report_bad(captions.bad, self.folder.path)
+        everything = len(captions.records) + len(captions.bad)
+        check_share(captions.bad, everything, self.config.max_bad, continue_hint(self.config))
+
+    def report_unreadable(self, bad: Sequence[BadRecord]) -> None:
+        """Reports images that could not be read before training began. Raises UserError if they are too many."""
+        if self.main:
+            report_bad(bad, self.folder.path)
+        check_share(bad, len(self.all_records), self.config.max_bad, continue_hint(self.config))
+
+    def make_steps(self, request: StopRequest) -> TrainState | None:
+        """Makes the steps that are left. None if the run was asked to stop before the last."""
+        config, total = self.config, self.batches.total_steps
+        state = load_checkpoint(self.folder.checkpoints, self.model, self.optimizer, self.modules)
+        if self.main:
+            if state.step < total:
+                self.print_plan(state.step)
+                if self.missing:
+                    print(f"  {self.missing} of the images that were looked up are missing; the reserve replaces them.")
+            self.folder.claim(self.settings)
+            self.folder.cut_log(state.step)
+        bar = tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main)
+        with tracked(self.accelerator, config, self.settings), bar:
+            if state.step == 0:
+                self.measure(state)
+            with load_batches(self._loader(state.step)) as batches:
+                started = time.perf_counter()
+                for batch in batches:
+                    self._step(batch, state, bar, started)
+                    last = state.step == total
+                    if state.step % config.eval_every == 0 or last:
+                        self.measure(state)
+                    stop = request.asked() and not last
+                    if state.step % config.checkpoint_every == 0 or last or stop:
+                        self._checkpoint(state)
+                    if stop:
+                        self.say(f"Stopped after step {state.step} of {total}. The same command continues from there.")
+                        return None
+                    started = time.perf_counter()
+        return state
+
+    def _loader(self, start: int) -> DataLoader:
+        accelerator = self.accelerator
+        return DataLoader(
+            self.dataset,
+            batch_sampler=self.batches.iterate(start, accelerator.process_index, accelerator.num_processes),
+            collate_fn=self.collate,
+            num_workers=self.config.workers,
+            pin_memory=accelerator.device.type == "cuda",
+        )
+
+    def _step(self, batch, state: TrainState, bar: tqdm, started: float) -> None:
+        """One step; `started` is when this process began to wait for the batch."""
+        config, accelerator = self.config, self.accelerator
+        # Only a model that drops patches draws random numbers in a step; a resumed run must draw the same.
+        torch.manual_seed((config.seed << 32) + state.step * accelerator.num_processes + accelerator.process_index)
+        rate = learning_rate(state.step, self.batches.total_steps, config.learning_rate, config.warmup)
+        scaler = self.optimizer.scaler
+        report = self.backward(batch)
+        # Gradients overflow now and then in fp16; the scaler skips such a step.
+        checked = ("loss",) if scaler else ("loss", "gradient_norm")
+        finite = all(math.isfinite(report.get(name, 0.0)) for name in checked)
+        state.step += 1
+        if finite:
+            self.optimizer.step(rate)
+            state.not_finite = 0
+        else:
+            self._skip(batch, state, report)
+        self._count_replaced(batch, state)
+        bar.update()
+        speed = config.batch / (time.perf_counter() - started)
+        best = {"best_r1": f"{state.best_r1:.1f}"} if state.best_r1 >= 0 else {}
+        bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}", **best)
+        if self.main and finite and (state.step % config.log_every == 0 or state.step == self.batches.total_steps):
+            epoch = round(state.step * config.batch / self.batches.samples_per_epoch, 4)
+            numbers = {name: value for name, value in report.items() if math.isfinite(value)}  # fp16 may overflow
+            line = {"step": state.step, "epoch": epoch, **numbers, "learning_rate": rate}
+            self.log(line | {"samples_per_second": round(speed, 2)})
+
+    def _skip(self, batch, state: TrainState, report: dict[str, float]) -> None:
+        """Logs the samples of a step that is not finite. Raises UserError after too many such steps in a row."""
+        self.optimizer.clear()
+        state.not_finite += 1
+        samples = gather_object(batch.sample_ids)
+        number = "loss" if not math.isfinite(report["loss"]) else "gradient"
+        if self.main:
+            self.folder.log_not_finite({"step": state.step, "not_finite": number, "samples": samples})
+        skipped = f"The {number} of step {state.step} is not finite; the step was not applied"
+        if state.not_finite == PATIENCE:
+            raise UserError(
+                f"{skipped}, like the {PATIENCE - 1} before it. The last checkpoint is unharmed, and the samples are "
+                f"named in {str(self.folder.path / NOT_FINITE)!r}. Look at them, or start again with a lower "
+                "--learning-rate or another --precision."
+            )
+        self.say(f"{skipped}. Its samples are named in {self.folder.path / NOT_FINITE}.")
+
+    def _count_replaced(self, batch, state: TrainState) -> None:
+        """Logs the bad records of the batch. Raises UserError when they become too many."""
+        count = len(batch.bad)
+        if count:
+            self.bad_records.add(batch.bad)
+            first = batch.bad[0]
+            tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.bad_records.path})")
+        if self.accelerator.num_processes > 1:
+            device = self.accelerator.device
+            count = int(self.accelerator.reduce(torch.tensor(count, device=device), reduction="sum").item())
+        state.replaced += count
+        if count:
+            # The share of a few samples says nothing about the rest.
+            seen = max(state.step * self.config.batch, min(FEWEST, len(self.records)))
+            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config))
+
+    def _checkpoint(self, state: TrainState) -> None:
+        if self.main:
+            keep = self.config.keep
+            save_checkpoint(self.folder.checkpoints, self.model, self.optimizer, state, keep, self.modules)
+        self.accelerator.wait_for_everyone()
+
+    def log(self, line: dict) -> None:
+        """A line in log.jsonl, and its numbers in the trackers."""
+        self.folder.log(line)
+        numbers = {name: value for name, value in line.items() if name != "step"}
+        self.accelerator.log(numbers, step=line["step"])
+
+    def say(self, line: str) -> None:
+        if self.main:
+            tqdm.write(line)
