@@ -1,4 +1,4 @@
-"""`debias-diffusion`: quickstart, train, export, generate, shards, evaluate, app.
+"""`debias-diffusion`: quickstart, train, align, export, generate, shards, evaluate, app.
 
 Each command's options are the fields of one dataclass; its docstring is their help. Values come from YAML
 (`--config file.yaml`) and from the command line; the last one given counts.
@@ -60,6 +60,10 @@ COMMANDS = {
     "train": (
         "fine-tune CLIP so that its text encoder reads long captions to the end",
         "training:TrainConfig:train",
+    ),
+    "align": (
+        "fit the trained text encoder to SDXL's frozen UNet",
+        "app.align:AlignConfig:align",
     ),
     "export": (
         "write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers",

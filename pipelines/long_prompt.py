@@ -393,18 +393,22 @@ class SDXLLongPromptMixin(LongPromptMixin):
         return output.hidden_states[-2 - (clip_skip or 0)], getattr(output, "text_embeds", None)
 
 
-def hidden_states(
+def encode_tokens(
     encoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[Tokens], length: int, **options
-) -> torch.Tensor:
-    """What one of SDXL's encoders gives the UNet for texts of any length, [texts, length, width], with gradients.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What one of SDXL's encoders gives the UNet for texts of any length, with gradients.
 
     Args:
         tokens: of each text, from `chunks.tokenize_text`.
         length: positions of the result, at least those of the longest text, BOS and EOS.
         options: of `set_long_prompt`.
+
+    Returns:
+        hidden states [texts, length, width]; pooled embeddings [texts, pooled width] of the first chunks, None for an
+        encoder without a projection.
     """
     reader = SDXLLongPromptMixin().set_long_prompt(**options)
-    return reader._encode_with(tokenizer, encoder, tokens, length, None, encoder.device)[0]
+    return reader._encode_with(tokenizer, encoder, tokens, length, None, encoder.device)
 
 
 class SDLongPromptMixin(LongPromptMixin):

@@ -30,17 +30,16 @@ class Sample:
 
 
 @dataclass(eq=False, repr=False)
-class CaptionDataset(Dataset):
-    """Image-caption pairs by key, each a pure function of that key and the seed.
+class RecordDataset(Dataset):
+    """Samples by key, each a pure function of that key and the seed.
 
     A record whose image cannot be read is replaced by one of the epoch's reserve, which depends on the key alone, and
-    named in the sample's `bad`; so every process stays in step and a restart draws the same.
+    named in the sample's `bad`; so every process stays in step and a restart draws the same. A subclass makes samples.
 
     Args:
         records: all of them.
         images: where their images come from.
         preprocess: an opened image to the tensor that a batch is made of.
-        tokenizer, recipe: the method draws and tokenizes the captions, and draws views of the image.
         seed: of the draws.
         reserve: an epoch's records that stand in for others, by index (see `training.batches.GlobalBatches.reserve`).
             None: there are none, and an unreadable image is an error.
@@ -49,25 +48,20 @@ class CaptionDataset(Dataset):
     records: Sequence[Record]
     images: ImageSource
     preprocess: Callable[[Image.Image], torch.Tensor]
-    tokenizer: CaptionTokenizer
-    recipe: Method
     seed: int
-    reserve: Callable[[int], Sequence[int]] | None = None
+    reserve: Callable[[int], Sequence[int]] | None
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, key: Key) -> Sample:
-        epoch = key[0]
+    def read(self, key: Key) -> tuple[Record, torch.Tensor, list[BadRecord]]:
+        """The record of a key, or its replacement, its image, and the bad records before it."""
         bad = []
         for record in self._candidates(*key):
             image = read_or_bad(record, lambda name: self.preprocess(self.images.open(name)))
-            if isinstance(image, BadRecord):
-                bad.append(image)
-                continue
-            drawn_from = record.caption, self.tokenizer, self.seed, epoch, record.sample_id
-            captions, views = self.recipe.captions(*drawn_from), self.recipe.views(image, *drawn_from)
-            return Sample(key, record.sample_id, image, captions, bad, views)
+            if not isinstance(image, BadRecord):
+                return record, image, bad
+            bad.append(image)
         many = f"{len(bad)} images in a row" if len(bad) > 1 else "An image that no reserve (--max-bad) stands in for"
         raise UserError(
             f"{many} cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "
@@ -80,6 +74,29 @@ class CaptionDataset(Dataset):
         reserve = self.reserve(epoch) if self.reserve else ()
         for attempt in range(min(_ATTEMPTS - 1, len(reserve))):
             yield self.records[int(reserve[(place + attempt) % len(reserve)])]
+
+
+class CaptionDataset(RecordDataset):
+    """Image-caption pairs for a method, which draws and tokenizes the captions, and draws views of the image."""
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        images: ImageSource,
+        preprocess: Callable[[Image.Image], torch.Tensor],
+        tokenizer: CaptionTokenizer,
+        recipe: Method,
+        seed: int,
+        reserve: Callable[[int], Sequence[int]] | None = None,
+    ):
+        super().__init__(records, images, preprocess, seed, reserve)
+        self.tokenizer, self.recipe = tokenizer, recipe
+
+    def __getitem__(self, key: Key) -> Sample:
+        record, image, bad = self.read(key)
+        drawn_from = record.caption, self.tokenizer, self.seed, key[0], record.sample_id
+        captions, views = self.recipe.captions(*drawn_from), self.recipe.views(image, *drawn_from)
+        return Sample(key, record.sample_id, image, captions, bad, views)
 
 
 class Collate:

@@ -76,17 +76,23 @@ def state_errors(
     expected_sot, expected = teacher(texts, tokenizer)
     rows = without_eot([text.ids for text in texts], tokenizer)
     sot, states = text_tower.token_states(rows.to(expected.device))
-    at_sot, at_tokens = (
-        (_at_least_float(ours) - _at_least_float(theirs)).square().mean(dim=1)
-        for ours, theirs in ((sot, expected_sot), (states, expected))
-    )
     lengths = rows.lengths.tolist()
-    errors = []
-    for squares, of_text in zip(at_tokens.split(lengths), _at_least_float(expected).split(lengths), strict=True):
-        # Not SOT: in trained models its state is far from all others.
-        variance = of_text.var(dim=0, correction=0).mean()
-        errors.append(torch.cat([at_sot, squares]).mean() / variance)
-    return torch.stack(errors)
+    pairs = zip(states.split(lengths), expected.split(lengths), strict=True)
+    return torch.stack(
+        [relative_error(torch.cat([sot, ours]), torch.cat([expected_sot, theirs])) for ours, theirs in pairs]
+    )
+
+
+def relative_error(states: Tensor, expected: Tensor) -> Tensor:
+    """How far the states of one text are from those expected: see `state_errors`.
+
+    Args:
+        states, expected: of SOT and at least two tokens, [1 + tokens, width].
+    """
+    states, expected = _at_least_float(states), _at_least_float(expected)
+    # Not SOT: in trained models its state is far from all others.
+    variance = expected[1:].var(dim=0, correction=0).mean()
+    return (states - expected).square().mean() / variance
 
 
 def _at_least_float(states: Tensor) -> Tensor:

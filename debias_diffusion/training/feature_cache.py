@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -153,23 +155,58 @@ class CachedImages:
         return self.cache[row]
 
 
+class FrozenEncoder(ABC):
+    """A model that is not trained and makes a row of numbers of each image, such as an image tower.
+
+    Attributes:
+        accelerator: on whose device it is.
+        key: everything but the image itself that the features depend on, as JSON values.
+        dim: numbers in the features of an image.
+    """
+
+    accelerator: Accelerator
+    key: dict
+    dim: int
+
+    @abstractmethod
+    def read_pixels(self, image: Image.Image) -> torch.Tensor:
+        """An opened image as the tensor that `encode` takes a batch of."""
+
+    @abstractmethod
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[batch, ...] pixels, on any device, to [batch, dim]. Raises UserError for features that are not finite."""
+
+
 @dataclass(frozen=True)
-class FrozenTower:
+class FrozenTower(FrozenEncoder):
     """An image tower that is not trained: on the accelerator's device, in `eval()` mode."""
 
     backbone: Backbone
     accelerator: Accelerator
     precision: str
 
+    @property
+    def key(self) -> dict:
+        return cache_key(self.backbone, self.precision)
+
+    @property
+    def dim(self) -> int:
+        return self.backbone.config["model_cfg"]["embed_dim"]
+
+    def read_pixels(self, image: Image.Image) -> torch.Tensor:
+        return self.backbone.read_pixels(image)
+
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[batch, 3, height, width] -> [batch, embed_dim]. Raises UserError for features that are not finite."""
         with autocast(self.precision, self.accelerator.device):
             features = self.backbone.encode_image(pixels.to(self.accelerator.device))
-        if not features.isfinite().all():
-            raise UserError(
-                f"The image tower's features are not finite in {self.precision}. Choose another --precision."
-            )
-        return features
+        return check_features(features, "image tower", self.precision)
+
+
+def check_features(features: torch.Tensor, model: str, precision: str) -> torch.Tensor:
+    """The features. Raises UserError unless all are finite."""
+    if not features.isfinite().all():
+        raise UserError(f"The {model}'s features are not finite in {precision}. Choose another --precision.")
+    return features
 
 
 class _Missing(Dataset):
@@ -191,7 +228,7 @@ class _Missing(Dataset):
 
 
 def cached_images(
-    tower: FrozenTower,
+    encoder: FrozenEncoder,
     records: Sequence[Record],
     images: ImageSource,
     folder: str | os.PathLike,
@@ -210,17 +247,16 @@ def cached_images(
     Raises:
         UserError: another run is filling this cache, or a feature is not finite.
     """
-    accelerator, backbone = tower.accelerator, tower.backbone
-    cache = FeatureCache(folder, cache_key(backbone, tower.precision), backbone.config["model_cfg"]["embed_dim"])
+    accelerator, cache = encoder.accelerator, FeatureCache(folder, encoder.key, encoder.dim)
     missing = _without_features(records, images, cache)[accelerator.process_index :: accelerator.num_processes]
-    dataset = _Missing(records, missing, images, backbone.read_pixels)
+    dataset = _Missing(records, missing, images, encoder.read_pixels)
     loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
     cache.folder.mkdir(parents=True, exist_ok=True)
     # Each process takes its share of the same list, so none may add to the cache before all have read it.
     accelerator.wait_for_everyone()
     taken = f"Another run is filling {str(cache.folder)!r}. Wait for it, or give another --feature-cache."
     with folder_lock(cache.folder, taken) if accelerator.is_main_process else nullcontext():
-        bad = _fill(tower, loader, cache, stop)
+        bad = _fill(encoder, loader, cache, stop)
         accelerator.wait_for_everyone()
     cache.read()
     return CachedImages(images, cache), gather_object(bad)
@@ -235,9 +271,9 @@ def _without_features(records: Sequence[Record], images: ImageSource, cache: Fea
 
 
 @torch.inference_mode()
-def _fill(tower: FrozenTower, loader: DataLoader, cache: FeatureCache, stop: Callable[[], bool]) -> list[BadRecord]:
+def _fill(encoder: FrozenEncoder, loader: DataLoader, cache: FeatureCache, stop: Callable[[], bool]) -> list[BadRecord]:
     bad: list[BadRecord] = []
-    accelerator, total = tower.accelerator, len(loader.dataset)
+    accelerator, total = encoder.accelerator, len(loader.dataset)
     bar = tqdm(total=total, desc="image features", unit=" images", disable=not accelerator.is_main_process)
     writer = cache.writer(accelerator.process_index)
     with bar, load_batches(loader) as batches:
@@ -246,7 +282,7 @@ def _fill(tower: FrozenTower, loader: DataLoader, cache: FeatureCache, stop: Cal
             good = [row for row in rows if not isinstance(row, BadRecord)]
             if good:
                 stamps, pixels = zip(*good, strict=True)
-                writer.add(stamps, tower.encode(torch.stack(pixels)))
+                writer.add(stamps, encoder.encode(torch.stack(pixels)))
             bar.update(len(rows))
             if stop():
                 break

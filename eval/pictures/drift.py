@@ -25,7 +25,7 @@ from debias_diffusion.files import json_digest
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.weights import weights_digest
-from debias_diffusion.pipelines.long_prompt import hidden_states
+from debias_diffusion.pipelines.long_prompt import encode_tokens
 from debias_diffusion.tokens import clean
 
 from ..common.cache import FOLDER, ResultCache
@@ -107,7 +107,7 @@ class Reader:
     def states(self, tokens: list[Tokens]) -> list[Tensor]:
         """The states of each text: SOT, its tokens, EOT and `PADS` pads, [positions, width]."""
         length = max(len(text.ids) for text in tokens) + 2 + PADS
-        rows = hidden_states(self.encoder, self.tokenizer, tokens, length, overlap=True)
+        rows, _ = encode_tokens(self.encoder, self.tokenizer, tokens, length, overlap=True)
         return [row[: len(text.ids) + 2 + PADS] for row, text in zip(rows, tokens, strict=True)]
 
     def depends(self) -> dict:

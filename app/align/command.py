@@ -1,0 +1,193 @@
+"""Fits SDXL's text encoders to the frozen UNet that reads them: a resumable run, as training is."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from debias_diffusion.files import atomic_folder, explain_full_disk
+from debias_diffusion.interchange import import_text_encoder, write_text_encoder
+from debias_diffusion.pipelines.loading import check_base, default_size, load_sdxl, model_digest
+from debias_diffusion.training.checkpoint import TrainState
+from debias_diffusion.training.feature_cache import cached_images
+from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.run import Run
+from debias_diffusion.training.step import AdamW, sum_over_processes
+from debias_diffusion.training.stop import StopRequest
+from debias_diffusion.training.trackers import make_accelerator
+
+from .config import AlignConfig
+from .encoders import encoder_digest, first_slot, second_slot, without_projection
+from .latents import FrozenVAE
+from .objective import TERMS, Objective
+from .plan import PROBE, print_plan
+from .samples import AlignBatch, AlignDataset, collate
+
+MEASURED = 64  # held-out pairs, at most
+FIRST, SECOND = "encoder", "encoder_2"  # the settings that name them, and the folders that they are written to
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def align(config: AlignConfig) -> Path | None:
+    """Runs, or resumes, the alignment that `config` describes.
+
+    Writes to `config.output`: `encoder/`, `encoder_2/` or both, as `export` writes text encoders; of a first encoder
+    that has an image tower also `last/`, an open_clip folder of both towers, which every command takes; `log.jsonl`,
+    `settings.json`, `checkpoints/`, and the lists of bad records and skipped steps, as in training.
+
+    Returns:
+        The output folder; None for a run that was stopped.
+
+    Raises:
+        UserError: something in `config` or the data cannot be used; says what to do.
+    """
+    check_base(config.base)
+    accelerator = make_accelerator(config)
+    folder = RunFolder(config.output)
+    with explain_full_disk(), folder.owned(accelerator.is_main_process):
+        return _Alignment(config, accelerator, folder).run()
+
+
+class _Alignment(Run):
+    """A run that fits text encoders."""
+
+    title = "aligning"
+
+    def __init__(self, config: AlignConfig, accelerator: Accelerator, folder: RunFolder):
+        super().__init__(config, accelerator, folder)
+        self.pixels = config.pixels or min(default_size(config.base))
+        self.settings |= {
+            "pixels": self.pixels,
+            "base_sha256": model_digest(config.base),
+            "encoders_sha256": [encoder_digest(name) for name in (config.encoder, config.encoder_2)],
+        }
+        device, dtype = accelerator.device, _DTYPES[self.precision]
+        pipe = load_sdxl(config.base, None, device, dtype)
+        self.begin()
+        self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
+        first, self.two_tower = first_slot(config.encoder, pipe, config.base, dtype)
+        self.slots = (first, second_slot(config.encoder_2, pipe, config.base))
+        fitted = {name: slot.encoder for name, slot in zip((FIRST, SECOND), self.slots, strict=True) if slot.encoder}
+        self.model = nn.ModuleDict(fitted).to(device).train()
+        pipe.unet.requires_grad_(False)
+        if config.checkpoint_activations:
+            pipe.unet.enable_gradient_checkpointing()
+            for encoder in fitted.values():
+                encoder.gradient_checkpointing_enable()
+        weights = (config.denoising, config.keep_states, config.keep_features)
+        self.objective = Objective(
+            self.slots, pipe.unet, pipe.scheduler, self.pixels, dict(zip(TERMS, weights, strict=True)), self.precision
+        )
+        self.optimizer = AdamW(
+            dict(self.model.named_parameters()), config.weight_decay, config.betas, config.eps, self.precision
+        )
+        self.collate = collate
+
+    def run(self) -> Path | None:
+        request = StopRequest(self.accelerator)
+        with request.listening():
+            latents, bad = cached_images(
+                self.vae,
+                self.all_records,
+                self.images,
+                self.config.latent_folder(),
+                batch=max(1, min(32, 2**22 // self.pixels**2)),
+                workers=self.config.workers,
+                stop=lambda: request.here,
+            )
+            self.report_unreadable(bad)
+            if request.asked():
+                self.say("Stopped while latents were computed. The same command continues from there.")
+                return None
+            self.vae.vae.to("cpu")
+            tokenizers = [slot.reader.tokenizer for slot in self.slots]
+            make = partial(
+                AlignDataset, latents=latents, seed=self.config.seed, tokenizers=tokenizers, shape=self.vae.shape
+            )
+            self.dataset = make(self.records, reserve=self.batches.reserve)
+            self.measured = make(self.held_out[:MEASURED])
+            state = self.make_steps(request)
+            return state and self._finish(state)
+
+    def backward(self, batch: AlignBatch) -> dict[str, float]:
+        """The gradient of the mean over the global batch, in chunks; then summed over the processes."""
+        scaler, sums = self.optimizer.scaler, dict.fromkeys(TERMS, 0.0)
+        for part in batch.chunks(self.config.chunk or len(batch)):
+            with _fast_attention(self.accelerator.device):
+                terms = {name: values.sum() for name, values in self._losses(part).items()}
+                loss = self._weighted(terms) / self.config.batch
+                (scaler.scale(loss) if scaler else loss).backward()
+            sums = {name: sums[name] + value.detach() for name, value in terms.items()}
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        sum_over_processes(gradients, self.accelerator)
+        norm = torch.nn.utils.get_total_norm(gradients) / (scaler.get_scale() if scaler else 1)
+        return self._report(sums, self.config.batch) | {"gradient_norm": norm.item()}
+
+    def _losses(self, batch: AlignBatch) -> dict[str, torch.Tensor]:
+        return self.objective.losses(batch.to(self.accelerator.device))
+
+    def _weighted(self, terms: dict[str, torch.Tensor]) -> torch.Tensor:
+        return sum(self.objective.weights[name] * value for name, value in terms.items())
+
+    def _report(self, sums: dict[str, torch.Tensor], samples: int) -> dict[str, float]:
+        """The mean of each term over the samples of all processes, and the loss."""
+        summed = self.accelerator.reduce(torch.stack([sums[name] for name in TERMS]), reduction="sum") / samples
+        terms = dict(zip(TERMS, summed, strict=True))
+        return {"loss": self._weighted(terms).item()} | {name: value.item() for name, value in terms.items()}
+
+    @torch.no_grad()
+    def measure(self, state: TrainState) -> None:
+        """The terms on held-out pairs, whose draws are always the same."""
+        if not (self.main and len(self.measured)):
+            self.accelerator.wait_for_everyone()
+            return
+        samples = [self.measured[(0, index, index)] for index in range(len(self.measured))]
+        size = self.config.chunk or len(samples)
+        parts = [self._losses(part) for part in collate(samples).chunks(size)]
+        means = {name: torch.cat([part[name] for part in parts]).mean().item() for name in TERMS}
+        self.log({"step": state.step, "pairs": len(samples)} | {f"held_out_{name}": means[name] for name in TERMS})
+        named = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
+        self.say(f"step {state.step}: on {len(samples)} held-out pairs {named}")
+        self.accelerator.wait_for_everyone()
+
+    def print_plan(self, start: int) -> None:
+        print_plan(self, start)
+
+    def probe(self) -> None:
+        """Both passes on the first pairs, which leave nothing behind."""
+        batch = collate([self.dataset[(0, index, index)] for index in range(PROBE)])
+        with _fast_attention(self.accelerator.device):
+            self._weighted({name: values.sum() for name, values in self._losses(batch).items()}).backward()
+        self.optimizer.clear()
+
+    def _finish(self, state: TrainState) -> Path:
+        path = self.folder.path
+        if self.main:
+            for name, slot in zip((FIRST, SECOND), self.slots, strict=True):
+                if slot.encoder is not None:
+                    encoder = without_projection(slot.encoder) if name == FIRST else slot.encoder
+                    with atomic_folder(path / name) as temporary:
+                        write_text_encoder(encoder, slot.tokenizer, temporary)
+            if self.two_tower is not None:
+                import_text_encoder(self.two_tower, self.slots[0].encoder)
+                self.folder.save_model(self.folder.last, self.two_tower, {"step": state.step})
+        self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced.")
+        options = " ".join(f"--{name.replace('_', '-')} {path / name}" for name in self.model)
+        self.say(f"Next: debias-diffusion generate 'a long prompt' --base {self.config.base} {options}")
+        self.accelerator.wait_for_everyone()
+        return path
+
+
+@contextmanager
+def _fast_attention(device: torch.device) -> Iterator[None]:
+    """On CPUs the fused kernels' gradient takes several times as long."""
+    if device.type != "cpu":
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        yield

@@ -1,0 +1,97 @@
+"""The text encoders of a run: those that are fitted, and the frozen ones that they are compared with."""
+
+import copy
+
+import torch
+from diffusers import StableDiffusionXLPipeline
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import load_text_encoder, load_two_tower, stretch_text_encoder, to_transformers
+from debias_diffusion.interchange.text_encoders import TextEncoder, make_encoder, prefixed_state
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.pipelines.loading import STRETCH, check_same_width, model_digest
+
+from .objective import Frozen, Slot
+
+ORIGINAL = "original"  # the checkpoint's own encoder
+
+
+def encoder_digest(name: str | None) -> str | None:
+    """What identifies an encoder of the settings; those of the checkpoint go by their names."""
+    return name if name in (None, ORIGINAL, STRETCH) else model_digest(name)
+
+
+def first_slot(
+    name: str | None, pipe: StableDiffusionXLPipeline, base: str, dtype: torch.dtype
+) -> tuple[Slot, Backbone | None]:
+    """SDXL's first encoder, and the two-tower that the fitted one is the text tower of, if it has an image tower.
+
+    Args:
+        name: of the settings.
+        dtype: of frozen encoders.
+
+    Raises:
+        UserError: it cannot be loaded, or does not fit the checkpoint.
+    """
+    own = Frozen(pipe.text_encoder.requires_grad_(False), pipe.tokenizer)
+    if name is None:
+        return Slot(own), None
+    if name == ORIGINAL:
+        return Slot(own, copy.deepcopy(own.encoder).float().requires_grad_(True), own.tokenizer), None
+    backbone, encoder, tokenizer = _load(name)
+    _check(name, encoder, tokenizer, own, base)
+    kept = None
+    if isinstance(encoder, CLIPTextModelWithProjection):
+        frozen = copy.deepcopy(encoder).to(own.encoder.device, dtype).requires_grad_(False)
+        kept = Frozen(frozen, tokenizer)
+    return Slot(own, encoder.float().requires_grad_(True), tokenizer, kept), backbone
+
+
+def second_slot(name: str | None, pipe: StableDiffusionXLPipeline, base: str) -> Slot:
+    """SDXL's second encoder. Its pooled features stay near the checkpoint's own, which the UNet reads.
+
+    Raises:
+        UserError: it cannot be loaded, or does not fit the checkpoint.
+    """
+    own = Frozen(pipe.text_encoder_2.requires_grad_(False), pipe.tokenizer_2)
+    if name is None:
+        return Slot(own)
+    if name in (ORIGINAL, STRETCH):
+        encoder, tokenizer = copy.deepcopy(own.encoder).float(), own.tokenizer
+        if name == STRETCH:
+            encoder, tokenizer = stretch_text_encoder(encoder, tokenizer)
+    else:
+        encoder, tokenizer = load_text_encoder(name)
+        _check(name, encoder, tokenizer, own, base)
+        if not isinstance(encoder, CLIPTextModelWithProjection):
+            raise UserError(
+                f"The second encoder {name!r} has no projection, which SDXL reads. Write it with `debias-diffusion "
+                "export --projection`."
+            )
+    tokenizer.pad_token = own.tokenizer.pad_token  # the one that the UNet was trained with
+    return Slot(own, encoder.float().requires_grad_(True), tokenizer, own)
+
+
+def _load(name: str) -> tuple[Backbone | None, TextEncoder, CLIPTokenizer]:
+    """An encoder with its projection if it is known, and the two-tower that it belongs to, if there is one."""
+    try:
+        backbone = load_two_tower(name)
+    except UserError:
+        return None, *load_text_encoder(name)
+    return backbone, *to_transformers(backbone, projection=backbone.pooling == "eot")
+
+
+def _check(name: str, encoder: TextEncoder, tokenizer: CLIPTokenizer, own: Frozen, base: str) -> None:
+    """Raises UserError unless the encoder can take the place of the checkpoint's own."""
+    check_same_width(name, encoder.config.hidden_size, base, own.encoder.config.hidden_size)
+    if tokenizer.get_vocab() != own.tokenizer.get_vocab():
+        raise UserError(
+            f"The encoder {name!r} and the one of {base!r} that it replaces have different tokens, so their states "
+            "cannot be compared one by one. Give an encoder that was trained from the checkpoint's."
+        )
+
+
+def without_projection(encoder: TextEncoder) -> TextEncoder:
+    """The same encoder as a CLIPTextModel, which SDXL's first one is."""
+    return make_encoder(encoder.config, prefixed_state(encoder), projection=False)
