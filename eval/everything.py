@@ -10,7 +10,7 @@ import torch
 from debias_diffusion.data import is_toy_scenes
 from debias_diffusion.errors import UserError
 
-from .common.encoders import CHUNKS
+from .common.encoders import CHUNKS, READINGS, split_reading
 from .common.inputs import check_output
 from .merged_report import ReportConfig, evaluate_report
 from .pictures.generation import GenerationConfig, evaluate_generation, load_networks
@@ -37,8 +37,8 @@ class AllConfig:
     Attributes:
         encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
             them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip. For images, their text encoders
-            take the place of SDXL's first. chunks:NAME is for images only: there NAME, an encoder of 77 positions,
-            reads long prompts in chunks instead of cutting them.
+            take the place of SDXL's first. chunks:NAME and overlap:NAME are for images only: there NAME, an encoder
+            of 77 positions, reads long prompts in chunks, or in overlapping chunks, instead of cutting them.
         output: Folder for the results, and for report.html. What is finished there is not done again.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/test, scenes of the toy world.
@@ -101,7 +101,7 @@ def settings_of_all(config: AllConfig) -> dict[str, Any]:
     check_output(config.output)
     _check(config)
     common = {name: getattr(config, name) for name in ("output", "data", "batch_size", "device")}
-    common["encoders"] = _without_chunks(config.encoders)
+    common["encoders"] = _of_texts(config.encoders)
     pairs = common | {"images": config.images, "limit": config.limit}
     settings = {
         "retrieval": RetrievalConfig(**pairs),
@@ -140,14 +140,14 @@ def _check(config: AllConfig) -> None:
             f"classification is {config.classification!r} and classification_data {config.classification_data!r}. Give "
             "both, the benchmark and its folder, or neither."
         )
-    if config.encoders and not _without_chunks(config.encoders):
+    if config.encoders and not _of_texts(config.encoders):
         raise UserError(
-            f"encoders={config.encoders} has none for texts: with {CHUNKS!r} an encoder is for images only. Name one "
-            "without it, or run `evaluate generation` alone."
+            f"encoders={config.encoders} has none for texts: with {' or '.join(map(repr, READINGS))} an encoder is for "
+            "images only. Name one without it, or run `evaluate generation` alone."
         )
     if config.drawn < 1:
         raise UserError(f"drawn={config.drawn} is not allowed. Give a number from 1, or --base null to draw none.")
 
 
-def _without_chunks(encoders: list[str]) -> list[str]:
-    return [name for name in encoders if not name.startswith(CHUNKS)]
+def _of_texts(encoders: list[str]) -> list[str]:
+    return [name for name in encoders if not split_reading(name)[0]]

@@ -11,10 +11,11 @@ from .story_examples import EXAMPLES, examples
 
 SCENES, SHORT_PROMPTS = "toy/", "toy/short-"  # data of long captions and of short prompts
 SHORT_FOLDER = "short-prompts"  # of images of short prompts, in the folder of the other results
-IN_CHUNKS, FOR_SDXL = "clip in chunks", "debias-clip-sdxl"
+IN_CHUNKS, IN_OVERLAPPING_CHUNKS, FOR_SDXL = "clip in chunks", "clip in overlapping chunks", "debias-clip-sdxl"
 NAMES = {
     "clip": "Original CLIP",
     IN_CHUNKS: "Original CLIP in chunks",
+    IN_OVERLAPPING_CHUNKS: "Original CLIP in overlapping chunks",
     "long-clip": "Long-CLIP",
     "debias-clip": "DeBias-CLIP",
     FOR_SDXL: "DeBias-CLIP for SDXL",
@@ -59,6 +60,7 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
         "prompts": generated["images"],
         "names": names,
         "has_chunks": IN_CHUNKS in names,
+        "has_overlapping_chunks": IN_OVERLAPPING_CHUNKS in names,
         "has_states_kept": FOR_SDXL in names,
         "arrangements": ARRANGEMENTS,
         "most_examples": EXAMPLES,
@@ -169,7 +171,7 @@ def claims(measured: dict) -> list[dict]:
     """
     retrieval, drawn = measured["retrieval"], measured["generation"]
     of_both_recipes = measured["bootstrap"].get("debias-clip - long-clip")
-    encoders = NAMES.keys() - {IN_CHUNKS, FOR_SDXL}
+    encoders = NAMES.keys() - {IN_CHUNKS, IN_OVERLAPPING_CHUNKS, FOR_SDXL}
     if of_both_recipes is None or not (encoders <= retrieval.keys() and encoders <= drawn.keys()):
         return []
     return [

@@ -602,13 +602,12 @@ def test_the_picture_itself_is_never_decoded(tiny):
 
 
 def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
-    request, notes = request_of_png(
-        settings_with(encoders=["/home/me/long", "gone"], base="other", scheduler="PLMS", prompt_2="a dog"), tiny
-    )
+    encoders, unused = ["/home/me/long", "gone"], {"prompt_2": "a dog", "overlap": True}
+    request, notes = request_of_png(settings_with(encoders=encoders, base="other", scheduler="PLMS", **unused), tiny)
     assert request.encoders == ("long",) and request.scheduler == "Euler"
-    assert len(notes) == 4
+    assert len(notes) == 5
     for note, words in zip(
-        notes, ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2"), strict=True
+        notes, ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2", "overlap"), strict=True
     ):
         assert words in note
     request, notes = request_of_png(settings_with(height=1024, width=768), toy)

@@ -18,13 +18,14 @@ from PIL import Image
 from tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import FailedError, UserError
+from debias_diffusion.eval.common.encoders import READINGS
 from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures import drawing
 from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from debias_diffusion.eval.pictures.generation import GenerationConfig
 from debias_diffusion.files import _MACHINE
 from debias_diffusion.interchange import load_text_encoder
-from debias_diffusion.pipelines import memory
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Of 77, 152 and 227 positions, in mixed order.
@@ -110,6 +111,22 @@ def test_encoders_of_77_positions_read_what_stock_sdxl_reads(cut, base, tmp_path
     times = [file.stat().st_mtime_ns for file in chunks]
     assert drawn(tmp_path / "chunks", base, windows=True) == chunks
     assert [file.stat().st_mtime_ns for file in chunks] == times
+
+
+def test_overlapping_chunks_are_those_of_the_pipeline_and_a_setting_of_their_own(base, tmp_path):
+    subjects = SUBJECTS[:2]  # of one chunk, and of several
+    readings = ("chunks", "overlap")
+    chunks, overlap = (drawn(tmp_path / reading, base, f"{reading}:original", subjects) for reading in readings)
+    assert alike(chunks, overlap) == [0] and how_drawn(tmp_path / "overlap")["cut_at"] is None
+    pipe = StableDiffusionXLLongPromptPipeline.from_pretrained(base, add_watermarker=False)
+    noise = torch.Generator().manual_seed(1)
+    pipe.set_long_prompt(overlap=True).set_progress_bar_config(disable=True)
+    expected = pipe(PROMPTS[1], num_inference_steps=STEPS, guidance_scale=7.0, generator=noise).images[0]
+    assert np.array_equal(np.asarray(expected), np.asarray(Image.open(overlap[1])))
+    records = [json.loads((tmp_path / reading / "settings.json").read_text()) for reading in readings]
+    assert "overlap" not in records[0] and records[1] == records[0] | {"overlap": True}  # older images stay valid
+    with pytest.raises(UserError, match="other settings: overlap was None, now True"):
+        drawn(tmp_path / "chunks", base, "overlap:original", subjects)
 
 
 def test_encoders_of_248_positions_read_all(whole, base, long_encoder, tmp_path):
@@ -249,11 +266,12 @@ def test_an_encoder_of_another_width_is_refused(long_encoder, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_an_encoder_that_reads_all_at_once_has_no_chunks(base, long_encoder, tmp_path):
+@pytest.mark.parametrize("prefix", READINGS)
+def test_an_encoder_that_reads_all_at_once_has_no_chunks(base, long_encoder, tmp_path, prefix):
     own, folders = Drawing(DrawingSettings(base), Processes("cpu")), [tmp_path / "a", tmp_path / "b"]
-    own.check([ORIGINAL, "chunks:original"], folders, SUBJECTS)
+    own.check([ORIGINAL, prefix + ORIGINAL], folders, SUBJECTS)
     with pytest.raises(UserError, match="reads 248 tokens at once, so there is nothing to cut.*Give '.*long/?"):
-        own.check([ORIGINAL, f"chunks:{long_encoder}"], folders, SUBJECTS)
+        own.check([ORIGINAL, prefix + long_encoder], folders, SUBJECTS)
     assert not folders[0].exists()
 
 
@@ -261,8 +279,9 @@ def test_the_old_option_warns_and_goes_with_no_encoder_that_is_named_so(base):
     values = {"base": base, "output": "results", "data": "", "windows": True}
     with pytest.warns(FutureWarning, match="windows is now chunks:NAME in encoders"):
         assert GenerationConfig([ORIGINAL], **values).windows
-    with pytest.raises(UserError, match="and so is 'chunks:toy/clip', which lets one. Leave windows out"):
-        GenerationConfig([ORIGINAL, "chunks:toy/clip"], **values)
+    for name in ("chunks:toy/clip", "overlap:toy/clip"):
+        with pytest.raises(UserError, match=f"and so is '{name}', which lets one. Leave windows out"):
+            GenerationConfig([ORIGINAL, name], **values)
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5, unique=True))

@@ -28,7 +28,7 @@ def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monk
         "toy/debias-clip",
         "toy/debias-clip-sdxl",
     ]
-    encoders = ["toy/clip", "chunks:toy/clip", "toy/debias-clip"]
+    encoders = ["toy/clip", "chunks:toy/clip", "overlap:toy/clip", "toy/debias-clip"]
     config = AllConfig(encoders=encoders, output=str(tmp_path), limit=8, drawn=2)
     assert evaluate_all(config) == tmp_path / "report.html"
     printed = capsys.readouterr().out
@@ -36,10 +36,12 @@ def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monk
     found = results(tmp_path)
     assert set(found) == {"retrieval", "robustness", "attention", "generation"}
     labels = {name: list(its["encoders"]) for name, its in found.items()}
-    assert labels.pop("generation") == ["toy/clip", "toy/clip in chunks", "toy/debias-clip"]
+    assert labels.pop("generation") == [
+        "toy/clip", "toy/clip in chunks", "toy/clip in overlapping chunks", "toy/debias-clip"
+    ]  # fmt: skip
     assert set(map(tuple, labels.values())) == {("toy/clip", "toy/debias-clip")}
     compared = {(line["a"], line["b"]) for line in found["generation"]["compared"]}
-    assert len(compared) == 3 and ("toy/debias-clip", "toy/clip in chunks") in compared
+    assert len(compared) == 6 and ("toy/debias-clip", "toy/clip in chunks") in compared
     assert (found["retrieval"]["images"], found["generation"]["images"]) == (8, 2)
     recall = found["retrieval"]["encoders"]["toy/clip"]["recall_percent"]["text_to_image"]["R@1"]
     assert found["robustness"]["encoders"]["toy/clip"]["recall_at_1_percent"]["keep"]["text_to_image"] == recall
@@ -71,7 +73,8 @@ def test_pairs_of_ones_own_are_not_drawn_without_a_base(tmp_path):
         ({"classification": "cifar-10"}, "classification_data None"),
         ({"classification_data": "cifar"}, "Give both"),
         ({"encoders": ["toy/clap"]}, "Did you mean"),
-        ({"encoders": ["chunks:toy/clip"]}, "has none for texts: with 'chunks:' an encoder is for images only"),
+        ({"encoders": ["chunks:toy/clip"]}, "for texts: with 'chunks:' or 'overlap:' an encoder is for images only"),
+        ({"encoders": ["overlap:toy/clip"]}, "has none for texts"),
         ({"output": ""}, "There is no output"),
         ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"dino": "no/such/folder"}, "no/such/folder"),

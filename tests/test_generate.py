@@ -807,6 +807,24 @@ def test_strict(many, tmp_path, capsys):
     assert pictures(folder).items() <= pictures(many("drawn")).items()
 
 
+def test_overlap(tmp_path):
+    plain, overlap = (draw(tmp_path, encoder=None, overlap=value, name=f"{value}.png") for value in (False, True))
+    pipe = load_sdxl(TOY["base"], None, torch.device("cpu")).set_long_prompt(overlap=True)
+    assert np.asarray(drawn_by(pipe, LONG)).tobytes() == np.asarray(Image.open(overlap)).tobytes()
+    assert Image.open(plain).tobytes() != Image.open(overlap).tobytes()
+    before, settings = read_settings(plain), read_settings(overlap)
+    assert "overlap" not in before and settings["overlap"] is True  # older images have no such setting and stay valid
+    assert first_difference(settings, before) == "overlap was True, now False"
+    several = partial(draw, tmp_path, name="several", encoder=None, images_per_prompt=2)
+    files = pictures(several())
+    assert plain.read_bytes() in files.values()
+    assert pictures(several()) == files
+    with pytest.raises(UserError, match="2 of the images .* other settings, the first .*overlap was False, now True"):
+        several(overlap=True)
+    short = [Image.open(draw(tmp_path, "a star", encoder=None, overlap=value)).tobytes() for value in (False, True)]
+    assert short[0] == short[1]
+
+
 def test_weighting(tmp_path):
     def make(prompt, **changes):
         path = draw(tmp_path, prompt, **changes)

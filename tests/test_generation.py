@@ -162,6 +162,8 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
         ({"encoders": ["toy/nothing"]}, "Unknown toy model 'toy/nothing'"),
         ({"encoders": ["chunks:toy/clp"]}, "Unknown toy model 'toy/clp'. Did you mean toy/clip"),
         ({"encoders": ["chunk:toy/clip"]}, "There is no encoder 'chunk:toy/clip'. Give 'chunks:toy/clip'"),
+        ({"encoders": ["overlaps:toy/clip"]}, "'overlap:toy/clip' to read long prompts in overlapping chunks"),
+        ({"encoders": ["chunks:overlap:toy/clip"]}, "There is no encoder 'chunks:overlap:toy/clip'"),
         ({"encoders": ["chunks:"]}, "There is no encoder 'chunks:'. Give 'chunks:NAME'"),
         ({"encoders": ["chunks:toy/debias-clip"]}, "has width"),
         ({"steps": 0}, "steps=0"),

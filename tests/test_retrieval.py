@@ -428,6 +428,7 @@ def test_the_figure_shows_the_numbers(tiny_clip, another_clip, squares, tmp_path
         ({"encoders": ["toy/clip", "toy/clip"]}, "none twice"),
         ({"encoders": ["toy/clap"]}, "Did you mean"),
         ({"encoders": ["chunks:toy/clip"]}, "'chunks:toy/clip' reads prompts in chunks, which only.*Give 'toy/clip'"),
+        ({"encoders": ["overlap:toy/clip"]}, "'overlap:toy/clip' reads prompts in overlapping chunks, which only"),
     ],
 )
 def test_unusable_settings_are_refused(tiny_clip, tmp_path, monkeypatch, change, message):
@@ -463,6 +464,9 @@ def test_labels_are_short_and_unique(tmp_path):
     (tmp_path / "_mine").mkdir()
     assert labels(["chunks:toy/clip", str(tmp_path / "a" / "best"), "chunks:" + str(tmp_path / "b" / "best")]) == [
         "toy/clip in chunks", "a/best", "b/best in chunks"
+    ]  # fmt: skip
+    assert labels(["toy/clip", "chunks:toy/clip", "overlap:toy/clip"]) == [
+        "toy/clip", "toy/clip in chunks", "toy/clip in overlapping chunks"
     ]  # fmt: skip
     assert labels([str(tmp_path / "_mine"), str(tmp_path / "a" / "best")]) == ["./_mine", "best"]  # legends show both
 

@@ -409,6 +409,15 @@ def test_the_numbers_stand_in_their_rows(page, row):
 WITH_CHUNKS = ("toy/clip", "toy/clip in chunks", *LABELS[1:])
 
 
+def test_overlapping_chunks_are_a_row_and_take_no_claim_away(tmp_path):
+    story = results(tmp_path, ("toy/clip", "toy/clip in overlapping chunks", *LABELS[1:]))
+    story[1] = (tmp_path, robustness_report())
+    content = tell(story)
+    page = page_of(content, tmp_path)
+    assert ["Original CLIP in overlapping chunks", "41.4", "21.3", "26.6", "41.1"] in page.rows
+    assert "reads each chunk but the first together with" in page.text and content["claims"]
+
+
 def test_the_original_in_chunks_is_a_row_wherever_images_are_and_no_row_of_retrieval(tmp_path):
     story = results(tmp_path, WITH_CHUNKS)
     story[1] = (tmp_path, robustness_report())

@@ -40,7 +40,8 @@ def request_of_png(file: str | bytes, models: DemoModels) -> tuple[Request, list
     settings = _parsed(_settings_text(file))
     notes: list[str] = []
     request = _fitted(_request(settings, models), settings.get("base"), models, notes)
-    notes += [f"Its {name} is not used here." for name in ("prompt_2", "encoder_2") if settings.get(name) is not None]
+    unused = [name for name in ("prompt_2", "encoder_2", "overlap") if settings.get(name) is not None]
+    notes += [f"Its {name} is not used here." for name in unused]
     return check(request, models), notes
 
 

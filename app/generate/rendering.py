@@ -34,7 +34,7 @@ from debias_diffusion.pipelines.rendering import (
 )
 
 from .config import GenerateConfig
-from .png_settings import settings_text, write_png
+from .png_settings import UNRECORDED, settings_text, write_png
 from .prompts import LeftOut, Prompt, cleaned, print_left_out
 
 
@@ -67,15 +67,16 @@ class Studio:
         config = self.config
         pipe = load_pipeline(config.base, config.encoder, self.device, self.dtype, config.encoder_2, part)
         pipe.set_progress_bar_config(disable=config.several)
-        if config.strict or config.weighting:
-            pipe.set_long_prompt(strict=config.strict, weighting=config.weighting)
+        if config.strict or config.weighting or config.overlap:
+            pipe.set_long_prompt(strict=config.strict, weighting=config.weighting, overlap=config.overlap)
         return pipe
 
     def settings(self) -> dict:
         """What all images of the run have in common and what decides how they look; reads no models."""
         config = vars(self.config)
         names = ("base", "encoder", "encoder_2", "steps", "guidance_scale", "weighting")
-        return {name: config[name] for name in names} | {
+        changed = [name for name, default in UNRECORDED.items() if config[name] != default]
+        return {name: config[name] for name in (*names, *changed)} | {
             # An encoder that was trained further under the same name is another one.
             "encoder_sha256": _sha256(self.config.encoder),
             "encoder_2_sha256": _sha256(self.config.encoder_2),

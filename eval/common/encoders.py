@@ -18,7 +18,9 @@ from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weights import weights_digest
 
-CHUNKS = "chunks:"  # before the name of an encoder of images: it reads long prompts in chunks
+CHUNKS, OVERLAP = "chunks:", "overlap:"
+# How an encoder of 77 positions reads long prompts for images, by the prefix of its name; without one it cuts them.
+READINGS = {CHUNKS: "in chunks", OVERLAP: "in overlapping chunks"}
 
 Result = TypeVar("Result")
 
@@ -57,29 +59,36 @@ def how_used(backbone: Backbone) -> dict:
     }
 
 
+def split_reading(name: str) -> tuple[str, str]:
+    """The prefix of an encoder's name, one of `READINGS` or "" for none, and the name of the model."""
+    reading = next(filter(name.startswith, READINGS), "")
+    return reading, name.removeprefix(reading)
+
+
 def check_encoders(names: Sequence[str], of_images: bool = False) -> None:
     """Checks the names of encoders.
 
     Args:
-        of_images: `CHUNKS` may stand before a name.
+        of_images: one of `READINGS` may stand before a name.
 
     Raises:
-        UserError: there are none, one is named twice, a name is misspelt, or `CHUNKS` stands where it has no meaning.
+        UserError: there are none, one is named twice, a name is misspelt, or one of `READINGS` stands where it has no
+            meaning.
     """
     if not names or len(set(names)) < len(names):
         raise UserError(f"encoders={list(names)} is not allowed. Name at least one encoder, and none twice.")
     for name in names:
-        model = name.removeprefix(CHUNKS)
-        if model != name and not of_images:
+        reading, model = split_reading(name)
+        if reading and not of_images:
             raise UserError(
-                f"The encoder {name!r} reads prompts in chunks, which only `evaluate generation` and `evaluate "
-                f"dpg-bench` do. Give {model!r}."
+                f"The encoder {name!r} reads prompts {READINGS[reading]}, which only `evaluate generation` and "
+                f"`evaluate dpg-bench` do. Give {model!r}."
             )
         prefix, colon, rest = model.partition(":")
-        if not model or (colon and near_matches(prefix, [CHUNKS]) and not os.path.exists(model)):
+        if not model or (colon and near_matches(prefix, READINGS) and not os.path.exists(model)):
+            allowed = [f"{known + (rest or 'NAME')!r} to read long prompts {how}" for known, how in READINGS.items()]
             raise UserError(
-                f"There is no encoder {name!r}. Give {CHUNKS + (rest or 'NAME')!r} for an encoder that reads long "
-                "prompts in chunks, or the encoder's name alone."
+                f"There is no encoder {name!r}. Give {', '.join(allowed)}, or the encoder's name alone to cut them."
             )
         shipped(model)
 
@@ -101,10 +110,11 @@ def _load(name: str, label: str, device: torch.device) -> TwoTower:
 
 
 def labels(encoders: Sequence[str]) -> list[str]:
-    """Short unique names: names unchanged; of paths the last parts, as many as make them unique; "in chunks" behind."""
-    models = list(dict.fromkeys(name.removeprefix(CHUNKS) for name in encoders))
+    """Short unique names, and how prompts are read: of paths the last parts, as many as make them unique."""
+    split = [split_reading(name) for name in encoders]
+    models = list(dict.fromkeys(model for _, model in split))
     short = dict(zip(models, _short(models), strict=True))
-    named = [short[name.removeprefix(CHUNKS)] + " in chunks" * name.startswith(CHUNKS) for name in encoders]
+    named = [f"{short[model]} {READINGS[reading]}" if reading else short[model] for reading, model in split]
     return named if len(set(named)) == len(named) else list(encoders)
 
 

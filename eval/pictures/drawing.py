@@ -49,7 +49,7 @@ from debias_diffusion.pipelines.rendering import (
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 
-from ..common.encoders import CHUNKS
+from ..common.encoders import CHUNKS, OVERLAP, READINGS, split_reading
 from ..common.processes import Processes
 
 ORIGINAL = "original"  # instead of an encoder: the checkpoint's own
@@ -85,11 +85,11 @@ class DrawingSettings:
         """The fields of an evaluation's configuration, with "auto" resolved for its checkpoint.
 
         Raises:
-            UserError: a number is too small or too large, there is no such SDXL checkpoint, or `windows` and `CHUNKS`
-                are both given.
+            UserError: a number is too small or too large, there is no such SDXL checkpoint, or `windows` and one of
+                `READINGS` are both given.
         """
         if config.windows:
-            in_chunks = [name for name in config.encoders if name.startswith(CHUNKS)]
+            in_chunks = [name for name in config.encoders if split_reading(name)[0]]
             if in_chunks:
                 raise UserError(
                     f"windows is given, the old way to let all encoders read in chunks, and so is {in_chunks[0]!r}, "
@@ -181,7 +181,7 @@ class Drawing:
         Args:
             encoder: replaces SDXL's first text encoder, anything `load_text_encoder` takes; or `ORIGINAL`. One with the
                 context length of the checkpoint's second encoder cuts prompts there, at 77 tokens, as in stock SDXL;
-                with `CHUNKS` before its name it reads long prompts in chunks, as this package's pipelines do.
+                with one of `READINGS` before its name it reads long prompts so, as this package's pipelines do.
             folder: gets `{name}.png` of each subject, and `settings.json` with every setting that affects the images.
             subjects: all images of the folder, finished or not.
 
@@ -222,8 +222,8 @@ class Drawing:
         if self.digests["base"] is None:
             self.digests["base"] = model_digest(self.settings.base)
         known = self.digests["encoders"]
+        reading, model = split_reading(encoder)
         if encoder not in known:
-            model = encoder.removeprefix(CHUNKS)
             known[encoder] = None if model == ORIGINAL else model_digest(model)
         names = ("steps", "guidance_scale", "prefix", "seed")
         return {
@@ -231,6 +231,7 @@ class Drawing:
             "base": self.digests["base"],
             "encoder": known[encoder],
             "windows": self._reads_in_chunks(encoder),
+            **({"overlap": True} if reading == OVERLAP else {}),  # else no key: older records match
             **{name: getattr(self.settings, name) for name in names},
             **runtime_settings(self.processes.device, self.dtype),
         }
@@ -275,24 +276,26 @@ class Drawing:
         processes.together(lambda: _raise_if_failed(failed, len(subjects), encoder, self.dtype))
 
     def _load(self, encoder: str) -> StableDiffusionXLPipeline:
-        """The SDXL checkpoint with an encoder that cuts prompts or reads them in chunks."""
+        """The SDXL checkpoint with an encoder that reads prompts as its name says."""
+        reading, model = split_reading(encoder)
         if self._pipe is None:
             self._pipe = load_sdxl(self.settings.base, None, self.processes.device, self.dtype)
         text_encoder, tokenizer = self._pipe.text_encoder, self._pipe.tokenizer
-        if encoder.removeprefix(CHUNKS) != ORIGINAL:
+        if model != ORIGINAL:
             text_encoder, tokenizer = self._load_encoder(encoder)
             text_encoder.to(self.processes.device, self.dtype)
         lengths = [part.config.max_position_embeddings for part in (text_encoder, self._pipe.text_encoder_2)]
         cut = lengths[0] == lengths[1] and not self._reads_in_chunks(encoder)
         cls = StableDiffusionXLPipeline if cut else StableDiffusionXLLongPromptPipeline
-        return replace_encoder(self._pipe, text_encoder, tokenizer, cls)
+        pipe = replace_encoder(self._pipe, text_encoder, tokenizer, cls)
+        return pipe.set_long_prompt(overlap=True) if reading == OVERLAP else pipe
 
     def _reads_in_chunks(self, encoder: str) -> bool:
-        return self.settings.windows or encoder.startswith(CHUNKS)
+        return self.settings.windows or split_reading(encoder)[0] in READINGS
 
     def _load_encoder(self, encoder: str) -> tuple[torch.nn.Module, Any]:
         """The text encoder and its tokenizer. Raises UserError unless it has the replaced encoder's width."""
-        model = encoder.removeprefix(CHUNKS)
+        _, model = split_reading(encoder)
         text_encoder, tokenizer = load_text_encoder(model)
         width = first_encoder_config(self.settings.base).hidden_size
         check_same_width(model, text_encoder.config.hidden_size, self.settings.base, width)
@@ -300,10 +303,10 @@ class Drawing:
 
     def _check_encoder(self, encoder: str) -> None:
         """Raises UserError for an encoder that cannot be loaded, does not fit, or cannot be read as its name says."""
-        model = encoder.removeprefix(CHUNKS)
+        reading, model = split_reading(encoder)
         is_original = model == ORIGINAL
         config = first_encoder_config(self.settings.base) if is_original else self._load_encoder(encoder)[0].config
-        if model != encoder and config.max_position_embeddings > TRAINED_POSITIONS:
+        if reading and config.max_position_embeddings > TRAINED_POSITIONS:
             raise UserError(
                 f"The encoder {encoder!r} reads {config.max_position_embeddings} tokens at once, so there is nothing "
                 f"to cut into chunks of {TRAINED_POSITIONS}. Give {model!r}."

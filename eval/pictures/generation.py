@@ -56,7 +56,7 @@ class GenerationConfig:
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
             ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
             cuts prompts at 77 tokens, as in stock SDXL; named chunks:NAME (chunks:original), it reads long prompts in
-            chunks, as this package's pipelines do.
+            chunks, as this package's pipelines do, and named overlap:NAME, in overlapping chunks.
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         output: Folder for the results, `generation.json`, `generation.png` and `examples.png`, and for the generated
             images, `pictures/ENCODER/000000.png` and so on. Finished images of the same settings are kept.

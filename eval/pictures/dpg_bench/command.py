@@ -55,7 +55,7 @@ class DpgBenchConfig:
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
             ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
             cuts prompts at 77 tokens, as in stock SDXL; named chunks:NAME (chunks:original), it reads long prompts in
-            chunks, as this package's pipelines do.
+            chunks, as this package's pipelines do, and named overlap:NAME, in overlapping chunks.
         images_per_prompt: Images for each prompt.
         seed: Image i of each prompt starts from noise seeded with this number + i.
         steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
