@@ -27,6 +27,7 @@ from debias_diffusion.limits import check_guidance, check_seeds, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import (
+    STRETCH,
     check_base,
     check_same_width,
     default_dtype,
@@ -70,6 +71,7 @@ class DrawingSettings:
         prefix: put before each prompt.
         windows: as if `CHUNKS` stood before the name of every encoder of 77 positions.
         seed: added to the number of each image for the seed of its noise.
+        encoder_2: replaces SDXL's second text encoder for all; None keeps the checkpoint's own.
     """
 
     base: str
@@ -79,6 +81,7 @@ class DrawingSettings:
     prefix: str = ""
     windows: bool = False
     seed: int = 0
+    encoder_2: str | None = None
 
     @classmethod
     def of(cls, config: Any) -> "DrawingSettings":
@@ -155,7 +158,7 @@ class Drawing:
         self.settings, self.processes, self.data = settings, processes, data
         self.dtype = default_dtype(processes.device)
         self.sampling = Sampling(settings.steps, settings.guidance_scale)
-        self.digests = {"base": None, "encoders": {}}
+        self.digests = {"base": None, "encoder_2": None, "encoders": {}}
         self._pipe: StableDiffusionXLLongPromptPipeline | None = None
 
     def check(self, encoders: Sequence[str], folders: Sequence[Path], subjects: Sequence[Subject]) -> None:
@@ -221,6 +224,8 @@ class Drawing:
         """Every setting that affects an image, besides its prompt and seed."""
         if self.digests["base"] is None:
             self.digests["base"] = model_digest(self.settings.base)
+            second = self.settings.encoder_2
+            self.digests["encoder_2"] = model_digest(second) if second not in (None, STRETCH) else second
         known = self.digests["encoders"]
         reading, model = split_reading(encoder)
         if encoder not in known:
@@ -231,7 +236,9 @@ class Drawing:
             "base": self.digests["base"],
             "encoder": known[encoder],
             "windows": self._reads_in_chunks(encoder),
-            **({"overlap": True} if reading == OVERLAP else {}),  # else no key: older records match
+            # Else no key: older records match.
+            **({"overlap": True} if reading == OVERLAP else {}),
+            **({"encoder_2": self.digests["encoder_2"]} if self.settings.encoder_2 else {}),
             **{name: getattr(self.settings, name) for name in names},
             **runtime_settings(self.processes.device, self.dtype),
         }
@@ -279,7 +286,8 @@ class Drawing:
         """The SDXL checkpoint with an encoder that reads prompts as its name says."""
         reading, model = split_reading(encoder)
         if self._pipe is None:
-            self._pipe = load_sdxl(self.settings.base, None, self.processes.device, self.dtype)
+            second = self.settings.encoder_2
+            self._pipe = load_sdxl(self.settings.base, None, self.processes.device, self.dtype, second)
         text_encoder, tokenizer = self._pipe.text_encoder, self._pipe.tokenizer
         if model != ORIGINAL:
             text_encoder, tokenizer = self._load_encoder(encoder)

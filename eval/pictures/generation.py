@@ -70,6 +70,8 @@ class GenerationConfig:
             toy/sdxl.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
+        encoder_2: Text encoder in the place of SDXL's second one, with all encoders; stretch is the checkpoint's own,
+            stretched to 248 positions. null keeps it.
         prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
         windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
         inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
@@ -99,6 +101,7 @@ class GenerationConfig:
     images_at_once: int | Literal["auto"] = "auto"
     prefix: str = ""
     windows: bool = False
+    encoder_2: str | None = None
     inception_weights: str | None = None
     dino: str | None = None
     dinov2: str | None = None
@@ -253,7 +256,13 @@ class _Generation:
         report = write_report(
             NAME,
             self.config,
-            digests={"data": self.pairs.digest, "base": digests["base"], **networks, "encoders": weights},
+            digests={
+                "data": self.pairs.digest,
+                "base": digests["base"],
+                "encoder_2": digests["encoder_2"],
+                **networks,
+                "encoders": weights,
+            },
             left_out=self.pairs.bad + self.unreadable,
             seconds=self.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=asdict(self.settings),

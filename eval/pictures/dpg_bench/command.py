@@ -62,6 +62,8 @@ class DpgBenchConfig:
         guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, and 3 for toy/sdxl.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
+        encoder_2: Text encoder in the place of SDXL's second one, with all encoders; stretch is the checkpoint's own,
+            stretched to 248 positions. null keeps it.
         prefix: Text before each prompt.
         windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
         batch_size: Questions asked at once.
@@ -82,6 +84,7 @@ class DpgBenchConfig:
     images_at_once: int | Literal["auto"] = "auto"
     prefix: str = ""
     windows: bool = False
+    encoder_2: str | None = None
     batch_size: int = 16
     device: str | None = None
 
@@ -206,7 +209,13 @@ class _DpgBench:
         report = write_report(
             NAME,
             config,
-            digests={"data": bench.digest, "vqa": vqa, "base": digests["base"], "encoders": weights},
+            digests={
+                "data": bench.digest,
+                "vqa": vqa,
+                "base": digests["base"],
+                "encoder_2": digests["encoder_2"],
+                "encoders": weights,
+            },
             left_out=bench.bad,
             seconds=time.monotonic() - started,
             drawing=self.settings and asdict(self.settings),
