@@ -22,7 +22,7 @@ from debias_diffusion.training.stop import StopRequest
 from debias_diffusion.training.trackers import make_accelerator
 
 from .config import AlignConfig
-from .encoders import encoder_digest, first_slot, second_slot, without_projection
+from .encoders import encoder_digest, first_slot, recompute_activations, second_slot, without_projection
 from .latents import FrozenVAE
 from .objective import TERMS, Objective
 from .plan import PROBE, print_plan
@@ -50,10 +50,10 @@ def align(config: AlignConfig) -> Path | None:
     accelerator = make_accelerator(config)
     folder = RunFolder(config.output)
     with explain_full_disk(), folder.owned(accelerator.is_main_process):
-        return _Alignment(config, accelerator, folder).run()
+        return Alignment(config, accelerator, folder).run()
 
 
-class _Alignment(Run):
+class Alignment(Run):
     """A run that fits text encoders."""
 
     title = "aligning"
@@ -78,7 +78,7 @@ class _Alignment(Run):
         if config.checkpoint_activations:
             pipe.unet.enable_gradient_checkpointing()
             for encoder in fitted.values():
-                encoder.gradient_checkpointing_enable()
+                recompute_activations(encoder)
         weights = (config.denoising, config.keep_states, config.keep_features)
         self.objective = Objective(
             self.slots, pipe.unet, pipe.scheduler, self.pixels, dict(zip(TERMS, weights, strict=True)), self.precision
@@ -91,28 +91,32 @@ class _Alignment(Run):
     def run(self) -> Path | None:
         request = StopRequest(self.accelerator)
         with request.listening():
-            latents, bad = cached_images(
-                self.vae,
-                self.all_records,
-                self.images,
-                self.config.latent_folder(),
-                batch=max(1, min(32, 2**22 // self.pixels**2)),
-                workers=self.config.workers,
-                stop=lambda: request.here,
-            )
-            self.report_unreadable(bad)
+            self.prepare(request)
             if request.asked():
                 self.say("Stopped while latents were computed. The same command continues from there.")
                 return None
-            self.vae.vae.to("cpu")
-            tokenizers = [slot.reader.tokenizer for slot in self.slots]
-            make = partial(
-                AlignDataset, latents=latents, seed=self.config.seed, tokenizers=tokenizers, shape=self.vae.shape
-            )
-            self.dataset = make(self.records, reserve=self.batches.reserve)
-            self.measured = make(self.held_out[:MEASURED])
             state = self.make_steps(request)
             return state and self._finish(state)
+
+    def prepare(self, request: StopRequest) -> None:
+        """Computes the latents that the cache lacks; from then on images are latents, and the autoencoder rests."""
+        latents, bad = cached_images(
+            self.vae,
+            self.all_records,
+            self.images,
+            self.config.latent_folder(),
+            batch=max(1, min(32, 2**22 // self.pixels**2)),
+            workers=self.config.workers,
+            stop=lambda: request.here,
+        )
+        self.report_unreadable(bad)
+        self.vae.vae.to("cpu")
+        tokenizers = [slot.reader.tokenizer for slot in self.slots]
+        make = partial(
+            AlignDataset, latents=latents, seed=self.config.seed, tokenizers=tokenizers, shape=self.vae.shape
+        )
+        self.dataset = make(self.records, reserve=self.batches.reserve)
+        self.measured = make(self.held_out[:MEASURED])
 
     def backward(self, batch: AlignBatch) -> dict[str, float]:
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""

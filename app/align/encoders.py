@@ -95,3 +95,9 @@ def _check(name: str, encoder: TextEncoder, tokenizer: CLIPTokenizer, own: Froze
 def without_projection(encoder: TextEncoder) -> TextEncoder:
     """The same encoder as a CLIPTextModel, which SDXL's first one is."""
     return make_encoder(encoder.config, prefixed_state(encoder), projection=False)
+
+
+def recompute_activations(encoder: TextEncoder) -> None:
+    """Activations of the encoder's blocks are computed again in the backward pass, instead of kept."""
+    renamed = getattr(encoder, "activation_checkpointing_enable", None)  # by transformers, which warns of the old name
+    (renamed or encoder.gradient_checkpointing_enable)()

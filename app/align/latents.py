@@ -22,7 +22,7 @@ class FrozenVAE(FrozenEncoder):
     """
 
     def __init__(self, vae: AutoencoderKL, pixels: int, accelerator: Accelerator):
-        self.vae, self.accelerator = vae.to(accelerator.device, torch.float32).eval(), accelerator
+        self.vae, self.accelerator = vae.to(accelerator.device).float().eval(), accelerator
         side = pixels // 2 ** (len(vae.config.block_out_channels) - 1)
         self.shape = (vae.config.latent_channels, side, side)
         self.dim = vae.config.latent_channels * side * side

@@ -34,12 +34,13 @@ def measure_cost(backward: Callable[[], None], weights: Iterable[torch.Tensor], 
     Args:
         weights: which activations do not count, though they are kept for the backward pass too.
     """
-    known, saved = {weight.untyped_storage().data_ptr() for weight in weights}, {}
+    # Not by their addresses, which are all 0 on the meta device.
+    known, saved = {weight.untyped_storage()._cdata for weight in weights}, {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage.nbytes()
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)

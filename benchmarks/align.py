@@ -1,0 +1,162 @@
+"""The cost of `align`: counted for SDXL, timed for the toy.
+
+    python benchmarks/align.py [--repeats 5]
+
+Counted: SDXL's true configuration without weights, for one pair with a caption of 240 tokens, forward and backward.
+Frozen weights take two bytes, those that are fitted sixteen (weight, gradient and AdamW's two averages in float32).
+Timed: both passes on 16 pairs of the toy world, in float32, as a ratio to the same without the UNet. The variants take
+turns.
+Prints Markdown, and writes benchmarks/results/align.json.
+"""
+
+import argparse
+import copy
+import statistics
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import torch
+from generate import random_sdxl
+from machine import machine, seconds
+from tqdm import tqdm
+from transformers import CLIPTextModelWithProjection
+
+from debias_diffusion.app.align import AlignConfig
+from debias_diffusion.app.align.command import Alignment
+from debias_diffusion.app.align.encoders import recompute_activations
+from debias_diffusion.app.align.objective import TERMS, Frozen, Objective, Slot
+from debias_diffusion.app.align.plan import measure_cost
+from debias_diffusion.app.align.samples import AlignBatch, collate
+from debias_diffusion.chunks import Cut, Tokens
+from debias_diffusion.eval.common.report import Table
+from debias_diffusion.files import write_json
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.stop import StopRequest
+from debias_diffusion.training.trackers import make_accelerator
+
+RESULT = Path(__file__).parent / "results" / "align.json"
+TOKENS, PAIRS = 240, 16
+META = torch.device("meta")
+FITTED = {"the first encoder": (True, False), "the second": (False, True), "both": (True, True)}
+
+
+# ---- counted
+
+
+def slot(encoder: CLIPTextModelWithProjection, tokenizer, fitted: bool) -> Slot:
+    """An encoder of 77 positions, or one of 248 in its place."""
+
+    def empty(positions: int, dtype: torch.dtype) -> CLIPTextModelWithProjection:
+        config = copy.deepcopy(encoder.config)
+        config.max_position_embeddings = positions
+        config.projection_dim = config.hidden_size
+        with META:
+            return CLIPTextModelWithProjection(config).to(dtype).requires_grad_(dtype == torch.float32)
+
+    base = Frozen(empty(77, torch.bfloat16), tokenizer)
+    if not fitted:
+        return Slot(base)
+    return Slot(base, empty(248, torch.float32), tokenizer, Frozen(empty(248, torch.bfloat16), tokenizer))
+
+
+def count(pixels: int, fitted: tuple[bool, bool], recomputed: bool) -> dict:
+    """TFLOP and GB of one pair."""
+    pipe = random_sdxl("sdxl", META, torch.bfloat16)
+    unet = pipe.unet.requires_grad_(False)
+    parts = ((pipe.text_encoder, pipe.tokenizer), (pipe.text_encoder_2, pipe.tokenizer_2))
+    slots = [slot(*part, is_fitted) for part, is_fitted in zip(parts, fitted, strict=True)]
+    models = [slot.encoder.train() for slot in slots if slot.encoder is not None]
+    if recomputed:
+        unet.enable_gradient_checkpointing()
+        for model in models:
+            recompute_activations(model)
+    objective = Objective(slots, unet, pipe.scheduler, pixels, dict.fromkeys(TERMS, 1.0), "fp32")
+    text = Tokens([320] * TOKENS, [Cut.WORD] * TOKENS, [1.0] * TOKENS)
+    latents = torch.empty(1, 4, pixels // 8, pixels // 8, device=META)
+    batch = AlignBatch(["0"], latents, latents, torch.empty(1, device=META), [(text, text)], [None], [])
+    trained = [weight for model in models for weight in model.parameters()]
+    frozen = [*unet.parameters(), *(weight for part in slots for weight in part.frozen_parameters())]
+    cost = measure_cost(lambda: sum(objective.losses(batch).values()).sum().backward(), [*trained, *frozen], META)
+    state = sum(weight.nbytes for weight in frozen) + 16 * sum(weight.numel() for weight in trained)
+    return {"tflop": cost.flop / 1e12, "activations_gb": cost.activation_bytes / 1e9, "state_gb": state / 1e9}
+
+
+# ---- timed
+
+
+def time_toy(repeats: int) -> dict:
+    """Seconds of both passes on `PAIRS` pairs, and ratios to those without the UNet."""
+    with tempfile.TemporaryDirectory() as folder:
+        data, images = write_pairs(Path(folder) / "data", 0, PAIRS)
+        runs = {}
+        for (title, fitted), denoising in product(FITTED.items(), (0.0, 10.0)):
+            names = {"encoder": "toy/debias-clip-sdxl", "encoder_2": "stretch"}
+            given = {name: value for (name, value), is_fitted in zip(names.items(), fitted, strict=True) if is_fitted}
+            name = f"{title}{' with the UNet' if denoising else ''}"
+            output = str(Path(folder) / name)
+            config = AlignConfig(
+                "toy/sdxl", str(data), output, str(images), **given, denoising=denoising, batch=PAIRS, validation=0
+            )
+            accelerator = make_accelerator(config)
+            run = Alignment(config, accelerator, RunFolder(output))
+            run.prepare(StopRequest(accelerator))
+            batch = collate([run.dataset[(0, index, index)] for index in range(PAIRS)])
+            runs[name] = lambda run=run, batch=batch: (run.backward(batch), run.optimizer.clear())
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for repeat in tqdm(range(-1, repeats), desc="rounds, the first uncounted"):
+            for name, step in runs.items():
+                taken = seconds(step, torch.device("cpu"))
+                if repeat >= 0:
+                    times[name].append(taken)
+    baseline = times[next(iter(times))]
+    return {
+        name: {
+            "seconds": statistics.median(values),
+            "ratio": statistics.median(one / other for one, other in zip(values, baseline, strict=True)),
+        }
+        for name, values in times.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    counted = [
+        {"pixels": pixels, "fitted": title, "recomputed": recomputed, **count(pixels, fitted, recomputed)}
+        for pixels, (title, fitted), recomputed in tqdm(
+            list(product((512, 1024), FITTED.items(), (False, True))), desc="counting"
+        )
+    ]
+    header = [
+        "pixels",
+        "fitted",
+        "activations",
+        "TFLOP a pair",
+        "activations, GB",
+        "weights and AdamW, GB",
+        "GB in all",
+    ]
+    rows = [
+        [
+            row["pixels"],
+            row["fitted"],
+            "recomputed" if row["recomputed"] else "kept",
+            *(f"{value:.1f}" for value in (row["tflop"], row["activations_gb"], row["state_gb"])),
+            f"{row['activations_gb'] + row['state_gb']:.1f}",
+        ]
+        for row in counted
+    ]
+    print("\nSDXL, one pair at a time, counted:\n\n" + Table(header, rows).markdown())
+    timed = time_toy(arguments.repeats)
+    rows = [[name, f"{row['seconds']:.2f}", f"{row['ratio']:.2f}"] for name, row in timed.items()]
+    print(f"\nThe toy, {PAIRS} pairs, on {machine(torch.device('cpu'))}:\n")
+    print(Table(["fitted", "seconds", "to the first row"], rows).markdown())
+    measured = {"machine": machine(torch.device("cpu")), "torch": torch.__version__, "tokens": TOKENS, "pairs": PAIRS}
+    write_json(RESULT, measured | {"counted": counted, "timed": timed})
+
+
+if __name__ == "__main__":
+    main()

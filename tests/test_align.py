@@ -1,0 +1,296 @@
+"""Fitting encoders to a frozen UNet: the loss against the pipelines' own embeddings, resume, and what is left."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler
+from PIL import Image
+from safetensors.torch import load_file
+from test_training import is_the_same_run, killed_copy, losses
+from tiny_clip import tiny_clip
+from tiny_sdxl import WIDTH_2, build_tiny_sdxl, text_encoder
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from debias_diffusion.app.align import AlignConfig, align
+from debias_diffusion.app.align import command as align_command
+from debias_diffusion.app.align.command import Alignment
+from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import load_text_encoder, load_two_tower, write_text_encoder
+from debias_diffusion.models.weights import weights_digest
+from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.stop import StopRequest
+from debias_diffusion.training.trackers import make_accelerator
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of an SDXL, and of a two-tower of 248 positions that fits it."""
+    folder = tmp_path_factory.mktemp("models")
+    backbone = tiny_clip(seed=3)
+    backbone.stretch()
+    backbone.save(folder / "long")
+    return SimpleNamespace(base=str(build_tiny_sdxl(folder / "sdxl")), long=str(folder / "long"), folder=folder)
+
+
+@pytest.fixture(scope="module")
+def settings(models, world, tmp_path_factory):
+    """A configuration with changes."""
+    _, data, images = world
+    latents = str(tmp_path_factory.mktemp("latents"))
+
+    def make(output, **changes) -> AlignConfig:
+        values = dict(base=models.base, data=data, images=images, output=str(output), encoder=models.long)
+        values |= dict(validation=4, batch=4, epochs=9, max_steps=4, learning_rate=1e-3, warmup=1, workers=0)
+        values |= dict(checkpoint_every=2, eval_every=4, log_every=1, latent_cache=latents)
+        return AlignConfig(**(values | changes))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(settings, tmp_path_factory):
+    """Both encoders fitted, each in one piece."""
+    output = tmp_path_factory.mktemp("finished")
+    align(settings(output, encoder_2="stretch"))
+    return output
+
+
+def prepared(config: AlignConfig) -> Alignment:
+    """A run with its data, before the first step."""
+    accelerator = make_accelerator(config)
+    run = Alignment(config, accelerator, RunFolder(config.output))
+    run.prepare(StopRequest(accelerator))
+    return run
+
+
+def lines_of(output) -> list[dict]:
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+# ---- the loss
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+def test_the_denoising_loss_is_that_of_the_pipelines_embeddings(settings, models, tmp_path, prediction):
+    """The UNet's own training loss, written out on what a long-prompt pipeline with these encoders gives it."""
+    run = prepared(settings(tmp_path, encoder_2="stretch"))
+    run.objective.scheduler.register_to_config(prediction_type=prediction)
+    pipe = load_sdxl(models.base, models.long, CPU, torch.float32, "stretch")
+    scheduler = DDPMScheduler.from_config(pipe.scheduler.config)
+    for index in (0, 5):
+        sample, caption = run.dataset[(0, index, index)], run.records[index].caption
+        batch = align_command.collate([sample])
+        with torch.no_grad():
+            loss = run.objective.losses(batch)["denoising_loss"]
+            embeds, _, pooled, _ = pipe.encode_prompt(caption.lower(), do_classifier_free_guidance=False)
+            time = torch.tensor([round(999 * sample.share)])
+            noisy = scheduler.add_noise(batch.latents, batch.noise, time)
+            added = {"text_embeds": pooled, "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]])}
+            predicted = pipe.unet(noisy, time, encoder_hidden_states=embeds, added_cond_kwargs=added).sample
+        target = {
+            "epsilon": batch.noise,
+            "v_prediction": scheduler.get_velocity(batch.latents, batch.noise, time),
+            "sample": batch.latents,
+        }[prediction]
+        assert loss.item() == pytest.approx(F.mse_loss(predicted, target).item(), rel=1e-4)
+
+
+def test_latents_are_those_of_the_checkpoints_autoencoder(settings, models, tmp_path):
+    run = prepared(settings(tmp_path, pixels=32))
+    pipe, record = load_sdxl(models.base, None, CPU), run.records[2]
+    with torch.no_grad():
+        small = Image.open(f"{run.config.images}/{record.image}")
+        assert small.size == (32, 32)
+        image = pil_to_tensor(small)[None].float() / 127.5 - 1
+        latents = pipe.vae.encode(image).latent_dist.mean * pipe.vae.config.scaling_factor
+    assert latents.shape == (1, 4, 4, 4)
+    torch.testing.assert_close(run.dataset[(0, 2, 2)].latents[None], latents, rtol=0, atol=1e-5)
+
+
+def test_the_checkpoints_own_encoders_have_not_moved_at_the_start(settings, tmp_path):
+    run = prepared(settings(tmp_path, encoder="original", encoder_2="original"))
+    batch = align_command.collate([run.dataset[(0, index, index)] for index in range(4)])
+    terms = run.objective.losses(batch)
+    assert terms["state_error"].abs().max() < 1e-9 and terms["feature_distance"].abs().max() < 1e-6
+    assert (terms["denoising_loss"] > 0).all()
+
+
+def test_states_and_features_are_compared_with_where_they_must_stay(settings, models, tmp_path):
+    """A first encoder: states with the base's, features with its own. A second: both with the base's."""
+    run = prepared(settings(tmp_path, encoder_2="stretch"))
+    batch = align_command.collate([run.dataset[(0, index, index)] for index in range(4)])
+    first, second = run.slots
+    texts = [text[0] for text in batch.texts]
+    states, pooled = first.read(texts, 77)
+    assert (first.state_errors(states, texts, 77) > 0.01).all()
+    assert first.feature_distances(pooled, texts, 77).abs().max() < 1e-6
+    texts = [text[1] for text in batch.texts]
+    states, pooled = second.read(texts, 77)
+    assert (second.state_errors(states, texts, 77) > 1e-6).all()
+    base_states, base_pooled = second.base.read(texts, 77, overlap=True)
+    expected = 1 - F.cosine_similarity(pooled, base_pooled)
+    torch.testing.assert_close(second.feature_distances(pooled, texts, 77), expected)
+    end = 1 + len(texts[0].ids)
+    error = (states[0, :end] - base_states[0, :end]).square().mean() / base_states[0, 1:end].var(0, correction=0).mean()
+    assert second.state_errors(states, texts, 77)[0].item() == pytest.approx(error.item(), rel=1e-4)
+
+
+def gradients_of(run: Alignment, chunk: int | None) -> dict:
+    run.config.chunk = chunk
+    batch = align_command.collate([run.dataset[(0, index, index)] for index in range(4)])
+    report = run.backward(batch)
+    # Without a projection nothing reads the last layer.
+    named = run.model.named_parameters()
+    gradients = {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+    run.optimizer.clear()
+    return report, gradients
+
+
+@pytest.mark.parametrize("encoder", ["long", "original"])
+def test_chunks_and_recomputed_activations_change_no_gradient(settings, models, tmp_path, encoder):
+    names = {"encoder": models.long, "encoder_2": "stretch"} if encoder == "long" else {"encoder": "original"}
+    run = prepared(settings(tmp_path, **names))
+    report, expected = gradients_of(run, None)
+    assert report["gradient_norm"] > 0 and all(gradient.any() for gradient in expected.values())
+    again = prepared(settings(tmp_path / "again", checkpoint_activations=True, **names))
+    for chunk in (1, 3):
+        chunked, gradients = gradients_of(run, chunk)
+        assert chunked == pytest.approx(report, rel=1e-4)
+        torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-6)
+    recomputed, gradients = gradients_of(again, None)
+    assert recomputed == pytest.approx(report, rel=1e-4)
+    torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-6)
+
+
+# ---- runs
+
+
+def test_a_run_fits_both_encoders_and_nothing_else(finished, settings, models, capsys):
+    digest = weights_digest(load_sdxl(models.base, None, CPU).unet)
+    first, second = (load_text_encoder(finished / name)[0] for name in ("encoder", "encoder_2"))
+    assert type(first).__name__ == "CLIPTextModel" and type(second).__name__ == "CLIPTextModelWithProjection"
+    assert [part.config.max_position_embeddings for part in (first, second)] == [248, 248]
+    pipe = load_sdxl(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
+    assert weights_digest(pipe.unet) == digest
+    assert pipe.tokenizer_2.pad_token == "!"
+    # Both towers, so that everything that takes a training run takes this one.
+    tower, before = load_two_tower(str(finished)), load_two_tower(models.long)
+    assert weights_digest(load_text_encoder(str(finished))[0]) == weights_digest(first)
+    assert weights_digest(tower.model.visual) == weights_digest(before.model.visual)
+    assert weights_digest(tower.text.tower) != weights_digest(before.text.tower)
+    steps = [line for line in lines_of(finished) if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        weighted = 10 * line["denoising_loss"] + line["state_error"] + line["feature_distance"]
+        assert line["loss"] == pytest.approx(weighted, rel=1e-4)
+
+
+def test_a_killed_run_resumes_bit_identically(finished, settings, tmp_path):
+    run = killed_copy(finished, tmp_path / "run", step=4)
+    shutil.rmtree(run / "encoder"), shutil.rmtree(run / "encoder_2")
+    align(settings(run, encoder_2="stretch"))
+    is_the_same_run(run, finished)
+    for name in ("encoder/text_encoder", "encoder_2/text_encoder"):
+        ours, expected = (load_file(folder / name / "model.safetensors") for folder in (run, finished))
+        assert all(torch.equal(ours[key], expected[key]) for key in expected)
+
+
+def test_the_terms_fall_on_pairs_held_out(settings, tmp_path):
+    align(settings(tmp_path, max_steps=30, keep_states=5.0, learning_rate=3e-3, eval_every=30))
+    first, last = (line for line in lines_of(tmp_path) if "pairs" in line)
+    assert last["step"] == 30
+    assert last["held_out_state_error"] < 0.8 * first["held_out_state_error"]
+    assert last["held_out_denoising_loss"] < first["held_out_denoising_loss"] * 1.01
+
+
+def test_without_the_denoising_loss_the_unet_is_not_run(settings, tmp_path, monkeypatch):
+    run = prepared(settings(tmp_path, denoising=0.0))
+    monkeypatch.setattr(run.objective, "unet", SimpleNamespace(device=CPU))
+    report, gradients = gradients_of(run, None)
+    assert report["denoising_loss"] == 0 and all(gradient.any() for gradient in gradients.values())
+
+
+def test_two_processes_give_the_same_run(finished, settings, tmp_path):
+    config = settings(tmp_path, encoder_2="stretch")
+    names = [name for name in config.__dataclass_fields__ if getattr(config, name) is not None and name != "betas"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    command += ["-m", "debias_diffusion.app.cli", "align", *(f"--{name}={getattr(config, name)}" for name in names)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 x cpu" in done.stdout
+    assert losses(tmp_path) == pytest.approx(losses(finished), rel=1e-4)
+
+
+def test_bad_images_are_replaced_and_named(settings, world, tmp_path):
+    images = tmp_path / "images"
+    shutil.copytree(world[2], images)
+    (images / "9.png").write_bytes(b"no image")
+    align(settings(tmp_path / "run", images=str(images), epochs=1, max_steps=None, max_bad=0.1))
+    assert "9.png" in (tmp_path / "run" / "bad-records.jsonl").read_text()
+    assert (tmp_path / "run" / "encoder" / "text_encoder" / "model.safetensors").is_file()
+    with pytest.raises(UserError, match="--max-bad allows"):
+        align(settings(tmp_path / "strict", images=str(images), max_bad=0.0))
+
+
+def test_the_plan_says_what_is_fitted_and_what_it_takes(finished, settings, tmp_path, capsys):
+    capsys.readouterr()
+    align(settings(tmp_path, encoder="original", encoder_2="stretch", max_steps=1))
+    plan = capsys.readouterr().out
+    for part in (
+        "original (in chunks, 77 positions) and stretch (in one piece, 248 positions)",
+        "images of 64 x 64 pixels",
+        "denoising 10, states 1, features 1",
+        "20 to train on; 4 held out",
+        "TFLOP a pair",
+        "GB a process",
+        "time    about",
+    ):
+        assert part in plan
+    assert f"--encoder {tmp_path / 'encoder'} --encoder-2 {tmp_path / 'encoder_2'}" in plan + capsys.readouterr().out
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoder": None}, "Nothing is to be fitted. Give --encoder"),
+        ({"denoising": -1.0}, "denoising is -1.0, but must be at least 0"),
+        ({"keep_states": float("nan")}, "keep_states is nan, but must be at least 0"),
+        ({"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
+        ({"pixels": 100}, "pixels is 100, but must be a multiple of 8"),
+        ({"batch": 0}, "batch is 0, but must be at least 1"),
+        ({"encoder": "no/such/thing/here"}, "no/such/thing/here"),
+        ({"encoder": "toy/clip"}, "'toy/clip' has width 128, and the encoder of .* that it replaces has width 32"),
+        ({"encoder_2": "wide"}, "has width 32, and the encoder of .* has width 40"),
+        ({"encoder_2": "bare"}, "has no projection, which SDXL reads"),
+        ({"base": "no/such/base/here"}, "is not there"),
+    ],
+)
+def test_mistakes_are_explained(settings, models, tmp_path, changes, message):
+    if changes.get("encoder_2") == "wide":
+        write_text_encoder(text_encoder(), clip_tokenizer(77), tmp_path / "wide")
+    if changes.get("encoder_2") == "bare":
+        write_text_encoder(text_encoder(WIDTH_2), clip_tokenizer(77), tmp_path / "bare")
+    changes = {k: str(tmp_path / v) if v in ("wide", "bare") else v for k, v in changes.items()}
+    with pytest.raises(UserError, match=message):
+        align(settings(tmp_path / "run", **changes))
+
+
+def test_a_folder_of_another_run_is_refused(finished, settings):
+    with pytest.raises(UserError, match="belongs to a run with other settings .*denoising: 10.0 there, 3.0 here"):
+        align(settings(finished, encoder_2="stretch", denoising=3.0))
