@@ -75,7 +75,10 @@ def test_every_training_option_is_explained():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "Unknown command 'trian'. Did you mean train? Choose one of: quickstart, train, export, generate"),
+        (
+            ["trian"],
+            "Unknown command 'trian'. Did you mean train? Choose one of: quickstart, train, align, export",
+        ),
         (["evaluate", "retrieval", "--encoders", "x [1]"], "must be names with commas between them, got"),
         (["evaluate", "robust"], "Unknown command 'robust'. Did you mean robustness"),
         (["train", "--epocs=3"], "Unknown option 'epocs'. Did you mean epochs"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +22,10 @@ from debias_diffusion.training.step import AdamW, sum_over_processes
 from debias_diffusion.training.stop import StopRequest
 from debias_diffusion.training.trackers import make_accelerator
 
-from .config import AlignConfig
 from .encoders import encoder_digest, first_slot, recompute_activations, second_slot, without_projection
 from .latents import FrozenVAE
 from .objective import TERMS, Objective
+from .options import AlignConfig
 from .plan import PROBE, print_plan
 from .samples import AlignBatch, AlignDataset, collate
 
@@ -71,7 +72,8 @@ class Alignment(Run):
         self.begin()
         self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
         first, self.two_tower = first_slot(config.encoder, pipe, config.base, dtype)
-        self.slots = (first, second_slot(config.encoder_2, pipe, config.base))
+        second = second_slot(config.encoder_2, pipe, config.base)
+        self.slots = tuple(replace(slot, overlap=config.overlap) for slot in (first, second))
         fitted = {name: slot.encoder for name, slot in zip((FIRST, SECOND), self.slots, strict=True) if slot.encoder}
         self.model = nn.ModuleDict(fitted).to(device).train()
         pipe.unet.requires_grad_(False)

@@ -23,7 +23,7 @@ def encoder_digest(name: str | None) -> str | None:
 
 
 def first_slot(
-    name: str | None, pipe: StableDiffusionXLPipeline, base: str, dtype: torch.dtype
+    name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: str, dtype: torch.dtype
 ) -> tuple[Slot, Backbone | None]:
     """SDXL's first encoder, and the two-tower that the fitted one is the text tower of, if it has an image tower.
 
@@ -34,43 +34,43 @@ def first_slot(
     Raises:
         UserError: it cannot be loaded, or does not fit the checkpoint.
     """
-    own = Frozen(pipe.text_encoder.requires_grad_(False), pipe.tokenizer)
+    base = Frozen(pipe.text_encoder.requires_grad_(False), pipe.tokenizer)
     if name is None:
-        return Slot(own), None
+        return Slot(base), None
     if name == ORIGINAL:
-        return Slot(own, copy.deepcopy(own.encoder).float().requires_grad_(True), own.tokenizer), None
+        return Slot(base, copy.deepcopy(base.encoder).float().requires_grad_(True), base.tokenizer), None
     backbone, encoder, tokenizer = _load(name)
-    _check(name, encoder, tokenizer, own, base)
+    _check(name, encoder, tokenizer, base, checkpoint)
     kept = None
     if isinstance(encoder, CLIPTextModelWithProjection):
-        frozen = copy.deepcopy(encoder).to(own.encoder.device, dtype).requires_grad_(False)
+        frozen = copy.deepcopy(encoder).to(base.encoder.device, dtype).requires_grad_(False)
         kept = Frozen(frozen, tokenizer)
-    return Slot(own, encoder.float().requires_grad_(True), tokenizer, kept), backbone
+    return Slot(base, encoder.float().requires_grad_(True), tokenizer, kept), backbone
 
 
-def second_slot(name: str | None, pipe: StableDiffusionXLPipeline, base: str) -> Slot:
+def second_slot(name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: str) -> Slot:
     """SDXL's second encoder. Its pooled features stay near the checkpoint's own, which the UNet reads.
 
     Raises:
         UserError: it cannot be loaded, or does not fit the checkpoint.
     """
-    own = Frozen(pipe.text_encoder_2.requires_grad_(False), pipe.tokenizer_2)
+    base = Frozen(pipe.text_encoder_2.requires_grad_(False), pipe.tokenizer_2)
     if name is None:
-        return Slot(own)
+        return Slot(base)
     if name in (ORIGINAL, STRETCH):
-        encoder, tokenizer = copy.deepcopy(own.encoder).float(), own.tokenizer
+        encoder, tokenizer = copy.deepcopy(base.encoder).float(), base.tokenizer
         if name == STRETCH:
             encoder, tokenizer = stretch_text_encoder(encoder, tokenizer)
     else:
         encoder, tokenizer = load_text_encoder(name)
-        _check(name, encoder, tokenizer, own, base)
+        _check(name, encoder, tokenizer, base, checkpoint)
         if not isinstance(encoder, CLIPTextModelWithProjection):
             raise UserError(
                 f"The second encoder {name!r} has no projection, which SDXL reads. Write it with `debias-diffusion "
                 "export --projection`."
             )
-    tokenizer.pad_token = own.tokenizer.pad_token  # the one that the UNet was trained with
-    return Slot(own, encoder.float().requires_grad_(True), tokenizer, own)
+    tokenizer.pad_token = base.tokenizer.pad_token  # the one that the UNet was trained with
+    return Slot(base, encoder.float().requires_grad_(True), tokenizer, base)
 
 
 def _load(name: str) -> tuple[Backbone | None, TextEncoder, CLIPTokenizer]:
@@ -82,13 +82,13 @@ def _load(name: str) -> tuple[Backbone | None, TextEncoder, CLIPTokenizer]:
     return backbone, *to_transformers(backbone, projection=backbone.pooling == "eot")
 
 
-def _check(name: str, encoder: TextEncoder, tokenizer: CLIPTokenizer, own: Frozen, base: str) -> None:
+def _check(name: str, encoder: TextEncoder, tokenizer: CLIPTokenizer, base: Frozen, checkpoint: str) -> None:
     """Raises UserError unless the encoder can take the place of the checkpoint's own."""
-    check_same_width(name, encoder.config.hidden_size, base, own.encoder.config.hidden_size)
-    if tokenizer.get_vocab() != own.tokenizer.get_vocab():
+    check_same_width(name, encoder.config.hidden_size, checkpoint, base.encoder.config.hidden_size)
+    if tokenizer.get_vocab() != base.tokenizer.get_vocab():
         raise UserError(
-            f"The encoder {name!r} and the one of {base!r} that it replaces have different tokens, so their states "
-            "cannot be compared one by one. Give an encoder that was trained from the checkpoint's."
+            f"The encoder {name!r} and the one of {checkpoint!r} that it replaces have different tokens, so their "
+            "states cannot be compared one by one. Give an encoder that was trained from the checkpoint's."
         )
 
 

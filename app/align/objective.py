@@ -43,12 +43,14 @@ class Slot:
         encoder: the one that is fitted in its place; None leaves the checkpoint's own as it is.
         tokenizer: of `encoder`.
         features: whose pooled features are kept; None where there are none to keep.
+        overlap: whether chunks overlap.
     """
 
     base: Frozen
     encoder: TextEncoder | None = None
     tokenizer: CLIPTokenizer | None = None
     features: Frozen | None = None
+    overlap: bool = False
 
     @property
     def reader(self) -> Frozen:
@@ -72,15 +74,15 @@ class Slot:
     def read(self, texts: list[Tokens], length: int) -> tuple[Tensor, Tensor | None]:
         """Hidden states [texts, length, width] and pooled [texts, pooled width], with gradients if it is fitted."""
         if self.encoder is None:
-            return self.base.read(texts, length)
-        return encode_tokens(self.encoder, self.tokenizer, texts, length)
+            return self.base.read(texts, length, overlap=self.overlap)
+        return encode_tokens(self.encoder, self.tokenizer, texts, length, overlap=self.overlap)
 
     def state_errors(self, states: Tensor, texts: list[Tokens], length: int) -> Tensor:
         """[texts] how far the states of words and SOT are from the checkpoint's own, as in `keep_states`.
 
         The checkpoint's encoder reads as the fitted one does, or, if that reads in one piece, in chunks that overlap.
         """
-        expected, _ = self.base.read(texts, length, overlap=self.reads_on)
+        expected, _ = self.base.read(texts, length, overlap=self.overlap or self.reads_on)
         ends = [1 + len(text.ids) for text in texts]
         errors = [
             # The states of a single token have no variance.

@@ -70,8 +70,9 @@ def print_plan(run, start: int) -> None:
     memory, free = frozen_bytes + 4 * fitted_bytes + activations, free_memory(accelerator.device)
     free_disk = check_disk(Path(config.output), disk := 3 * fitted_bytes * (config.keep + 1) + fitted_bytes)
     left = batches.total_steps - start
+    chunks = "in chunks that overlap" if config.overlap else "in chunks"
     encoders = " and ".join(
-        f"{name} ({'in one piece' if slot.reads_on else 'in chunks'}, {slot.context_length} positions)"
+        f"{name} ({'in one piece' if slot.reads_on else chunks}, {slot.context_length} positions)"
         for name, slot in zip((config.encoder, config.encoder_2), run.slots, strict=True)
         if name
     )

@@ -314,7 +314,8 @@ class Drawing:
         reading, model = split_reading(encoder)
         is_original = model == ORIGINAL
         config = first_encoder_config(self.settings.base) if is_original else self._load_encoder(encoder)[0].config
-        if reading and config.max_position_embeddings > TRAINED_POSITIONS:
+        # Chunks that overlap may be the second encoder's alone.
+        if reading == CHUNKS and config.max_position_embeddings > TRAINED_POSITIONS:
             raise UserError(
                 f"The encoder {encoder!r} reads {config.max_position_embeddings} tokens at once, so there is nothing "
                 f"to cut into chunks of {TRAINED_POSITIONS}. Give {model!r}."

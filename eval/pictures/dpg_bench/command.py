@@ -140,7 +140,7 @@ class _DpgBench:
     def run(self) -> dict:
         started = time.monotonic()
         with self.processes.only_main_prints():
-            digests = {"base": None, "encoders": {}}
+            digests = {"base": None, "encoder_2": None, "encoders": {}}
             subjects, data = self.processes.from_main(self._read)
             if self.settings is not None:
                 drawing = Drawing(self.settings, self.processes, data)
