@@ -1,31 +1,44 @@
 """The toy world over several seeds: what each encoder retrieves and draws, with both UNets and both caption styles.
 
-    python benchmarks/toy_world.py --prepared runs/toyworld/prepared-sdxl [--seeds 4 5 6] [--output runs/toy-world]
+    python benchmarks/toy_world.py --seeds 7 8 9 [--prepared runs/toyworld/prepared-sdxl] [--output runs/toy-world]
 
-A seed is a run of the quickstart on scenes of its own (split test-SEED), then images of the same encoders under further
-conditions: the UNet that `toymodels/prepared_unet.py` prepared for joined chunks and shifted states, and captions that
-refer back. Everything finished is kept, so a stopped run continues, and seeds may run side by side.
+A seed is a run of the quickstart on scenes of its own (split test-SEED), then further encoders, and images of all of
+them under further conditions. The encoders: the original read in overlapping chunks; Long-CLIP's recipe with
+DeBias-CLIP's w; the original in chunks and DeBias-CLIP for SDXL, each aligned with the UNet that draws, in as many
+steps; and the same together with the second encoder, so that nothing is read in chunks. The conditions: the UNet that
+`toymodels/prepared_unet.py` prepared for joined chunks and shifted states, and captions that refer back. Everything
+finished is kept, so a stopped run continues, and seeds may run side by side.
 
-Prints tables and writes them to benchmarks/results/ as toy_world-4-5-6.md, with the numbers as toy_world-4-5-6.json.
+Prints tables and writes them to benchmarks/results/ as toy_world-7-8-9.md, with the numbers as toy_world-7-8-9.json.
 """
 
 import argparse
-from dataclasses import asdict
+import os
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from machine import machine
 
+from debias_diffusion.app.align import AlignConfig, align
 from debias_diffusion.app.quickstart import RESULTS_FOLDER, Models, QuickstartConfig, quickstart
+from debias_diffusion.eval.common.encoders import CHUNKS, OVERLAP
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.pictures.reading import ALL, READERS
-from debias_diffusion.eval.pictures.toy_objects import BY_TELLING
-from debias_diffusion.eval.story import DIRECTIONS, EDITS, SHORT_FOLDER, SHORT_PROMPTS, keys_of
+from debias_diffusion.eval.pictures.toy_objects import BY_TELLING, TELLING_TITLES, TELLINGS
+from debias_diffusion.eval.story import DIRECTIONS, EDITS, NAMES, SHORT_FOLDER, SHORT_PROMPTS
+from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.files import read_json_object, write_json, write_text
+from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
+from debias_diffusion.toyworld.grammar import STYLES
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.training import train
 
 RESULTS = Path(__file__).parent / "results"
 REPORT = "generation.json"
+LEARNING_RATE = 1e-4  # of alignments
 DATA = {  # by kind of prompt, the data of a split
     "long prompts": "toy/{}",
     "short prompts": SHORT_PROMPTS + "{}",
@@ -43,44 +56,128 @@ COLUMNS = {
     "fid_own": ("FID", 1),
     "dino_score": ("DINO", 3),
 }
-COMPARED = ("objects_right", "objects_f1", "empty_filled", "fid_own", "dino_score")
-TRAINED = ("debias-clip", "debias-clip-sdxl")  # compared with all others
+COMPARED = ("objects_right", "objects_f1", "empty_filled", "fid_own", "dino_score", *TELLINGS.values())
+LONG, DEBIAS, SDXL = RECIPES
+ORIGINAL, IN_CHUNKS, OVERLAPPING = list(NAMES)[:3]
+LIGHT = "long-clip, w = 0.1"
+ALIGNED_ORIGINAL, ALIGNED, ALIGNED_BOTH = (f"{name}, aligned" for name in (IN_CHUNKS, SDXL, f"{SDXL} and the second"))
+PAIRS = (  # the encoders whose difference is shown
+    *((DEBIAS, other) for other in (LONG, LIGHT, IN_CHUNKS)),
+    *((SDXL, other) for other in (LONG, LIGHT, DEBIAS, IN_CHUNKS, OVERLAPPING)),
+    (OVERLAPPING, IN_CHUNKS),
+    *((ALIGNED_ORIGINAL, other) for other in (IN_CHUNKS, SDXL)),
+    *((ALIGNED, other) for other in (IN_CHUNKS, SDXL, OVERLAPPING, ALIGNED_ORIGINAL)),
+    *((ALIGNED_BOTH, other) for other in (IN_CHUNKS, ALIGNED_ORIGINAL, ALIGNED)),
+)
 
 
-def run_seed(config: QuickstartConfig, bases: dict[str, str], models: Models | None = None) -> dict:
-    """What the encoders of one quickstart retrieve, and by condition what their images show.
+def run_seed(config: QuickstartConfig, bases: dict[str, str], models: Models | None = None, steps: int = 150) -> dict:
+    """What the encoders of one seed retrieve, and by condition what their images show.
 
     Args:
         bases: by name of a UNet, the SDXL checkpoint that has it; the first is the quickstart's.
         models: of the quickstart.
+        steps: of each alignment.
     """
     quickstart(config, models)
-    results, drawn = Path(config.output) / RESULTS_FOLDER, {}
+    models = models or Models()
+    folder, results = Path(config.output).parent, Path(config.output) / RESULTS_FOLDER
+    light = _train_light(config, models, folder)
+    trained = {recipe: str(Path(config.output) / "training" / recipe) for recipe in RECIPES}
+    # A difference is that of a later row minus an earlier one.
+    encoders = {ORIGINAL: models.clip, IN_CHUNKS: CHUNKS + models.clip, OVERLAPPING: OVERLAP + models.clip}
+    encoders |= {LONG: trained[LONG], LIGHT: light, DEBIAS: trained[DEBIAS], SDXL: trained[SDXL]}
+    drawn = {}
     for unet, base in bases.items():
+        rows = encoders | _align(config, trained[SDXL], base, folder / "aligned" / unet.replace(" ", "-"), steps)
         for kind, data in DATA.items():
-            own = read_json_object(results / (SHORT_FOLDER if data.startswith(SHORT_PROMPTS) else "") / REPORT)
-            condition = f"{unet}, {kind}"
-            wanted = own["settings"] | {"base": base, "data": data.format(config.split)}
-            folder = Path(config.output).parent / condition.replace(", ", "-").replace(" ", "-")
-            is_own = wanted == own["settings"]
-            report = own if is_own else evaluate_generation(GenerationConfig(**(wanted | {"output": str(folder)})))
-            drawn[condition] = _drawn(report)
-    return {"retrieval": read_json_object(Path(config.output) / "report.json")["retrieval"], "drawn": drawn}
+            short = data.startswith(SHORT_PROMPTS)
+            condition, before = f"{unet}, {kind}", results / (SHORT_FOLDER if short else "")
+            settings = read_json_object(before / REPORT)["settings"]
+            output = folder / condition.replace(", ", "-").replace(" ", "-")
+            settings |= {"base": base, "data": data.format(config.split), "output": str(output)}
+            report = _with_finished_images(before, GenerationConfig(**settings | {"encoders": list(rows.values())}))
+            drawn[condition] = _drawn(report, list(rows))
+    return {"retrieval": _retrieval(config, results, folder, light), "drawn": drawn}
 
 
-def _drawn(report: dict) -> dict:
+def _train_light(config: QuickstartConfig, models: Models, folder: Path) -> str:
+    """Long-CLIP's recipe with the w of DeBias-CLIP's, in all else as the quickstart trains it."""
+    pairs = write_pairs(Path(config.output) / "data", VALIDATION, config.trained_on)
+    names = ("steps", "batch", "learning_rate", "seed")
+    settings = {name: getattr(config, name) for name in names} | {"short_weight": 0.1}
+    train(toy_training(LONG, models.clip, *pairs, folder / "long-clip-light", **settings))
+    return str(folder / "long-clip-light")
+
+
+def _align(config: QuickstartConfig, encoder: str, base: str, folder: Path, steps: int) -> dict[str, str]:
+    """By row, the encoders aligned with the UNet of `base`, on captions of both styles."""
+    data, images = write_pairs(folder.parent / "pairs", VALIDATION, config.trained_on, styles=STYLES)
+    settings = AlignConfig(
+        base,
+        str(data),
+        str(folder),
+        str(images),
+        encoder,
+        batch=min(48, config.batch),
+        epochs=steps,  # more than enough; max_steps ends the run
+        max_steps=steps,
+        learning_rate=LEARNING_RATE,
+        warmup=steps // 10,
+        precision="bf16",
+        seed=config.seed,
+        validation=VALIDATION,
+        max_bad=0,
+        workers=1,
+        eval_every=steps,
+        checkpoint_every=50,
+        latent_cache=str(folder.parent / "latents"),
+    )
+    runs = {
+        ALIGNED_ORIGINAL: replace(settings, encoder="original", output=str(folder / "original")),
+        ALIGNED: replace(settings, output=str(folder / "sdxl")),
+        ALIGNED_BOTH: replace(settings, encoder_2="stretch", output=str(folder / "both")),
+    }
+    return {row: CHUNKS * (row == ALIGNED_ORIGINAL) + str(align(run)) for row, run in runs.items()}
+
+
+def _with_finished_images(before: Path, config: GenerationConfig) -> dict:
+    """The report; images that the quickstart has rendered with the same settings are not rendered again."""
+    own = read_json_object(before / REPORT)["settings"]
+    pictures = Path(config.output) / "pictures"
+    if (own["base"], own["data"]) == (config.base, config.data) and not pictures.exists():
+        shutil.copytree(before / "pictures", pictures, copy_function=os.link)
+    return evaluate_generation(config)
+
+
+def _retrieval(config: QuickstartConfig, results: Path, folder: Path, light: str) -> dict:
+    """By encoder and edit of the captions, R@1 in percent, of all two-towers of the seed."""
+    retrieval = dict(read_json_object(Path(config.output) / "report.json")["retrieval"])
+    more = {LIGHT: light} | {
+        f"{row}, {unet.name}": str(unet / name)
+        for unet in sorted((folder / "aligned").iterdir())
+        for row, name in ((ALIGNED, "sdxl"), (ALIGNED_BOTH, "both"))
+        if (unet / name).is_dir()
+    }
+    settings = read_json_object(results / "robustness.json")["settings"]
+    settings |= {"encoders": list(more.values()), "output": str(folder / "robustness")}
+    report = evaluate_robustness(RobustnessConfig(**settings))
+    for row, entry in zip(more, report["encoders"].values(), strict=True):
+        recall = entry["recall_at_1_percent"]
+        retrieval[row] = {edit: {name: recall[edit][way] for name, way in DIRECTIONS.items()} for edit in EDITS}
+    return retrieval
+
+
+def _drawn(report: dict, rows: list[str]) -> dict:
     """By encoder its scores, the encoders compared, and what a symbolic reader can know at most."""
-    keys = keys_of(list(report["encoders"]))
+    names = dict(zip(report["encoders"], rows, strict=True))
+    compared = [line | {"a": names[line["a"]], "b": names[line["b"]]} for line in report["compared"]]
     return {
         "encoders": {
-            keys[label]: {score: value for score, value in entry["scores"].items() if score in (*COLUMNS, BY_TELLING)}
+            names[label]: {score: value for score, value in entry["scores"].items() if score in (*COLUMNS, BY_TELLING)}
             for label, entry in report["encoders"].items()
         },
-        "compared": [
-            line | {"a": keys[line["a"]], "b": keys[line["b"]]}
-            for line in report["compared"]
-            if line["score"] in COMPARED
-        ],
+        "compared": [line for line in compared if line["score"] in COMPARED and (line["a"], line["b"]) in PAIRS],
         "ceilings": report["ceilings"],
     }
 
@@ -143,25 +240,27 @@ def _of_way(scores: dict, way: str) -> str:
 
 
 def _difference_table(drawn: dict[int, dict]) -> str:
-    """What DeBias-CLIP gains on each of the others, as it is and for SDXL, with 95% intervals over images."""
+    """The differences of `PAIRS`, with 95% intervals over images."""
     lines = {
         (seed, f"{line['a']} minus {line['b']}", line["score"]): line
         for seed, result in drawn.items()
         for line in result["compared"]
-        if line["a"] in TRAINED
     }
     scores = [score for score in COMPARED if any(score == key[-1] for key in lines)]
     rows = [
         [seed, pair, *(_interval(score, lines.get((seed, pair, score))) for score in scores)]
-        for seed, pair in dict.fromkeys(key[:2] for key in lines)
+        for seed in drawn
+        for pair in (f"{a} minus {b}" for a, b in PAIRS)
+        if any((seed, pair, score) in lines for score in scores)
     ]
-    return Table(["seed", "difference", *(COLUMNS[score][0] for score in scores)], rows).markdown()
+    titles = (COLUMNS[score][0] if score in COLUMNS else TELLING_TITLES[score] for score in scores)
+    return Table(["seed", "difference", *titles], rows).markdown()
 
 
 def _interval(score: str, line: dict | None) -> str:
     if line is None:
         return ""
-    digits = COLUMNS[score][1]
+    digits = COLUMNS.get(score, (score, 1))[1]
     if line["low"] is None:  # of too few images
         return f"{line['difference']:+.{digits}f}"
     return "{0:+.{3}f} ({1:+.{3}f} to {2:+.{3}f})".format(line["difference"], line["low"], line["high"], digits)
@@ -170,7 +269,7 @@ def _interval(score: str, line: dict | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prepared", help="SDXL checkpoint with the prepared UNet; without it, the plain one alone")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[4, 5, 6])
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--output", type=Path, default=Path("runs/toy-world"))
     arguments = parser.parse_args()
     bases = {"plain UNet": "toy/sdxl"} | ({"prepared UNet": arguments.prepared} if arguments.prepared else {})

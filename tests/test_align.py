@@ -5,8 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,10 +24,13 @@ from debias_diffusion.app.align import AlignConfig, align
 from debias_diffusion.app.align import command as align_command
 from debias_diffusion.app.align.command import Alignment
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.processes import Processes
+from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
 from debias_diffusion.interchange import load_text_encoder, load_two_tower, write_text_encoder
 from debias_diffusion.models.weights import weights_digest
 from debias_diffusion.pipelines.loading import load_sdxl
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
+from debias_diffusion.tokens import clean, clip_tokenizer
 from debias_diffusion.training.folder import RunFolder
 from debias_diffusion.training.stop import StopRequest
 from debias_diffusion.training.trackers import make_accelerator
@@ -294,3 +299,21 @@ def test_mistakes_are_explained(settings, models, tmp_path, changes, message):
 def test_a_folder_of_another_run_is_refused(finished, settings):
     with pytest.raises(UserError, match="belongs to a run with other settings .*denoising: 10.0 there, 3.0 here"):
         align(settings(finished, encoder_2="stretch", denoising=3.0))
+
+
+def test_its_folder_stands_for_all_encoders_that_it_fitted(finished, models, tmp_path):
+    """In evaluations of images: as a pipeline with both draws."""
+    prompt = "A red cat sits on a wide green sofa. " * 12
+    settings = DrawingSettings(models.base, steps=2)
+    drawing = Drawing(settings, Processes("cpu"))
+    files = drawing.draw(str(finished), tmp_path / "both", [Subject("0", prompt, 0)], "both")
+    pipe = load_sdxl(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
+    image = render_batch(pipe, [ImagePrompt(clean(prompt))], Sampling(2))[0]
+    assert np.array_equal(np.asarray(image), np.asarray(Image.open(files[0])))
+    # And afterwards others have the checkpoint's second encoder again.
+    drawing.draw(str(finished / "encoder"), tmp_path / "first", [Subject("0", prompt, 0)], "first")
+    assert not np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "first" / "0.png")))
+    with pytest.raises(UserError, match="made with other settings"):
+        Drawing(replace(settings, encoder_2="stretch"), Processes("cpu")).draw(
+            str(finished / "encoder"), tmp_path / "first", [Subject("0", prompt, 0)], "first"
+        )

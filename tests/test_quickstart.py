@@ -292,20 +292,25 @@ def test_unusable_settings_are_refused_before_anything_is_made(tmp_path, changes
 
 
 def test_several_seeds_stand_in_one_table(finished, models, monkeypatch):
-    """Beside the quickstart's own images, those of captions that refer back."""
+    """Beside the quickstart's own images, those of further encoders, and of captions that refer back."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     benchmark = importlib.import_module("toy_world")
     config = QuickstartConfig(**TINY, output=str(finished))
     quickstart(config, models)  # other tests have left it otherwise
     before = made(finished)
-    result = benchmark.run_seed(config, {"plain UNet": models.sdxl}, models)
-    assert made(finished) == before and list(result["retrieval"]) == list(ENCODERS)
+    result = benchmark.run_seed(config, {"plain UNet": models.sdxl}, models, steps=2)
+    assert made(finished) == before
+    aligned = {f"{row}, plain-UNet" for row in (benchmark.ALIGNED, benchmark.ALIGNED_BOTH)}
+    assert result["retrieval"].keys() == {*ENCODERS, benchmark.LIGHT} | aligned
     assert list(result["drawn"]) == [f"plain UNet, {kind}" for kind in benchmark.DATA]
     own = json.loads((finished / "evaluation" / "generation.json").read_text())
     first, _, referring, _ = result["drawn"].values()
-    assert list(first["encoders"]) == list(ROWS) and not first["ceilings"]
-    for scores, entry in zip(first["encoders"].values(), own["encoders"].values(), strict=True):
+    assert len(first["encoders"]) == 10 and first["encoders"].keys() > set(ROWS) and not first["ceilings"]
+    for row, entry in zip(ROWS, own["encoders"].values(), strict=True):
+        scores = first["encoders"][row]
         assert set(scores) >= {"objects_right", "fid_own"} and scores.items() <= entry["scores"].items()
+    images = (finished / "evaluation", finished.parent / "plain-UNet-long-prompts")  # the same, not rendered again
+    assert len({(folder / "pictures/long-clip/000000.png").stat().st_ino for folder in images}) == 1
     told = [line["told"] for line in referring["ceilings"]]
     tables = benchmark.as_markdown({4: result, 5: result})
     shown = first["encoders"]["debias-clip"]
@@ -313,4 +318,5 @@ def test_several_seeds_stand_in_one_table(finished, models, monkeypatch):
     assert f"| 4 | debias-clip | {shown['objects_right']['value']:.1f} |" in tables
     assert all(f"| 5 | {way} |" in tables for way in told if way != benchmark.ALL)
     # untrained, nothing is right with any encoder
-    assert "| 4 | debias-clip-sdxl minus clip in chunks | +0.0 (+0.0 to +0.0) |" in tables
+    for a, b in benchmark.PAIRS:
+        assert f"| 4 | {a} minus {b} | +0.0 (+0.0 to +0.0) |" in tables

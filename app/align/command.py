@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from debias_diffusion.files import atomic_folder, explain_full_disk
 from debias_diffusion.interchange import import_text_encoder, write_text_encoder
+from debias_diffusion.interchange.load import FIRST, SECOND
 from debias_diffusion.pipelines.loading import check_base, default_size, load_sdxl, model_digest
 from debias_diffusion.training.checkpoint import TrainState
 from debias_diffusion.training.feature_cache import cached_images
@@ -30,7 +31,6 @@ from .plan import PROBE, print_plan
 from .samples import AlignBatch, AlignDataset, collate
 
 MEASURED = 64  # held-out pairs, at most
-FIRST, SECOND = "encoder", "encoder_2"  # the settings that name them, and the folders that they are written to
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -77,12 +77,19 @@ def model_and_weights(name: str) -> tuple[str, str] | None:
     return (model, weights) if is_one else None
 
 
+# Folders that `align` writes encoders to, as `export` would.
+FIRST, SECOND = "encoder", "encoder_2"
+
+
 def best_of_run(model: str) -> str:
-    """The folder of the best model of a training run, or of its last one if it has no best; else `model`."""
+    """The folder of the best model of a training run, or of its last one if it has no best; else `model`.
+
+    Of an alignment the two-tower with the fitted first encoder, or that encoder alone.
+    """
     folder = Path(model)
     if (folder / CONFIG_FILE).is_file():
         return model
     for name in ("best", "last"):
         if (folder / name / CONFIG_FILE).is_file():
             return str(folder / name)
-    return model
+    return str(folder / FIRST) if (folder / FIRST / "text_encoder").is_dir() else model

@@ -1,20 +1,29 @@
 """Scenes and their long captions on disk, in ShareGPT4V's layout: what the real `train` command reads."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from ..files import write_json
-from .grammar import caption
+from .grammar import STYLES, caption
 from .render import render
 from .scenes import scene
 
 DATA, IMAGES = "data.json", "images"
 
 
-def write_pairs(folder: str | os.PathLike, held_out: int, trained_on: int, split: str = "train") -> tuple[Path, Path]:
+def write_pairs(
+    folder: str | os.PathLike,
+    held_out: int,
+    trained_on: int,
+    split: str = "train",
+    styles: Sequence[str] = STYLES[:1],
+) -> tuple[Path, Path]:
     """Writes images and captions; the first `held_out` pairs are of the validation split, the rest of `split`.
+
+    Scenes take turns with the styles of captions: by default all sentences stand alone.
 
     The data file is written last: if it exists, all files do, and nothing is written.
 
@@ -32,7 +41,7 @@ def write_pairs(folder: str | os.PathLike, held_out: int, trained_on: int, split
         name = f"{source}-{index:06}.png"
         render(scene(source, index)).save(images / name)
         conversations = [{"from": "human", "value": "<image>\nDescribe this image in detail."}]
-        conversations.append({"from": "gpt", "value": caption(source, index).text})
+        conversations.append({"from": "gpt", "value": caption(source, index, styles[index % len(styles)]).text})
         entries.append({"id": f"{source}-{index:06}", "image": name, "conversations": conversations})
     write_json(data, entries)
     return data, images

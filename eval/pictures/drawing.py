@@ -23,6 +23,7 @@ from debias_diffusion.chunks import TRAINED_POSITIONS
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
 from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange.load import SECOND
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
@@ -160,6 +161,7 @@ class Drawing:
         self.sampling = Sampling(settings.steps, settings.guidance_scale)
         self.digests = {"base": None, "encoder_2": None, "encoders": {}}
         self._pipe: StableDiffusionXLLongPromptPipeline | None = None
+        self._loaded_second: str | None = None
 
     def check(self, encoders: Sequence[str], folders: Sequence[Path], subjects: Sequence[Subject]) -> None:
         """Checks all encoders before anything is rendered.
@@ -224,13 +226,13 @@ class Drawing:
         """Every setting that affects an image, besides its prompt and seed."""
         if self.digests["base"] is None:
             self.digests["base"] = model_digest(self.settings.base)
-            second = self.settings.encoder_2
-            self.digests["encoder_2"] = model_digest(second) if second not in (None, STRETCH) else second
+            self.digests["encoder_2"] = _second_digest(self.settings.encoder_2)
         known = self.digests["encoders"]
         reading, model = split_reading(encoder)
         if encoder not in known:
             known[encoder] = None if model == ORIGINAL else model_digest(model)
         names = ("steps", "guidance_scale", "prefix", "seed")
+        second = self._second(model)
         return {
             "data": self.data,
             "base": self.digests["base"],
@@ -238,7 +240,7 @@ class Drawing:
             "windows": self._reads_in_chunks(encoder),
             # Else no key: older records match.
             **({"overlap": True} if reading == OVERLAP else {}),
-            **({"encoder_2": self.digests["encoder_2"]} if self.settings.encoder_2 else {}),
+            **({"encoder_2": _second_digest(second)} if second else {}),
             **{name: getattr(self.settings, name) for name in names},
             **runtime_settings(self.processes.device, self.dtype),
         }
@@ -285,18 +287,25 @@ class Drawing:
     def _load(self, encoder: str) -> StableDiffusionXLPipeline:
         """The SDXL checkpoint with an encoder that reads prompts as its name says."""
         reading, model = split_reading(encoder)
-        if self._pipe is None:
-            second = self.settings.encoder_2
+        second = self._second(model)
+        if self._pipe is None or second != self._loaded_second:
+            self._pipe = None  # before the next one is loaded
             self._pipe = load_sdxl(self.settings.base, None, self.processes.device, self.dtype, second)
+            self._loaded_second = second
         text_encoder, tokenizer = self._pipe.text_encoder, self._pipe.tokenizer
         if model != ORIGINAL:
             text_encoder, tokenizer = self._load_encoder(encoder)
             text_encoder.to(self.processes.device, self.dtype)
         lengths = [part.config.max_position_embeddings for part in (text_encoder, self._pipe.text_encoder_2)]
-        cut = lengths[0] == lengths[1] and not self._reads_in_chunks(encoder)
+        cut = lengths[0] == lengths[1] <= TRAINED_POSITIONS and not self._reads_in_chunks(encoder)
         cls = StableDiffusionXLPipeline if cut else StableDiffusionXLLongPromptPipeline
         pipe = replace_encoder(self._pipe, text_encoder, tokenizer, cls)
         return pipe.set_long_prompt(overlap=True) if reading == OVERLAP else pipe
+
+    def _second(self, model: str) -> str | None:
+        """SDXL's second encoder beside `model`: the one that `align` has fitted with it, else that of the settings."""
+        fitted = Path(model) / SECOND
+        return str(fitted) if fitted.is_dir() else self.settings.encoder_2
 
     def _reads_in_chunks(self, encoder: str) -> bool:
         return self.settings.windows or split_reading(encoder)[0] in READINGS
@@ -320,6 +329,10 @@ class Drawing:
                 f"The encoder {encoder!r} reads {config.max_position_embeddings} tokens at once, so there is nothing "
                 f"to cut into chunks of {TRAINED_POSITIONS}. Give {model!r}."
             )
+
+
+def _second_digest(encoder: str | None) -> str | None:
+    return encoder if encoder in (None, STRETCH) else model_digest(encoder)
 
 
 def _write_missing(

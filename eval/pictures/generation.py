@@ -70,8 +70,8 @@ class GenerationConfig:
             toy/sdxl.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
-        encoder_2: Text encoder in the place of SDXL's second one, with all encoders; stretch is the checkpoint's own,
-            stretched to 248 positions. null keeps it.
+        encoder_2: Text encoder in the place of SDXL's second one, for all encoders but alignments that fitted one;
+            stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
         prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
         windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
         inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for

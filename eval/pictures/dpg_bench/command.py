@@ -62,8 +62,8 @@ class DpgBenchConfig:
         guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, and 3 for toy/sdxl.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
-        encoder_2: Text encoder in the place of SDXL's second one, with all encoders; stretch is the checkpoint's own,
-            stretched to 248 positions. null keeps it.
+        encoder_2: Text encoder in the place of SDXL's second one, for all encoders but alignments that fitted one;
+            stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
         prefix: Text before each prompt.
         windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
         batch_size: Questions asked at once.
