@@ -14,6 +14,7 @@ from skimage import data_dir
 
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.sentences import split_sentences
+from debias_diffusion.app.align import AlignConfig
 from debias_diffusion.training import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -43,9 +44,9 @@ def test_the_first_run_at_true_size(tmp_path):
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_configuration_is_one_of_train(config):
+def test_every_configuration_is_one_of_train_or_align(config):
     values = {"images": "images"} | yaml.safe_load(config.read_text())
-    assert TrainConfig(**values).make_method()
+    assert AlignConfig(**values) if config.stem.startswith("align") else TrainConfig(**values).make_method()
     assert config.name in README or config.stem.startswith(("debias-clip-vit-b16", "long-clip"))
 
 
