@@ -3,11 +3,11 @@
     python benchmarks/toy_world.py --seeds 7 8 9 [--prepared runs/toyworld/prepared-sdxl] [--output runs/toy-world]
 
 A seed is a run of the quickstart on scenes of its own (split test-SEED), then further encoders, and images of all of
-them under further conditions. The encoders: the original read in overlapping chunks; Long-CLIP's recipe with
-DeBias-CLIP's w; the original in chunks and DeBias-CLIP for SDXL, each aligned with the UNet that draws, in as many
-steps; and the same together with the second encoder, so that nothing is read in chunks. The conditions: the UNet that
-`toymodels/prepared_unet.py` prepared for joined chunks and shifted states, and captions that refer back. Everything
-finished is kept, so a stopped run continues, and seeds may run side by side.
+them under further conditions. The encoders: the original read in overlapping chunks, and DeBias-CLIP for SDXL beside a
+second encoder that is; Long-CLIP's recipe with DeBias-CLIP's w; both of the former aligned with the UNet that draws, in
+as many steps; and DeBias-CLIP for SDXL aligned together with the second encoder, so that nothing is read in chunks. The
+conditions: the UNet that `toymodels/prepared_unet.py` prepared for joined chunks and shifted states, and captions that
+refer back. Everything finished is kept, so a stopped run continues, and seeds may run side by side.
 
 Prints tables and writes them to benchmarks/results/ as toy_world-7-8-9.md, with the numbers as toy_world-7-8-9.json.
 """
@@ -59,15 +59,17 @@ COLUMNS = {
 COMPARED = ("objects_right", "objects_f1", "empty_filled", "fid_own", "dino_score", *TELLINGS.values())
 LONG, DEBIAS, SDXL = RECIPES
 ORIGINAL, IN_CHUNKS, OVERLAPPING = list(NAMES)[:3]
-LIGHT = "long-clip, w = 0.1"
-ALIGNED_ORIGINAL, ALIGNED, ALIGNED_BOTH = (f"{name}, aligned" for name in (IN_CHUNKS, SDXL, f"{SDXL} and the second"))
+LIGHT, SDXL_OVERLAPPING = "long-clip, w = 0.1", f"{SDXL}, the second in overlapping chunks"
+ALIGNED_ORIGINAL, ALIGNED = (f"{name}, aligned" for name in (OVERLAPPING, SDXL_OVERLAPPING))
+ALIGNED_BOTH = f"{SDXL} and the second, aligned"
 PAIRS = (  # the encoders whose difference is shown
+    (OVERLAPPING, IN_CHUNKS),
     *((DEBIAS, other) for other in (LONG, LIGHT, IN_CHUNKS)),
     *((SDXL, other) for other in (LONG, LIGHT, DEBIAS, IN_CHUNKS, OVERLAPPING)),
-    (OVERLAPPING, IN_CHUNKS),
-    *((ALIGNED_ORIGINAL, other) for other in (IN_CHUNKS, SDXL)),
-    *((ALIGNED, other) for other in (IN_CHUNKS, SDXL, OVERLAPPING, ALIGNED_ORIGINAL)),
-    *((ALIGNED_BOTH, other) for other in (IN_CHUNKS, ALIGNED_ORIGINAL, ALIGNED)),
+    *((SDXL_OVERLAPPING, other) for other in (IN_CHUNKS, OVERLAPPING, SDXL)),
+    *((ALIGNED_ORIGINAL, other) for other in (IN_CHUNKS, OVERLAPPING)),
+    *((ALIGNED, other) for other in (IN_CHUNKS, OVERLAPPING, SDXL_OVERLAPPING, ALIGNED_ORIGINAL)),
+    *((ALIGNED_BOTH, other) for other in (IN_CHUNKS, OVERLAPPING, ALIGNED_ORIGINAL, ALIGNED)),
 )
 
 
@@ -87,6 +89,7 @@ def run_seed(config: QuickstartConfig, bases: dict[str, str], models: Models | N
     # A difference is that of a later row minus an earlier one.
     encoders = {ORIGINAL: models.clip, IN_CHUNKS: CHUNKS + models.clip, OVERLAPPING: OVERLAP + models.clip}
     encoders |= {LONG: trained[LONG], LIGHT: light, DEBIAS: trained[DEBIAS], SDXL: trained[SDXL]}
+    encoders[SDXL_OVERLAPPING] = OVERLAP + trained[SDXL]
     drawn = {}
     for unet, base in bases.items():
         rows = encoders | _align(config, trained[SDXL], base, folder / "aligned" / unet.replace(" ", "-"), steps)
@@ -134,11 +137,11 @@ def _align(config: QuickstartConfig, encoder: str, base: str, folder: Path, step
         latent_cache=str(folder.parent / "latents"),
     )
     runs = {
-        ALIGNED_ORIGINAL: replace(settings, encoder="original", output=str(folder / "original")),
-        ALIGNED: replace(settings, output=str(folder / "sdxl")),
+        ALIGNED_ORIGINAL: replace(settings, encoder="original", overlap=True, output=str(folder / "original")),
+        ALIGNED: replace(settings, overlap=True, output=str(folder / "sdxl")),
         ALIGNED_BOTH: replace(settings, encoder_2="stretch", output=str(folder / "both")),
     }
-    return {row: CHUNKS * (row == ALIGNED_ORIGINAL) + str(align(run)) for row, run in runs.items()}
+    return {row: OVERLAP * run.overlap + str(align(run)) for row, run in runs.items()}
 
 
 def _with_finished_images(before: Path, config: GenerationConfig) -> dict:

@@ -20,7 +20,7 @@ from tiny_clip import tiny_clip
 from tiny_sdxl import WIDTH_2, build_tiny_sdxl, text_encoder
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from debias_diffusion.app.align import AlignConfig, align
+from debias_diffusion.app.align import AlignConfig, align, latents
 from debias_diffusion.app.align import command as align_command
 from debias_diffusion.app.align.command import Alignment
 from debias_diffusion.errors import UserError
@@ -248,6 +248,19 @@ def test_bad_images_are_replaced_and_named(settings, world, tmp_path):
     assert (tmp_path / "run" / "encoder" / "text_encoder" / "model.safetensors").is_file()
     with pytest.raises(UserError, match="--max-bad allows"):
         align(settings(tmp_path / "strict", images=str(images), max_bad=0.0))
+
+
+def test_latents_are_computed_of_what_the_steps_read_alone(settings, tmp_path, monkeypatch):
+    config = settings(tmp_path, max_steps=2, max_bad=0.2, latent_cache=str(tmp_path / "latents"))
+    run = prepared(config)
+    read = {run.records[index].image for batch in run.batches.iterate() for _, index, _ in batch}
+    assert (len(run.records), len(read), run.batches.spare) == (20, 8, 2)  # of four that a whole epoch would have
+    (file,) = (tmp_path / "latents").rglob("features-*")
+    assert file.stat().st_size == (8 + 2 + 4) * 4 * 4 * 8 * 8  # and the reserve's, and the held-out ones
+    usage = SimpleNamespace(free=100)
+    monkeypatch.setattr(latents.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(UserError, match="latents of 14 images take 0.0 GB in .*Give another --latent-cache"):
+        prepared(replace(config, latent_cache=str(tmp_path / "full")))
 
 
 def test_the_plan_says_what_is_fitted_and_what_it_takes(finished, settings, tmp_path, capsys):

@@ -305,7 +305,7 @@ def test_several_seeds_stand_in_one_table(finished, models, monkeypatch):
     assert list(result["drawn"]) == [f"plain UNet, {kind}" for kind in benchmark.DATA]
     own = json.loads((finished / "evaluation" / "generation.json").read_text())
     first, _, referring, _ = result["drawn"].values()
-    assert len(first["encoders"]) == 10 and first["encoders"].keys() > set(ROWS) and not first["ceilings"]
+    assert len(first["encoders"]) == 11 and first["encoders"].keys() > set(ROWS) and not first["ceilings"]
     for row, entry in zip(ROWS, own["encoders"].values(), strict=True):
         scores = first["encoders"][row]
         assert set(scores) >= {"objects_right", "fid_own"} and scores.items() <= entry["scores"].items()

@@ -12,9 +12,9 @@ import yaml
 from PIL import Image
 from skimage import data_dir
 
+from debias_diffusion.app.align import AlignConfig
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.sentences import split_sentences
-from debias_diffusion.app.align import AlignConfig
 from debias_diffusion.training import TrainConfig
 
 ROOT = Path(__file__).parent.parent

@@ -1,5 +1,6 @@
 """Fits SDXL's text encoders to the frozen UNet that reads them: a resumable run, as training is."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,10 +12,12 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from debias_diffusion.data import Record
 from debias_diffusion.files import atomic_folder, explain_full_disk
 from debias_diffusion.interchange import import_text_encoder, write_text_encoder
 from debias_diffusion.interchange.load import FIRST, SECOND
 from debias_diffusion.pipelines.loading import check_base, default_size, load_sdxl, model_digest
+from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.checkpoint import TrainState
 from debias_diffusion.training.feature_cache import cached_images
 from debias_diffusion.training.folder import RunFolder
@@ -24,7 +27,7 @@ from debias_diffusion.training.stop import StopRequest
 from debias_diffusion.training.trackers import make_accelerator
 
 from .encoders import encoder_digest, first_slot, recompute_activations, second_slot, without_projection
-from .latents import FrozenVAE
+from .latents import FrozenVAE, check_latents
 from .objective import TERMS, Objective
 from .options import AlignConfig
 from .plan import PROBE, print_plan
@@ -62,6 +65,12 @@ class Alignment(Run):
     def __init__(self, config: AlignConfig, accelerator: Accelerator, folder: RunFolder):
         super().__init__(config, accelerator, folder)
         self.pixels = config.pixels or min(default_size(config.base))
+        # The reserve is a share of what the steps read, or latents of many images would be computed for nothing.
+        steps, spare = self.batches.total_steps, self.batches.spare
+        spare = min(spare, math.ceil(self.settings["max_bad"] * steps * config.batch))
+        self.batches = GlobalBatches(
+            len(self.records), config.batch, config.epochs, config.seed, config.max_steps, spare
+        )
         self.settings |= {
             "pixels": self.pixels,
             "base_sha256": model_digest(config.base),
@@ -102,16 +111,18 @@ class Alignment(Run):
 
     def prepare(self, request: StopRequest) -> None:
         """Computes the latents that the cache lacks; from then on images are latents, and the autoencoder rests."""
+        records = self._needed_records()
+        check_latents(self.vae, len(records), self.config.latent_folder())
         latents, bad = cached_images(
             self.vae,
-            self.all_records,
+            records,
             self.images,
             self.config.latent_folder(),
             batch=max(1, min(32, 2**22 // self.pixels**2)),
             workers=self.config.workers,
             stop=lambda: request.here,
         )
-        self.report_unreadable(bad)
+        self.report_unreadable(bad, len(records))
         self.vae.vae.to("cpu")
         tokenizers = [slot.reader.tokenizer for slot in self.slots]
         make = partial(
@@ -119,6 +130,14 @@ class Alignment(Run):
         )
         self.dataset = make(self.records, reserve=self.batches.reserve)
         self.measured = make(self.held_out[:MEASURED])
+
+    def _needed_records(self) -> list[Record]:
+        """Those that some step or measurement reads, and the reserve: often few of the data."""
+        keys = [key for batch in self.batches.iterate() for key in batch]
+        needed = {index for _, index, _ in keys}
+        for epoch in {epoch for epoch, _, _ in keys}:
+            needed.update(map(int, self.batches.reserve(epoch)))
+        return [*self.held_out[:MEASURED], *(self.records[index] for index in sorted(needed))]
 
     def backward(self, batch: AlignBatch) -> dict[str, float]:
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""

@@ -1,13 +1,18 @@
 """Latents of images, computed once and cached on disk."""
 
+import shutil
+from pathlib import Path
+
 import torch
 from accelerate import Accelerator
 from diffusers import AutoencoderKL
 from PIL import Image
 from torchvision.transforms.v2 import CenterCrop, Compose, InterpolationMode, PILToTensor, Resize
 
+from debias_diffusion.errors import UserError
 from debias_diffusion.models.weights import weights_digest
 from debias_diffusion.training.feature_cache import FrozenEncoder, check_features
+from debias_diffusion.training.plan import GB
 
 
 class FrozenVAE(FrozenEncoder):
@@ -43,3 +48,15 @@ class FrozenVAE(FrozenEncoder):
             )
             latents = (latents - mean) / std
         return check_features(latents.flatten(1) * config.scaling_factor, "autoencoder", "fp32")
+
+
+def check_latents(vae: FrozenVAE, images: int, folder: Path) -> None:
+    """Raises UserError if the disk of the cache has no room for the latents of so many images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = 4 * vae.dim * images
+    free, used = shutil.disk_usage(folder).free, sum(file.stat().st_size for file in folder.rglob("features-*"))
+    if needed > free + used:
+        raise UserError(
+            f"The latents of {images:,} images take {needed / GB:.1f} GB in {str(folder)!r}, and {free / GB:.1f} GB "
+            "are free. Give another --latent-cache, smaller --pixels, or fewer --max-steps."
+        )

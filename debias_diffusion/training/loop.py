@@ -100,7 +100,7 @@ class _Training(Run):
             workers=config.workers,
             stop=lambda: request.here,
         )
-        self.report_unreadable(bad)
+        self.report_unreadable(bad, len(self.all_records))
         visual.to("cpu")
 
     def backward(self, batch: Batch) -> dict[str, float]:

@@ -117,11 +117,15 @@ class Run(ABC):
         everything = len(captions.records) + len(captions.bad)
         check_share(captions.bad, everything, self.config.max_bad, continue_hint(self.config))
 
-    def report_unreadable(self, bad: Sequence[BadRecord]) -> None:
-        """Reports images that could not be read before training began. Raises UserError if they are too many."""
+    def report_unreadable(self, bad: Sequence[BadRecord], count: int) -> None:
+        """Reports images, of `count`, that could not be read before training began.
+
+        Raises:
+            UserError: they are too many.
+        """
         if self.main:
             report_bad(bad, self.folder.path)
-        check_share(bad, len(self.all_records), self.config.max_bad, continue_hint(self.config))
+        check_share(bad, count, self.config.max_bad, continue_hint(self.config))
 
     def make_steps(self, request: StopRequest) -> TrainState | None:
         """Makes the steps that are left. None if the run was asked to stop before the last."""
