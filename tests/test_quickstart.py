@@ -295,6 +295,8 @@ def test_several_seeds_stand_in_one_table(finished, models, monkeypatch):
     """Beside the quickstart's own images, those of further encoders, and of captions that refer back."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     benchmark = importlib.import_module("toy_world")
+    kinds = {kind: data for kind, data in benchmark.DATA.items() if kind.startswith("long")}
+    monkeypatch.setattr(benchmark, "DATA", kinds)  # short prompts go the same way
     config = QuickstartConfig(**TINY, output=str(finished))
     quickstart(config, models)  # other tests have left it otherwise
     before = made(finished)
@@ -302,9 +304,9 @@ def test_several_seeds_stand_in_one_table(finished, models, monkeypatch):
     assert made(finished) == before
     aligned = {f"{row}, plain-UNet" for row in (benchmark.ALIGNED, benchmark.ALIGNED_BOTH)}
     assert result["retrieval"].keys() == {*ENCODERS, benchmark.LIGHT} | aligned
-    assert list(result["drawn"]) == [f"plain UNet, {kind}" for kind in benchmark.DATA]
+    assert list(result["drawn"]) == [f"plain UNet, {kind}" for kind in kinds]
     own = json.loads((finished / "evaluation" / "generation.json").read_text())
-    first, _, referring, _ = result["drawn"].values()
+    first, referring = result["drawn"].values()
     assert len(first["encoders"]) == 11 and first["encoders"].keys() > set(ROWS) and not first["ceilings"]
     for row, entry in zip(ROWS, own["encoders"].values(), strict=True):
         scores = first["encoders"][row]
@@ -314,7 +316,7 @@ def test_several_seeds_stand_in_one_table(finished, models, monkeypatch):
     told = [line["told"] for line in referring["ceilings"]]
     tables = benchmark.as_markdown({4: result, 5: result})
     shown = first["encoders"]["debias-clip"]
-    assert tables.count("| 4 | debias-clip |") == tables.count("| 5 | debias-clip |") == 5  # retrieval, four conditions
+    assert tables.count("| 4 | debias-clip |") == tables.count("| 5 | debias-clip |") == 3  # retrieval, two conditions
     assert f"| 4 | debias-clip | {shown['objects_right']['value']:.1f} |" in tables
     assert all(f"| 5 | {way} |" in tables for way in told if way != benchmark.ALL)
     # untrained, nothing is right with any encoder

@@ -76,9 +76,9 @@ class Alignment(Run):
             "base_sha256": model_digest(config.base),
             "encoders_sha256": [encoder_digest(name) for name in (config.encoder, config.encoder_2)],
         }
+        self.begin()
         device, dtype = accelerator.device, _DTYPES[self.precision]
         pipe = load_sdxl(config.base, None, device, dtype)
-        self.begin()
         self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
         first, self.two_tower = first_slot(config.encoder, pipe, config.base, dtype)
         second = second_slot(config.encoder_2, pipe, config.base)
