@@ -19,6 +19,7 @@ from debias_diffusion.tokens import clean
 Text = tuple[Tokens, ...]  # one text, for each of SDXL's encoders
 
 PART = 1 / 2  # of the samples, the share of which some sentences are read too
+CUT = 1 / 4  # of the samples, the share of which the UNet gets no more than one chunk, as in its training
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Sample:
         noise: of the same shape.
         share: in [0, 1), of the noise schedule; more of the samples are at high noise, where it is decided what stands
             where, and where the text is needed.
-        text: the whole caption.
+        text: the whole caption, or as many of its first sentences as one chunk holds.
         part: some of its sentences, in any order, that one chunk holds; None for half of the samples.
     """
 
@@ -109,16 +110,20 @@ class AlignDataset(RecordDataset):
         rng = draw_generator(self.seed, key[0], f"{record.sample_id}/align")
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(rng.getrandbits(62)))
         share, sentences = 1 - rng.random() ** 2, split_sentences(record.caption)
-        part = self._part(sentences, rng) if sentences and rng.random() < PART else None
-        return Sample(record.sample_id, latents, noise, share, self._tokenize(record.caption), part, bad)
+        part = self._one_chunk(_some(sentences, rng)) if sentences and rng.random() < PART else None
+        read = self._one_chunk if rng.random() < CUT else self._tokenize
+        return Sample(record.sample_id, latents, noise, share, read(record.caption), part, bad)
 
     def _tokenize(self, text: str) -> Text:
         cleaned = clean(text)
         return tuple(tokenize_text(cleaned, tokenizer)[0] for tokenizer in self.tokenizers)
 
-    def _part(self, sentences: Sequence[str], rng: random.Random) -> Text:
-        """What one chunk holds of some sentences."""
-        drawn = rng.sample(sentences, rng.randint(1, len(sentences)))
-        texts = self._tokenize(join_sentences(drawn))
+    def _one_chunk(self, text: str) -> Text:
+        """The first chunk of a text."""
+        texts = self._tokenize(text)
         ends = [split_chunks(tokens, TRAINED_POSITIONS - 2)[0].stop for tokens in texts]
         return tuple(Tokens(*(column[:end] for column in tokens)) for tokens, end in zip(texts, ends, strict=True))
+
+
+def _some(sentences: Sequence[str], rng: random.Random) -> str:
+    return join_sentences(rng.sample(sentences, rng.randint(1, len(sentences))))
