@@ -175,11 +175,8 @@ def test_what_is_read_of_a_caption(settings, tmp_path):
 
 
 def _same(one: Sample, other: Sample) -> bool:
-    return torch.equal(one.noise, other.noise) and (one.share, one.text, one.part) == (
-        other.share,
-        other.text,
-        other.part,
-    )
+    equal = [getattr(one, name) == getattr(other, name) for name in ("share", "text", "part")]
+    return torch.equal(one.noise, other.noise) and all(equal)
 
 
 def gradients_of(run: Alignment, chunk: int | None) -> dict:
@@ -255,6 +252,15 @@ def test_without_the_denoising_loss_the_unet_is_not_run(settings, tmp_path, monk
     monkeypatch.setattr(run.objective, "unet", SimpleNamespace(device=CPU))
     report, gradients = gradients_of(run, None)
     assert report["denoising_loss"] == 0 and all(gradient.any() for gradient in gradients.values())
+
+
+# In fp16 the scaler begins too high for weights as random as these, and skips the first steps.
+@pytest.mark.parametrize(("precision", "steps"), [("bf16", 2), ("fp16", 1)])
+def test_mixed_precision_gives_nearly_the_same_losses(finished, settings, tmp_path, precision, steps):
+    align(settings(tmp_path, encoder_2="stretch", precision=precision, max_steps=steps))
+    assert losses(tmp_path) == pytest.approx(losses(finished)[:steps], rel=0.02)
+    saved = load_file(tmp_path / "encoder" / "text_encoder" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
 def test_two_processes_give_the_same_run(finished, settings, tmp_path):
