@@ -225,7 +225,7 @@ def test_a_run_fits_both_encoders_and_nothing_else(finished, settings, models, c
     steps = [line for line in lines_of(finished) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     for line in steps:
-        weighted = 10 * line["denoising_loss"] + line["state_error"] + line["feature_distance"]
+        weighted = 10 * line["denoising_loss"] + line["state_error"] + 10 * line["feature_distance"]
         assert line["loss"] == pytest.approx(weighted, rel=1e-4)
 
 
@@ -306,7 +306,7 @@ def test_the_plan_says_what_is_fitted_and_what_it_takes(finished, settings, tmp_
     for part in (
         "original (in chunks, 77 positions) and stretch (in one piece, 248 positions)",
         "images of 64 x 64 pixels",
-        "denoising 10, states 1, features 1",
+        "denoising 10, states 1, features 10",
         "20 to train on; 4 held out",
         "TFLOP a pair",
         "GB a process",

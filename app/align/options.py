@@ -68,7 +68,7 @@ class AlignConfig(RunConfig):
     encoder_2: str | None = None
     denoising: float = 10.0
     keep_states: float = 1.0
-    keep_features: float = 1.0
+    keep_features: float = 10.0
     overlap: bool = False
     pixels: int | None = None
     validation: int | Literal["auto"] = "auto"
