@@ -19,7 +19,6 @@ from debias_diffusion.tokens import clean
 Text = tuple[Tokens, ...]  # one text, for each of SDXL's encoders
 
 PART = 1 / 2  # of the samples, the share of which some sentences are read too
-CUT = 1 / 4  # of the samples, the share of which the UNet gets no more than one chunk, as in its training
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class Sample:
         noise: of the same shape.
         share: in [0, 1), of the noise schedule; more of the samples are at high noise, where it is decided what stands
             where, and where the text is needed.
-        text: the whole caption, or as many of its first sentences as one chunk holds.
+        text: the whole caption. Cut at one chunk, as the UNet has learned from, it would teach the encoder to ask for more
+            than it says.
         part: some of its sentences, in any order, that one chunk holds; None for half of the samples.
     """
 
@@ -111,8 +111,7 @@ class AlignDataset(RecordDataset):
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(rng.getrandbits(62)))
         share, sentences = 1 - rng.random() ** 2, split_sentences(record.caption)
         part = self._one_chunk(_some(sentences, rng)) if sentences and rng.random() < PART else None
-        read = self._one_chunk if rng.random() < CUT else self._tokenize
-        return Sample(record.sample_id, latents, noise, share, read(record.caption), part, bad)
+        return Sample(record.sample_id, latents, noise, share, self._tokenize(record.caption), part, bad)
 
     def _tokenize(self, text: str) -> Text:
         cleaned = clean(text)
