@@ -30,7 +30,7 @@ class Sample:
         noise: of the same shape.
         share: in [0, 1), of the noise schedule; more of the samples are at high noise, where it is decided what stands
             where, and where the text is needed.
-        text: the whole caption. Cut at one chunk, as the UNet has learned from, it would teach the encoder to ask for more
+        text: the whole caption. Cut at one chunk, as in the UNet's training, it would teach the encoder to ask for more
             than it says.
         part: some of its sentences, in any order, that one chunk holds; None for half of the samples.
     """
