@@ -62,7 +62,7 @@ COMMANDS = {
         "training:TrainConfig:train",
     ),
     "align": (
-        "fit the trained text encoder to SDXL's frozen UNet",
+        "fit text encoders to the frozen UNet of an SDXL that reads them",
         "app.align:AlignConfig:align",
     ),
     "export": (

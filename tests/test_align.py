@@ -24,6 +24,8 @@ from debias_diffusion.app.align import AlignConfig, align, latents
 from debias_diffusion.app.align import command as align_command
 from debias_diffusion.app.align.command import Alignment
 from debias_diffusion.app.align.samples import PART, Sample
+from debias_diffusion.app.generate.command import generate
+from debias_diffusion.app.generate.config import GenerateConfig
 from debias_diffusion.data import Record
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.processes import Processes
@@ -294,7 +296,7 @@ def test_latents_are_computed_of_what_the_steps_read_alone(settings, tmp_path, m
         prepared(replace(config, latent_cache=str(tmp_path / "full")))
 
 
-def test_the_plan_says_what_is_fitted_and_what_it_takes(finished, settings, tmp_path, capsys):
+def test_the_plan_says_what_is_fitted_and_what_it_takes(settings, models, tmp_path, capsys):
     capsys.readouterr()
     align(settings(tmp_path, encoder="original", encoder_2="stretch", max_steps=1))
     plan = capsys.readouterr().out
@@ -308,7 +310,7 @@ def test_the_plan_says_what_is_fitted_and_what_it_takes(finished, settings, tmp_
         "time    about",
     ):
         assert part in plan
-    assert f"--encoder {tmp_path / 'encoder'} --encoder-2 {tmp_path / 'encoder_2'}" in plan + capsys.readouterr().out
+    assert f"Next: debias-diffusion generate 'a long prompt' --base {models.base} --encoder {tmp_path}" in plan
 
 
 # ---- mistakes
@@ -346,7 +348,7 @@ def test_a_folder_of_another_run_is_refused(finished, settings):
 
 
 def test_its_folder_stands_for_all_encoders_that_it_fitted(finished, models, tmp_path):
-    """In evaluations of images: as a pipeline with both draws."""
+    """In evaluations and in `generate`: as a pipeline with both draws."""
     prompt = "A red cat sits on a wide green sofa. " * 12
     settings = DrawingSettings(models.base, steps=2)
     drawing = Drawing(settings, Processes("cpu"))
@@ -354,6 +356,9 @@ def test_its_folder_stands_for_all_encoders_that_it_fitted(finished, models, tmp
     pipe = load_sdxl(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
     image = render_batch(pipe, [ImagePrompt(clean(prompt))], Sampling(2))[0]
     assert np.array_equal(np.asarray(image), np.asarray(Image.open(files[0])))
+    generate(GenerateConfig(prompt, models.base, str(finished), str(tmp_path / "p.png"), steps=2, device="cpu"))
+    assert np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "p.png")))
+    assert json.loads(Image.open(tmp_path / "p.png").text["settings"])["encoder_2"] == str(finished / "encoder_2")
     # And afterwards others have the checkpoint's second encoder again.
     drawing.draw(str(finished / "encoder"), tmp_path / "first", [Subject("0", prompt, 0)], "first")
     assert not np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "first" / "0.png")))

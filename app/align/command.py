@@ -202,8 +202,8 @@ class Alignment(Run):
                 import_text_encoder(self.two_tower, self.slots[0].encoder)
                 self.folder.save_model(self.folder.last, self.two_tower, {"step": state.step})
         self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced.")
-        options = " ".join(f"--{name.replace('_', '-')} {path / name}" for name in self.model)
-        self.say(f"Next: debias-diffusion generate 'a long prompt' --base {self.config.base} {options}")
+        option = f"--encoder {path}" if FIRST in self.model else f"--encoder-2 {path / SECOND}"
+        self.say(f"Next: debias-diffusion generate 'a long prompt' --base {self.config.base} {option}")
         self.accelerator.wait_for_everyone()
         return path
 

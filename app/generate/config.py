@@ -13,7 +13,8 @@ class GenerateConfig:
         base: an SDXL or Stable Diffusion 1.5 checkpoint: a folder in diffusers' layout, a hub id, a single
             .safetensors file, or CONFIG:FILE.safetensors with the folder or hub id of its configuration and tokenizers.
         encoder: text encoder that replaces the checkpoint's first one: a folder written by `export`, or any
-            transformers CLIPTextModel folder. The checkpoint's own encoder reads long prompts in chunks of 77 tokens.
+            transformers CLIPTextModel folder. An alignment's folder brings its second encoder, too, if it has one.
+            The checkpoint's own encoder reads long prompts in chunks of 77 tokens.
         encoder_2: text encoder that replaces SDXL's second one, with a projection. "stretch" stretches the checkpoint's
             own to 248 positions, untrained, as Long-CLIP does.
         output: PNG to write, picture.png by default; for several images the folder, pictures by default. Each PNG

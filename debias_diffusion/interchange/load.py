@@ -81,6 +81,12 @@ def model_and_weights(name: str) -> tuple[str, str] | None:
 FIRST, SECOND = "encoder", "encoder_2"
 
 
+def fitted_second(model: str | os.PathLike) -> str | None:
+    """SDXL's second encoder that `align` has fitted beside a first one, in the folder of the alignment; else None."""
+    folder = Path(model) / SECOND
+    return str(folder) if folder.is_dir() else None
+
+
 def best_of_run(model: str) -> str:
     """The folder of the best model of a training run, or of its last one if it has no best; else `model`.
 

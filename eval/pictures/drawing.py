@@ -23,7 +23,7 @@ from debias_diffusion.chunks import TRAINED_POSITIONS
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
 from debias_diffusion.interchange import load_text_encoder
-from debias_diffusion.interchange.load import SECOND
+from debias_diffusion.interchange.load import fitted_second
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
@@ -304,8 +304,7 @@ class Drawing:
 
     def _second(self, model: str) -> str | None:
         """SDXL's second encoder beside `model`: the one that `align` has fitted with it, else that of the settings."""
-        fitted = Path(model) / SECOND
-        return str(fitted) if fitted.is_dir() else self.settings.encoder_2
+        return fitted_second(model) or self.settings.encoder_2
 
     def _reads_in_chunks(self, encoder: str) -> bool:
         return self.settings.windows or split_reading(encoder)[0] in READINGS
