@@ -9,6 +9,7 @@ import torch
 
 from debias_diffusion.data import is_toy_scenes
 from debias_diffusion.errors import UserError
+from debias_diffusion.models.shipped import TWO_TOWERS
 
 from .common.encoders import CHUNKS, READINGS, split_reading
 from .common.inputs import check_output
@@ -26,7 +27,7 @@ EVALUATE = {
     "generation": evaluate_generation,
     "classification": evaluate_classification,
 }
-TOYS = ("toy/clip", CHUNKS + "toy/clip", "toy/long-clip", "toy/debias-clip", "toy/debias-clip-sdxl")
+TOYS = (TWO_TOWERS[0], CHUNKS + TWO_TOWERS[0], *TWO_TOWERS[1:])
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
 
 

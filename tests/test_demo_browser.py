@@ -22,10 +22,10 @@ from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from debias_diffusion.app.demo import device
-from debias_diffusion.app.demo.launch import TOYS
 from debias_diffusion.app.demo.live_generation import Step
 from debias_diffusion.app.demo.toy_scenes import mark, random_scene
 from debias_diffusion.app.generate.png_settings import read_settings
+from debias_diffusion.models.shipped import TWO_TOWERS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
@@ -36,7 +36,7 @@ if CHROMIUM is None:
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOSTILE = "<img src=x onerror=window.hacked=1> ${window.hacked=1} {{window.hacked=1}}"
-LABELS = list(TOYS)
+LABELS = list(TWO_TOWERS)
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1280, "height": 900}
 

@@ -11,6 +11,7 @@ import torch
 
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
+from debias_diffusion.models.shipped import TWO_TOWERS
 
 from .models import DemoModels
 from .request import BUDGET
@@ -19,9 +20,6 @@ MOST_WAITING = 100  # requests in the queue
 PASSWORD = "DEBIAS_DIFFUSION_PASSWORD"  # environment variable
 _MOST_PASSWORD = 1000  # characters
 _PORTS = 100  # tried in turn
-
-
-TOYS = ("toy/clip", "toy/long-clip", "toy/debias-clip", "toy/debias-clip-sdxl")
 
 
 @dataclass
@@ -45,7 +43,7 @@ class AppConfig:
     """
 
     base: str = "toy/sdxl"
-    encoders: list[str] = field(default_factory=lambda: list(TOYS))
+    encoders: list[str] = field(default_factory=lambda: list(TWO_TOWERS))
     host: str = "127.0.0.1"
     port: int = 7860
     user: str | None = None

@@ -17,6 +17,8 @@ NAMES = {
     "toy/features": "a vision transformer for FID and DINO scores of toy images",
 }
 
+TWO_TOWERS = ("toy/clip", "toy/long-clip", "toy/debias-clip", "toy/debias-clip-sdxl")
+
 GUIDANCE_SCALE, STEPS = 3.0, 20  # for images from toy/sdxl
 
 
