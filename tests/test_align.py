@@ -275,9 +275,12 @@ def test_two_processes_give_the_same_run(finished, settings, tmp_path):
 def test_bad_images_are_replaced_and_named(settings, world, tmp_path):
     images = tmp_path / "images"
     shutil.copytree(world[2], images)
-    (images / "9.png").write_bytes(b"no image")
+    for name in ("9.png", "1.png"):  # trained on, and held out
+        (images / name).write_bytes(b"no image")
     align(settings(tmp_path / "run", images=str(images), epochs=1, max_steps=None, max_bad=0.1))
-    assert "9.png" in (tmp_path / "run" / "bad-records.jsonl").read_text()
+    named = (tmp_path / "run" / "bad-records.jsonl").read_text()
+    assert "9.png" in named and "1.png" in named
+    assert [line["pairs"] for line in lines_of(tmp_path / "run") if "pairs" in line] == [3, 3]
     assert (tmp_path / "run" / "encoder" / "text_encoder" / "model.safetensors").is_file()
     with pytest.raises(UserError, match="--max-bad allows"):
         align(settings(tmp_path / "strict", images=str(images), max_bad=0.0))
@@ -290,6 +293,8 @@ def test_latents_are_computed_of_what_the_steps_read_alone(settings, tmp_path, m
     assert (len(run.records), len(read), run.batches.spare) == (20, 8, 2)  # of four that a whole epoch would have
     (file,) = (tmp_path / "latents").rglob("features-*")
     assert file.stat().st_size == (8 + 2 + 4) * 4 * 4 * 8 * 8  # and the reserve's, and the held-out ones
+    assert 0 not in {index for _, index, _ in next(run.batches.iterate())}
+    run.print_plan(0)  # measured on pairs that the run reads
     usage = SimpleNamespace(free=100)
     monkeypatch.setattr(latents.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(UserError, match="latents of 14 images take 0.0 GB in .*Give another --latent-cache"):

@@ -129,7 +129,8 @@ class Alignment(Run):
             AlignDataset, latents=latents, seed=self.config.seed, tokenizers=tokenizers, shape=self.vae.shape
         )
         self.dataset = make(self.records, reserve=self.batches.reserve)
-        self.measured = make(self.held_out[:MEASURED])
+        unreadable = {record.where for record in bad}
+        self.measured = make([record for record in self.held_out[:MEASURED] if record.image not in unreadable])
 
     def _needed_records(self) -> list[Record]:
         """Those that some step or measurement reads, and the reserve: often few of the data."""
@@ -184,8 +185,8 @@ class Alignment(Run):
         print_plan(self, start)
 
     def probe(self) -> None:
-        """Both passes on the first pairs, which leave nothing behind."""
-        batch = collate([self.dataset[(0, index, index)] for index in range(PROBE)])
+        """Both passes on the first pairs of the run, which leave nothing behind."""
+        batch = collate([self.dataset[key] for key in next(self.batches.iterate())[:PROBE]])
         with _fast_attention(self.accelerator.device):
             self._weighted({name: values.sum() for name, values in self._losses(batch).items()}).backward()
         self.optimizer.clear()

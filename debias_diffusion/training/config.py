@@ -16,7 +16,7 @@ from ..models.positions import FACTOR, KEEP
 # A run may resume with other values of these: they change how it runs, but not (beyond rounding) its result.
 _WITHOUT_EFFECT = (
     *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "check_data"),
-    *("chunk", "checkpoint_activations", "compile", "feature_cache"),
+    *("chunk", "checkpoint_activations", "compile", "feature_cache", "latent_cache"),
 )
 # Settings that stand among a run's only where they are given: runs of earlier releases do not have them.
 ADDED = ("method", "keep_states")
