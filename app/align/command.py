@@ -145,7 +145,7 @@ class Alignment(Run):
         scaler, sums = self.optimizer.scaler, dict.fromkeys(TERMS, 0.0)
         for part in batch.chunks(self.config.chunk or len(batch)):
             with _fast_attention(self.accelerator.device):
-                terms = {name: values.sum() for name, values in self._losses(part).items()}
+                terms = self._sums(part)
                 loss = self._weighted(terms) / self.config.batch
                 (scaler.scale(loss) if scaler else loss).backward()
             sums = {name: sums[name] + value.detach() for name, value in terms.items()}
@@ -156,6 +156,9 @@ class Alignment(Run):
 
     def _losses(self, batch: AlignBatch) -> dict[str, torch.Tensor]:
         return self.objective.losses(batch.to(self.accelerator.device))
+
+    def _sums(self, batch: AlignBatch) -> dict[str, torch.Tensor]:
+        return {name: values.sum() for name, values in self._losses(batch).items()}
 
     def _weighted(self, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         return sum(self.objective.weights[name] * value for name, value in terms.items())
@@ -169,16 +172,13 @@ class Alignment(Run):
     @torch.no_grad()
     def measure(self, state: TrainState) -> None:
         """The terms on held-out pairs, whose draws are always the same."""
-        if not (self.main and len(self.measured)):
-            self.accelerator.wait_for_everyone()
-            return
-        samples = [self.measured[(0, index, index)] for index in range(len(self.measured))]
-        size = self.config.chunk or len(samples)
-        parts = [self._losses(part) for part in collate(samples).chunks(size)]
-        means = {name: torch.cat([part[name] for part in parts]).mean().item() for name in TERMS}
-        self.log({"step": state.step, "pairs": len(samples)} | {f"held_out_{name}": means[name] for name in TERMS})
-        named = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
-        self.say(f"step {state.step}: on {len(samples)} held-out pairs {named}")
+        if self.main and len(self.measured):
+            batch = collate([self.measured[(0, index, index)] for index in range(len(self.measured))])
+            parts = [self._losses(part) for part in batch.chunks(self.config.chunk or len(batch))]
+            means = {name: torch.cat([part[name] for part in parts]).mean().item() for name in TERMS}
+            self.log({"step": state.step, "pairs": len(batch)} | {f"held_out_{name}": means[name] for name in TERMS})
+            named = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
+            self.say(f"step {state.step}: on {len(batch)} held-out pairs {named}")
         self.accelerator.wait_for_everyone()
 
     def print_plan(self, start: int) -> None:
@@ -188,7 +188,7 @@ class Alignment(Run):
         """Both passes on the first pairs of the run, which leave nothing behind."""
         batch = collate([self.dataset[key] for key in next(self.batches.iterate())[:PROBE]])
         with _fast_attention(self.accelerator.device):
-            self._weighted({name: values.sum() for name, values in self._losses(batch).items()}).backward()
+            self._weighted(self._sums(batch)).backward()
         self.optimizer.clear()
 
     def _finish(self, state: TrainState) -> Path:

@@ -162,6 +162,7 @@ class Drawing:
         self.digests = {"base": None, "encoder_2": None, "encoders": {}}
         self._pipe: StableDiffusionXLLongPromptPipeline | None = None
         self._loaded_second: str | None = None
+        self._second_digests: dict[str | None, str | None] = {}
 
     def check(self, encoders: Sequence[str], folders: Sequence[Path], subjects: Sequence[Subject]) -> None:
         """Checks all encoders before anything is rendered.
@@ -226,7 +227,7 @@ class Drawing:
         """Every setting that affects an image, besides its prompt and seed."""
         if self.digests["base"] is None:
             self.digests["base"] = model_digest(self.settings.base)
-            self.digests["encoder_2"] = _second_digest(self.settings.encoder_2)
+            self.digests["encoder_2"] = self._second_digest(self.settings.encoder_2)
         known = self.digests["encoders"]
         reading, model = split_reading(encoder)
         if encoder not in known:
@@ -240,7 +241,7 @@ class Drawing:
             "windows": self._reads_in_chunks(encoder),
             # Else no key: older records match.
             **({"overlap": True} if reading == OVERLAP else {}),
-            **({"encoder_2": _second_digest(second)} if second else {}),
+            **({"encoder_2": self._second_digest(second)} if second else {}),
             **{name: getattr(self.settings, name) for name in names},
             **runtime_settings(self.processes.device, self.dtype),
         }
@@ -306,6 +307,12 @@ class Drawing:
         """SDXL's second encoder beside `model`: the one that `align` has fitted with it, else that of the settings."""
         return fitted_second(model) or self.settings.encoder_2
 
+    def _second_digest(self, encoder: str | None) -> str | None:
+        """Of gigabytes, so it is computed once."""
+        if encoder not in self._second_digests:
+            self._second_digests[encoder] = encoder if encoder in (None, STRETCH) else model_digest(encoder)
+        return self._second_digests[encoder]
+
     def _reads_in_chunks(self, encoder: str) -> bool:
         return self.settings.windows or split_reading(encoder)[0] in READINGS
 
@@ -328,10 +335,6 @@ class Drawing:
                 f"The encoder {encoder!r} reads {config.max_position_embeddings} tokens at once, so there is nothing "
                 f"to cut into chunks of {TRAINED_POSITIONS}. Give {model!r}."
             )
-
-
-def _second_digest(encoder: str | None) -> str | None:
-    return encoder if encoder in (None, STRETCH) else model_digest(encoder)
 
 
 def _write_missing(
