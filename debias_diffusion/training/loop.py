@@ -54,7 +54,7 @@ class _Training(Run):
     def __init__(self, config: TrainConfig, accelerator: Accelerator, folder: RunFolder):
         self.method = config.make_method()
         super().__init__(config, accelerator, folder)
-        base_model = load_base_model(config, name_alone=folder.settings().get("pretrained", "") is None)
+        base_model = load_base_model(config, name_alone=self.earlier.get("pretrained", "") is None)
         self.settings["base_model_sha256"] = base_model_digest(base_model)
         self.backbone = prepare_backbone(base_model, config)
         self.method.check(config.batch, self.backbone.config["model_cfg"]["embed_dim"])

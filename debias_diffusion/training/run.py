@@ -43,6 +43,7 @@ class Run(ABC):
         images: where their images come from.
         missing: how many of the images that were looked up are missing.
         batches: the samples of each step.
+        earlier: the settings that the folder's run began with; empty for a new one.
         settings: everything that decides the result. A subclass adds the rest, then calls `begin`.
         model: what is trained and what a checkpoint holds.
         modules: further modules that are trained, or None.
@@ -70,11 +71,11 @@ class Run(ABC):
         self.captions, self.images = open_data(config.data, config.images, cache=folder.path)
         self.all_records = self.captions.records
         # A run keeps the reserve and the held-out pairs it began with: a larger --max-bad must not change the draws.
-        begun = folder.settings()
-        reserve = begun.get("max_bad", config.max_bad)
+        self.earlier = folder.settings()
+        reserve = self.earlier.get("max_bad", config.max_bad)
         validation = held_out_count(config, len(self.all_records))
         if config.validation == "auto":
-            validation = begun.get("validation", validation)
+            validation = self.earlier.get("validation", validation)
         self.held_out, self.records, spare = split(self.captions, config, validation, reserve)
         self.missing = look_for_images(self.records, self.images, config.max_bad)
         self.settings = config.settings() | {
