@@ -38,6 +38,10 @@ EVALUATIONS = {
         "zero-shot top-1 on ImageNet, its variants and CIFAR",
         "eval.text_image.classification:ClassificationConfig:evaluate_classification",
     ),
+    "cola": (
+        "do objects keep their own attributes? Cola's pairs of images, and its classes",
+        "eval.text_image.cola:ColaConfig:evaluate_cola",
+    ),
     "dpg-bench": (
         "how much of DPG-Bench's dense prompts the generated images show",
         "eval.pictures.dpg_bench:DpgBenchConfig:evaluate_dpg_bench",
@@ -65,6 +69,7 @@ COMMANDS = {
         "fit text encoders to the frozen UNet of an SDXL that reads them",
         "app.align:AlignConfig:align",
     ),
+    "ablate": ("find the attention heads of a CLIP that hurt, and quiet them", "app.ablate:AblateConfig:ablate"),
     "export": (
         "write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers",
         "app.export.command:ExportConfig:export",

@@ -67,8 +67,8 @@ def check_reads_eot(encoder: Backbone | TextEncoder) -> None:
         return
     if not encoder.family.causal:
         raise UserError(
-            f"The text tower of a {encoder.family.name} has no causal mask and is pooled at the last slot of its row, "
-            "often a pad, so there is no attention from EOT as equations 1 to 3 of DeBias-CLIP define it. Give a CLIP, "
+            f"The text tower of a {encoder.family.name} has no causal mask, and its feature is not read at EOT, so "
+            "there is no attention from EOT as equations 1 to 3 of DeBias-CLIP define it. Give a CLIP, "
             "for example ViT-L-14."
         )
     if encoder.pooling != "eot":

@@ -153,7 +153,7 @@ def test_half_precision_is_close(backbone):
 
 def test_without_a_mask_or_without_eot_it_is_refused():
     siglip = tiny_siglip()
-    with pytest.raises(UserError, match="SigLIP has no causal mask.*last slot.*Give a CLIP"):
+    with pytest.raises(UserError, match="SigLIP has no causal mask.*not read at EOT.*Give a CLIP"):
         eot_attention(siglip, siglip.tokenize(["a cat"]))
     average = tiny_clip(tokenizer=byte_tokenizer(77))
     average.pooling = "average"

@@ -259,7 +259,7 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
         world.scores,
         "with a two-tower model, and --model is a text encoder alone",
     )
-    exported = Exported("T", "u", "transformers", "feature-extraction", world.run, backbone=best)
+    exported = Exported("T", "u", "transformers", "feature-extraction", world.run, backbone=best, digest=best.digest())
     for content in ("[]", "{", '{"settings": {}}', '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'):
         (tmp_path / "retrieval.json").write_text(content)
         with pytest.raises(UserError, match="is no result of `debias-diffusion evaluate retrieval`"):

@@ -297,6 +297,11 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, anothe
             for k, value in recalls.items():
                 low, high = numbers["interval_percent"][direction][k]
                 assert 0 <= low <= value <= high <= 100 and (low < high or value in (0, 100))
+            mean_r = numbers["mean_r_percent"][direction]
+            assert mean_r == pytest.approx(sum(recalls.values()) / 3)
+            low, high = numbers["mean_r_interval_percent"][direction]
+            assert low <= mean_r <= high and low < high
+    assert "mean of R@1, R@5, R@10 in percent" in printed
     directions = ("text_to_image", "image_to_text")
     differences = [
         report["encoders"][second]["recall_percent"][d]["R@1"] - report["encoders"][first]["recall_percent"][d]["R@1"]
@@ -305,6 +310,38 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, anothe
     compared = report["compared"]
     assert [(line["a"], line["b"]) for line in compared] == [(second, first)] * 2
     assert [line["difference"] for line in compared] == pytest.approx(differences)
+
+
+def test_mean_r_is_the_mean_of_three_recalls_with_an_interval_over_images():
+    # of the captions of image 0 one is first and one third; the caption of image 1 is not found
+    result = {"ranks": {"text_to_image": [1, 3, 20], "image_to_text": [1, 7]}, "image_of": [0, 0, 1]}
+    mean_r, limits = retrieval.mean_recall(result)
+    expected = {"text_to_image": 500 / 9, "image_to_text": 200 / 3, "both": 550 / 9}
+    assert mean_r == pytest.approx(expected)
+    # more than 2.5% of the samples draw one of the two images twice
+    assert limits["text_to_image"] == pytest.approx([0, 250 / 3])
+    assert limits["image_to_text"] == pytest.approx([100 / 3, 100])
+    assert limits["both"] == pytest.approx([50 / 3, 275 / 3])
+
+
+def test_the_interval_of_both_directions_draws_the_same_images():
+    # what one direction loses with an image the other gains
+    result = {"ranks": {"text_to_image": [1, 20], "image_to_text": [20, 1]}, "image_of": [0, 1]}
+    mean_r, limits = retrieval.mean_recall(result)
+    assert mean_r == {"text_to_image": 50, "image_to_text": 50, "both": 50}
+    assert limits == {"text_to_image": [0, 100], "image_to_text": [0, 100], "both": [50, 50]}
+
+
+def test_results_of_an_earlier_version_have_no_mean_r():
+    values = {"R@1": 1.0, "R@5": 2.0, "R@10": 3.0}
+    of_both = dict.fromkeys(retrieval.DIRECTIONS, values)
+    limits = {direction: {name: [0.0, 9.0] for name in values} for direction in of_both}
+    numbers = {"captions_over_window": 0, "recall_percent": of_both, "interval_percent": limits}
+    report = {"encoders": {"old": numbers}, "compared": []}
+    assert len(retrieval.tables(report)) == 2
+    mean_r = dict.fromkeys((*retrieval.DIRECTIONS, "both"), 2.0)
+    numbers |= {"mean_r_percent": mean_r, "mean_r_interval_percent": {name: [1.0, 3.0] for name in mean_r}}
+    assert retrieval.tables(report)[2].rows == [["old", 2.0, "1.0 to 3.0", 2.0, "1.0 to 3.0", 2.0, "1.0 to 3.0"]]
 
 
 def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, squares, tmp_path, monkeypatch):

@@ -115,15 +115,29 @@ def sharegpt4v(root: Path) -> dict:
     return {f"sam/images/sa_{number}.jpg": [f"It is {number}. It is small."] for number in range(3)}
 
 
-def coco(root: Path) -> dict:
+def coco(root: Path, split: str = "val2017", first: int = 397133) -> dict:
     """annotations/captions_val2017.json and val2017/; captions in no order, some images with more than five"""
-    images = [{"id": i, "file_name": f"{i:012}.jpg", "license": 4, "height": 32, "width": 32} for i in (397133, 37777)]
-    rows = [{"image_id": i, "id": 10 * n + i, "caption": f"{i} {n}. "} for n in range(6) for i in (37777, 397133)]
+    ids = (first, 37777)
+    images = [{"id": i, "file_name": f"{i:012}.jpg", "license": 4, "height": 32, "width": 32} for i in ids]
+    rows = [{"image_id": i, "id": 10 * n + i, "caption": f"{i} {n}. "} for n in range(6) for i in reversed(ids)]
     content = {"info": {}, "licenses": [], "images": images, "annotations": rows}
-    write(root / "annotations" / "captions_val2017.json", json.dumps(content))
+    write(root / "annotations" / f"captions_{split}.json", json.dumps(content))
     for image in images:
-        draw(root / "val2017" / image["file_name"], image["id"])
-    return {f"{i:012}.jpg": [f"{i} {n}." for n in range(5)] for i in (397133, 37777)}
+        draw(root / split / image["file_name"], image["id"])
+    return {f"{i:012}.jpg": [f"{i} {n}." for n in range(5)] for i in ids}
+
+
+def coco_train(root: Path) -> dict:
+    coco(root)
+    return coco(root, "train2017", 9)
+
+
+def coco_all(root: Path) -> dict:
+    """Both splits, train first; here both have an image of one name."""
+    val, train = coco(root), coco(root, "train2017", 9)
+    return {
+        f"{split}/{name}": of for split, part in (("train2017", train), ("val2017", val)) for name, of in part.items()
+    }
 
 
 def flickr30k(root: Path) -> dict:
@@ -138,9 +152,9 @@ def flickr30k(root: Path) -> dict:
     return {name: [f"Man {number} of {name} ." for number in range(5)] for name in names}
 
 
-def flickr30k_test(root: Path) -> dict:
+def flickr30k_test(root: Path, splits: tuple[str, ...] = ("test",)) -> dict:
     """Karpathy's dataset_flickr30k.json and flickr30k-images/"""
-    images = []
+    images, expected = [], {}
     for imgid, (split, name) in enumerate([("train", "1.jpg"), ("test", "2.jpg"), ("val", "3.jpg"), ("test", "4.jpg")]):
         sentences = [
             {"tokens": ["man", str(n)], "raw": f"Man {n} of {name}.", "imgid": imgid, "sentid": 5 * imgid + n}
@@ -149,13 +163,95 @@ def flickr30k_test(root: Path) -> dict:
         sentids = [sentence["sentid"] for sentence in sentences]
         images.append({"sentids": sentids, "imgid": imgid, "sentences": sentences, "split": split, "filename": name})
         draw(root / "flickr30k-images" / name, imgid)
+        if split in splits:
+            expected[name] = [f"Man {n} of {name}." for n in range(5)]
     write(root / "dataset_flickr30k.json", json.dumps({"images": images, "dataset": "flickr30k"}))
-    return {name: [f"Man {n} of {name}." for n in range(5)] for name in ("2.jpg", "4.jpg")}
+    return expected
 
 
-LAYOUTS = dict(
-    zip(BENCHMARKS, (urban1k, dci, long_dci, docci, iiw, sharegpt4v, coco, flickr30k, flickr30k_test), strict=True)
-)
+def flickr30k_karpathy(root: Path) -> dict:
+    return flickr30k_test(root, ("train", "val", "test"))
+
+
+def coco_cn(root: Path, splits: tuple[str, ...]) -> dict:
+    """coco-cn_SPLIT.txt and imageid.human-written-caption.txt, beside train2014/ and val2014/ of COCO"""
+    numbers = {"train": [9], "val": [42, 30], "test": [25, 3]}
+    names = {
+        split: [f"COCO_{'val' if split == 'val' else 'train'}2014_{number:012}" for number in members]
+        for split, members in numbers.items()
+    }
+    captions = {
+        name: [f"{name[-2:]}号：一只猫 {n}。" for n in range(1 + (name[-2:] in ("25", "42")))]
+        for members in names.values()
+        for name in members
+    }
+    lines = [(name, f"{name}#{n}\t{caption}\n") for name, texts in captions.items() for n, caption in enumerate(texts)]
+    write(root / retrieval_sets.COCO_CN_FILE, "".join(line for _, line in sorted(lines)))
+    write(root / "imageid.manually-translated-caption.txt", "".join(f"{name}#0\t翻译。\n" for name in captions))
+    for split, members in names.items():
+        write(root / f"coco-cn_{split}.txt", "".join(f"{name}\n" for name in members))
+    for number, name in enumerate(captions):
+        draw(root / name.split("_")[1] / f"{name}.jpg", number)
+    return {f"{name.split('_')[1]}/{name}.jpg": captions[name] for split in splits for name in names[split]}
+
+
+def flickr30k_cna(root: Path, splits: tuple[str, ...]) -> dict:
+    """A file of captions in each of train/, val/ and test/, where keys have another form; flickr30k-images/"""
+    files = {"train": "flickr30k_cna_train", "val": "flickr30k_cna_val", "test": "flickr30k_cn_test"}
+    expected = {}
+    for number, (split, file) in enumerate(files.items()):
+        lines = []
+        for image in (str(6228559980 + 2 * number), str(6228559981 + 2 * number)):
+            texts = [f"第{n}个人， {image}。" for n in range(5)]
+            keys = [f"{image}#zhb#{n}" if split == "test" else image for n in range(5)]
+            lines += [f"{key}\t{text}\n" for key, text in zip(keys, texts, strict=True)]
+            draw(root / "flickr30k-images" / f"{image}.jpg", int(image[-1]))
+            if split in splits:
+                expected[f"{image}.jpg"] = texts
+        write(root / split / f"{file}.txt", "".join(lines))
+    return expected
+
+
+def recos(root: Path) -> dict:
+    """recos_v1.json under the keys that the reader expects, and images/"""
+    expected = {"1.jpg": ["Four elephants.", "A herd."], "2.jpg": ["Five elephants."]}
+    draw(root / "images" / "1.jpg", 1)
+    draw(root / "images" / "2.jpg", 2)
+    entries = [
+        {"image": "1.jpg", "caption": ["Four  elephants."], "task": "count"},
+        {"image": "2.jpg", "caption": ["Five elephants."], "task": "count"},
+        {"image": "1.jpg", "caption": "A herd.", "task": "figure"},
+    ]
+    write(root / "recos_v1.json", json.dumps(entries))
+    return expected
+
+
+def part(layout, *splits: str):
+    return lambda root: layout(root, splits)
+
+
+ALL = ("train", "val", "test")
+LAYOUTS = {
+    "urban1k": urban1k,
+    "dci": dci,
+    "long-dci": long_dci,
+    "docci": docci,
+    "iiw": iiw,
+    "sharegpt4v-1k": sharegpt4v,
+    "coco": coco,
+    "coco-train": coco_train,
+    "coco-all": coco_all,
+    "flickr30k": flickr30k,
+    "flickr30k-test": flickr30k_test,
+    "flickr30k-karpathy": flickr30k_karpathy,
+    "coco-cn-val": part(coco_cn, "val"),
+    "coco-cn-test": part(coco_cn, "test"),
+    "coco-cn-all": part(coco_cn, *ALL),
+    "flickr30k-cna-val": part(flickr30k_cna, "val"),
+    "flickr30k-cna-test": part(flickr30k_cna, "test"),
+    "flickr30k-cna-all": part(flickr30k_cna, *ALL),
+    "recos-v1": recos,
+}
 
 
 @pytest.fixture
@@ -237,6 +333,30 @@ FAULTS = [
     ("coco", overwrite("annotations/captions_val2017.json", '{"images": []}'), "'annotations'"),
     ("flickr30k", remove("flickr30k-images/10002456.jpg"), "10002456.jpg', of res.*line 6"),
     ("flickr30k-test", replace("dataset_flickr30k.json", '"images"', '"x"'), "named 'images'"),
+    ("coco-all", remove("train2017/000000000009.jpg"), "1 of the 4 images.*'train2017/000000000009.jpg'"),
+    ("coco-all", remove("annotations/captions_train2017.json"), "no 'annotations/captions_train2017.json'"),
+    ("coco-cn-val", lambda root: shutil.rmtree(root / "val2014"), "2 of the 2 images.*'val2014/COCO_val2014_0+42.jpg'"),
+    (
+        "coco-cn-test",
+        overwrite(retrieval_sets.COCO_CN_FILE, f"COCO_train2014_{25:012}#0\t一只猫。\n"),
+        "coco-cn_test.txt, line 2 .*no caption for the image 'train2014/COCO_train2014_0+3.jpg'",
+    ),
+    ("coco-cn-all", remove("coco-cn_train.txt"), "no 'coco-cn_train.txt'.*huggingface.co/datasets/AIMClab-RUC"),
+    ("flickr30k-cna-all", remove("flickr30k-images/6228559982.jpg"), "'6228559982.jpg', of val/flickr30k_cna_val.txt"),
+    (
+        "flickr30k-cna-test",
+        remove("test/flickr30k_cn_test.txt"),
+        "neither 'test/flickr30k_cna_test.txt' nor",
+    ),
+    ("recos-v1", replace("recos_v1.json", '"image": "2.jpg"', '"image": 2'), "recos_v1.json, entry 1 .*names no image"),
+    ("recos-v1", remove("images/2.jpg"), "'2.jpg', of recos_v1.json, entry 1"),
+    (
+        "recos-v1",
+        overwrite("recos_v1.json", '[{"img": "1.jpg", "text": "A."}, {"id": 1}]'),
+        "with the keys id, img, text",
+    ),
+    ("recos-v1", overwrite("recos_v1.json", '{"count": [{"image": "1.jpg"}]}'), "is a dict of .*the keys count"),
+    ("recos-v1", overwrite("recos_v1.json", "[1]"), "with the keys none.*image and caption"),
 ]
 
 
@@ -271,6 +391,60 @@ def test_what_cannot_be_decoded_is_left_out_and_named(tmp_path):
     urban1k(urban)
     (urban / "caption" / "2.txt").write_bytes(b"\xff\xfe\xff")
     assert [str(bad) for bad in read_retrieval_set("urban1k", urban).bad] == ["caption/2.txt: not UTF-8 (2.txt)"]
+
+
+def test_bad_lines_of_the_chinese_sets_are_left_out_and_named(tmp_path):
+    coco_cn(tmp_path, ALL)
+    lines = (tmp_path / retrieval_sets.COCO_CN_FILE).read_text().splitlines()
+    # a key that ends at a space, a line without a key, one without a caption
+    lines[2] = lines[2].replace("\t", " ")
+    lines += ["没有图像的句子", f"COCO_train2014_{25:012}#9\t \t"]
+    write(tmp_path / retrieval_sets.COCO_CN_FILE, "\n".join(lines))
+    write(tmp_path / "coco-cn_test.txt", f"COCO_train2014_{25:012}\n25\n")
+    read = read_retrieval_set("coco-cn-test", tmp_path)
+    assert [(bad.where.split(", ")[1], bad.kind) for bad in read.bad] == [
+        ("line 8", "not a line of COCO image#number, tab, caption"),
+        ("line 2", "not a line of COCO image#number, tab, caption"),
+        ("line 3", "empty caption"),
+    ]
+    assert len(read.captions) == 2 and not any("翻译" in caption for caption in read.captions)
+    assert read_retrieval_set("coco-cn-all", tmp_path).captions[0] == "09号：一只猫 0。"
+    cna = tmp_path / "cna"
+    cna.mkdir()
+    flickr30k_cna(cna, ALL)
+    with open(cna / "val" / "flickr30k_cna_val.txt", "ab") as file:
+        file.write("一只猫\n6228559982\n".encode() + b"\xff\xfe\tcat\n")
+    assert [bad.kind for bad in read_retrieval_set("flickr30k-cna-val", cna).bad] == [
+        "not a line of image, tab, caption",
+        "not a line of image, tab, caption",
+        "empty caption",
+    ]
+
+
+def test_coco_cn_needs_only_the_folders_that_it_names(tmp_path):
+    coco_cn(tmp_path, ALL)
+    shutil.rmtree(tmp_path / "val2014")
+    images = read_retrieval_set("coco-cn-test", tmp_path).images
+    assert [image.partition("/")[0] for image in images] == ["train2014", "train2014"]
+    with pytest.raises(UserError, match="2 of the 5 images.*'val2014/"):
+        read_retrieval_set("coco-cn-all", tmp_path)
+
+
+def test_the_test_file_of_flickr30k_cna_has_two_names(tmp_path):
+    expected = flickr30k_cna(tmp_path, ("test",))
+    (tmp_path / "test" / "flickr30k_cn_test.txt").rename(tmp_path / "test" / "flickr30k_cna_test.txt")
+    assert read_retrieval_set("flickr30k-cna-test", tmp_path).images == list(expected)
+
+
+def test_bad_entries_of_recos_are_left_out_and_named(tmp_path):
+    recos(tmp_path)
+    entries = json.loads((tmp_path / "recos_v1.json").read_text())
+    write(tmp_path / "recos_v1.json", json.dumps([*entries, [1], {"image": "1.jpg", "caption": None}]))
+    read = read_retrieval_set("recos-v1", tmp_path)
+    assert [(bad.where, bad.kind) for bad in read.bad] == [
+        ("recos_v1.json, entry 3", "not an object"),
+        ("recos_v1.json, entry 0", "empty caption"),
+    ]
 
 
 def test_entries_of_one_image_are_one_image_with_several_captions(tmp_path):

@@ -9,6 +9,9 @@ from typing import Literal
 import open_clip
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
+from debias_diffusion.ablation.folding import fold_text_heads, soft_heads
+from debias_diffusion.ablation.heads import noted
+from debias_diffusion.ablation.saved import is_ablation
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder
 from debias_diffusion.interchange import (
@@ -20,6 +23,7 @@ from debias_diffusion.interchange import (
     write_file,
     write_text_encoder,
 )
+from debias_diffusion.interchange.clip_model import MODELING_FILE
 from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, written_metadata
 from debias_diffusion.interchange.text_encoders import TextEncoder, is_bigg, keeps_projection, text_config
 from debias_diffusion.models.backbone import CONFIG_FILE, WEIGHTS_FILE, Backbone, load_backbone
@@ -27,7 +31,7 @@ from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
 
 from .hub import check_repository, push_folder
-from .model_card import MARK, Exported, model_card
+from .model_card import MARK, OPEN_CLIP_UNABLATED, Exported, model_card
 
 
 @dataclass
@@ -35,14 +39,16 @@ class ExportConfig:
     """Export a text encoder, or both towers, for other programs.
 
     Attributes:
-        model: Folder of a training run (its best model is exported), an open_clip folder, or an open_clip model name.
+        model: Folder of a training run (its best model is exported) or of `ablate`, an open_clip folder, or an
+            open_clip model name.
             For transformers and comfyui also any other text encoder: a transformers folder, a weights file such as
             longclip-L.pt or clip_l.safetensors, or a hub id.
         output: Folder to write; for comfyui a file that ends in .safetensors. Files of other programs are never
             overwritten.
         to: transformers writes a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which diffusers
             loads too; comfyui writes one file for ComfyUI; open_clip and clip write folders with both towers, for
-            open_clip and for transformers' CLIPModel.
+            open_clip and for transformers' CLIPModel. Suppressed text heads become ordinary weights; plain open_clip
+            ignores suppressed image heads, and transformers runs them by code in the folder.
         pretrained: Tag or file of the weights, for a model given by name.
         projection: Export a CLIPTextModelWithProjection, whose text_embeds are the trained features. SDXL's first
             encoder must not have it; its second, bigG, always has.
@@ -82,6 +88,7 @@ _EXPORTED = re.compile(
     r"README\.md|pipeline\.py|text_encoder|tokenizer|scores\.json|"
     rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|config\.json|model\.safetensors|"
     r"(pre)?processor_config\.json|tokenizer(_config)?\.json|special_tokens_map\.json|vocab\.json|merges\.txt|"
+    rf"{re.escape(MODELING_FILE)}|"
     r"chat_template\.jinja|added_tokens\.json|spiece\.model|tokenizer\.model|\.cache|\.DS_Store|__pycache__"
 )
 
@@ -124,10 +131,17 @@ _BOTH_TOWERS = ("open_clip", "clip")  # formats
 
 @dataclass
 class _Source:
-    """The model to export: two towers, or a text encoder alone with its tokenizer."""
+    """The model to export: two towers, or a text encoder alone with its tokenizer.
+
+    Attributes:
+        backbone: suppressed text heads are ordinary weights, where they can be.
+        alone: the text encoder and its tokenizer.
+        digest: of the two towers as evaluations read them; None if no scores are wanted.
+    """
 
     backbone: Backbone | None = None
     alone: tuple[TextEncoder, CLIPTokenizer] | None = None
+    digest: str | None = None
 
     def text_config(self) -> CLIPTextConfig:
         return text_config(self.backbone) if self.backbone else self.alone[0].config
@@ -142,7 +156,22 @@ class _Source:
 
 
 def _load(config: ExportConfig) -> _Source:
+    source = _read(config)
+    if backbone := source.backbone:
+        source.digest = backbone.digest() if config.scores else None
+        text = noted(backbone, "text")
+        # Soft heads stay in the configuration, which open_clip's format has.
+        if not (config.to == "open_clip" and text and soft_heads(text)):
+            fold_text_heads(backbone)
+    return source
+
+
+def _read(config: ExportConfig) -> _Source:
     model = best_of_run(shipped(config.model))
+    if is_ablation(model):
+        if config.pretrained is not None:
+            raise UserError(f"{config.model!r} names its weights. Leave out pretrained={config.pretrained!r}.")
+        return _Source(load_two_tower(model))
     is_two_tower = (
         config.pretrained is not None
         or (Path(model) / CONFIG_FILE).is_file()
@@ -171,6 +200,7 @@ def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:
         title = f"A CLIP text encoder that reads {length} tokens"
         _write_card(config, source, folder, title, use, "transformers", "feature-extraction")
     print(f"Wrote {output}: a {kind} of width {width} that reads {length} tokens.")
+    _print_unaffected(source)
     option = "encoder-2" if is_bigg(encoder.config) else "encoder"
     print(f"Next: debias-diffusion generate 'a long prompt' --base SDXL_FOLDER --{option} {output}")
 
@@ -194,6 +224,7 @@ def _comfyui(config: ExportConfig, source: _Source, output: Path) -> None:
     program = f"debias-diffusion {version('debias-diffusion')}"
     write_file(encoder, output, {"note": _COMFYUI_NOTE, "exported_with": program})
     print(f"Wrote {output}: a text encoder of width {width} that reads {length} tokens, for ComfyUI.")
+    _print_unaffected(source)
     if not known:
         print(f"ComfyUI has no text encoder of width {width} and {sizes.num_hidden_layers} blocks to load it into.")
     print(
@@ -221,6 +252,8 @@ def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
         title = f"A {backbone.family.name} that reads {backbone.context_length} tokens"
         _write_card(config, source, folder, title, _USE_OPEN_CLIP, "open_clip", "zero-shot-image-classification")
     print(f"Wrote {output}: both towers, for open_clip.create_model('local-dir:{output}').")
+    if backbone.image_attention or backbone.text_attention:
+        print(f"Plain open_clip runs it UNABLATED: {OPEN_CLIP_UNABLATED}")
     if backbone.pooling != "eot":
         print(f"It was trained with {backbone.pooling} pooling, which open_clip lacks: open_clip pools at EOT.")
 
@@ -230,8 +263,17 @@ def _clip(config: ExportConfig, source: _Source, output: Path) -> None:
     with atomic_folder(output) as folder:
         export_clip_model(backbone, folder)
         title = f"A CLIP that reads {backbone.context_length} tokens"
-        _write_card(config, source, folder, title, _USE_CLIP, "transformers", "zero-shot-image-classification")
-    print(f"Wrote {output}: both towers, for transformers.CLIPModel.from_pretrained('{output}').")
+        use = _USE_ABLATED_CLIP if backbone.image_attention else _USE_CLIP
+        _write_card(config, source, folder, title, use, "transformers", "zero-shot-image-classification")
+    if backbone.image_attention:
+        print(f"Wrote {output}: both towers, for AutoModel.from_pretrained('{output}', trust_remote_code=True).")
+    else:
+        print(f"Wrote {output}: both towers, for transformers.CLIPModel.from_pretrained('{output}').")
+
+
+def _print_unaffected(source: _Source) -> None:
+    if source.backbone and source.backbone.image_attention:
+        print("The suppressed heads are the image tower's. This text encoder is that of the base model.")
 
 
 def _sizes(encoder: TextEncoder) -> tuple[str, int, int]:
@@ -243,7 +285,7 @@ def _write_card(
     config: ExportConfig, source: _Source, folder: Path, title: str, use: str, library: str, task: str
 ) -> None:
     use = use.replace("FOLDER", config.push_to_hub or "this folder")
-    exported = Exported(title, use, library, task, config.model, config.pretrained, source.backbone)
+    exported = Exported(title, use, library, task, config.model, config.pretrained, source.backbone, source.digest)
     (folder / "README.md").write_text(model_card(exported, config.scores), encoding="utf-8")
 
 
@@ -282,6 +324,16 @@ _USE_CLIP = """\
 from transformers import CLIPModel, CLIPProcessor
 
 model, processor = CLIPModel.from_pretrained("FOLDER"), CLIPProcessor.from_pretrained("FOLDER")
+inputs = processor(text=["a long caption"], images=[image], padding=True, truncation=True, return_tensors="pt")
+similarity = model(**inputs).logits_per_image
+```"""
+
+_USE_ABLATED_CLIP = """\
+```python
+from transformers import AutoModel, CLIPProcessor
+
+model = AutoModel.from_pretrained("FOLDER", trust_remote_code=True)  # modeling_ablated_clip.py
+processor = CLIPProcessor.from_pretrained("FOLDER")
 inputs = processor(text=["a long caption"], images=[image], padding=True, truncation=True, return_tensors="pt")
 similarity = model(**inputs).logits_per_image
 ```"""

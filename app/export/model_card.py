@@ -19,9 +19,13 @@ import open_clip
 from huggingface_hub import ModelCardData
 
 import debias_diffusion
+from debias_diffusion.ablation.heads import ABLATED, TOWERS, Ablation, noted
+from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
+from debias_diffusion.ablation.saved import is_ablation, read_ablation
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.report import escaped, weights_digest
+from debias_diffusion.eval.common.report import escaped
 from debias_diffusion.files import read_json_object
+from debias_diffusion.interchange.places import model_and_weights
 from debias_diffusion.methods import find_method
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.training import TrainConfig
@@ -46,6 +50,7 @@ class Exported:
         model: the exported model, as the user named it.
         pretrained: weights given with the name.
         backbone: the two-tower model it comes from; None for a text encoder alone.
+        digest: of that model as evaluations read it; None for a text encoder alone, or if no scores are wanted.
     """
 
     title: str
@@ -55,6 +60,13 @@ class Exported:
     model: str
     pretrained: str | None = None
     backbone: Backbone | None = None
+    digest: str | None = None
+
+
+OPEN_CLIP_UNABLATED = (
+    "it ignores the suppressed heads in open_clip_config.json. `debias_diffusion.interchange.load_two_tower` and "
+    "`debias-diffusion evaluate` suppress them."
+)
 
 
 def model_card(exported: Exported, scores: str | None = None) -> str:
@@ -66,9 +78,13 @@ def model_card(exported: Exported, scores: str | None = None) -> str:
     Raises:
         UserError: `scores` holds no results, broken results, or results of other weights.
     """
-    run = _Run.find(exported.model)
-    measured = [*(run.scores() if run else []), *(_read_scores(scores, exported.backbone) if scores else [])]
-    base = (run.settings.get("model"), run.settings.get("pretrained")) if run else (exported.model, exported.pretrained)
+    run, search = _Run.find(exported.model), _Search.find(exported.model)
+    measured = [*(run.scores() if run else []), *(_read_scores(scores, exported.digest) if scores else [])]
+    base = (exported.model, exported.pretrained)
+    if run:
+        base = (run.settings.get("model"), run.settings.get("pretrained"))
+    elif search:
+        base = model_and_weights(search.model) or (search.model, None)
     front = ModelCardData(
         license="unknown",
         library_name=exported.library,
@@ -79,7 +95,7 @@ def model_card(exported: Exported, scores: str | None = None) -> str:
     sections = [
         f"# {exported.title}\n\n{_line(exported)}",
         f"## How to load it\n\n{exported.use}",
-        f"## How it was made\n\n{_made(exported, run, base)}",
+        f"## How it was made\n\n{_made(exported, run, search, base)}",
         *(["## Scores\n\n" + "\n\n".join(measured)] if measured else []),
         f"## Licence\n\n{_LICENCE}",
     ]
@@ -96,18 +112,24 @@ def _line(exported: Exported) -> str:
     text = f"From {code(_public(exported.model))}"
     if exported.pretrained:
         text += f" with the weights {code(_public(exported.pretrained))}"
+    attention = exported.backbone and (exported.backbone.image_attention or exported.backbone.text_attention)
+    if attention and exported.library == "open_clip":
+        return f"{text}, {MARK}. **Plain open_clip runs it unablated**: {OPEN_CLIP_UNABLATED}"
     return f"{text}, {MARK}. It loads without debias-diffusion."
 
 
-def _made(exported: Exported, run: "_Run | None", base: tuple[str | None, str | None]) -> str:
+def _made(exported: Exported, run: "_Run | None", search: "_Search | None", base: tuple[str | None, str | None]) -> str:
     rows = {}
     backbone = exported.backbone
-    if run or _hub_repository(*base) or base[0] in open_clip.list_models():
+    if run or search or _hub_repository(*base) or base[0] in open_clip.list_models():
         rows["base model"] = code(_public(base[0])) + (f", weights {code(_public(base[1]))}" if base[1] else "")
         if base[0] in open_clip.list_models() and base[1] in (None, "none"):
             rows["base model"] += ", **random weights**: not pretrained"
     if run:
         rows |= run.rows()
+    noted_ablations = [noted(backbone, tower) for tower in TOWERS if backbone]
+    for ablation in filter(None, [search.ablation] if search else noted_ablations):
+        rows |= _suppressed(ablation, with_images=exported.task != "feature-extraction")
     positions = backbone.config.get(_KEY, {}) if backbone else {}
     if "keep" in positions and "factor" in positions:
         rows["positions"] = (
@@ -118,7 +140,52 @@ def _made(exported: Exported, run: "_Run | None", base: tuple[str | None, str | 
         rows["pooling"] = f"{backbone.pooling}; other programs lack it and pool at EOT"
     rows["exported with"] = f"debias-diffusion {version('debias-diffusion')}" + (f", {_commit()}" if _commit() else "")
     table = _table(["", ""], list(rows.items()))
-    return table if run is None else f"{table}\n\n```bash\n{run.command()}\n```"
+    made = run or search
+    return table if made is None else f"{table}\n\n```bash\n{made.command()}\n```"
+
+
+def _suppressed(ablation: Ablation, with_images: bool) -> dict[str, str]:
+    """The table's row of a tower's suppressed heads. Where each has a beta of its own, those below 0.5 are named.
+
+    Args:
+        with_images: whether the image tower is exported, too.
+    """
+    betas = sorted({beta for row in ablation.beta for beta in row if beta < 1})
+    if len(betas) == 1:
+        heads = f"{', '.join(ablation.names)} (beta {betas[0]:.3g})"
+    else:
+        names = ", ".join(ablation.names_below(ABLATED)) or "none"
+        heads = f"{len(ablation.names)} with beta {betas[0]:.2g} to {betas[-1]:.2g}; below {ABLATED}: {names}"
+    if ablation.tower == "image" and not with_images:
+        heads += ": not part of this text encoder, which is that of the base model"
+    return {f"suppressed heads of the {ablation.tower} tower": heads}
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The search for suppressed heads that an exported model comes from.
+
+    Attributes:
+        model: its base model.
+        ablation: the suppressed heads.
+        settings: of the search.
+    """
+
+    model: str
+    ablation: Ablation
+    settings: Mapping
+
+    @classmethod
+    def find(cls, model: str) -> "_Search | None":
+        if not is_ablation(model):
+            return None
+        base, _, ablation = read_ablation(model)
+        return cls(base, ablation, read_json_object(Path(model) / ABLATION_FILE).get("settings", {}))
+
+    def command(self) -> str:
+        from ..ablate import AblateConfig
+
+        return _command("debias-diffusion ablate", self.settings, AblateConfig)
 
 
 class _Run:
@@ -173,7 +240,7 @@ class _Run:
         ]
 
 
-def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:
+def _read_scores(folder: str, digest: str | None) -> list[str]:
     """The results of `evaluate` in `folder` as Markdown, each with its command."""
     from debias_diffusion.eval.merged_report import EVALUATIONS
 
@@ -185,7 +252,7 @@ def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:
         report, words = read_json_object(file), name.replace("_", "-")
         try:
             if name in _OF_TWO_TOWERS:
-                report = _of_model(file, report, backbone)
+                report = _of_model(file, report, digest)
             tables = "\n\n".join(table.markdown() for table in module.tables(report))
             notes = "".join(f"\n- {escaped(note)}" for note in report["notes"])
             command = _command(f"debias-diffusion evaluate {words}", report["settings"], options)
@@ -205,14 +272,14 @@ def _read_scores(folder: str, backbone: Backbone | None) -> list[str]:
 _OF_TWO_TOWERS = ("retrieval", "robustness", "classification")
 
 
-def _of_model(file: Path, report: dict, backbone: Backbone | None) -> dict:
-    """Reduces a report to the exported model, by the digest of its weights."""
-    if backbone is None:
+def _of_model(file: Path, report: dict, digest: str | None) -> dict:
+    """Reduces a report to the exported model, by its digest."""
+    if digest is None:
         raise UserError(
             f"{str(file)!r} was measured with a two-tower model, and --model is a text encoder alone. Give the "
             "two-tower model, or leave out --scores."
         )
-    digest, digests = weights_digest(backbone), report["digests"]["encoders"]
+    digests = report["digests"]["encoders"]
     encoders = {label: numbers for label, numbers in report["encoders"].items() if digests.get(label) == digest}
     if not encoders:
         raise UserError(

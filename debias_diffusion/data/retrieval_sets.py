@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,12 @@ SHAREGPT4V_HELD_OUT = 1000  # its first entries, which nobody trains on
 SHAREGPT4V_FILE = "share-captioner_coco_lcs_sam_1246k_1107.json"
 # Where the images of ImageInWords' three parts lie, and the key of their name.
 IIW_PARTS = {"IIW-400": ("images_aar", "image/key"), "DCI_Test": ("photos", "image"), "DOCCI_Test": ("images", "image")}
+COCO_CN_FILE = "imageid.human-written-caption.txt"
+COCO_2014 = re.compile(r"COCO_(train2014|val2014)_\d{12}")  # an image of COCO-CN, and the folder that it lies in
+FLICKR30K_CNA_PAGE = "https://zero.so.com/download.html"
+RECOS_FILE, RECOS_KEYS = "recos_v1.json", ("image", "caption")
+
+Parts = Callable[[Path], Iterable[tuple[str, object]]]
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Benchmark:
         page: where it is downloaded from.
     """
 
-    parts: Callable[[Path], Iterable[tuple[str, object]]]
+    parts: Parts
     read: Callable[..., Entry]
     needs: tuple[str, ...]
     images: tuple[str, ...]
@@ -92,7 +99,8 @@ class _Folders:
 
     def __init__(self, root: Path, folders: Sequence[str]):
         self.root = root
-        self._folders = {folder: ImageFolder(root / folder) for folder in folders}
+        # A part of a benchmark may need only one of them.
+        self._folders = {folder: ImageFolder(root / folder) for folder in folders if (root / folder).is_dir()}
 
     def _find(self, image: str) -> tuple[ImageFolder, str]:
         folder, _, name = image.partition("/")
@@ -103,6 +111,8 @@ class _Folders:
         return folder.open(name)
 
     def is_there(self, image: str) -> bool:
+        if image.partition("/")[0] not in self._folders:
+            return False
         folder, name = self._find(image)
         return folder.is_there(name)
 
@@ -178,7 +188,7 @@ def _grouped(name: str, root: Path, entries: list[Entry], bad: list[BadRecord], 
     return RetrievalSet(list(by_image), captions, image_of, source, bad + empty)
 
 
-def _load(path: Path, shape: type):
+def load_json(path: Path, shape: type):
     """A JSON file that holds a `shape`. Raises UserError when it does not."""
     try:
         with open_regular(path) as file:
@@ -260,7 +270,7 @@ def _read_urban1k(where: str, path: Path) -> Entry:
 
 def _dci(root: Path) -> Iterator[tuple[str, Path]]:
     """Every annotation of every split: 7,805, the whole benchmark."""
-    for names in _load(root / "splits.json", dict).values():
+    for names in load_json(root / "splits.json", dict).values():
         for name in names if isinstance(names, list) else []:
             path = root / "annotations" / str(name)
             if not path.is_file():
@@ -331,7 +341,7 @@ def _read_iiw(where: str, line: str) -> Entry:
 
 
 def _sharegpt4v(root: Path) -> Iterator[tuple[str, object]]:
-    for index, entry in enumerate(_load(root / SHAREGPT4V_FILE, list)[:SHAREGPT4V_HELD_OUT]):
+    for index, entry in enumerate(load_json(root / SHAREGPT4V_FILE, list)[:SHAREGPT4V_HELD_OUT]):
         yield f"{SHAREGPT4V_FILE}, entry {index}", entry
 
 
@@ -349,32 +359,43 @@ def _read_sharegpt4v(where: str, entry) -> Entry:
 
 def _objects(path: Path, key: str) -> list[dict]:
     """The list of JSON objects under `key`. Raises UserError when there is none."""
-    objects = _load(path, dict).get(key)
+    objects = load_json(path, dict).get(key)
     if not isinstance(objects, list) or not all(isinstance(part, dict) for part in objects):
         raise UserError(f"{str(path)!r} has no list of objects named {key!r}. Download it again.")
     return objects
 
 
-def _coco(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
-    """The images, each with its first captions in the file's order."""
-    name = "annotations/captions_val2017.json"
-    captions: dict[str, list] = {}
-    for annotation in _objects(root / name, "annotations"):
-        captions.setdefault(str(annotation.get("image_id")), []).append(annotation.get("caption"))
-    for image in _objects(root / name, "images"):
-        texts = captions.get(str(image.get("id")), [])
-        yield f"{name}, image {image.get('id')}", (image.get("file_name"), texts[:CAPTIONS])
+def _coco(*splits: str) -> Parts:
+    """The images of these splits, each with its first captions in the file's order."""
+
+    def parts(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
+        for split in splits:
+            name = f"annotations/captions_{split}.json"
+            captions: dict[str, list] = {}
+            for annotation in _objects(root / name, "annotations"):
+                captions.setdefault(str(annotation.get("image_id")), []).append(annotation.get("caption"))
+            for image in _objects(root / name, "images"):
+                file, texts = image.get("file_name"), captions.get(str(image.get("id")), [])
+                if len(splits) > 1 and is_text(file):
+                    file = f"{split}/{file}"
+                yield f"{name}, image {image.get('id')}", (file, texts[:CAPTIONS])
+
+    return parts
 
 
-def _flickr30k_test(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
-    """The 1,000 test images of Karpathy's split."""
-    name = "dataset_flickr30k.json"
-    for image in _objects(root / name, "images"):
-        if image.get("split") == "test":
-            sentences = image.get("sentences")
-            sentences = sentences if isinstance(sentences, list) else []
-            raw = [sentence.get("raw") for sentence in sentences if isinstance(sentence, dict)]
-            yield f"{name}, image {image.get('filename')}", (image.get("filename"), raw)
+def _karpathy(splits: Sequence[str]) -> Parts:
+    """The images of Flickr30k in these parts of Karpathy's split: 29,000 train, 1,014 val, 1,000 test."""
+
+    def parts(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
+        name = "dataset_flickr30k.json"
+        for image in _objects(root / name, "images"):
+            if image.get("split") in splits:
+                sentences = image.get("sentences")
+                sentences = sentences if isinstance(sentences, list) else []
+                raw = [sentence.get("raw") for sentence in sentences if isinstance(sentence, dict)]
+                yield f"{name}, image {image.get('filename')}", (image.get("filename"), raw)
+
+    return parts
 
 
 def _read_pair(where: str, pair: tuple[object, list]) -> Entry:
@@ -392,6 +413,137 @@ def _read_flickr30k(where: str, line: str) -> Entry:
     if not tab or not number_sign:
         raise ValueError(f"not a line of image#number, tab, caption: it begins {line[:40]!r}")
     return Entry(where, name, (caption,))
+
+
+# ---- COCO-CN and Flickr30k-CNA: Chinese captions of COCO's and Flickr30k's images
+
+
+def _split_key(line: str) -> tuple[str, str]:
+    """(image, caption) of a line "image#number caption", in which "#number" may be missing.
+
+    A tab ends the key; in some copies of COCO-CN it is a space, and no key holds one.
+    """
+    key, *caption = line.split(maxsplit=1)
+    return key.partition("#")[0], caption[0] if caption else ""
+
+
+def _coco_cn(*splits: str) -> Parts:
+    """The images of these splits with the captions that people wrote, not those that they or a machine translated.
+
+    `coco-cn_SPLIT.txt` names an image a line (18,341 train, 1,000 val, 1,000 test), and
+    `imageid.human-written-caption.txt` has a line "COCO_train2014_000000000009#0<tab>caption" for each of 22,218
+    captions: version 201805, by the README of https://github.com/li-xirong/coco-cn. The names of the files, and the
+    lines' form, are those of public scripts that read `coco-cn-version1805v1.1.tar.gz`; the archive was not seen.
+    """
+
+    def parts(root: Path) -> Iterator[tuple[str, str]]:
+        lines: dict[str, list[tuple[str, str]]] = {}
+        for where, line in _lines(root, COCO_CN_FILE):
+            lines.setdefault(_split_key(line)[0], []).append((where, line))
+        yield from (part for image, of_image in lines.items() if not COCO_2014.fullmatch(image) for part in of_image)
+        for split in splits:
+            for where, line in _lines(root, f"coco-cn_{split}.txt"):
+                image = line.strip()
+                yield from lines.pop(image, [(where, image)])  # without a caption: an error that names it
+
+    return parts
+
+
+def _read_coco_cn(where: str, line: str) -> Entry:
+    image, caption = _split_key(line)
+    name = COCO_2014.fullmatch(image)
+    if name is None:
+        raise ValueError(f"not a line of COCO image#number, tab, caption: it begins {line[:40]!r}")
+    return Entry(where, f"{name[1]}/{image}.jpg", (caption,))
+
+
+def _flickr30k_cna(*splits: str) -> Parts:
+    """The images of these splits.
+
+    `train/flickr30k_cna_train.txt` (148,909 lines) and `val/flickr30k_cna_val.txt` (5,000) have lines
+    "6228559981<tab>caption". The test split (5,000) is `test/flickr30k_cn_test.txt`, Flickr30k-CN's human translation,
+    with lines "id#zhb#0<tab>caption"; R2D2's own reader names it `flickr30k_cna_test.txt`. From
+    https://zero.so.com/detail.html, https://github.com/yuxie11/R2D2, and public scripts that read and count these
+    files; the archive was not seen.
+    """
+
+    def parts(root: Path) -> Iterator[tuple[str, str]]:
+        for split in splits:
+            names = [f"{split}/flickr30k_cna_{split}.txt", f"{split}/flickr30k_cn_{split}.txt"]
+            name = next((name for name in names if (root / name).exists()), None)
+            if name is None:
+                raise UserError(
+                    f"The folder {str(root)!r} has neither {names[0]!r} nor {names[1]!r}, so it is not Flickr30k-CNA "
+                    f"as published. They come from {FLICKR30K_CNA_PAGE}."
+                )
+            yield from _lines(root, name)
+
+    return parts
+
+
+def _read_flickr30k_cna(where: str, line: str) -> Entry:
+    image, caption = _split_key(line)
+    if not image.isdecimal():
+        raise ValueError(f"not a line of image, tab, caption: it begins {line[:40]!r}")
+    return Entry(where, f"{image}.jpg", (caption,))
+
+
+# ---- ReCoS
+
+
+def _recos(root: Path) -> Iterator[tuple[str, object]]:
+    """The pairs of ReCoS-v1, of all its twelve tasks.
+
+    `recos_v1.json` holds the texts, of 1,000 images; those of four tasks come with it in `images`, the rest are COCO's
+    and Total-Text's: the README of https://github.com/Bruce-XJChen/ReCos. Neither it nor any public script that could
+    be looked up shows the file's keys. Expected is a list of objects with `RECOS_KEYS`, of which "caption" is a text or
+    a list of texts.
+
+    Raises:
+        UserError: the file has other keys; the message names them.
+    """
+    entries = load_json(root / RECOS_FILE, object)
+    objects = [entry for entry in (entries if isinstance(entries, list) else [entries]) if isinstance(entry, dict)]
+    keys = {key for entry in objects for key in entry}
+    if not isinstance(entries, list) or not keys >= set(RECOS_KEYS):
+        listed = ", ".join(sorted(keys)[:20]) or "none"
+        raise UserError(
+            f"{str(root / RECOS_FILE)!r} is a {type(entries).__name__} of objects with the keys {listed}. Expected is "
+            f"a list of objects with {' and '.join(RECOS_KEYS)}; the published file's keys are not known here. Write "
+            "its content under these keys, and please report which it has."
+        )
+    for index, entry in enumerate(entries):
+        yield f"{RECOS_FILE}, entry {index}", entry
+
+
+def _read_recos(where: str, entry) -> Entry:
+    image, captions = (_fields(entry).get(key) for key in RECOS_KEYS)
+    return Entry(where, image, captions if isinstance(captions, list) else (captions,))
+
+
+# ---- all of them
+
+
+def _coco_benchmark(*splits: str) -> Benchmark:
+    files = tuple(f"annotations/captions_{split}.json" for split in splits)
+    return Benchmark(_coco(*splits), _read_pair, (*files, *splits), splits, "https://cocodataset.org/#download")
+
+
+def _karpathy_benchmark(*splits: str) -> Benchmark:
+    folder, page = "flickr30k-images", "https://cs.stanford.edu/people/karpathy/deepimagesent/"
+    return Benchmark(_karpathy(splits), _read_pair, ("dataset_flickr30k.json", folder), (folder,), page)
+
+
+def _coco_cn_benchmark(*splits: str) -> Benchmark:
+    files = (COCO_CN_FILE, *(f"coco-cn_{split}.txt" for split in splits))
+    page = "https://huggingface.co/datasets/AIMClab-RUC/COCO-CN"
+    return Benchmark(_coco_cn(*splits), _read_coco_cn, files, ("train2014", "val2014"), page)
+
+
+def _flickr30k_cna_benchmark(*splits: str) -> Benchmark:
+    folder = "flickr30k-images"
+    needs = (*splits, folder)
+    return Benchmark(_flickr30k_cna(*splits), _read_flickr30k_cna, needs, (folder,), FLICKR30K_CNA_PAGE)
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -437,13 +589,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         (".",),
         "https://huggingface.co/datasets/Lin-Chen/ShareGPT4V",
     ),
-    "coco": Benchmark(
-        _coco,
-        _read_pair,
-        ("annotations/captions_val2017.json", "val2017"),
-        ("val2017",),
-        "https://cocodataset.org/#download",
-    ),
+    "coco": _coco_benchmark("val2017"),
+    "coco-train": _coco_benchmark("train2017"),
+    "coco-all": _coco_benchmark("train2017", "val2017"),
     "flickr30k": Benchmark(
         _flickr30k,
         _read_flickr30k,
@@ -451,11 +599,15 @@ BENCHMARKS: dict[str, Benchmark] = {
         ("flickr30k-images",),
         "https://shannon.cs.illinois.edu/DenotationGraph/",
     ),
-    "flickr30k-test": Benchmark(
-        _flickr30k_test,
-        _read_pair,
-        ("dataset_flickr30k.json", "flickr30k-images"),
-        ("flickr30k-images",),
-        "https://cs.stanford.edu/people/karpathy/deepimagesent/",
+    "flickr30k-test": _karpathy_benchmark("test"),
+    "flickr30k-karpathy": _karpathy_benchmark("train", "val", "test"),
+    "coco-cn-val": _coco_cn_benchmark("val"),
+    "coco-cn-test": _coco_cn_benchmark("test"),
+    "coco-cn-all": _coco_cn_benchmark("train", "val", "test"),
+    "flickr30k-cna-val": _flickr30k_cna_benchmark("val"),
+    "flickr30k-cna-test": _flickr30k_cna_benchmark("test"),
+    "flickr30k-cna-all": _flickr30k_cna_benchmark("train", "val", "test"),
+    "recos-v1": Benchmark(
+        _recos, _read_recos, (RECOS_FILE, "images"), ("images",), "https://github.com/Bruce-XJChen/ReCos"
     ),
 }

@@ -1,7 +1,8 @@
 """Import and export of encoders in the formats that people load."""
 
 from .clip_model import export_clip_model
-from .load import best_of_run, load_text_encoder
+from .load import load_text_encoder
+from .places import best_of_run
 from .single_file import write_file
 from .stretch import stretch_text_encoder
 from .text_encoders import import_text_encoder, to_transformers

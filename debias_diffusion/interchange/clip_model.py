@@ -1,6 +1,7 @@
 """A two-tower as the folder of a transformers CLIPModel with its CLIPProcessor, and from one."""
 
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,14 +9,17 @@ import open_clip
 from open_clip.transform import PreprocessCfg
 from open_clip.transformer import VisionTransformer
 from torch import nn
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionConfig
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionConfig, PretrainedConfig
 
+from ..ablation.heads import Ablation, noted
 from ..errors import UserError
 from ..models.backbone import CONFIG_FILE, Backbone, check_preprocessing
 from ..models.families import find_family
 from ..models.model_files import build_empty, check_finite, check_state, explain_failure, find_file
+from . import modeling_ablated_clip
+from .modeling_ablated_clip import AblatedCLIPConfig
 from .names import State, text_from_transformers, text_to_transformers, vision_from_transformers, vision_to_transformers
-from .text_encoders import activation, text_config, text_state
+from .text_encoders import activation, check_plain_text, text_config, text_state
 from .transformers_folder import (
     check_depth,
     find_tokenizer,
@@ -32,6 +36,8 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
 
     `CLIPModel.from_pretrained(folder)` then gives open_clip's features of images and texts, and
     `CLIPProcessor.from_pretrained(folder)` its inputs; long texts need `padding=True, truncation=True`.
+    Where heads of the image tower are suppressed, the folder also holds `modeling_ablated_clip.py`, and
+    `AutoModel.from_pretrained(folder, trust_remote_code=True)` takes the place of CLIPModel.
 
     Raises:
         UserError: a CLIPModel cannot hold this two-tower.
@@ -42,7 +48,9 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
             f"This text tower was trained with {backbone.pooling} pooling, and a CLIPModel pools at EOT: its text "
             "features would differ. Export it as transformers or open_clip."
         )
-    if backbone.image_attention is not None:
+    check_plain_text(backbone)
+    ablation = noted(backbone, "image")
+    if ablation is None and backbone.image_attention is not None:
         raise UserError(
             "The attention in the image tower was replaced; a CLIPModel has the plain one. Export it as open_clip."
         )
@@ -51,13 +59,25 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
     state = text_to_transformers(text_state(backbone.text.tower))
     state |= vision_to_transformers(backbone.model.visual.state_dict())
     state["logit_scale"] = backbone.logit_scale
-    config = CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=text.projection_dim)
-    write_weights(state, config, "CLIPModel", folder)
+    sizes = dict(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=text.projection_dim)
+    if ablation is None:
+        write_weights(state, CLIPConfig(**sizes), "CLIPModel", folder)
+    else:
+        config = AblatedCLIPConfig(**sizes, beta=ablation.beta, auto_map=_AUTO_MAP)
+        write_weights(state, config, "AblatedCLIPModel", folder)
+        shutil.copyfile(modeling_ablated_clip.__file__, folder / MODELING_FILE)
     processor.save_pretrained(folder)
     # Also under the name that older versions of transformers look for.
     processor.image_processor.save_pretrained(folder)
     write_tokenizer(backbone.tokenizer.tokenizer, folder)
     return folder
+
+
+MODELING_FILE = "modeling_ablated_clip.py"
+_AUTO_MAP = {
+    "AutoConfig": "modeling_ablated_clip.AblatedCLIPConfig",
+    "AutoModel": "modeling_ablated_clip.AblatedCLIPModel",
+}
 
 
 def _vision_config(backbone: Backbone) -> CLIPVisionConfig:
@@ -131,7 +151,8 @@ def _read_clip_model(source: str | Path) -> Backbone:
     state = _read_state(source, config)
     place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
     tokenizer = read_tokenizer(place, config.text_config)
-    model_cfg, preprocess = _model_cfg(config, source), asdict(_preprocess(source, config.vision_config.image_size))
+    model_cfg = _model_cfg(config, source)
+    preprocess = asdict(read_preprocessing(source, PreprocessCfg(size=config.vision_config.image_size)))
     # for example sizes that do not divide
     with explain_failure(f"{os.fspath(source)!r} cannot be an open_clip model"):
         clip = open_clip.CLIP(**model_cfg)
@@ -140,6 +161,9 @@ def _read_clip_model(source: str | Path) -> Backbone:
     open_clip.set_model_preprocess_cfg(clip, preprocess)
     backbone = Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
     check_preprocessing(backbone, os.fspath(source))
+    if isinstance(config, AblatedCLIPConfig):
+        with explain_failure(f"beta in the configuration of {os.fspath(source)!r} cannot be read"):
+            Ablation.of_rows("image", config.beta).apply(backbone)
     return backbone
 
 
@@ -169,13 +193,13 @@ def _read_config(source: str | Path) -> CLIPConfig:
     kind, architectures = content.get("model_type"), content.get("architectures") or []
     if kind == "clip_text_model" or any("CLIPText" in name for name in architectures):
         raise text_encoder_alone(source)
-    if kind != "clip":
+    if kind not in (CLIPConfig.model_type, AblatedCLIPConfig.model_type):
         raise UserError(
             f"{label} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
             "example ViT-B-16-SigLIP2:webli."
         )
     with explain_failure(f"{label} has no configuration of a CLIPModel"):
-        return CLIPConfig.from_dict(content)
+        return (CLIPConfig if kind == CLIPConfig.model_type else AblatedCLIPConfig).from_dict(content)
 
 
 def _model_cfg(config: CLIPConfig, source: str | Path) -> dict:
@@ -188,29 +212,35 @@ def _model_cfg(config: CLIPConfig, source: str | Path) -> dict:
             "open_clip's have both quick_gelu or both gelu."
         )
 
-    def tower(config) -> dict:
-        return {
-            "width": config.hidden_size,
-            "layers": config.num_hidden_layers,
-            "mlp_ratio": config.intermediate_size / config.hidden_size,
-            "norm_kwargs": {"eps": config.layer_norm_eps},
-        }
-
     return {
         "embed_dim": config.projection_dim,
         "quick_gelu": acts == {"quick_gelu"},
-        "vision_cfg": tower(vision)
-        | {
-            "image_size": vision.image_size,
-            "patch_size": vision.patch_size,
-            "head_width": vision.hidden_size // vision.num_attention_heads,
-        },
-        "text_cfg": tower(text)
+        "vision_cfg": vision_cfg(vision),
+        "text_cfg": tower_cfg(text)
         | {
             "context_length": text.max_position_embeddings,
             "vocab_size": text.vocab_size,
             "heads": text.num_attention_heads,
         },
+    }
+
+
+def tower_cfg(config: PretrainedConfig) -> dict:
+    """What open_clip's configuration says of either tower, from transformers' configuration of it."""
+    return {
+        "width": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "mlp_ratio": config.intermediate_size / config.hidden_size,
+        "norm_kwargs": {"eps": config.layer_norm_eps},
+    }
+
+
+def vision_cfg(config: PretrainedConfig) -> dict:
+    """open_clip's configuration of an image tower, from transformers'."""
+    return tower_cfg(config) | {
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+        "head_width": config.hidden_size // config.num_attention_heads,
     }
 
 
@@ -235,13 +265,14 @@ def _read_state(source: str | Path, config: CLIPConfig) -> State:
     return towers | {"logit_scale": state["logit_scale"]}
 
 
-def _preprocess(source: str | Path, image_size: int) -> PreprocessCfg:
-    """A CLIPImageProcessor's settings as open_clip's; CLIP's defaults if there is no image processor."""
+def read_preprocessing(source: str | Path, default: PreprocessCfg) -> PreprocessCfg:
+    """A CLIPImageProcessor's settings as open_clip's for images of the default's size; the default if there is none."""
     # transformers 5 writes the second.
     if not any(find_file(source, name) for name in ("preprocessor_config.json", "processor_config.json")):
-        return PreprocessCfg(size=image_size)
+        return default
     with explain_failure(f"The image processor of {os.fspath(source)!r} could not be loaded"):
         processor = CLIPImageProcessor.from_pretrained(source)
+    image_size = default.size
     square = {"height": image_size, "width": image_size}
     size, crop = dict(processor.size or {}), dict(processor.crop_size or {}) if processor.do_center_crop else None
     modes = {"shortest": ({"shortest_edge": image_size}, square), "squash": (square, None)}

@@ -6,14 +6,18 @@ from pathlib import Path
 import open_clip
 from transformers import CLIPTokenizer
 
+from ..ablation.folding import fold_text_heads
+from ..ablation.saved import is_ablation
 from ..errors import UserError
-from ..models.backbone import CONFIG_FILE, load_backbone
+from ..models.backbone import CONFIG_FILE, Backbone, load_backbone
 from ..models.model_files import explain_failure, may_be_hub_id
 from ..models.shipped import shipped
 from ..models.weight_difference import DIFFERENCE, load_fine_tuned
+from .places import best_of_run, model_and_weights
 from .single_file import read_file
 from .text_encoders import TextEncoder, keeps_projection, to_transformers
 from .transformers_folder import read_folder, read_hub
+from .two_tower import load_two_tower
 
 
 def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokenizer]:
@@ -23,6 +27,7 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
         path: one of these, recognised by its content:
 
             - a training run (its best model, else its last), or an open_clip folder;
+            - what `ablate` has left: its base model's text encoder, suppressed text heads as ordinary weights;
             - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-L-14-quickgelu:openai";
             - a folder written by `debias-diffusion export`, any transformers folder of a CLIPTextModel, its tokenizer
               beside or in it, or of a CLIPModel, whose text half is taken;
@@ -46,12 +51,13 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
 
 def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
     place = Path(name.removeprefix("local-dir:"))
+    if is_ablation(place):
+        return _from_two_tower(load_two_tower(name))
     if (place / DIFFERENCE).is_file():
         return to_transformers(load_fine_tuned(place))
     parts = model_and_weights(name)
     if parts or (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
-        backbone = load_backbone(*parts or (name,))
-        return to_transformers(backbone, keeps_projection(backbone))
+        return _from_two_tower(load_backbone(*parts or (name,)))
     if place.is_file():
         return read_file(place)
     if place.exists():
@@ -70,32 +76,7 @@ def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
         ) from error
 
 
-def model_and_weights(name: str) -> tuple[str, str] | None:
-    """The open_clip name and the weights of `MODEL:WEIGHTS`; None for a path, `hf-hub:...` and `local-dir:...`."""
-    model, colon, weights = name.partition(":")
-    is_one = colon and "/" not in model and model not in ("hf-hub", "local-dir") and not Path(name).exists()
-    return (model, weights) if is_one else None
-
-
-# Folders that `align` writes encoders to, as `export` would.
-FIRST, SECOND = "encoder", "encoder_2"
-
-
-def fitted_second(model: str | os.PathLike) -> str | None:
-    """SDXL's second encoder that `align` has fitted beside a first one, in the folder of the alignment; else None."""
-    folder = Path(model) / SECOND
-    return str(folder) if folder.is_dir() else None
-
-
-def best_of_run(model: str) -> str:
-    """The folder of the best model of a training run, or of its last one if it has no best; else `model`.
-
-    Of an alignment the two-tower with the fitted first encoder, or that encoder alone.
-    """
-    folder = Path(model)
-    if (folder / CONFIG_FILE).is_file():
-        return model
-    for name in ("best", "last"):
-        if (folder / name / CONFIG_FILE).is_file():
-            return str(folder / name)
-    return str(folder / FIRST) if (folder / FIRST / "text_encoder").is_dir() else model
+def _from_two_tower(backbone: Backbone) -> tuple[TextEncoder, CLIPTokenizer]:
+    """Its text encoder; suppressed text heads become ordinary weights, and those of the image tower do not matter."""
+    fold_text_heads(backbone)
+    return to_transformers(backbone, keeps_projection(backbone))

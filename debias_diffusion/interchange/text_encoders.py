@@ -37,12 +37,12 @@ def text_config(backbone: Backbone) -> CLIPTextConfig:
         UserError: transformers' CLIP has no such tower.
     """
     tower, tokenizer = backbone.text.tower, backbone.tokenizer.tokenizer
-    block = tower.transformer.resblocks[0]
     if not backbone.family.causal:
         raise UserError(
             f"The text tower of a {backbone.family.name} has no causal mask, and a transformers CLIPTextModel has one: "
             "it cannot replace SDXL's text encoders. Export a CLIP, for example ViT-L-14."
         )
+    block = tower.transformer.resblocks[0]
     if not isinstance(block.ls_1, nn.Identity):
         raise UserError("This text tower has layer scale, and a transformers CLIPTextModel has none. Export another.")
     projection = text_to_transformers(text_state(tower)).get("text_projection.weight")
@@ -60,6 +60,15 @@ def text_config(backbone: Backbone) -> CLIPTextConfig:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def check_plain_text(backbone: Backbone) -> None:
+    """Raises UserError if the attention in the text tower was replaced: weights alone would lose it."""
+    if backbone.text_attention is not None:
+        raise UserError(
+            "The attention in the text tower was replaced, and a transformers CLIP has the plain one. If it suppresses "
+            "heads with beta 0, `debias_diffusion.ablation.folding.fold_text_heads` writes them into the weights."
+        )
 
 
 def activation(block: nn.Module) -> str:
@@ -127,6 +136,7 @@ def to_transformers(backbone: Backbone, projection: bool = False) -> tuple[TextE
     Raises:
         UserError: transformers has no such encoder.
     """
+    check_plain_text(backbone)
     config = text_config(backbone)
     if projection and config.projection_dim is None:
         raise UserError("This text tower has no projection to export.")

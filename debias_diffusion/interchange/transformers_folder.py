@@ -14,13 +14,14 @@ from ..errors import UserError
 from ..models.backbone import CONFIG_FILE, Backbone
 from ..models.model_files import check_finite, check_state, explain_failure, find_file, read_config
 from ..models.weights import save_tensors
-from ..tokens import count_ids
+from ..tokens import count_ids, save_tokenizer
+from .modeling_ablated_clip import AblatedCLIPConfig
 from .names import State
 from .single_file import below_prefix, read_tensors
 from .text_encoders import TextEncoder, expected_state, make_encoder, prefixed_state, to_transformers
 
 # The model_type in the config.json of a CLIP text encoder.
-_CLIPS = ("clip", "clip_text_model")
+_CLIPS = ("clip", AblatedCLIPConfig.model_type, "clip_text_model")
 
 
 def export_text_encoder(backbone: Backbone, folder: str | os.PathLike, projection: bool = False) -> Path:
@@ -51,7 +52,7 @@ def write_weights(state: dict, config: PretrainedConfig, architecture: str, fold
 
 
 def write_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     tokenizer.backend_tokenizer.model.save(os.fspath(folder))  # vocab.json, merges.txt: for older loaders
 
 
@@ -110,7 +111,7 @@ def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
             )
         projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
         tensors = read_weights(source, subfolder)
-        config = CLIPTextConfig.from_dict(content.get("text_config", {}) if kind == "clip" else content)
+        config = CLIPTextConfig.from_dict(content if kind == "clip_text_model" else content.get("text_config", {}))
         check_depth(config, tensors, label)
         # Files that transformers 5 writes for a CLIPTextModel have no prefix.
         prefix = "text_model." if any(name.startswith("text_model.") for name in tensors) else ""

@@ -6,31 +6,38 @@ from pathlib import Path
 
 import open_clip
 
+from ..ablation.heads import apply_saved
+from ..ablation.saved import check_base, is_ablation, read_ablation
 from ..errors import UserError, near_matches
 from ..models.backbone import CONFIG_FILE, Backbone, load_backbone
+from ..models.chinese_clip import is_chinese_clip
 from ..models.model_files import explain_failure, may_be_hub_id
 from ..models.shipped import shipped
 from ..models.weight_difference import DIFFERENCE, load_fine_tuned
 from ..models.weights import find_weights
+from .chinese_clip_model import read_chinese_clip
 from .clip_model import read_clip_model, text_encoder_alone
-from .load import best_of_run, model_and_weights
 from .names import State
+from .places import best_of_run, model_and_weights
 from .single_file import read_tensors, sidecar_config, text_part, usual_activation
 
 
 def load_two_tower(name: str | os.PathLike) -> Backbone:
-    """Loads a CLIP or SigLIP with both its towers, as retrieval and classification need it.
+    """Loads a CLIP, SigLIP or Chinese-CLIP with both its towers, as retrieval and classification need it.
 
     Args:
         name: one of these, recognised by its content:
 
             - a training run (its best model, else its last), or an open_clip folder;
+            - what `ablate` has left: its base model, with heads suppressed;
             - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-B-16-quickgelu:openai",
               "ViT-L-14-quickgelu:longclip-L.pt";
             - a transformers folder of a CLIPModel, such as `export --to clip` writes;
             - a file with the weights of both towers in open_clip's or OpenAI's layout (Long-CLIP's too), if open_clip
               has a model of these sizes. A rule decides the activation if the file does not name it (see
               `single_file`);
+            - a transformers folder of a ChineseCLIPModel, or the hub id of a published one
+              ("OFA-Sys/chinese-clip-vit-base-patch16"), which is evaluated and ablated, but not trained;
             - a hub id (`owner/name`) of a CLIPModel, or `hf-hub:owner/name` of an open_clip repository;
             - "toy/clip", "toy/long-clip" or "toy/debias-clip".
 
@@ -44,17 +51,23 @@ def load_two_tower(name: str | os.PathLike) -> Backbone:
         backbone = _load(best_of_run(shipped(name)))
     if backbone.random_weights:
         raise UserError(f"{os.fspath(name)!r} has no weights, and results of random ones mean nothing.")
-    return backbone.float().eval()
+    backbone = backbone.float().eval()
+    apply_saved(backbone)
+    return backbone
 
 
 def _load(name: str) -> Backbone:
     place = Path(name.removeprefix("local-dir:"))
+    if is_ablation(place):
+        return _load_ablated(place)
     if (place / CONFIG_FILE).is_file() or name.startswith(("hf-hub:", "local-dir:")):
         return load_backbone(name)
     if (place / DIFFERENCE).is_file():
         return load_fine_tuned(place)
     if place.is_file():
         return _load_file(place)
+    if is_chinese_clip(place):
+        return read_chinese_clip(place if place.exists() else name)
     if place.exists():
         return read_clip_model(place)
     if parts := model_and_weights(name):
@@ -62,6 +75,15 @@ def _load(name: str) -> Backbone:
     if not may_be_hub_id(name):
         raise UserError(_unknown(name))
     return read_clip_model(name)
+
+
+def _load_ablated(folder: Path) -> Backbone:
+    """The base model of a search, with the heads that it found suppressed."""
+    model, digest, ablation = read_ablation(folder)
+    backbone = load_two_tower(model)
+    check_base(folder, model, digest, backbone)
+    ablation.apply(backbone)
+    return backbone
 
 
 def _unknown(name: str) -> str:

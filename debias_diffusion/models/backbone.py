@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -22,11 +22,13 @@ from torch import nn
 from torchvision.transforms import Compose, PILToTensor
 
 from ..errors import UserError, near_matches
+from ..files import json_digest
 from ..tokens import CaptionTokenizer, TokenBatch
 from .blocks import Attention, block_numbers
-from .families import Family, find_family
+from .chinese_clip import NOT_TRAINED, BertTower
+from .families import CHINESE_CLIP, Family, find_family
 from .image_tower import ImageTower
-from .model_files import build_empty, check_bounds, check_finite, explain_failure, read_config
+from .model_files import build_empty, check_bounds, check_finite, explain_failure, find_file, read_config
 from .positions import FACTOR, KEEP, stretch_positions
 from .shipped import shipped
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions
@@ -37,7 +39,7 @@ WEIGHTS_FILE = "open_clip_model.safetensors"
 
 
 class Backbone(nn.Module):
-    """A two-tower CLIP or SigLIP: images and captions to features in one space.
+    """A two-tower CLIP, SigLIP or Chinese-CLIP: images and captions to features in one space.
 
     `load_backbone` makes one. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
 
@@ -49,7 +51,7 @@ class Backbone(nn.Module):
         read_pixels: the same resizing and cropping to uint8 [3, height, width], a quarter of the bytes. It is separate
             from the model, so that worker processes can have it alone.
         config: the content of `open_clip_config.json`.
-        family: CLIP or SigLIP (see `Family`).
+        family: CLIP, SigLIP or Chinese-CLIP (see `Family`).
         random_weights: whether the model has no loaded weights.
     """
 
@@ -60,7 +62,8 @@ class Backbone(nn.Module):
         self.tokenizer = tokenizer
         self.config = config
         self.family = find_family("this model", config["model_cfg"])
-        self.text = (TextTower if self.family.causal else PaddedTextTower)(getattr(model, "text", model))
+        padded = BertTower if self.family.name == CHINESE_CLIP else PaddedTextTower
+        self.text = (TextTower if self.family.causal else padded)(getattr(model, "text", model))
         self.pooling = self._extra_config.get("pooling", "eot")
         preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
         self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
@@ -167,6 +170,41 @@ class Backbone(nn.Module):
         self.image.attends = dict(zip(numbers, attends.values(), strict=True))
         self._configure(image_attention=description)
 
+    @property
+    def text_attention(self) -> dict | None:
+        """Describes the replaced attention of the text tower; None for the plain one."""
+        return self._extra_config.get("text_attention")
+
+    def replace_text_attention(
+        self, changes: Mapping[int, Callable[[Attention], Attention]], description: dict
+    ) -> None:
+        """Gives blocks of the text tower another attention, see `TextTower.changes`.
+
+        Args:
+            changes: by number of the block; all other blocks keep the plain attention.
+            description: as in `replace_image_attention`.
+
+        Raises:
+            UserError: no block or description is given, or a block is none.
+        """
+        if not changes or not description:
+            raise UserError("replace_text_attention needs at least one block and a description.")
+        numbers = block_numbers(self.text.tower.transformer, changes)
+        self.text.changes = dict(zip(numbers, changes.values(), strict=True))
+        self._configure(text_attention=description)
+
+    def restore_text_attention(self) -> None:
+        """Gives the text tower its plain attention again, and removes the description."""
+        self.text.changes = {}
+        self.config["debias_diffusion"] = {
+            name: value for name, value in self._extra_config.items() if name != "text_attention"
+        }
+
+    def digest(self) -> str:
+        """sha256 of the weights, and of replaced attention."""
+        weights, image, text = weights_digest(self), self.image_attention, self.text_attention
+        return json_digest({"weights": weights, "image": image, "text": text}) if image or text else weights
+
     def image_fingerprint(self) -> dict:
         """Everything but the image that decides its features, as JSON values: part of the key of a cache of them."""
         fingerprint = {
@@ -182,6 +220,11 @@ class Backbone(nn.Module):
 
     def encode_text(self, tokens: TokenBatch) -> torch.Tensor:
         """Tokens -> [batch, embed_dim]"""
+        if self.text_attention is not None and not self.text.changes:
+            raise UserError(
+                f"This model was saved with other attention in its text tower, {self.text_attention}. Replace it again "
+                "first (`Backbone.replace_text_attention`)."
+            )
         return self.text(tokens)
 
     def stretch(self, keep: int = KEEP, factor: int = FACTOR) -> None:
@@ -212,7 +255,13 @@ class Backbone(nn.Module):
         self.text.compile(**options)
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Writes an open_clip folder that `open_clip.create_model("local-dir:" + folder)` loads, and the tokenizer."""
+        """Writes an open_clip folder that `open_clip.create_model("local-dir:" + folder)` loads, and the tokenizer.
+
+        Raises:
+            UserError: it is a Chinese-CLIP, which open_clip does not know.
+        """
+        if self.family.name == CHINESE_CLIP:
+            raise UserError(f"open_clip has no {CHINESE_CLIP}. {NOT_TRAINED}")
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_tensors(
@@ -302,7 +351,7 @@ def _find_config(model: str) -> tuple[dict, str | None]:
     """(content of open_clip_config.json, open_clip's name of the folder or hub repository; None for a plain name)."""
     folder = Path(model.removeprefix("local-dir:"))
     if model.startswith("hf-hub:"):
-        config, source = {"model_cfg": _hub_config(model)}, model
+        config, source = _hub_config(model), model
     elif (folder / CONFIG_FILE).is_file():
         config, source = _read_config(folder / CONFIG_FILE), f"local-dir:{folder}"
     elif folder.is_dir() or model.startswith("local-dir:"):
@@ -323,7 +372,10 @@ def _find_config(model: str) -> tuple[dict, str | None]:
 def _hub_config(model: str) -> dict:
     advice = "Check the name and the network, or give a folder that holds the repository's files."
     with explain_failure(f"{model!r} could not be fetched from the Hugging Face hub", advice):
-        return open_clip.get_model_config(model)
+        config = {"model_cfg": open_clip.get_model_config(model)}
+        file = find_file(model.removeprefix("hf-hub:"), CONFIG_FILE)  # open_clip keeps only its part of it
+        extra = (read_config(file) if file else {}).get("debias_diffusion")
+    return config | ({"debias_diffusion": extra} if extra else {})
 
 
 def _read_config(file: Path) -> dict:

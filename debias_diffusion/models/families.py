@@ -12,10 +12,11 @@ from open_clip.tokenizer import get_clean_fn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..errors import UserError, reason
-from ..tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, count_ids, load_tokenizer
+from ..tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, count_ids, load_tokenizer, save_tokenizer
 from .model_files import explain_failure
 
 TOKENIZER_FOLDER = "tokenizer"
+CHINESE_CLIP = "Chinese-CLIP"
 
 # mT5's vocabulary ends with ids that no text produces; SigLIP's multilingual towers have no rows for them.
 _SENTINELS = 100
@@ -26,9 +27,9 @@ class Family:
     """How a family of two-towers reads captions, and the loss it was trained with.
 
     Attributes:
-        name: "CLIP" or "SigLIP".
+        name: "CLIP", "SigLIP" or "Chinese-CLIP".
         causal: whether a token sees only the tokens before it. A caption is then pooled at its EOT, and otherwise at
-            the last slot of its row, pad or not.
+            the last slot of its row, pad or not; a Chinese-CLIP's at its SOT, which is BERT's [CLS].
         sot: whether rows begin with SOT: `[SOT, PAD .., text, EOT, PAD ..]`, else `[PAD .., text, EOT, PAD ..]`.
         loss: "softmax" (InfoNCE), or "sigmoid" (each pair by itself, with a bias).
         hub_tokenizer: the hub repository of the tokenizer; None for CLIP's, which comes with open_clip.
@@ -51,6 +52,11 @@ class Family:
         vocabulary, context_length = text_cfg["vocab_size"], text_cfg["context_length"]
         if (ids := count_ids(tokenizer)) > vocabulary + (_SENTINELS if self.hub_tokenizer else 0):
             raise ValueError(f"the tokenizer has {ids} ids, the text tower {vocabulary}")
+        if self.name == CHINESE_CLIP:
+            ids = (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
+            if None in ids:
+                raise ValueError(f"a {self.name} tokenizer must have a CLS, a SEP and a PAD, this one has {ids}")
+            return CaptionTokenizer(tokenizer, context_length, Markers(*ids), self.cleaning)
         if self.sot:
             return CaptionTokenizer(tokenizer, context_length, cleaning=self.cleaning)
         eot, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -83,16 +89,18 @@ class Family:
 
     def save_tokenizer(self, tokenizer: CaptionTokenizer, folder: Path) -> None:
         """Saves where `load_tokenizer` and open_clip's `get_tokenizer("local-dir:...")` look."""
-        tokenizer.tokenizer.save_pretrained(folder / TOKENIZER_FOLDER if self.hub_tokenizer is None else folder)
+        save_tokenizer(tokenizer.tokenizer, folder / TOKENIZER_FOLDER if self.hub_tokenizer is None else folder)
 
 
 def find_family(model: str, model_cfg: dict) -> Family:
     """The family of a model, by its open_clip configuration.
 
     Raises:
-        UserError: its text tower is neither CLIP's nor SigLIP's.
+        UserError: its text tower is none of CLIP's, SigLIP's and Chinese-CLIP's.
     """
     text_cfg = model_cfg["text_cfg"]
+    if text_cfg.get("model_type") == "chinese_clip_text_model":
+        return Family(CHINESE_CLIP, causal=False, sot=True, loss="softmax", hub_tokenizer=None, cleaning=clean_chinese)
     causal, pool = not text_cfg.get("no_causal_mask"), text_cfg.get("pool_type", "argmax")
     loss = "softmax" if model_cfg.get("init_logit_bias") is None else "sigmoid"
     hub_tokenizer = text_cfg.get("hf_tokenizer_name")
@@ -108,6 +116,19 @@ def find_family(model: str, model_cfg: dict) -> Family:
         f"The text tower of {model!r} cannot be used ({'; '.join(unfit)}). Give one of open_clip's with a causal mask, "
         "EOT pooling and CLIP's tokenizer (ViT-B-16, ViT-L-14, ...), or one without a mask that is pooled at the last "
         "slot and trained with the sigmoid loss (ViT-B-16-SigLIP, ViT-B-16-SigLIP2, ...)."
+    )
+
+
+def clean_chinese(caption: str) -> str:
+    """Lower case, with straight quotes, as `_preprocess_text` in the authors' cn_clip/eval/data.py.
+
+    A literal special token ("[SEP]") is then in lower case and read as text.
+    """
+    return " ".join(
+        caption.lower()
+        .replace("\N{LEFT DOUBLE QUOTATION MARK}", '"')
+        .replace("\N{RIGHT DOUBLE QUOTATION MARK}", '"')
+        .split()
     )
 
 

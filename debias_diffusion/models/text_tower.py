@@ -1,6 +1,6 @@
 """Text towers: a causal one that computes only what its mask does not hide, and one without a mask."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -137,11 +137,14 @@ class TextTower:
 
     Attributes:
         pooling: one of `POOLINGS`.
+        changes: by number of the block, from 0, a function that makes another attention of its ordinary one. Token 0 of
+            the packed rows that it gets is the SOT that all captions share.
     """
 
     def __init__(self, tower: nn.Module):
         self.tower = tower
         self.pooling = "eot"
+        self.changes: dict[int, Callable[[Attention], Attention]] = {}
         self._before, self._after = before_attention, after_attention
 
     @property
@@ -162,6 +165,7 @@ class TextTower:
             features [batch, embed_dim], projected, not normalised; states [batch, len(blocks), width], before the
             final norm.
         """
+        self._check_changes(tokens)
         tower, layout = self.tower, _Layout(tokens, tokens.ids.device)
         numbers, eot_states = block_numbers(tower.transformer, blocks), {}
         ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
@@ -193,6 +197,7 @@ class TextTower:
         Returns:
             [batch, context_length, width], after the block before the last, without the final norm.
         """
+        self._check_changes(tokens)
         tower = self.tower
         hidden_states = tower.token_embedding(replace(tokens, pad=pad).padded()) + tower.positional_embedding
         for block in range(len(tower.transformer.resblocks) - 1):
@@ -206,6 +211,7 @@ class TextTower:
             states [longest prefix, width] of the shared beginning, and [sum of lengths, width] in the order of
             `tokens.ids`.
         """
+        self._check_changes(tokens)
         tower, layout = self.tower, _Layout(tokens, tokens.ids.device)
         ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
         hidden_states = tower.token_embedding(ids) + tower.positional_embedding[layout.positions]
@@ -216,7 +222,15 @@ class TextTower:
 
     def _run(self, block: int, hidden_states: torch.Tensor, attend: Attention, *rows: torch.Tensor) -> torch.Tensor:
         transformer, parts = self.tower.transformer, {"before": self._before, "after": self._after}
+        attend = self.changes[block](attend) if block in self.changes else attend
         return run_block(transformer, block, hidden_states, attend, *rows, **parts)
+
+    def _check_changes(self, tokens: TokenBatch) -> None:
+        if self.changes and not tokens.shared_sot:
+            raise UserError(
+                "Pads stand before SOT, and the replaced attention of this text tower takes the first token for SOT. "
+                "Put the pads after SOT, or use the model with the plain attention."
+            )
 
     def checkpoint_activations(self) -> None:
         """Keeps only each block's input for the backward pass, which recomputes the rest."""

@@ -15,12 +15,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
+from debias_diffusion.ablation.folding import fold_text_heads
 from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_eot, eot_attention
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.interchange import best_of_run, load_text_encoder, load_two_tower
-from debias_diffusion.interchange.load import model_and_weights
+from debias_diffusion.interchange.places import model_and_weights
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.backbone import CONFIG_FILE, Backbone
 from debias_diffusion.models.model_files import explain_failure
@@ -54,8 +55,7 @@ class AttentionConfig:
         output: Folder for the results, a JSON file and figures. Finished results in it are reused.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/test, scenes of the toy world. Only captions are read; images may be missing.
-        dataset: A retrieval benchmark in place of data, all captions of each image. One of urban1k, dci, long-dci,
-            docci, iiw, sharegpt4v-1k, coco, flickr30k, flickr30k-test.
+        dataset: A retrieval benchmark in place of data, all captions of each image, as `evaluate retrieval` names it.
         root: Folder that the benchmark lies in, as its authors publish it.
         prompt: A prompt to show word by word.
         limit: Use only the captions of the first so many images. null uses all; auto is 1000 of the data and all of a
@@ -141,10 +141,12 @@ def load_reader(name: str, device: torch.device) -> Reader:
     """Loads anything that `load_text_encoder` takes; two-towers of open_clip without conversion.
 
     Raises:
-        UserError: the encoder cannot be loaded, or pools another token than EOT.
+        UserError: the encoder cannot be loaded, pools another token than EOT, or has suppressed heads that no weights
+            can express.
     """
     if _is_open_clip(best_of_run(shipped(name))):
         encoder = load_two_tower(name)
+        fold_text_heads(encoder)  # attention is measured with the plain attention, as in `load_text_encoder`
         captions = encoder.tokenizer
     else:
         encoder, tokenizer = load_text_encoder(name)

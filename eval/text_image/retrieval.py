@@ -19,7 +19,7 @@ from debias_diffusion.retrieval import encode_texts, recall_ranks
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import TwoTower, compare, of_each
 from ..common.inputs import check_settings, check_source, read_source
-from ..common.intervals import mean_interval, paired_difference
+from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from .image_features import ImageFeatures
 
@@ -41,7 +41,8 @@ class RetrievalConfig:
             beside them, or toy/test, scenes of the toy world.
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
         dataset: A retrieval benchmark in place of data. One of urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
-            flickr30k, flickr30k-test.
+            coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test, coco-cn-all,
+            flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
         root: Folder that the benchmark lies in, as its authors publish it.
         limit: Use only the first so many images. null uses all; auto is 1000 of the data, as ShareGPT4V's validation
             split has, and all of a benchmark.
@@ -209,12 +210,35 @@ def _numbers(result: dict) -> dict:
         recall[direction] = {name: float(values.mean()) for name, values in by_k.items()}
         groups = _groups(result, direction)
         interval[direction] = {name: mean_interval(values, groups) for name, values in by_k.items()}
+    mean_r, mean_r_interval = mean_recall(result)
     return {
         "window": result["window"],
         "captions_over_window": result["captions_over_window"],
         "recall_percent": recall,
         "interval_percent": interval,
+        "mean_r_percent": mean_r,
+        "mean_r_interval_percent": mean_r_interval,
     }
+
+
+def mean_recall(result: dict) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Mean-R, the mean of R@1, R@5 and R@10 in percent (Lin et al., Not All Attention Heads Are What You Need, Table 1)
+
+    Args:
+        result: {"ranks": {direction: ranks}, "image_of": ...}
+
+    Returns:
+        by direction, as in the paper, and of "both": mean-R, and [low, high] of the 95% bootstrap interval over images.
+    """
+    mean_r, drawn = {}, {}
+    for direction in DIRECTIONS:
+        values = np.mean([hits(result["ranks"][direction], k) for k in KS], axis=0)  # of each query
+        sums, counts = by_group(values, _groups(result, direction))
+        mean_r[direction] = float(sums.sum() / counts.sum())
+        drawn[direction] = drawn_ratios(sums, counts)  # of the same images in both directions
+    mean_r["both"] = float(np.mean(list(mean_r.values())))
+    drawn["both"] = np.mean(list(drawn.values()), axis=0)
+    return mean_r, {name: ends(samples) for name, samples in drawn.items()}
 
 
 def compare_at_1(results: dict[str, dict]) -> list[dict]:
@@ -240,8 +264,8 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
 
     Returns:
         The content of the file: settings, versions, digests, numbers of images and captions; by encoder its context
-        length ("window"), how many captions exceed it, recalls in percent with 95% intervals (bootstrap over images);
-        the encoders' R@1 compared, in points; the bad records, seconds.
+        length ("window"), how many captions exceed it, recalls and mean-R (see `mean_recall`) in percent with 95%
+        intervals (bootstrap over images); the encoders' R@1 compared, in points; the bad records, seconds.
 
     Raises:
         UserError: the data or an encoder cannot be used.
@@ -266,7 +290,20 @@ def tables(report: dict) -> list[Table]:
         ]
         columns = [column for k in KS for column in (f"R@{k}", "95%")]
         recalls.append(Table([f"recall in percent, {direction.replace('_', ' ')}", "captions cut", *columns], rows))
-    return recalls + compared_tables(report["compared"])
+    return recalls + _mean_r_tables(report["encoders"]) + compared_tables(report["compared"])
+
+
+def _mean_r_tables(encoders: dict[str, dict]) -> list[Table]:
+    """A table of mean-R; none for results of an earlier version, which lack it."""
+    if not all("mean_r_percent" in numbers for numbers in encoders.values()):
+        return []
+    names = (*DIRECTIONS, "both")
+    columns = [column for name in names for column in (name.replace("_", " "), "95%")]
+    rows = []
+    for label, numbers in encoders.items():
+        mean_r, limits = numbers["mean_r_percent"], numbers["mean_r_interval_percent"]
+        rows.append([label, *(cell for name in names for cell in (mean_r[name], interval(limits[name])))])
+    return [Table(["mean of R@1, R@5, R@10 in percent", *columns], rows)]
 
 
 def _with_intervals(numbers: dict, direction: str) -> list[str | float]:

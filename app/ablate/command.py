@@ -1,0 +1,278 @@
+"""Searches for heads whose suppression makes a CLIP retrieve better."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from debias_diffusion.ablation.backprop import Backprop
+from debias_diffusion.ablation.fitness import K1, K2, check_count
+from debias_diffusion.ablation.heads import ABLATED, Ablation, Tower, tower_shape
+from debias_diffusion.ablation.population import Population, mean_shares
+from debias_diffusion.ablation.saved import is_ablation, write_ablation
+from debias_diffusion.ablation.search import (
+    ImageProblem,
+    Problem,
+    TextProblem,
+    better_alone,
+    every_mask,
+    genetic_search,
+    probe,
+)
+from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.devices import pick_device
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.inputs import Pairs, check_output, check_source, read_source
+from debias_diffusion.eval.common.report import Table
+from debias_diffusion.eval.text_image.robustness import edit_caption
+from debias_diffusion.files import folder_lock, read_json_object, write_json
+from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.retrieval import encode_images, encode_texts
+from debias_diffusion.sentences import split_sentences
+
+from .figures import draw_heads
+
+Search = Literal["probe", "naive", "all", "ga", "bp"]
+FITNESS = {"margin": ("keep",), "robust": ("keep", "move4", "remove")}  # edits of the captions
+LOG, STATE, PROBE_FILE, PICTURE, SETTINGS = "log.jsonl", "bp.safetensors", "probe.json", "heads.png", "settings.json"
+_WITHOUT_EFFECT = ("output", "device", "batch_size", "max_bad")  # settings that a search may continue with others of
+
+
+@dataclass
+class AblateConfig:
+    """Find the heads of a CLIP whose suppression makes it retrieve better (AAT), and suppress them.
+
+    Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
+
+    Attributes:
+        model: CLIP: a training run, folder, file, hub id, MODEL:PRETRAINED as open_clip names them, or toy/clip.
+        output: Folder for ablation.json, which every `evaluate` takes as a model, and the log. A search that was
+            stopped continues there.
+        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
+            beside them, or toy/validation, scenes of the toy world.
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
+        dataset: A retrieval benchmark in place of data, see `evaluate retrieval`.
+        root: Folder that the benchmark lies in, as its authors publish it.
+        limit: Search on the first so many images, each with its first caption. null uses all.
+        search: probe measures each head alone and leaves no ablation; naive takes all heads that alone raise mean-R; ga
+            is the genetic algorithm; bp learns a beta for each head by gradient descent; all tries every set of heads,
+            of up to 16.
+        tower: image, as in the paper, or text.
+        beta: What the attention to all tokens but the first is multiplied by in an ablated head, from 0 to 1.
+        fitness: What ga and all maximise: margin, or robust, its mean over captions as they are, with sentences 1 and 4
+            swapped, and without the first.
+        generations: Of ga, at most.
+        efficient: ga with fewer individuals, none of which ablates more than 60% of the heads.
+        learning_rate: Of bp.
+        epochs: Of bp.
+        batch: Pairs a step of bp.
+        constant: Keep bp's learning rate instead of lowering it to 0.
+        batch_size: Images, or captions, encoded at once.
+        seed: Of all draws.
+        max_bad: Largest share of images or records that may be unreadable, from 0 to 1.
+        device: Device to run on. The default is cuda where there is one, else cpu.
+    """
+
+    model: str
+    output: str
+    data: str | None = None
+    images: str | None = None
+    dataset: str | None = None
+    root: str | None = None
+    limit: int | None = 1000
+    search: Search = "ga"
+    tower: Tower = "image"
+    beta: float = 0.1
+    fitness: Literal["margin", "robust"] = "margin"
+    generations: int = 100
+    efficient: bool = False
+    learning_rate: float = 2e-2
+    epochs: int = 32
+    batch: int = 256
+    constant: bool = False
+    batch_size: int = 64
+    seed: int = 0
+    max_bad: float = 0.01
+    device: str | None = None
+
+    def __post_init__(self):
+        check_output(self.output)
+        check_source(self)
+        for name in ("generations", "epochs", "batch", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        for name in ("beta", "max_bad"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name} is {getattr(self, name)}, but must be from 0 to 1.")
+        if not self.learning_rate > 0:
+            raise UserError(f"learning_rate is {self.learning_rate}, but must be above 0.")
+        if self.search == "bp" and (self.tower, self.fitness) != ("image", "margin"):
+            raise UserError("bp learns the image tower's heads by the contrastive loss: leave out tower and fitness.")
+
+
+def ablate(config: AblateConfig) -> Path:
+    """Searches, writes the result, and prints what it changes on the pairs that it was searched on.
+
+    Returns:
+        The output folder.
+
+    Raises:
+        UserError: the model or the data cannot be used, or the folder belongs to another search.
+    """
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    with folder_lock(output, f"Another search works in {config.output!r}. Wait for it, or give another output."):
+        return _Search(config, output).run()
+
+
+def _check_pairs(config: AblateConfig, pairs: Pairs) -> None:
+    """Raises UserError for pairs that the search cannot use, before anything is encoded."""
+    check_count(len(pairs.records))
+    if config.fitness == "robust" and not any(len(split_sentences(record.caption)) > 1 for record in pairs.records):
+        raise UserError(
+            "fitness robust moves and removes sentences, and no caption has two. Use margin, or captions with more."
+        )
+
+
+class _Search:
+    def __init__(self, config: AblateConfig, output: Path):
+        self.config, self.output = config, output
+        self.device = pick_device(config.device)
+        self.backbone = load_two_tower(config.model).to(self.device).eval()
+        self.blocks, self.heads = tower_shape(self.backbone, config.tower)
+        if is_ablation(config.model) or self.backbone.image_attention or self.backbone.text_attention:
+            raise UserError(f"{config.model!r} is ablated already. Give the model that it was made from.")
+        self.pairs = read_source(config)
+        _check_pairs(config, self.pairs)
+        self._claim()
+
+    def _claim(self) -> None:
+        """Writes what decides the result. Raises UserError if the folder holds a search with other settings."""
+        settings = {name: value for name, value in asdict(self.config).items() if name not in _WITHOUT_EFFECT}
+        settings |= {"model_sha256": self.backbone.digest(), "data_sha256": self.pairs.digest}
+        file = self.output / SETTINGS
+        earlier = read_json_object(file) if file.exists() else settings
+        if different := [name for name, value in settings.items() if earlier.get(name) != value]:
+            name = different[0]
+            raise UserError(
+                f"{str(self.output)!r} holds a search with {name} {earlier.get(name)!r}, and now it is "
+                f"{settings[name]!r}. Give the same settings to continue that search, or another output."
+            )
+        write_json(file, settings)
+
+    @torch.inference_mode()
+    def run(self) -> Path:
+        problem = self._problem(self.pairs)
+        before = problem.recalls(problem.untouched)[0]
+        if self.config.search == "probe":
+            self._write_probe(probe(problem), problem)
+            return self.output
+        beta = self._search(problem)
+        if not (beta < 1).any():
+            print("No head hurts: nothing is ablated.")
+            return self.output
+        ablation = Ablation.of_rows(self.config.tower, beta.tolist())
+        if self.config.search == "bp":
+            encoded, heads = problem.encode_betas(beta), ablation.names_below(ABLATED)
+        else:
+            encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
+        after = problem.recalls(encoded)[0]
+        write_ablation(
+            self.output,
+            self.config.model,
+            self.backbone,
+            ablation,
+            heads=heads,
+            settings=asdict(self.config),
+            data_sha256=self.pairs.digest,
+            recall={"before": before, "after": after},
+        )
+        draw_heads(ablation.beta, f"beta of each head of the {self.config.tower} tower").savefig(self.output / PICTURE)
+        rows = [[name, before[name], after[name]] for name in before]
+        print("\n" + Table(["on the pairs of the search", "before", "after"], rows).markdown())
+        print(f"\nAblated: {', '.join(heads) or 'none'}\nNext: debias-diffusion evaluate all --encoders "
+              f"{self.config.model},{self.output}")  # fmt: skip
+        return self.output
+
+    def _problem(self, pairs: Pairs) -> Problem:
+        """The pairs whose image can be read, encoded as far as every ablation shares."""
+        config, backbone = self.config, self.backbone
+        of_images = config.tower == "image"
+        shape: list[torch.Size] = []
+
+        def embed(images: Tensor) -> Tensor:
+            embedded = backbone.image.embed(images)
+            shape.append(embedded.shape[1:])
+            return embedded.flatten(1)
+
+        features, good, bad = encode_images(
+            backbone,
+            pairs.records,
+            pairs.images,
+            config.batch_size,
+            self.device,
+            "images",
+            encode=embed if of_images else None,
+        )
+        print_left_out(bad)
+        check_share(bad, len(pairs.records), config.max_bad)
+        captions = [pairs.records[index].caption for index in good]
+        texts = {edit: [edit_caption(text, edit) for text in captions] for edit in FITNESS[config.fitness]}
+        if of_images:
+            embedded = features.view(-1, *shape[0]).to(self.device)
+            encoded = {
+                edit: encode_texts(backbone, of_edit, config.batch_size, self.device, f"captions, {edit}")
+                for edit, of_edit in texts.items()
+            }
+            population = Population(backbone.image, config.beta, config.batch_size)
+            problem = ImageProblem(population, embedded, {edit: part.to(self.device) for edit, part in encoded.items()})
+        else:
+            problem = TextProblem(backbone, config.beta, features.to(self.device), texts, config.batch_size)
+        problem.make_margins(K1, K2, config.seed)
+        return problem
+
+    def _search(self, problem: Problem) -> Tensor:
+        """[blocks, heads] the betas."""
+        config = self.config
+        if config.search == "bp":
+            with torch.inference_mode(False), torch.enable_grad():
+                scale = self.backbone.logit_scale.exp()
+                return Backprop(
+                    problem,
+                    scale,
+                    self.output / STATE,
+                    rate=config.learning_rate,
+                    epochs=config.epochs,
+                    batch=config.batch,
+                    constant=config.constant,
+                    seed=config.seed,
+                ).run()
+        if config.search == "naive":
+            mask = better_alone(probe(problem))
+        elif config.search == "all":
+            masks = every_mask(*problem.shape)
+            fitness = torch.cat([problem.fitness(problem.encode(part), None) for part in masks.split(256)])
+            mask = masks[fitness.argmax()]
+        else:
+            log = self.output / LOG
+            mask, _ = genetic_search(problem, log, config.generations, config.efficient, config.seed)
+        return torch.where(mask.view(*problem.shape), config.beta, 1.0)
+
+    def _write_probe(self, recalls: list[dict[str, float]], problem: Problem) -> None:
+        names = ["none", *(f"{block}-{head}" for block in range(self.blocks) for head in range(self.heads))]
+        by_head = dict(zip(names, recalls, strict=True))
+        if isinstance(problem, ImageProblem):
+            shares = mean_shares(self.backbone.image, problem.embedded, self.config.beta, self.config.batch_size)
+            for name, before, after in zip(names[1:], *(part.flatten().tolist() for part in shares), strict=True):
+                by_head[name] |= {"cls_share": 100 * before, "cls_share_suppressed": 100 * after}
+            by_head["none"] |= {"cls_share": None, "cls_share_suppressed": None}
+        write_json(self.output / PROBE_FILE, {"settings": asdict(self.config), "recall": by_head})
+        untouched, *alone = (row["mean_r"] for row in recalls)
+        values = [alone[start : start + self.heads] for start in range(0, len(alone), self.heads)]
+        draw_heads(values, f"mean-R with one head suppressed ({untouched:.1f} with none)", untouched).savefig(
+            self.output / PICTURE
+        )
+        rows = [[name, *row.values()] for name, row in by_head.items()]
+        print("\n" + Table(["ablated head", *by_head["none"]], rows).markdown())

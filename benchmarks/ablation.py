@@ -1,0 +1,222 @@
+"""Attention ablation: three ways to suppress a head, and many ablations at once against one after the other.
+
+    python benchmarks/ablation.py [--model ViT-B-16] [--images 4] [--rounds 9]
+
+Suppression of every head, forward and backward, of one block's attention, as a ratio to plain attention:
+
+(a) closed form   what the package does: a further channel of the values, no matrix of weights
+(b) bias          log(beta) added to the logits of all columns but the first, in PyTorch's attention
+(c) literal       softmax, multiply, normalise again, as the paper has it (AAT, section 4.1)
+
+Features of many ablations of the image tower, with random weights: `Population` against a loop over the ablations. The
+loop takes equally long for each, so it is timed on a few of them. Random: a genetic algorithm's first population.
+Converged: its last one, in which individuals differ in a few heads. Probe: each head alone. The toy's 12 heads: all
+4,096 sets.
+
+All take turns, so that what else the machine does falls on all. Prints tables and writes them to benchmarks/results/.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from machine import machine, seconds
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from debias_diffusion.ablation.genetic import FLIP, first_masks, population_size
+from debias_diffusion.ablation.heads import Ablation
+from debias_diffusion.ablation.population import Population
+from debias_diffusion.ablation.search import every_mask, single_heads
+from debias_diffusion.ablation.suppression import Suppressed
+from debias_diffusion.devices import pick_device
+from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.files import write_json, write_text
+from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.blocks import full_attention
+
+RESULTS = Path(__file__).parent / "results"
+BETA = 0.1
+TOY, TOY_IMAGES = "toy/clip", 64
+TIMED = 4  # ablations of the loop
+
+
+# ---- one block's attention
+
+
+def with_bias(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Form (b), [..., tokens, heads, head_dim]."""
+    bias = torch.zeros(key.shape[-3], dtype=query.dtype, device=query.device)
+    bias[1:] = torch.tensor(BETA).log()
+    parts = (part.transpose(-3, -2) for part in (query, key, value))
+    return F.scaled_dot_product_attention(*parts, attn_mask=bias.expand(query.shape[-3], -1)).transpose(-3, -2)
+
+
+def literal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Form (c), [..., tokens, heads, head_dim]."""
+    query, key, value = (part.transpose(-3, -2) for part in (query, key, value))
+    weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(dim=-1)
+    weights = torch.cat([weights[..., :1], weights[..., 1:] * BETA], dim=-1)
+    return (weights / weights.sum(dim=-1, keepdim=True) @ value).transpose(-3, -2)
+
+
+def suppressions(backbone: Backbone, images: int, rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """By form, the median seconds of a forward, and of a forward and backward."""
+    attention = backbone.image.visual.transformer.resblocks[0].attn
+    heads, tokens = attention.num_heads, backbone.image.visual.positional_embedding.shape[0]
+    shape = (images, tokens, heads, attention.embed_dim // heads)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator).to(device).requires_grad_() for _ in range(3)]
+    forms = {
+        "plain": full_attention,
+        "closed form": Suppressed(torch.full((heads,), BETA)),
+        "bias": with_bias,
+        "literal": literal,
+    }
+    expected = literal(*inputs)
+    for name in ("closed form", "bias"):
+        torch.testing.assert_close(forms[name](*inputs), expected, rtol=1e-4, atol=1e-5)
+
+    def forward(attend: Callable) -> None:
+        with torch.no_grad():
+            attend(*inputs)
+
+    def both(attend: Callable) -> None:
+        attend(*inputs).sum().backward()
+
+    works = {
+        (name, work): (lambda attend=attend, run=run: run(attend))
+        for name, attend in forms.items()
+        for work, run in (("forward", forward), ("forward and backward", both))
+    }
+    medians = by_turns(works, 20 * rounds, device, "suppression")
+    return {name: {work: medians[name, work] for work in ("forward", "forward and backward")} for name in forms}
+
+
+# ---- many ablations
+
+
+def random_population(heads: int) -> Tensor:
+    return first_masks(population_size(heads, False), heads, 0)
+
+
+def converged_population(heads: int) -> Tensor:
+    """Copies of one individual with as many other heads as a mutation flips."""
+    generator = torch.Generator().manual_seed(0)
+    one = torch.rand(heads, generator=generator) < 0.3
+    return one ^ (torch.rand(population_size(heads, False), heads, generator=generator) < FLIP)
+
+
+def loop(backbone: Backbone, pixels: Tensor, masks: Tensor) -> Tensor:
+    """The features of one ablation after the other, [ablations, images, embed_dim]."""
+    features = []
+    for mask in masks:
+        ablation = Ablation.of_mask("image", mask, BETA)
+        attends = {block: Suppressed(torch.tensor(row)) for block, row in enumerate(ablation.beta) if min(row) < 1}
+        features.append(backbone.image.encode(pixels, attends=attends)[0])
+    return torch.stack(features)
+
+
+@torch.inference_mode()
+def evaluators(backbone: Backbone, kinds: dict[str, Tensor], images: int, rounds: int, device: torch.device) -> dict:
+    """By kind of population: its ablations, the blocks computed an image, and seconds, of `Population` and the loop."""
+    size = backbone.image.visual.image_size
+    pixels = torch.randn(images, 3, *size, generator=torch.Generator().manual_seed(0)).to(device)
+    embedded, blocks = backbone.image.embed(pixels), backbone.image.visual.transformer.resblocks
+    result = {}
+    for kind, masks in kinds.items():
+        masks = masks.view(len(masks), len(blocks), blocks[0].attn.num_heads)
+        some = torch.linspace(0, len(masks) - 1, TIMED).long()
+        population = Population(backbone.image, BETA, images)
+        features = population.features(embedded, masks)
+        torch.testing.assert_close(features[some], loop(backbone, pixels, masks[some]), rtol=1e-3, atol=1e-3)
+        works = {
+            "tree": partial(population.features, embedded, masks),
+            "loop": partial(loop, backbone, pixels, masks[some]),
+        }
+        computed, medians = population.children // images, by_turns(works, rounds, device, kind)
+        result[kind] = {
+            "ablations": len(masks),
+            "blocks": computed,
+            "blocks_of_the_loop": len(masks) * len(blocks),
+            "seconds": medians["tree"],
+            "seconds_of_the_loop": medians["loop"] * len(masks) / TIMED,
+        }
+    return result
+
+
+# ---- all of it
+
+
+def by_turns(works: dict, rounds: int, device: torch.device, title: str) -> dict:
+    """The median seconds of each."""
+    taken = {name: [] for name in works}
+    for work in works.values():
+        work()  # warm
+    for _ in tqdm(range(rounds), desc=title):
+        for name, work in works.items():
+            taken[name].append(seconds(work, device))
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def tables(measured: dict) -> list[Table]:
+    plain = measured["suppression"]["plain"]
+    forms = [
+        [form, *(f"{row[work] / plain[work]:.2f}" for work in plain)] for form, row in measured["suppression"].items()
+    ]
+    populations = [
+        [
+            kind,
+            row["ablations"],
+            row["blocks"],
+            row["blocks_of_the_loop"],
+            f"{row['seconds']:.2f}",
+            f"{row['seconds_of_the_loop'] / row['seconds']:.1f}",
+        ]
+        for kind, row in measured["populations"].items()
+    ]
+    header = ["population", "ablations", "blocks an image", "of a loop", "seconds", "times as fast as a loop"]
+    return [Table(["attention, time to plain", *plain], forms), Table(header, populations)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="ViT-B-16", help="open_clip's name; its weights are random")
+    parser.add_argument("--images", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device")
+    arguments = parser.parse_args()
+    device = pick_device(arguments.device)
+    backbone, toy = (load_backbone(name).to(device).eval() for name in (arguments.model, TOY))
+    blocks = backbone.image.visual.transformer.resblocks
+    shape = len(blocks), blocks[0].attn.num_heads
+    heads = shape[0] * shape[1]
+    kinds = {
+        "random": random_population(heads),
+        "converged": converged_population(heads),
+        "probe": single_heads(*shape),
+    }
+    toy_blocks = toy.image.visual.transformer.resblocks
+    every = {"toy, all": every_mask(len(toy_blocks), toy_blocks[0].attn.num_heads)}
+    measured = {
+        "machine": machine(device),
+        "versions": versions(),
+        "model": arguments.model,
+        "images": arguments.images,
+        "suppression": suppressions(backbone, arguments.images, arguments.rounds, device),
+        "populations": evaluators(backbone, kinds, arguments.images, arguments.rounds, device)
+        | evaluators(toy, every, TOY_IMAGES, arguments.rounds, device),
+    }
+    text = "\n\n".join(table.markdown() for table in tables(measured))
+    print("\n" + text)
+    name = f"ablation-{arguments.model}-{device.type}"
+    write_json(RESULTS / f"{name}.json", measured)
+    write_text(RESULTS / f"{name}.md", text + "\n")
+
+
+if __name__ == "__main__":
+    main()

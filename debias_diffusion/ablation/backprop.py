@@ -1,0 +1,104 @@
+"""A beta for each head by gradient descent, everything else frozen (AAT, section 4.3)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+from ..files import atomic_file
+from ..methods.objectives import contrastive_loss
+from ..models.weights import save_tensors
+from ..training.schedule import learning_rate
+from .search import ImageProblem
+
+SHARPNESS = 5.0  # beta = sigmoid(SHARPNESS * alpha), equation 4
+START = 1.0  # alpha
+_BETAS, _EPS = (0.9, 0.98), 1e-6  # of AdamW, as in OpenCLIP
+
+
+class Backprop:
+    """Learns alpha, [blocks, heads], by the contrastive loss of images and texts.
+
+    Args:
+        problem: its images are run again in every step, from the blocks' input on; its first set of texts stays.
+        scale: multiplies the similarities: exp(logit_scale) of the model.
+        state: file that a stopped run continues from, written after each epoch.
+        rate: peak learning rate.
+        epochs, batch: passes over the pairs, and pairs a step; the last step of a pass may have fewer.
+        constant: whether the learning rate stays; else half a cosine leads to 0.
+        seed: of the order.
+    """
+
+    def __init__(
+        self,
+        problem: ImageProblem,
+        scale: Tensor,
+        state: Path,
+        *,
+        rate: float = 2e-2,
+        epochs: int = 32,
+        batch: int = 256,
+        constant: bool = False,
+        seed: int = 0,
+    ):
+        self.problem, self.scale, self.state = problem, scale.detach(), state
+        self.texts = next(iter(problem.texts.values()))
+        self.rate, self.epochs, self.batch, self.constant, self.seed = rate, epochs, batch, constant, seed
+        self.alpha = torch.full(problem.shape, START, device=problem.embedded.device, requires_grad=True)
+        self.adamw = torch.optim.AdamW([self.alpha], lr=rate, betas=_BETAS, eps=_EPS, weight_decay=0.0)
+
+    @property
+    def beta(self) -> Tensor:
+        """[blocks, heads]"""
+        return torch.sigmoid(SHARPNESS * self.alpha)
+
+    def loss(self, images: Tensor) -> Tensor:
+        """The contrastive loss of the pairs of these numbers."""
+        features = F.normalize(self.problem.features(images, self.beta), dim=-1)
+        texts = F.normalize(self.texts[images], dim=-1)
+        return contrastive_loss(features, texts, self.scale.to(features))
+
+    def run(self) -> Tensor:
+        """The betas at the end, [blocks, heads]. Shows a progress bar."""
+        start = self._restore()
+        steps = -(-len(self.texts) // self.batch) * self.epochs
+        for epoch in tqdm(range(start, self.epochs), desc="beta", initial=start, total=self.epochs, unit=" epochs"):
+            for number, images in enumerate(self._batches(epoch)):
+                step = epoch * (steps // self.epochs) + number
+                rate = self.rate if self.constant else learning_rate(step, steps, self.rate, warmup=0)
+                for group in self.adamw.param_groups:
+                    group["lr"] = rate
+                (gradient,) = torch.autograd.grad(self.loss(images), [self.alpha])
+                self.alpha.grad = gradient
+                self.adamw.step()
+            self._save(epoch + 1)
+        return self.beta.detach()
+
+    def _batches(self, epoch: int) -> Iterator[Tensor]:
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.texts))
+        return iter(torch.from_numpy(order).to(self.problem.embedded.device).split(self.batch))
+
+    def _save(self, epochs: int) -> None:
+        averages = {name: torch.as_tensor(value) for name, value in self.adamw.state[self.alpha].items()}
+        with atomic_file(self.state) as unfinished:
+            tensors = {"alpha": self.alpha.detach(), "epochs": torch.tensor(epochs)} | averages
+            save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, unfinished)
+
+    def _restore(self) -> int:
+        """The number of epochs made."""
+        if not self.state.exists():
+            return 0
+        saved = load_file(self.state)
+        epochs = int(saved.pop("epochs"))
+        with torch.no_grad():
+            self.alpha.copy_(saved.pop("alpha"))
+        # AdamW counts its steps on the CPU.
+        self.adamw.state[self.alpha] = {
+            name: value if name == "step" else value.to(self.alpha.device) for name, value in saved.items()
+        }
+        return epochs

@@ -1,0 +1,49 @@
+"""What a search leaves: `ablation.json`, which names the base model and the suppressed heads."""
+
+import os
+from pathlib import Path
+
+from ..errors import UserError, reason
+from ..files import read_json_object, write_json
+from ..models.backbone import Backbone
+from ..models.weights import weights_digest
+from .heads import Ablation
+
+FILE = "ablation.json"
+
+
+def write_ablation(folder: Path, model: str, backbone: Backbone, ablation: Ablation, **more) -> None:
+    """Writes `ablation.json`: the model's name and digest, the tower, beta, the suppressed heads' names, and `more`."""
+    content = {"model": model, "model_sha256": weights_digest(backbone.model), "tower": ablation.tower}
+    write_json(folder / FILE, content | ablation.description() | {"heads": ablation.names} | more)
+
+
+def is_ablation(folder: str | os.PathLike) -> bool:
+    """Whether a search has left its result there."""
+    return (Path(folder) / FILE).is_file()
+
+
+def read_ablation(folder: str | os.PathLike) -> tuple[str, str, Ablation]:
+    """(name of the base model, sha256 of its weights, the suppressed heads).
+
+    Raises:
+        UserError: the file cannot be read, or is no such file.
+    """
+    file = Path(folder) / FILE
+    try:
+        content = read_json_object(file)
+        ablation = Ablation.of_rows(content["tower"], content["beta"])
+        return str(content["model"]), str(content["model_sha256"]), ablation
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{str(file)!r} cannot be read: {reason(error)}. Search again, or give the model alone."
+        ) from error
+
+
+def check_base(folder: str | os.PathLike, model: str, digest: str, backbone: Backbone) -> None:
+    """Raises UserError unless the model is the one whose heads were searched."""
+    if weights_digest(backbone.model) != digest:
+        raise UserError(
+            f"The ablation {os.fspath(folder)!r} is of {model!r}, and that model has other weights now. Give the model "
+            "that it was searched on its old place, or search again."
+        )

@@ -1,0 +1,235 @@
+"""Searches for heads of a tower that hurt: each alone, all of those, every set, and a genetic algorithm."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property, partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import UserError
+from ..files import atomic_file
+from ..models.backbone import Backbone
+from ..retrieval import encode_texts, recall_at_k
+from .fitness import K1, K2, Margin
+from .genetic import Generation, evolve, first_masks, from_lines, population_size, to_line
+from .heads import tower_shape
+from .population import Population
+from .suppression import Suppressed
+
+KS = (1, 5, 10)
+MOST_ENUMERATED = 16  # heads
+
+
+class Problem(ABC):
+    """Pairs of an image and a text on which ablations of one tower are judged.
+
+    Args:
+        margins: by name of a set of texts, such as the captions with sentences removed, the fitness on it.
+
+    Attributes:
+        shape: (blocks, heads of a block) of the tower.
+    """
+
+    shape: tuple[int, int]
+    margins: dict[str, Margin]
+
+    @abstractmethod
+    def encode(self, masks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Features of ablations, [ablations, heads of all blocks].
+
+        Returns:
+            images, and by name of a set its texts: [ablations, pairs, dim], with one ablation for the other tower.
+        """
+
+    @cached_property  # the margins need it, and what is said of a result
+    def untouched(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """`encode` of the ablation of no head."""
+        blocks, heads = self.shape
+        return self.encode(torch.zeros(1, blocks * heads, dtype=torch.bool))
+
+    def make_margins(self, k1: int = K1, k2: int = K2, seed: int = 0) -> None:
+        """Sets `margins` by the untouched model. Raises UserError for too few pairs, and for features not finite."""
+        images, texts = self.untouched
+        for name, features in ({"images": images} | texts).items():
+            _check_finite(features, name if name == "images" else f"texts ({name})")
+        self.margins = {name: Margin.of(of_set[0], images[0], k1, k2, seed) for name, of_set in texts.items()}
+
+    def fitness(self, encoded: tuple[Tensor, dict[str, Tensor]], generation: int | None) -> Tensor:
+        """The mean over the sets of texts of `Margin`, [ablations]. Raises UserError if one is not finite."""
+        images, texts = encoded
+        fitness = sum(margin(images, texts[name], generation) for name, margin in self.margins.items()) / len(texts)
+        _check_finite(fitness, "an ablation")
+        return fitness
+
+    def recalls(self, encoded: tuple[Tensor, dict[str, Tensor]]) -> list[dict[str, float]]:
+        """Of the first set: R@1, 5 and 10 in both directions and their mean, "mean_r", of each ablation, in percent."""
+        images, of_sets = encoded
+        texts, rows = next(iter(of_sets.values())), []
+        for number in range(max(len(images), len(texts))):
+            pair = (F.normalize(part[number % len(part)], dim=-1) for part in (images, texts))
+            recalls = recall_at_k(*pair, [k for k in KS if k <= images.shape[1]])
+            flat = {f"{way}_{k}": value for way, of_way in recalls.items() for k, value in of_way.items()}
+            rows.append(flat | {"mean_r": sum(flat.values()) / len(flat)})
+        return rows
+
+
+def _check_finite(values: Tensor, label: str) -> None:
+    if not values.isfinite().all():
+        raise UserError(f"The features of {label} are not finite. Check the model's weights, and run it in float32.")
+
+
+class ImageProblem(Problem):
+    """Ablations of an image tower.
+
+    Args:
+        population: of the tower.
+        embedded: the blocks' input of each image, [pairs, tokens, width].
+        texts: by name of the set, features [pairs, dim].
+    """
+
+    def __init__(self, population: Population, embedded: Tensor, texts: dict[str, Tensor]):
+        self.population, self.embedded, self.texts = population, embedded, texts
+        self.shape = len(population.blocks), population.heads
+
+    def encode(self, masks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        images = self.population.features(self.embedded, masks.view(len(masks), *self.shape))
+        return images, self._texts()
+
+    def encode_betas(self, beta: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """`encode` of one ablation with a beta for each head, [blocks, heads]."""
+        parts = torch.arange(len(self.embedded), device=self.embedded.device).split(self.population.batch)
+        return torch.cat([self.features(part, beta) for part in parts])[None], self._texts()
+
+    def features(self, images: Tensor, beta: Tensor) -> Tensor:
+        """Features of the images of these numbers with a beta for each head, [blocks, heads]; differentiable."""
+        tower, states = self.population.tower, self.embedded[images]
+        for block in range(tower.depth):
+            states = tower.run_block(block, states, Suppressed(beta[block]))
+        return tower.project(states)
+
+    def _texts(self) -> dict[str, Tensor]:
+        return {name: of_set[None] for name, of_set in self.texts.items()}
+
+
+class TextProblem(Problem):
+    """Ablations of a text tower, one after the other.
+
+    Args:
+        backbone: whose text tower is ablated; it ends as it was.
+        beta: of the ablated heads.
+        images: features, [pairs, dim].
+        texts: by name of the set, the texts.
+        batch: texts encoded at once.
+    """
+
+    def __init__(
+        self, backbone: Backbone, beta: float, images: Tensor, texts: dict[str, Sequence[str]], batch: int = 64
+    ):
+        self.backbone, self.beta, self.images, self.texts, self.batch = backbone, beta, images, texts, batch
+        self.shape = tower_shape(backbone, "text")
+
+    def encode(self, masks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        features: dict[str, list[Tensor]] = {name: [] for name in self.texts}
+        tower, device = self.backbone.text, self.images.device
+        for mask in masks.view(len(masks), *self.shape):
+            betas = torch.where(mask, self.beta, 1.0)
+            tower.changes = {
+                block: partial(Suppressed, betas[block]) for block, ablated in enumerate(mask) if ablated.any()
+            }
+            try:
+                for name, texts in self.texts.items():
+                    features[name].append(encode_texts(self.backbone, texts, self.batch, device, progress=False))
+            finally:
+                tower.changes = {}
+        return self.images[None], {name: torch.stack(rows).to(device) for name, rows in features.items()}
+
+
+def single_heads(blocks: int, heads: int) -> Tensor:
+    """One ablation for each head, and first the one of none: [1 + heads of all blocks, heads of all blocks]."""
+    ones = torch.eye(blocks * heads, dtype=torch.bool)
+    return torch.cat([torch.zeros_like(ones[:1]), ones])
+
+
+def every_mask(blocks: int, heads: int) -> Tensor:
+    """All sets of heads, [2 ** heads of all blocks, heads of all blocks].
+
+    Raises:
+        UserError: they are too many.
+    """
+    if blocks * heads > MOST_ENUMERATED:
+        raise UserError(
+            f"The tower has {blocks * heads} heads, too many to try every set of them; up to {MOST_ENUMERATED} can be. "
+            "Search with ga or bp."
+        )
+    return torch.tensor(list(product([False, True], repeat=blocks * heads)))
+
+
+def probe(problem: Problem) -> list[dict[str, float]]:
+    """The recalls of the untouched model, then those with each head ablated alone."""
+    return problem.recalls(problem.encode(single_heads(*problem.shape)))
+
+
+def better_alone(recalls: Sequence[dict[str, float]]) -> Tensor:
+    """[heads of all blocks] the heads whose ablation alone raises mean-R; `recalls` from `probe`."""
+    untouched, *alone = (row["mean_r"] for row in recalls)
+    return torch.tensor([mean_r > untouched for mean_r in alone])
+
+
+def genetic_search(
+    problem: Problem, log: Path, generations: int = 100, efficient: bool = False, seed: int = 0
+) -> tuple[Tensor, list[Generation]]:
+    """The best winner of a generation, judged with all wrong images, and all generations.
+
+    Args:
+        log: a line a generation; a search that was stopped continues from it, to the same bits.
+        efficient: fewer individuals; those that ablate more than 60% of the heads are not evaluated.
+    """
+    blocks, heads = problem.shape
+    scored = _Scored(problem, most=0.6 if efficient else 1.0)
+    history = from_lines(log.read_text().splitlines(keepends=True)) if log.exists() else []
+    with atomic_file(log) as rewritten:  # without a line that a kill has cut short
+        rewritten.write_text("".join(map(to_line, history)))
+
+    def note(generation: Generation) -> None:
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(to_line(generation))
+
+    first = first_masks(population_size(blocks * heads, efficient), blocks * heads, seed)
+    history = evolve(first, scored, generations, seed, history, note)
+    winners = torch.unique(torch.stack([generation.winner for generation in history]), dim=0)
+    return winners[problem.fitness(problem.encode(winners), None).argmax()], history
+
+
+class _Scored:
+    """The fitness of masks; features of the last generation's are not computed again."""
+
+    def __init__(self, problem: Problem, most: float):
+        self.problem, self.most = problem, most
+        self.known: dict[bytes, tuple[Tensor, dict[str, Tensor]]] = {}
+
+    def __call__(self, masks: Tensor, generation: int) -> Tensor:
+        keys = [mask.numpy().tobytes() for mask in masks]
+        allowed = masks.double().mean(dim=1) <= self.most
+        new = {
+            key: mask for key, mask, fits in zip(keys, masks, allowed, strict=True) if fits and key not in self.known
+        }
+        if new:
+            images, texts = self.problem.encode(torch.stack(list(new.values())))
+            for number, key in enumerate(new):
+                one = slice(number, number + 1)
+                self.known[key] = _part(images, one), {name: _part(of_set, one) for name, of_set in texts.items()}
+        self.known = {key: self.known[key] for key in keys if key in self.known}
+        fitness = torch.full((len(masks),), -torch.inf, dtype=torch.float64)
+        for number, key in enumerate(keys):
+            if key in self.known:
+                fitness[number] = self.problem.fitness(self.known[key], generation)[0].double()
+        return fitness
+
+
+def _part(features: Tensor, part: slice) -> Tensor:
+    """Of some ablations; features of the other tower are the same for all."""
+    return features if len(features) == 1 else features[part]

@@ -1,0 +1,603 @@
+"""Attention ablation: suppression against its definition, populations against one at a time, fitness, the search."""
+
+import itertools
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_clip import tiny_clip, tiny_siglip
+from torch import Tensor
+
+from debias_diffusion.ablation import genetic
+from debias_diffusion.ablation.backprop import Backprop
+from debias_diffusion.ablation.fitness import Margin
+from debias_diffusion.ablation.folding import fold_text
+from debias_diffusion.ablation.genetic import Generation, evolve, first_masks, next_masks
+from debias_diffusion.ablation.heads import Ablation, apply_saved, tower_shape
+from debias_diffusion.ablation.population import Population, mean_shares
+from debias_diffusion.ablation.search import ImageProblem, TextProblem, better_alone, every_mask, genetic_search, probe
+from debias_diffusion.ablation.suppression import Suppressed
+from debias_diffusion.app.ablate import AblateConfig, ablate, command
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.inputs import read_source
+from debias_diffusion.interchange import load_text_encoder, load_two_tower
+from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.blocks import before_attention, block_forward, causal_attention, full_attention
+from debias_diffusion.models.image_tower import ImageTower
+from debias_diffusion.models.weights import weights_digest
+from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---- suppression
+
+
+def literally(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, causal: bool = False) -> Tensor:
+    """The paper's two steps on the matrix of weights, [batch, tokens, heads, head_dim] each."""
+    weights = _weights(query, key, causal)
+    columns = torch.ones_like(weights)
+    columns[..., 1:] = beta[:, None, None]
+    weights = weights * columns
+    return torch.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdim=True), value)
+
+
+def by_logits(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, causal: bool = False) -> Tensor:
+    """log beta added to the logits."""
+    logits = _logits(query, key, causal)
+    logits = torch.cat([logits[..., :1], logits[..., 1:] + beta.log()[:, None, None]], dim=-1)
+    return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), value)
+
+
+def _logits(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1) if causal else torch.zeros(1, dtype=torch.bool)
+    return logits.masked_fill(hidden, -torch.inf)
+
+
+def _weights(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    return _logits(query, key, causal).softmax(-1)
+
+
+def drawn(seed: int = 0, first: float = 0.0) -> list[Tensor]:
+    """Query, key and value in float64; `first` makes token 0 draw more attention, or less."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = torch.randn(3, 2, 7, 3, 4, generator=generator, dtype=torch.float64)
+    key[:, 0] = first * query.mean(dim=1)
+    query[..., 0] += abs(first)
+    return [part.clone().requires_grad_() for part in (query, key, value)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("first", [0.0, 30.0, -30.0])
+def test_three_forms_of_suppression_agree_in_value_and_gradient(causal, first):
+    attend = causal_attention if causal else full_attention
+    results = []
+    for form in (literally, by_logits, None):
+        parts, beta = drawn(first=first), torch.tensor([0.1, 0.7, 1.0], dtype=torch.float64, requires_grad=True)
+        result = form(*parts, beta, causal) if form else Suppressed(beta, attend)(*parts)
+        gradients = torch.autograd.grad(result.square().sum(), [*parts, beta])
+        results.append((result, *gradients))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-9, atol=1e-11)
+
+
+def test_at_0_a_head_gives_the_first_value_and_at_1_what_it_gave():
+    query, key, value = drawn(first=-300.0)
+    plain = full_attention(query, key, value)
+    assert _weights(query, key, False)[..., 0].min() < 1e-30  # too little to divide by
+    result = Suppressed(torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))(query, key, value)
+    assert torch.equal(result[:, :, 0], value[:, :1, 0].expand(-1, 7, -1))
+    torch.testing.assert_close(result[:, :, 1], plain[:, :, 1], rtol=0, atol=1e-12)
+
+
+def test_half_precision_divides_in_single():
+    query, key, value = (part.detach().bfloat16() for part in drawn(first=-3.0))
+    beta = torch.tensor([0.0, 0.02, 0.5])
+    result = Suppressed(beta)(query, key, value)
+    assert result.dtype == torch.bfloat16
+    exact = literally(query.double(), key.double(), value.double(), beta.double().clamp(min=1e-12))
+    torch.testing.assert_close(result.double(), exact, rtol=0.1, atol=0.1)
+
+
+# ---- populations
+
+
+@pytest.fixture(scope="module")
+def tower() -> ImageTower:
+    return ImageTower(tiny_clip().double().eval().model.visual)
+
+
+@pytest.fixture(scope="module")
+def embedded(tower) -> Tensor:
+    with torch.no_grad():
+        return tower.embed(torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+
+
+def one_by_one(tower: ImageTower, embedded: Tensor, masks: Tensor, beta: float) -> Tensor:
+    """Every ablation in a pass of its own, with the attention of whole blocks replaced."""
+    features = []
+    for mask in masks:
+        states = embedded
+        for block, ablated in enumerate(mask):
+            betas = 1 - (1 - beta) * ablated.double()
+            states = tower.run_block(block, states, partial(literally, beta=betas))
+        features.append(tower.project(states))
+    return torch.stack(features)
+
+
+ALL = torch.tensor(list(itertools.product([False, True], repeat=4))).view(16, 2, 2)  # two blocks of two heads
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.02, 1.0])
+@pytest.mark.parametrize("batch", [2, 64])
+@torch.no_grad()
+def test_a_population_equals_one_ablation_at_a_time(tower, embedded, beta, batch):
+    masks = ALL[torch.randperm(16, generator=torch.Generator().manual_seed(3))].repeat(2, 1, 1)
+    population = Population(tower, beta, batch)
+    expected = one_by_one(tower, embedded, masks, beta)
+    torch.testing.assert_close(population.features(embedded, masks), expected, rtol=0, atol=1e-10)
+    # 4 children of the root, and 16 leaves: equal ablations and equal beginnings once.
+    assert population.children == (4 + 16) * len(embedded)
+    untouched = population.features(embedded, torch.zeros(1, 2, 2, dtype=torch.bool))[0]
+    torch.testing.assert_close(untouched, expected[masks.flatten(1).any(1).logical_not()][0], rtol=0, atol=1e-10)
+
+
+def test_the_share_of_cls_is_its_weight(tower, embedded):
+    before, after = mean_shares(tower, embedded, 0.1, batch=2)
+    states = embedded
+    for number in range(tower.depth):
+        block = tower.visual.transformer.resblocks[number]
+        query, key, _ = before_attention(block, states)
+        weights = _weights(query, key, False)
+        torch.testing.assert_close(before[number], weights[..., 0].mean(dim=(0, 2)))
+        weights[..., 1:] *= 0.1
+        weights /= weights.sum(-1, keepdim=True)
+        torch.testing.assert_close(after[number], weights[..., 0].mean(dim=(0, 2)))
+        states = tower.run_block(number, states)
+
+
+# ---- fitness
+
+
+def test_fitness_is_the_margin_over_the_worst_of_the_negatives():
+    generator = torch.Generator().manual_seed(0)
+    texts, images = torch.randn(2, 30, 6, generator=generator, dtype=torch.float64)
+    margin = Margin.of(texts, images, k1=4, k2=5, seed=7)
+    ablations = torch.randn(3, 30, 6, generator=generator, dtype=torch.float64)
+    negatives = margin.negatives(2)
+    scores = []
+    for features in ablations:
+        cosine = F.cosine_similarity(texts[:, None], features[None], dim=-1)
+        margins = [cosine[i, i] - max(cosine[i, j] for j in negatives[i]) for i in range(30)]
+        scores.append(sum(margins) / 30)
+    torch.testing.assert_close(margin(ablations, texts[None], 2), torch.stack(scores))
+    whole = F.cosine_similarity(texts[:, None], ablations[0][None], dim=-1)
+    margins = [whole[i, i] - max(whole[i, j] for j in range(30) if j != i) for i in range(30)]
+    assert margin(ablations, texts[None], None)[0].item() == pytest.approx((sum(margins) / 30).item())
+
+
+def test_negatives_are_the_hardest_and_others_drawn_for_each_generation():
+    generator = torch.Generator().manual_seed(0)
+    texts, images = torch.randn(2, 30, 6, generator=generator)
+    margin = Margin.of(texts, images, k1=4, k2=5)
+    first, again, second = (margin.negatives(number) for number in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    cosine = F.cosine_similarity(texts[:, None], images[None], dim=-1)
+    for text, row in enumerate(first.tolist()):
+        assert text not in row and len(set(row)) == 9
+        order = [image for image in cosine[text].argsort(descending=True).tolist() if image != text]
+        assert row[:4] == order[:4] == second[text, :4].tolist()
+    with pytest.raises(UserError, match="8 pairs are too few: 4 hard and 5 random .* at least 10"):
+        Margin.of(texts[:8], images[:8], k1=4, k2=5)
+
+
+# ---- the search
+
+
+def towards(target: Tensor):
+    """A fitness whose optimum is known."""
+    return lambda masks, _: (masks == target).double().mean(dim=1)
+
+
+def test_the_search_finds_a_known_optimum_and_without_selection_it_does_not(monkeypatch):
+    for seed in range(3):
+        target = first_masks(1, 40, seed=100 + seed)[0]
+        masks = first_masks(48, 40, seed)
+        history = evolve(masks, towards(target), 100, seed)
+        assert max(generation.fitness.max() for generation in history) > 0.95
+        with monkeypatch.context() as patch:
+            patch.setattr(genetic, "TOURNAMENT", 1)
+            blind = evolve(masks, towards(target), 100, seed)
+        assert max(generation.fitness.max() for generation in blind) < 0.9
+
+
+def test_the_first_generation_has_every_share():
+    shares = first_masks(200, 144, seed=0).double().mean(dim=1)
+    assert shares.min() < 0.1 and shares.max() > 0.9 and 0.4 < shares.mean() < 0.6
+
+
+@given(seed=st.integers(0, 99), number=st.integers(0, 50))
+def test_what_follows_a_generation_depends_on_it_alone(seed, number):
+    masks = first_masks(10, 12, seed)
+    generation = Generation(number, masks, masks.double().sum(dim=1))
+    after = next_masks(generation, seed)
+    assert torch.equal(after, next_masks(Generation(number, masks.clone(), generation.fitness), seed))
+    assert after.shape == masks.shape and torch.equal(masks, first_masks(10, 12, seed))
+
+
+def test_diversity_is_the_mean_distance_of_pairs():
+    masks = first_masks(6, 9, seed=4)
+    distances = [(a != b).double().mean() for a, b in itertools.combinations(masks, 2)]
+    generation = Generation(0, masks, torch.zeros(6))
+    assert generation.diversity == pytest.approx(float(sum(distances) / len(distances)))
+
+
+def test_a_search_ends_when_it_no_longer_gains_or_all_are_alike():
+    flat = evolve(first_masks(20, 30, 0), lambda masks, _: torch.zeros(len(masks)), 100, seed=0)
+    assert len(flat) == genetic.PATIENCE + 1
+    alike = torch.zeros(20, 30, dtype=torch.bool)
+    assert len(evolve(alike, towards(alike[0]), 100, seed=0)) == 1
+
+
+# ---- text towers
+
+
+def padded_features(backbone: Backbone, captions: list[str], betas: Tensor) -> Tensor:
+    """The features of whole padded rows, with every block's attention suppressed literally."""
+    tower, tokens = backbone.text.tower, backbone.tokenize(captions)
+    states = tower.token_embedding(tokens.padded()) + tower.positional_embedding
+    for block, beta in zip(tower.transformer.resblocks, betas, strict=True):
+        states = block_forward(block, states, partial(literally, beta=beta, causal=True))
+    pooled = tower.ln_final(states)[torch.arange(len(captions)), tokens.n_prefix + tokens.lengths - 1]
+    return backbone.text.project(pooled)
+
+
+CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the river.", ""]
+
+
+@torch.no_grad()
+def test_text_heads_are_suppressed_in_packed_rows_too():
+    backbone = tiny_clip().double().eval()
+    betas = torch.tensor([[1.0, 0.1, 1.0, 0.0001], [1.0, 1.0, 1.0, 1.0], [0.5, 1.0, 0.02, 1.0]], dtype=torch.float64)
+    plain = backbone.encode_text(backbone.tokenize(CAPTIONS))
+    Ablation("text", tuple(map(tuple, betas.tolist()))).apply(backbone)
+    features = backbone.encode_text(backbone.tokenize(CAPTIONS))
+    # The betas of a model are in single precision.
+    torch.testing.assert_close(features, padded_features(backbone, CAPTIONS, betas), rtol=0, atol=1e-6)
+    assert (features - plain).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_folded_heads_are_ordinary_weights():
+    ablated, folded = tiny_clip().double().eval(), tiny_clip().double().eval()
+    mask = torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]], dtype=torch.bool)
+    Ablation.of_mask("text", mask, 0.0).apply(ablated)
+    fold_text(folded.text.tower, folded.tokenizer.tokenizer.bos_token_id, mask)
+    tokens = ablated.tokenize(CAPTIONS)
+    torch.testing.assert_close(folded.encode_text(tokens), ablated.encode_text(tokens), rtol=0, atol=1e-10)
+    states = [backbone.text.token_states(tokens) for backbone in (ablated, folded)]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=1e-10)
+    encoder, tokenizer = to_transformers(folded.float())
+    rows = tokenizer(CAPTIONS[:2], padding="max_length", return_tensors="pt").input_ids
+    features = encoder(rows).pooler_output @ folded.text.tower.text_projection
+    torch.testing.assert_close(features, ablated.encode_text(tokens)[:2].float(), rtol=0, atol=1e-5)
+
+
+# ---- heads and their names
+
+
+def test_an_ablation_is_named_applied_and_noted(tower):
+    backbone = tiny_clip().eval()
+    ablation = Ablation.of_names("image", ["0-1", "1-0"], 0.1, blocks=2, heads=2)
+    assert ablation.beta == ((1.0, 0.1), (0.1, 1.0)) and ablation.names == ["0-1", "1-0"]
+    images, before = torch.rand(2, 3, 32, 32), backbone.image_fingerprint()
+    ablation.apply(backbone)
+    population = Population(backbone.image, 0.1)
+    mask = torch.tensor([[[False, True], [True, False]]])
+    expected = population.features(backbone.image.embed(images), mask)[0]
+    torch.testing.assert_close(backbone.encode_image(images), expected, rtol=0, atol=1e-5)
+    assert backbone.image_fingerprint() == before | {"attention": ablation.description()}
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_saved_model_brings_its_ablation(tower, tmp_path):
+    backbone = tiny_clip().eval()
+    blocks, heads = tower_shape(backbone, tower)
+    Ablation.of_names(tower, ["1-1"], 0.0, blocks, heads).apply(backbone)
+    images, tokens = torch.rand(2, 3, 32, 32), backbone.tokenize(CAPTIONS)
+    backbone.save(tmp_path)
+    loaded = load_backbone(str(tmp_path)).eval()
+    with pytest.raises(UserError, match="was saved with other attention"):
+        loaded.encode_image(images) if tower == "image" else loaded.encode_text(tokens)
+    apply_saved(loaded)
+    assert torch.equal(loaded.encode_image(images), backbone.encode_image(images))
+    assert torch.equal(loaded.encode_text(tokens), backbone.encode_text(tokens))
+
+
+def average_pooled() -> Backbone:
+    backbone = tiny_clip()
+    backbone.model.visual.pool_type = "avg"
+    return backbone
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Ablation("image", ((0.5, 1.1),)), "beta of head 0-1 is 1.1, but must be from 0 to 1"),
+        (lambda: Ablation("image", ((0.5, float("nan")),)), "beta of head 0-1 is nan"),
+        (lambda: Ablation.of_names("image", ["2-0"], 0.1, 2, 2), "no head '2-0'. Give BLOCK-HEAD, from 0-0 to 1-1"),
+        (lambda: Ablation.of_names("image", ["x"], 0.1, 2, 2), "no head 'x'"),
+        (lambda: Ablation("image", ((0.5,),)).apply(tiny_clip()), "the tower has 2 blocks of 2 heads"),
+        (lambda: Ablation("image", ((1.0, 1.0),) * 2).apply(tiny_clip()), "No head is ablated"),
+        (lambda: Ablation("image", ((0.1, 1.0),) * 2).apply(tiny_siglip()), "has no class token"),
+        (lambda: Ablation("image", ((0.1, 1.0),) * 2).apply(average_pooled()), "pools by 'avg', not at a class token"),
+        (lambda: Ablation("text", ((0.1, 1.0),) * 2).apply(tiny_siglip()), "has no class token and no SOT"),
+    ],
+)
+def test_heads_that_are_not_there_are_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+# ---- searches of a tower
+
+
+@pytest.fixture(scope="module")
+def problem(tower) -> ImageProblem:
+    """30 images, whose texts are near the features of an ablation of the tower, so that this one is best."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        images = tower.embed(torch.randn(30, 3, 32, 32, generator=generator, dtype=torch.float64))
+        population = Population(tower, 0.1)
+        best = population.features(images, PLANTED.view(1, 2, 2))[0]
+    noise = torch.randn(best.shape, generator=generator, dtype=torch.float64)
+    problem = ImageProblem(population, images, {"whole": best + 0.1 * best.std() * noise})
+    problem.make_margins(k1=5, k2=5)
+    return problem
+
+
+PLANTED = torch.tensor([False, True, True, False])
+
+
+def test_every_search_finds_what_was_planted(problem, tmp_path):
+    masks = every_mask(*problem.shape)
+    assert torch.equal(masks[problem.fitness(problem.encode(masks), None).argmax()], PLANTED)
+    found, history = genetic_search(problem, tmp_path / "log.jsonl")
+    assert torch.equal(found, PLANTED) and len(history) <= 100
+    recalls = probe(problem)
+    assert len(recalls) == 5 and better_alone(recalls).tolist() == [
+        row["mean_r"] > recalls[0]["mean_r"] for row in recalls[1:]
+    ]
+    assert recalls[0] == problem.recalls(problem.untouched)[0]
+    assert {"text_to_image_R@1", "image_to_text_R@10", "mean_r"} <= recalls[0].keys()
+
+
+def test_a_stopped_search_continues_to_the_same_bits(problem, tmp_path):
+    found, history = genetic_search(problem, tmp_path / "whole.jsonl", generations=6, seed=2)
+    whole = (tmp_path / "whole.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == len(history) > 3
+    for kept in ("", "".join(lines[:2]), "".join(lines[:3]) + lines[3][:40]):
+        log = tmp_path / "stopped.jsonl"
+        log.write_text(kept)
+        again, _ = genetic_search(problem, log, generations=6, seed=2)
+        assert log.read_text() == whole and torch.equal(again, found)
+
+
+def test_the_efficient_search_leaves_out_what_ablates_most(problem, tmp_path):
+    _, history = genetic_search(problem, tmp_path / "log.jsonl", generations=3, efficient=True)
+    for generation in history:
+        assert torch.equal(generation.fitness.isinf(), generation.masks.double().mean(dim=1) > 0.6)
+    assert any(generation.fitness.isinf().any() for generation in history)
+
+
+def test_sizes_are_those_of_the_paper():
+    assert [genetic.population_size(heads) for heads in (12, 144, 384, 512)] == [48, 48, 96, 128]
+    assert [genetic.population_size(heads, efficient=True) for heads in (144, 384, 512)] == [48, 48, 64]
+    with pytest.raises(UserError, match="144 heads, too many to try every set"):
+        every_mask(12, 12)
+
+
+# ---- by gradient descent
+
+
+def descent(problem: ImageProblem, folder, **settings) -> Backprop:
+    return Backprop(problem, torch.tensor(20.0), folder / "bp.safetensors", **({"batch": 8} | settings))
+
+
+def test_the_gradient_of_alpha_is_that_of_finite_differences(problem, tmp_path):
+    bp, images = descent(problem, tmp_path), torch.arange(12)
+    bp.alpha = torch.tensor([[0.3, -0.2], [0.1, 0.5]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda alpha: setattr(bp, "alpha", alpha) or bp.loss(images), [bp.alpha])
+
+
+@torch.no_grad()
+def test_a_beta_for_each_head_gives_the_features_of_a_mask(problem):
+    masked, texts = problem.encode(PLANTED[None])
+    betas = (1 - (1 - problem.population.beta) * PLANTED.double()).view(*problem.shape)
+    features, again = problem.encode_betas(betas)
+    torch.testing.assert_close(features, masked, rtol=0, atol=1e-10)
+    assert torch.equal(texts["whole"], again["whole"])
+
+
+def test_descent_quiets_what_was_planted_and_changes_no_weight(problem, tmp_path):
+    before = weights_digest(problem.population.tower.visual)
+    bp = descent(problem, tmp_path, rate=0.1, epochs=20)
+    start = bp.loss(torch.arange(30)).item()
+    beta = bp.run()
+    assert bp.loss(torch.arange(30)).item() < start
+    assert set(beta.flatten().argsort()[:2].tolist()) == set(PLANTED.nonzero().flatten().tolist())
+    assert weights_digest(problem.population.tower.visual) == before
+    assert all(weight.grad is None for weight in problem.population.tower.visual.parameters())
+
+
+def test_a_stopped_descent_continues_to_the_same_bits(problem, tmp_path):
+    whole = descent(problem, tmp_path, epochs=4).run()
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    first = descent(problem, stopped, epochs=4)
+    first._save_all, saves = first._save, []
+
+    def kill_after_two(epochs: int) -> None:
+        first._save_all(epochs)
+        saves.append(epochs)
+        if len(saves) == 2:
+            raise KeyboardInterrupt
+
+    first._save = kill_after_two
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    assert torch.equal(descent(problem, stopped, epochs=4).run(), whole)
+
+
+def test_heads_of_a_text_tower_are_searched_on_several_sets_of_texts(tmp_path):
+    backbone = tiny_clip().double().eval()
+    whole = [
+        f"A {colour} {kind} number {n}." for n in range(4) for colour in ("red", "blue") for kind in ("cat", "dog")
+    ]
+    blocks, heads = tower_shape(backbone, "text")
+    planted = torch.zeros(blocks, heads, dtype=torch.bool)
+    planted[0, 1] = planted[2, 3] = True
+    ablated = tiny_clip().double().eval()
+    Ablation.of_mask("text", planted, 0.0).apply(ablated)
+    with torch.no_grad():
+        images = ablated.encode_text(ablated.tokenize(whole)).float()
+    shorter = [text.removeprefix("A ") for text in whole]
+    problem = TextProblem(backbone, 0.0, images, {"whole": whole, "shorter": shorter})
+    problem.make_margins(k1=5, k2=5)
+    encoded = problem.encode(torch.stack([torch.zeros(blocks * heads, dtype=torch.bool), planted.flatten()]))
+    fitness = problem.fitness(encoded, 0)
+    assert fitness[1] > fitness[0]
+    assert problem.recalls(encoded)[1]["mean_r"] == 100
+    parts = [problem.margins[name](encoded[0], encoded[1][name], 0) for name in ("whole", "shorter")]
+    torch.testing.assert_close(fitness, (parts[0] + parts[1]) / 2)
+    assert not backbone.text.changes
+
+
+# ---- what a search leaves
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_the_command_searches_and_every_evaluation_takes_what_it_leaves(tower, world, tmp_path, capsys):
+    base, data, images = world
+    settings = dict(data=data, images=images, tower=tower, generations=2, limit=None, beta=0.0)
+    folder = ablate(AblateConfig(base, str(tmp_path / tower), **settings))
+    printed = capsys.readouterr().out
+    content = json.loads((folder / "ablation.json").read_text())
+    assert content["heads"] and f"Ablated: {', '.join(content['heads'])}" in printed
+    before = (folder / "log.jsonl").read_text()
+    assert ablate(AblateConfig(base, str(folder), **settings)) == folder
+    assert (folder / "log.jsonl").read_text() == before  # finished
+    plain, loaded = load_two_tower(base), load_two_tower(str(folder))
+    pixels, tokens = torch.rand(2, 3, 32, 32), plain.tokenize(CAPTIONS)
+    with torch.no_grad():
+        assert torch.equal(plain.encode_image(pixels), loaded.encode_image(pixels)) == (tower == "text")
+        assert torch.equal(plain.encode_text(tokens), loaded.encode_text(tokens)) == (tower == "image")
+        encoder, tokenizer = load_text_encoder(str(folder))
+        rows = tokenizer(CAPTIONS[:2], padding="max_length", return_tensors="pt").input_ids
+        features = encoder(rows).pooler_output @ loaded.text.tower.text_projection
+        torch.testing.assert_close(features, loaded.encode_text(tokens)[:2], rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="is ablated already"):
+        ablate(AblateConfig(str(folder), str(tmp_path / "again"), **settings))
+    (folder / "ablation.json").write_text(json.dumps(content | {"model_sha256": "0" * 64}))
+    with pytest.raises(UserError, match="that model has other weights now"):
+        load_two_tower(str(folder))
+
+
+@torch.no_grad()
+def test_betas_leave_as_they_were_learned(world, tmp_path, capsys):
+    base, data, images = world
+    settings = dict(data=data, images=images, search="bp", limit=None, epochs=3, learning_rate=0.5, batch=8)
+    folder = ablate(AblateConfig(base, str(tmp_path / "bp"), **settings))
+    content, loaded = json.loads((folder / "ablation.json").read_text()), load_two_tower(str(folder))
+    betas = torch.tensor(content["beta"])
+    assert ((betas > 0) & (betas < 1)).all()  # a beta above 0.5 counts, too
+    assert content["heads"] == [f"{block}-{head}" for block, head in (betas < 0.5).nonzero().tolist()]
+    pairs = read_source(AblateConfig(base, str(folder), **settings))
+    features, _, _ = encode_images(loaded, pairs.records, pairs.images, 8, "cpu", False)
+    texts = encode_texts(loaded, pairs.captions, 8, "cpu", progress=False)
+    recalls = recall_at_k(features, texts, [1, 5, 10])
+    assert content["recall"]["after"]["text_to_image_R@1"] == pytest.approx(recalls["text_to_image"]["R@1"])
+    assert content["recall"]["after"] != content["recall"]["before"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beta": 1.5}, "beta is 1.5, but must be from 0 to 1"),
+        ({"generations": 0}, "generations is 0, but must be at least 1"),
+        ({"search": "bp", "tower": "text"}, "bp learns the image tower's heads"),
+        ({"data": None}, "Give either --data"),
+        ({"limit": 20}, "20 pairs are too few: 10 hard and 10 random"),
+        ({"max_bad": -0.1}, "max_bad is -0.1, but must be from 0 to 1"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0, but must be above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan, but must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_explained(changes, message, world, tmp_path):
+    base, data, images = world
+    values = dict(model=base, output=str(tmp_path / "run"), data=data, images=images) | changes
+    values["images"] = values["images"] if values["data"] else None
+    with pytest.raises(UserError, match=message):
+        ablate(AblateConfig(**values))
+
+
+def one_sentence(data: str, file: Path) -> str:
+    """The data with the first sentence of each caption alone, as `file`."""
+    entries = json.loads(Path(data).read_text())
+    for entry in entries:
+        entry["conversations"][1]["value"] = entry["conversations"][1]["value"].partition(". ")[0] + "."
+    file.write_text(json.dumps(entries))
+    return str(file)
+
+
+def test_robust_needs_captions_of_two_sentences(world, tmp_path, monkeypatch):
+    base, data, images = world
+    monkeypatch.setattr(command, "encode_images", None)  # refused before anything is encoded
+    short = one_sentence(data, tmp_path / "data.json")
+    with pytest.raises(UserError, match="fitness robust moves and removes sentences, and no caption has two"):
+        ablate(AblateConfig(base, str(tmp_path / "run"), short, images, fitness="robust"))
+
+
+def test_a_search_continues_with_its_own_settings_alone(world, tmp_path):
+    base, original, images = world
+    data = str(tmp_path / "data.json")
+    shutil.copyfile(original, data)
+    settings = dict(data=data, images=images, generations=1, limit=22, beta=0.5)
+    folder = ablate(AblateConfig(base, str(tmp_path / "run"), **settings))
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for change, message in (
+        ({"beta": 0.1}, "holds a search with beta 0.5, and now it is 0.1"),
+        ({"search": "naive"}, "holds a search with search 'ga', and now it is 'naive'"),
+        ({"data": original}, "holds a search with data "),
+    ):
+        with pytest.raises(UserError, match=message):
+            ablate(AblateConfig(base, str(folder), **settings | change))
+    one_sentence(original, tmp_path / "data.json")
+    with pytest.raises(UserError, match="holds a search with data_sha256"):
+        ablate(AblateConfig(base, str(folder), **settings))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    shutil.copyfile(original, data)
+    ablate(AblateConfig(base, str(folder), **settings, batch_size=7))  # changes nothing but the speed
+
+
+def test_features_that_are_not_finite_are_refused(problem):
+    broken = problem.embedded.clone()
+    broken[3] = torch.nan
+    images = ImageProblem(problem.population, broken, problem.texts)
+    with pytest.raises(UserError, match="The features of images are not finite"):
+        images.make_margins(k1=5, k2=5)
+    texts = ImageProblem(problem.population, problem.embedded, {"whole": problem.texts["whole"] * torch.inf})
+    with pytest.raises(UserError, match=r"The features of texts \(whole\) are not finite"):
+        texts.make_margins(k1=5, k2=5)
+    images.margins = problem.margins
+    with pytest.raises(UserError, match="The features of an ablation are not finite"):
+        images.fitness(images.untouched, 0)

@@ -1,0 +1,295 @@
+"""An ablated model in every format: what other programs run, and what is said where they do not run the ablation."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_clip import save_tiny_clip, tiny_clip
+from transformers import AutoModel, CLIPModel, CLIPTextModel, CLIPTokenizer
+
+from debias_diffusion.ablation.folding import fold_text_heads
+from debias_diffusion.ablation.heads import Ablation, apply_saved
+from debias_diffusion.ablation.saved import write_ablation
+from debias_diffusion.app.ablate import AblateConfig
+from debias_diffusion.app.export import ExportConfig, export
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.text_image.attention import load_reader
+from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.interchange import export_clip_model, load_text_encoder, load_two_tower, to_transformers
+from debias_diffusion.models import backbone
+from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.training import TrainConfig, train
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the river.", ""]
+PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+ABLATIONS = {
+    "image": Ablation("image", ((1.0, 0.1), (0.0, 0.5))),
+    "text": Ablation.of_names("text", ["0-0", "1-2", "2-3"], 0.0, 3, 4),
+    "soft": Ablation.of_names("text", ["1-2"], 0.1, 3, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> SimpleNamespace:
+    """A base model, and folders of its ablations as `ablate` leaves them."""
+    folder = tmp_path_factory.mktemp("ablations")
+    base = save_tiny_clip(folder / "base")
+    for name, ablation in ABLATIONS.items():
+        (folder / name).mkdir()
+        settings = AblateConfig(base, str(folder / name), data="toy/validation", tower=ablation.tower, beta=0.0)
+        write_ablation(folder / name, base, load_backbone(base), ablation, settings=asdict(settings))
+    return SimpleNamespace(base=base, **{name: str(folder / name) for name in ABLATIONS})
+
+
+def features(model) -> tuple[torch.Tensor, torch.Tensor]:
+    return model.encode_image(PIXELS), model.encode_text(model.tokenize(CAPTIONS))
+
+
+def at_eot(states, tokens) -> torch.Tensor:
+    """The states after each block, [batch, positions, width] each, of EOT alone: [batch, blocks, width]."""
+    rows = torch.arange(len(tokens.lengths))
+    return torch.stack([after[rows, tokens.n_prefix + tokens.lengths - 1] for after in states], dim=1)
+
+
+def close(actual, expected, atol=1e-5) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+# ---- open_clip
+
+
+def test_plain_open_clip_runs_suppressed_heads_as_ordinary_ones_and_is_said_to(folders, tmp_path, capsys):
+    for name in ("image", "soft"):
+        output = tmp_path / name
+        export(ExportConfig(getattr(folders, name), str(output), "open_clip"))
+        assert "Plain open_clip runs it UNABLATED" in capsys.readouterr().out
+        assert "**Plain open_clip runs it unablated**" in (output / "README.md").read_text()
+        ablated, again, base = (load_two_tower(each) for each in (getattr(folders, name), output, folders.base))
+        assert all(map(torch.equal, features(again), features(ablated)))
+        plain = open_clip.create_model(f"local-dir:{output}").eval()
+        rows = base.tokenize(CAPTIONS).padded()
+        theirs = plain.encode_image(PIXELS), plain.encode_text(rows)
+        for part, unablated, changed in zip(theirs, features(base), features(ablated), strict=True):
+            close(part, unablated)
+            assert torch.equal(unablated, changed) or (part - changed).abs().max() > 1e-3
+        assert again.digest() == ablated.digest() != base.digest()
+
+
+def test_folded_text_heads_are_ordinary_weights_in_open_clip(folders, tmp_path, capsys):
+    export(ExportConfig(folders.text, str(tmp_path / "out"), "open_clip"))
+    assert "UNABLATED" not in capsys.readouterr().out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "It loads without debias-diffusion." in card and "0-0, 1-2, 2-3 (beta 0)" in card
+    plain, ablated = open_clip.create_model(f"local-dir:{tmp_path / 'out'}").eval(), load_two_tower(folders.text)
+    tokens, states = ablated.tokenize(CAPTIONS), []
+    for block in plain.transformer.resblocks:
+        block.register_forward_hook(lambda _, __, output: states.append(output))
+    close(plain.encode_text(tokens.padded()), features(ablated)[1])
+    close(at_eot(states, tokens), ablated.text.encode(tokens, blocks=range(3))[1])
+    assert "text_attention" not in (tmp_path / "out" / "open_clip_config.json").read_text()
+
+
+# ---- transformers' CLIPModel
+
+_WITHOUT_THIS_PACKAGE = """
+import sys
+
+sys.modules["debias_diffusion"] = None  # an import of it fails
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, CLIPProcessor
+
+folder, file = sys.argv[1:]
+model, info = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+assert not any(info.values()), info
+CLIPProcessor.from_pretrained(folder)
+inputs = load_file(file)
+with torch.inference_mode():
+    output = model.eval()(**inputs)
+    image_features = model.get_image_features(inputs["pixel_values"]).pooler_output
+save_file({"image": image_features, "logits": output.logits_per_image.contiguous()}, file)
+"""
+
+
+def test_image_heads_are_suppressed_by_transformers_without_this_package(folders, tmp_path, capsys):
+    output, file = tmp_path / "clip", tmp_path / "tensors.safetensors"
+    export(ExportConfig(folders.image, str(output), "clip"))
+    assert f"AutoModel.from_pretrained('{output}', trust_remote_code=True)" in capsys.readouterr().out
+    assert 'AutoModel.from_pretrained("this folder", trust_remote_code=True)' in (output / "README.md").read_text()
+    ablated, base = load_two_tower(folders.image), load_two_tower(folders.base)
+    save_file({"pixel_values": PIXELS, "input_ids": ablated.tokenize(CAPTIONS).padded()}, file)
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run(
+        [sys.executable, "-c", _WITHOUT_THIS_PACKAGE, output, file],
+        check=True, cwd=tmp_path, env=environment, timeout=300,
+    )  # fmt: skip
+    theirs, (images, texts) = load_file(file), features(ablated)
+    close(theirs["image"], images)
+    assert (images - features(base)[0]).abs().max() > 1e-2
+    unit = (torch.nn.functional.normalize(part, dim=-1) for part in (images, texts))
+    close(theirs["logits"], ablated.logit_scale.exp() * next(unit) @ next(unit).T, atol=1e-3)
+    # Nobody runs it unablated without being asked.
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        AutoModel.from_pretrained(output, trust_remote_code=False)
+
+
+def test_a_clip_model_with_suppressed_heads_comes_back(folders, tmp_path):
+    ablated = load_two_tower(folders.image)
+    export_clip_model(ablated, tmp_path)
+    again = load_two_tower(tmp_path)
+    assert all(map(torch.equal, features(again), features(ablated)))
+    assert again.image_attention == ablated.image_attention
+    encoder, _ = load_text_encoder(tmp_path)
+    plain, _ = load_text_encoder(folders.base)
+    assert all(map(torch.equal, encoder.parameters(), plain.parameters()))
+    config = json.loads((tmp_path / "config.json").read_text())
+    for beta in ([[0.1, 0.1]], [[0.1, 2.0]] * 2, None):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"beta": beta}))
+        with pytest.raises(UserError, match="blocks of 2 heads|beta of head 0-1 is 2.0|beta in the configuration"):
+            load_two_tower(tmp_path)
+
+
+def test_folded_text_heads_are_an_ordinary_clip_model(folders, tmp_path):
+    export(ExportConfig(folders.text, str(tmp_path / "out"), "clip"))
+    assert not list((tmp_path / "out").glob("*.py"))
+    model, info = CLIPModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()) and model.config.model_type == "clip"
+    ablated = load_two_tower(folders.text)
+    rows = ablated.tokenize(CAPTIONS).padded()
+    close(model.get_text_features(rows).pooler_output, features(ablated)[1])
+
+
+@pytest.mark.parametrize("to", ["clip", "transformers", "comfyui"])
+def test_a_soft_text_head_is_refused_where_only_weights_leave(folders, tmp_path, to):
+    output = tmp_path / ("out.safetensors" if to == "comfyui" else "out")
+    with pytest.raises(UserError, match="Head 1-2 of the text tower is suppressed with a beta above 0.*--beta 0"):
+        export(ExportConfig(folders.soft, str(output), to))
+    assert not output.exists()
+    with pytest.raises(UserError, match="Head 1-2 of the text tower"):
+        load_text_encoder(folders.soft)
+
+
+def test_no_conversion_drops_replaced_text_attention(folders, tmp_path):
+    ablated = load_two_tower(folders.text)
+    for convert in (to_transformers, lambda model: export_clip_model(model, tmp_path / "x")):
+        with pytest.raises(UserError, match="attention in the text tower was replaced.*fold_text_heads"):
+            convert(ablated)
+    before = features(ablated)[1]
+    fold_text_heads(ablated)
+    fold_text_heads(ablated)  # nothing is left to fold
+    assert ablated.text_attention is None and not ablated.text.changes
+    close(features(ablated)[1], before)
+    # An open_clip folder whose configuration notes the heads.
+    load_two_tower(folders.text).save(tmp_path / "noted")
+    encoder, tokenizer = load_text_encoder(tmp_path / "noted")
+    rows = tokenizer(CAPTIONS, padding="max_length", return_tensors="pt").input_ids
+    close(encoder(rows).pooler_output @ ablated.text.tower.text_projection, before)
+
+
+# ---- text encoders alone
+
+
+@pytest.mark.parametrize("to", ["transformers", "comfyui"])
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_text_encoder_leaves_with_folded_heads_and_without_those_of_images(folders, tmp_path, capsys, to, tower):
+    output = tmp_path / ("out.safetensors" if to == "comfyui" else "out")
+    export(ExportConfig(getattr(folders, tower), str(output), to))
+    unaffected = "The suppressed heads are the image tower's. This text encoder is that of the base model."
+    assert (unaffected in capsys.readouterr().out) == (tower == "image")
+    if to == "transformers":
+        card = (output / "README.md").read_text()
+        assert ("not part of this text encoder, which is that of the base model" in card) == (tower == "image")
+        encoder = CLIPTextModel.from_pretrained(output, subfolder="text_encoder").eval()
+        tokenizer = CLIPTokenizer.from_pretrained(output, subfolder="tokenizer")
+    else:
+        export(ExportConfig(folders.base, str(tmp_path / "base.safetensors"), to))
+        assert load_file(output).keys() == load_file(tmp_path / "base.safetensors").keys()
+        encoder, tokenizer = load_text_encoder(output)
+    ablated = load_two_tower(getattr(folders, tower))
+    rows = tokenizer(CAPTIONS, padding="max_length", return_tensors="pt").input_ids
+    close(encoder(rows).pooler_output @ ablated.text.tower.text_projection, features(ablated)[1])
+    tokens = ablated.tokenize(CAPTIONS)
+    states = encoder(rows, output_hidden_states=True).hidden_states
+    close(at_eot(states[1:], tokens), ablated.text.encode(tokens, blocks=range(3))[1])
+    # SDXL's UNet reads these.
+    close(states[-2], ablated.text.penultimate_states(tokens, pad=tokenizer.pad_token_id))
+
+
+# ---- the card, and what is refused
+
+
+def test_the_card_names_the_heads_the_search_and_the_scores_of_the_ablated_model_alone(folders, world, tmp_path):
+    _, data, images = world
+    pairs = {"data": data, "images": images, "limit": 10}
+    evaluate_retrieval(RetrievalConfig([folders.text, folders.base], str(tmp_path / "scores"), **pairs))
+    for to in ("open_clip", "clip"):
+        export(ExportConfig(folders.text, str(tmp_path / to), to, scores=str(tmp_path / "scores")))
+        card = (tmp_path / to / "README.md").read_text()
+        assert "| base model | `base` |" in card
+        assert "| suppressed heads of the text tower | 0-0, 1-2, 2-3 (beta 0) |" in card
+        assert "debias-diffusion ablate --model base --data toy/validation --tower text --beta 0.0" in card
+        scores = card.split("## Scores")[1]
+        assert "| text |" in scores and "| base |" not in scores
+    # A folder is replaced by another export of the same kind.
+    export(ExportConfig(folders.image, str(tmp_path / "clip"), "clip"))
+    export(ExportConfig(folders.image, str(tmp_path / "clip"), "clip"))
+    card = (tmp_path / "clip" / "README.md").read_text()
+    assert "| suppressed heads of the image tower | 3 with beta 0 to 0.5; below 0.5: 0-1, 1-0 |" in card
+    with pytest.raises(UserError, match="names its weights. Leave out pretrained='openai'"):
+        export(ExportConfig(folders.text, str(tmp_path / "y"), pretrained="openai"))
+
+
+def test_training_refuses_an_ablated_base(folders, world, tmp_path):
+    _, data, images = world
+    load_two_tower(folders.image).save(tmp_path / "noted")
+    for model in (folders.image, str(tmp_path / "noted")):
+        with pytest.raises(UserError, match="has suppressed attention heads.*search again"):
+            train(TrainConfig(data, str(tmp_path / "run"), model, images, batch=8, components=3, max_steps=1))
+
+
+def test_pads_before_sot_are_refused_with_suppressed_text_heads(folders):
+    ablated = load_two_tower(folders.soft)
+    ids = ablated.tokenizer.text_ids(CAPTIONS)
+    after, before = (ablated.tokenizer.batch(ids, [3, 0, 2], pads_before_sot=before) for before in (False, True))
+    ablated.encode_text(after)
+    with pytest.raises(UserError, match="Pads stand before SOT"):
+        ablated.encode_text(before)
+    with pytest.raises(UserError, match="Pads stand before SOT"):
+        ablated.text.token_states(before)
+    tiny_clip().encode_text(before)
+
+
+def test_a_note_that_cannot_be_read_is_refused(folders):
+    ablated = load_two_tower(folders.image)
+    for beta in (3, [["x"]], None):
+        ablated.image_attention["beta"] = beta
+        with pytest.raises(UserError, match="suppressed heads in the model's configuration cannot be read"):
+            apply_saved(ablated)
+
+
+def test_the_configuration_of_a_hub_repository_brings_the_note(folders, tmp_path, monkeypatch):
+    ablated = load_two_tower(folders.image)
+    ablated.save(tmp_path)
+    monkeypatch.setattr(open_clip, "get_model_config", lambda name: ablated.config["model_cfg"])
+    monkeypatch.setattr(backbone, "find_file", lambda repository, name: tmp_path / name)
+    config, source = backbone._find_config("hf-hub:me/mine")
+    assert source == "hf-hub:me/mine"
+    assert config["debias_diffusion"] == {"image_attention": ablated.image_attention}
+
+
+def test_attention_is_not_measured_as_if_no_head_were_suppressed(folders, tmp_path):
+    for name in ("soft", "text"):
+        load_two_tower(getattr(folders, name)).save(tmp_path / name)
+    with pytest.raises(UserError, match="Head 1-2 of the text tower"):
+        load_reader(str(tmp_path / "soft"), torch.device("cpu"))
+    encoder = load_reader(str(tmp_path / "text"), torch.device("cpu")).encoder
+    assert encoder.text_attention is None
+    close(features(encoder)[1], features(load_two_tower(folders.text))[1])

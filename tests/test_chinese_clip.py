@@ -1,0 +1,217 @@
+"""Chinese-CLIP: a tiny ChineseCLIPModel against transformers' own features, ablated, evaluated, and never trained."""
+
+import json
+import string
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from test_retrieval_sets import coco_cn
+from torch import Tensor, nn
+from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProcessor, ChineseCLIPModel
+
+from debias_diffusion.ablation.heads import Ablation, tower_shape
+from debias_diffusion.app.ablate import AblateConfig, ablate
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.clip_model import export_clip_model
+from debias_diffusion.models.chinese_clip import CONTEXT_LENGTH, is_chinese_clip
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.setup import load_base_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+SIGNS = list('一只猫号第个人。，:"0123456789' + string.ascii_lowercase)
+CAPTIONS = ["一只猫", "第3个人，一只猫。", "cat", "一" * 30]
+HIDDEN = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+def save_chinese_clip(folder: Path) -> str:
+    """A random ChineseCLIPModel of everyday size, with tokenizer and image processor, as transformers saves it."""
+    words = SPECIAL + SIGNS + [f"##{sign}" for sign in string.ascii_lowercase]
+    text = HIDDEN | {"vocab_size": len(words), "num_hidden_layers": 2, "max_position_embeddings": 80}
+    vision = HIDDEN | {"num_hidden_layers": 3, "image_size": 32, "patch_size": 8}
+    torch.manual_seed(0)
+    model = ChineseCLIPModel(ChineseCLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 0:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    BertTokenizer(vocab={word: number for number, word in enumerate(words)}).save_pretrained(folder)
+    square = {"height": 32, "width": 32}
+    ChineseCLIPImageProcessor(size=square, crop_size=square, do_center_crop=False).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return save_chinese_clip(tmp_path_factory.mktemp("chinese-clip"))
+
+
+@pytest.fixture
+def backbone(folder):
+    return load_two_tower(folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder) -> ChineseCLIPModel:
+    return ChineseCLIPModel.from_pretrained(folder).eval()
+
+
+def pixels(count: int = 3) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_features_equal_those_of_transformers(backbone, theirs, folder):
+    assert (backbone.family.name, backbone.loss, backbone.context_length) == ("Chinese-CLIP", "softmax", CONTEXT_LENGTH)
+    torch.testing.assert_close(
+        backbone.encode_image(pixels()), theirs.get_image_features(pixels()).pooler_output, rtol=1e-5, atol=1e-5
+    )
+    rows = BertTokenizer.from_pretrained(folder)(CAPTIONS, padding=True, return_tensors="pt")
+    expected = theirs.get_text_features(**rows).pooler_output
+    assert (expected[0] - expected[1]).abs().max() > 0.01
+    found = backbone.encode_text(backbone.tokenize(CAPTIONS))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    alone = torch.cat([backbone.encode_text(backbone.tokenize([caption])) for caption in CAPTIONS])
+    torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-5)  # pads are not seen
+    assert backbone.logit_scale == theirs.logit_scale
+
+
+def test_captions_are_cleaned_and_cut_as_the_authors_do(backbone, folder):
+    tokenizer = BertTokenizer.from_pretrained(folder)
+    rows = backbone.tokenize(
+        ["一" * 100, "\N{LEFT DOUBLE QUOTATION MARK}CAT\N{RIGHT DOUBLE QUOTATION MARK}", "[SEP]猫"]
+    ).padded()
+    ids = [row[row != tokenizer.pad_token_id].tolist() for row in rows]
+    assert len(ids[0]) == CONTEXT_LENGTH == 52 and ids[0][-1] == tokenizer.sep_token_id
+    assert ids[1] == tokenizer('"cat"')["input_ids"]
+    assert ids[2].count(tokenizer.sep_token_id) == 1  # a literal special token is text
+    assert backbone.tokenizer.count("一" * 100) == 102
+
+
+def test_images_are_squashed_as_the_image_processor_says(backbone, folder):
+    assert backbone.config["preprocess_cfg"]["resize_mode"] == "squash"
+    image = Image.new("RGB", (64, 32), "white")
+    image.paste("black", (0, 0, 32, 32))  # the left half, which a crop of the middle would make a quarter
+    left = backbone.preprocess(image)[0, :, :12]
+    assert torch.allclose(left, left[:1, :1].expand_as(left), atol=0.1)
+
+
+# ---- ablation
+
+
+def literally(module: nn.Module, heads: list[int], beta: float):
+    """A hook of transformers' attention that multiplies the columns after the first by beta, and normalises again."""
+
+    def hook(module, args, kwargs, output):
+        states = kwargs["hidden_states"]
+        parts = [project(states).unflatten(-1, (4, -1)).transpose(1, 2) for project in (module.q_proj, module.k_proj)]
+        value = module.v_proj(states).unflatten(-1, (4, -1)).transpose(1, 2)
+        weights = (parts[0] @ parts[1].transpose(2, 3) * module.scale).softmax(-1)
+        weights[:, heads, :, 1:] *= beta
+        weights = weights / weights.sum(-1, keepdim=True)
+        return module.out_proj((weights @ value).transpose(1, 2).flatten(2)), weights
+
+    return module.register_forward_hook(hook, with_kwargs=True)
+
+
+@torch.no_grad()
+def suppressed_in_transformers(theirs: ChineseCLIPModel, beta: list[list[float]]) -> Tensor:
+    layers = theirs.vision_model.encoder.layers
+    hooks = []
+    for layer, row in zip(layers, beta, strict=True):
+        heads = [head for head, value in enumerate(row) if value < 1]
+        hooks.append(literally(layer.self_attn, heads, min(row)))
+    features = theirs.get_image_features(pixels()).pooler_output
+    for hook in hooks:
+        hook.remove()
+    return features
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("beta", [0.1, 0.0])
+def test_suppressed_heads_equal_literal_suppression_in_transformers(beta, backbone, theirs):
+    before = backbone.encode_image(pixels())
+    ablation = Ablation.of_names("image", ["0-1", "0-2", "2-3"], beta, *tower_shape(backbone, "image"))
+    ablation.apply(backbone)
+    after = backbone.encode_image(pixels())
+    expected = suppressed_in_transformers(theirs, [list(row) for row in ablation.beta])
+    torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5)
+    assert (after - before).abs().max() > 1e-3
+    untouched = suppressed_in_transformers(theirs, [[1.0] * 4] * 3)
+    torch.testing.assert_close(before, untouched, rtol=1e-5, atol=1e-5)
+
+
+def test_ablate_searches_and_its_result_is_loaded_and_evaluated(folder, theirs, tmp_path):
+    settings = {"data": "toy/validation", "limit": 24, "search": "naive", "device": "cpu"}
+    output = ablate(AblateConfig(folder, str(tmp_path / "aat"), **settings))
+    saved = json.loads((output / "ablation.json").read_text())
+    assert saved["tower"] == "image" and saved["heads"]
+    with torch.no_grad():
+        features = load_two_tower(output).encode_image(pixels())
+    torch.testing.assert_close(features, suppressed_in_transformers(theirs, saved["beta"]), rtol=1e-5, atol=1e-5)
+    coco_cn(tmp_path, ("test",))
+    encoders = [folder, str(output)]
+    report = evaluate_retrieval(
+        RetrievalConfig(encoders, str(tmp_path / "out"), dataset="coco-cn-all", root=str(tmp_path))
+    )
+    assert (report["images"], report["captions"], len(report["encoders"])) == (5, 7, 2)
+    with pytest.raises(UserError, match="text tower of a Chinese-CLIP has no causal mask. Ablate its image tower"):
+        ablate(AblateConfig(folder, str(tmp_path / "text"), tower="text", **settings))
+
+
+# ---- refused
+
+
+def test_it_is_neither_trained_nor_exported(folder, backbone, tmp_path):
+    for model in (folder, "OFA-Sys/chinese-clip-vit-base-patch16"):
+        config = TrainConfig(data="toy/train-2", model=model, output=str(tmp_path / "run"))
+        with pytest.raises(UserError, match="is a Chinese-CLIP. It is evaluated and ablated here, and neither trained"):
+            load_base_model(config)
+    with pytest.raises(UserError, match="open_clip has no Chinese-CLIP"):
+        backbone.save(tmp_path / "saved")
+    with pytest.raises(UserError, match="The text tower of a Chinese-CLIP has no causal mask"):
+        export_clip_model(backbone, tmp_path / "exported")
+    with pytest.raises(UserError, match="only encodes captions as they are"):
+        backbone.text.encode(backbone.tokenize(CAPTIONS), [-1])
+    assert not list(tmp_path.iterdir())
+
+
+def change_weights(folder: str, copy: Path, change) -> str:
+    copy.mkdir()
+    for file in Path(folder).iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    weights = load_file(copy / "model.safetensors")
+    change(weights)
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    return str(copy)
+
+
+def test_weights_must_be_complete_and_buffers_of_older_versions_are_ignored(folder, backbone, tmp_path):
+    def as_older(weights):
+        weights["text_model.embeddings.position_ids"] = torch.arange(80)[None]
+        weights["vision_model.embeddings.position_ids"] = torch.arange(17)[None]
+        weights["text_model.pooler.dense.weight"] = torch.zeros(32, 32)
+
+    older = load_two_tower(change_weights(folder, tmp_path / "older", as_older))
+    with torch.no_grad():
+        tokens = backbone.tokenize(CAPTIONS)
+        assert torch.equal(older.encode_text(tokens), backbone.encode_text(tokens))
+    name = "text_model.encoder.layer.1.output.dense.weight"
+    lacking = change_weights(folder, tmp_path / "lacking", lambda weights: weights.pop(name))
+    with pytest.raises(UserError, match=f"lack 1 tensors of the model, such as {name}"):
+        load_two_tower(lacking)
+    broken = change_weights(folder, tmp_path / "broken", lambda weights: weights[name].fill_(torch.nan))
+    with pytest.raises(UserError, match="there are 2048 NaN"):
+        load_two_tower(broken)
+
+
+def test_how_a_chinese_clip_is_recognised(folder, tmp_path):
+    assert is_chinese_clip(folder) and is_chinese_clip("OFA-Sys/chinese-clip-vit-huge-patch14")
+    assert not is_chinese_clip("openai/clip-vit-base-patch16") and not is_chinese_clip(tmp_path)

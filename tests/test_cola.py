@@ -1,0 +1,201 @@
+"""Cola's scores against the rules of its authors' script, its files, and an evaluation of both kinds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tiny_clip import save_tiny_clip
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
+from debias_diffusion.eval.text_image.cola import (
+    MULTI,
+    SINGLE,
+    ColaConfig,
+    class_precisions,
+    evaluate_cola,
+    read_cola,
+    right_items,
+)
+
+PLACE = "https://cs-people.bu.edu/array/data/vg_gqa_images"
+COLOURS = ("red", "green", "blue", "white", "black")
+ITEMS = [
+    [f"{PLACE}/{a}.jpg", f"a {a} square  left", f"{PLACE}/{b}.jpg", f"a {b} square"]
+    for a, b in (("red", "green"), ("blue", "red"), ("white", "black"))
+]
+CLASSES = ["red square", "blue square", "green circle"]
+ENTRIES = [
+    ["/vg/red.jpg", {"square": ["red"]}, [1, 0, 0], [1, 1, 0]],
+    ["/vg/blue.jpg", {}, [0, 1, 0], [1, 1, 0]],
+    ["/vg/green.jpg", {}, [0, 0, 0], [0, 1, 1]],
+    ["/vg/white.jpg", {}, [1, 0, 0], [1, 0, 1]],
+]
+
+
+def write(path: Path, content) -> str:
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_an_item_is_right_if_each_caption_prefers_its_own_image():
+    # captions as unit vectors between two images: the angle decides, and equal ones decide against the item
+    images = torch.eye(2)
+    captions = {
+        "both": [[1, 0], [0, 1]],
+        "first": [[1, 0], [1, 0.2]],
+        "second": [[0, 1], [0, 1]],
+        "equal": [[1, 0], [1, 1]],
+    }
+    for name, texts in captions.items():
+        assert right_items(images, torch.tensor(texts).float(), [0, 1]) == [100.0 if name == "both" else 0.0]
+
+
+def test_items_share_images_and_count_one_by_one():
+    generator = torch.Generator().manual_seed(0)
+    images, image_of = torch.randn(6, 5, generator=generator), [0, 1, 1, 2, 5, 0, 3, 4]
+    texts = images[image_of] + 1.5 * torch.randn(8, 5, generator=generator)
+    expected = []
+    for a, b in ((0, 1), (2, 3), (4, 5), (6, 7)):
+        score = {(c, i): torch.cosine_similarity(texts[c], images[image_of[i]], dim=0) for c in (a, b) for i in (a, b)}
+        expected.append(100.0 * bool(score[a, a] > score[a, b] and score[b, b] > score[b, a]))
+    assert right_items(images, texts, image_of) == expected
+    assert 0 < sum(expected) < 400
+
+
+def precision(scores: list[float], labels: list[bool]) -> float:
+    """Sum over the ranks of the positives of the precision there; no equal scores."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    ranks = [rank for rank, i in enumerate(order, 1) if labels[i]]
+    return 100 * sum(count / rank for count, rank in enumerate(ranks, 1)) / len(ranks)
+
+
+def test_average_precision_is_of_each_class_s_hard_images():
+    generator = torch.Generator().manual_seed(0)
+    images, texts = torch.randn(30, 4, generator=generator), torch.randn(5, 4, generator=generator)
+    present, hard = torch.rand(30, 5, generator=generator) < 0.3, torch.rand(30, 5, generator=generator) < 0.6
+    hard[:, 3] = False  # no hard image
+    present[:, 4] &= ~hard[:, 4]  # positives, but none of them hard
+    scores = class_precisions(images, texts, present, hard)
+    assert list(scores) == [0, 1, 2]
+    cosine = torch.cosine_similarity(images[:, None].double(), texts[None].double(), dim=-1)
+    for number, value in scores.items():
+        rows = hard[:, number]
+        expected = precision(cosine[rows, number].tolist(), present[rows, number].tolist())
+        assert value == pytest.approx(expected, abs=1e-3)
+        everywhere = precision(cosine[:, number].tolist(), present[:, number].tolist())
+        assert value != pytest.approx(everywhere, abs=0.1)
+    flat = torch.ones(4, 2)  # equal similarities: one threshold, whose precision is the share of positives
+    all_hard = torch.ones(4, 1, dtype=torch.bool)
+    positives = torch.tensor([[True], [False], [False], [False]])
+    assert class_precisions(flat, flat[:1], positives, all_hard) == {0: pytest.approx(25)}
+
+
+def test_the_multi_object_file(tmp_path):
+    broken = [
+        ["a", "b"],
+        "x",
+        [f"{PLACE}/a.jpg", "one", f"{PLACE}/a.jpg", "two"],
+        [f"{PLACE}/a.jpg", " ", "b.jpg", "c"],
+        3,
+    ]
+    data = read_cola(write(tmp_path / "multi.json", [*ITEMS, *broken, ["https://x.org/", "a", "b.jpg", "c"]]))
+    assert data.part == MULTI and data.images == [f"{name}.jpg" for name in ("red", "green", "blue", "white", "black")]
+    assert data.texts[:2] == ["a red square left", "a green square"] and data.image_of == [0, 1, 2, 0, 3, 4]
+    kinds = ["not an item", "not an item", "one image twice", "empty or non-text caption", "not an item", "no image"]
+    assert [bad.kind for bad in data.bad] == kinds
+    assert [bad.where for bad in data.bad] == [f"multi.json, entry {3 + number}" for number in range(6)]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_single_object_file_by_keys_and_as_a_list(as_list, tmp_path):
+    paco = [entry[:1] + entry[2:] for entry in ENTRIES[:1]]  # without the annotation
+    broken = [["a.jpg", {}, [1, 0], [1, 1, 1]], ["a.jpg", {}, [1, 0, 0], [1, 2, 1]], [1, {}, [], []], "x"]
+    entries = [*ENTRIES, *paco, *broken]
+    content = [CLASSES, entries] if as_list else {"labels": CLASSES, "data": entries}
+    data = read_cola(write(tmp_path / "single.json", content))
+    assert (data.part, data.texts) == (SINGLE, CLASSES)
+    assert data.images == [
+        "red.jpg",
+        "blue.jpg",
+        "green.jpg",
+        "white.jpg",
+        "red.jpg",
+    ]
+    assert data.present.tolist()[0] == [True, False, False] and data.hard.tolist()[2] == [False, True, True]
+    assert torch.equal(data.present[0], data.present[4]) and torch.equal(data.hard[0], data.hard[4])
+    assert [bad.kind for bad in data.bad] == ["bad label", "bad hard list", "not an entry", "not an entry"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"images": []}, "none of Cola's files"),
+        ({"labels": [], "data": []}, "none of Cola's files"),
+        ({"labels": ["a", 1], "data": []}, "none of Cola's files"),
+        ("x", "none of Cola's files"),
+        ([], "no record that can be used"),
+        ([["a"]], "no record that can be used. The first: x.json, entry 0: not an item"),
+    ],
+)
+def test_other_files_are_refused(content, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        read_cola(write(tmp_path / "x.json", content))
+
+
+# ---- evaluated
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("clips")
+    return [save_tiny_clip(folder / name, seed=seed) for seed, name in enumerate(("one", "two"))]
+
+
+@pytest.fixture
+def settings(tmp_path) -> dict:
+    (tmp_path / "images").mkdir()
+    for colour in COLOURS:
+        Image.new("RGB", (32, 32), colour).save(tmp_path / "images" / f"{colour}.jpg")
+    return {"images": str(tmp_path / "images"), "output": str(tmp_path / "out")}
+
+
+def test_items_are_evaluated_and_compared(clips, settings, tmp_path, capsys):
+    data = write(tmp_path / "multi.json", ITEMS)
+    report = evaluate_cola(ColaConfig(clips, data, **settings))
+    assert report == json.loads((tmp_path / "out" / "cola.json").read_text())
+    assert (report["part"], report["measure"], report["items"], report["images"]) == (MULTI, "accuracy", 3, 5)
+    for numbers in report["encoders"].values():
+        assert set(numbers["scores_percent"]) <= {0.0, 100.0} and len(numbers["scores_percent"]) == 3
+        assert numbers["score_percent"] == pytest.approx(sum(numbers["scores_percent"]) / 3)
+        low, high = numbers["interval_percent"]
+        assert low <= numbers["score_percent"] <= high
+    assert "Cola, multi-object, percent of 3 items" in capsys.readouterr().out
+    (line,) = report["compared"]
+    first, second = report["encoders"].values()
+    assert line["difference"] == pytest.approx(second["score_percent"] - first["score_percent"])
+    assert "Cola: objects" in evaluate_report(ReportConfig(str(tmp_path / "out"), str(tmp_path / "page"))).read_text()
+
+
+def test_classes_are_evaluated_without_those_that_no_hard_image_shows(clips, settings, tmp_path):
+    data = write(tmp_path / "single.json", {"labels": CLASSES, "data": ENTRIES})
+    report = evaluate_cola(ColaConfig(clips[:1], data, **settings))
+    (numbers,) = report["encoders"].values()
+    assert (report["part"], report["measure"], report["classes"]) == (SINGLE, "mAP", 2)
+    assert set(numbers["scores_percent"]) == {"red square", "blue square"}
+    assert numbers["score_percent"] == pytest.approx(sum(numbers["scores_percent"].values()) / 2)
+
+
+def test_an_unreadable_image_takes_its_items_along(clips, settings, tmp_path):
+    data = write(tmp_path / "multi.json", ITEMS)
+    (tmp_path / "images" / "white.jpg").unlink()
+    report = evaluate_cola(ColaConfig(clips[:1], data, **settings))
+    assert (report["items"], report["images"]) == (2, 4)
+    assert [bad["kind"] for bad in report["left_out"]] == ["missing image"]
+    (tmp_path / "images" / "red.jpg").unlink()
+    with pytest.raises(UserError, match=r"2 of 5 records.*--max-bad"):
+        evaluate_cola(ColaConfig(clips[:1], data, **settings))
+    with pytest.raises(UserError, match="leaves nothing to score"):
+        evaluate_cola(ColaConfig(clips[:1], data, **settings, max_bad=1))
