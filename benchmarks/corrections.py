@@ -71,7 +71,7 @@ def corrected(fitted: Tensor, bias: Tensor) -> Callable:
 
 def draw(pipe: StableDiffusionXLLongPromptPipeline, count: int, title: str) -> list[Comparison]:
     """What the images of the first `count` prompts show, each batch of one length."""
-    pipe.set_progress_bar_config(disable=True)
+    pipe.set_long_prompt(overlap=False).set_progress_bar_config(disable=True)
     texts = [clean(caption(DRAWN, index).text) for index in range(count)]
     by_length: dict[int, list[int]] = {}
     for index, text in enumerate(texts):

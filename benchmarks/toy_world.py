@@ -3,12 +3,12 @@
     python benchmarks/toy_world.py --seeds 7 8 9 [--prepared runs/toyworld/prepared-sdxl] [--output runs/toy-world]
 
 A seed is a run of the quickstart on scenes of its own (split test-SEED), then further encoders, and images of all of
-them under further conditions. The encoders: the original read in overlapping chunks, and DeBias-CLIP for SDXL beside a
-second encoder that is; both of them aligned with the UNet that draws, in as many steps; DeBias-CLIP for SDXL aligned
-together with the second encoder, so that nothing is read in chunks; and Long-CLIP's recipe with DeBias-CLIP's w. The
-conditions: captions that refer back, and the UNet that `toymodels/prepared_unet.py` prepared for joined chunks and
-shifted states, with fewer of the encoders. Everything finished is kept, so a stopped run continues, and seeds may run
-side by side.
+them under further conditions. The encoders: the original read in chunks, overlapping or not, and DeBias-CLIP for SDXL
+beside a second encoder that is read so; with overlap, both of them aligned with the UNet that draws, in as many steps;
+DeBias-CLIP for SDXL aligned together with the second encoder, so that nothing is read in chunks; and Long-CLIP's recipe
+with DeBias-CLIP's w. The conditions: captions that refer back, and the UNet that `toymodels/prepared_unet.py` prepared
+for joined chunks and shifted states, with fewer of the encoders. Everything finished is kept, so a stopped run
+continues, and seeds may run side by side.
 
 Prints tables and writes them to benchmarks/results/ as toy_world-7-8-9.md, with the numbers as toy_world-7-8-9.json.
 """
@@ -90,7 +90,9 @@ def run_seed(config: QuickstartConfig, bases: dict[str, str], models: Models | N
     trained = {recipe: str(Path(config.output) / "training" / recipe) for recipe in RECIPES}
     # A difference is that of a later row minus an earlier one.
     encoders = {ORIGINAL: models.clip, IN_CHUNKS: CHUNKS + models.clip, OVERLAPPING: OVERLAP + models.clip}
-    encoders |= {LONG: trained[LONG], LIGHT: light, DEBIAS: trained[DEBIAS], SDXL: trained[SDXL]}
+    of_rows = {LONG: trained[LONG], LIGHT: light, DEBIAS: trained[DEBIAS], SDXL: trained[SDXL]}
+    # The second encoder's chunks do not overlap: the pipelines' did not when these rows were frozen.
+    encoders |= {row: CHUNKS + encoder for row, encoder in of_rows.items()}
     encoders[SDXL_OVERLAPPING] = OVERLAP + trained[SDXL]
     drawn = {}
     for number, (unet, base) in enumerate(bases.items()):

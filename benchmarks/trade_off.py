@@ -16,7 +16,7 @@ from machine import machine
 from matplotlib.figure import Figure
 
 from debias_diffusion.app.quickstart import IMAGES_AT_ONCE
-from debias_diffusion.eval.common.encoders import CHUNKS
+from debias_diffusion.eval.common.encoders import OVERLAP
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.story import EDITS
@@ -49,7 +49,7 @@ def scores(runs: dict[float, str], output: Path) -> dict:
     for kind, (data, limit) in SPLITS.items():
         settings = dict(output=str(output / kind), data=data, limit=limit, images_at_once=IMAGES_AT_ONCE)
         report = evaluate_generation(
-            GenerationConfig([CHUNKS + "toy/clip", *encoders], "toy/sdxl", own_features="toy/features", **settings)
+            GenerationConfig([OVERLAP + "toy/clip", *encoders], "toy/sdxl", own_features="toy/features", **settings)
         )
         drawn[kind] = [entry["scores"] for entry in report["encoders"].values()]
     rows = {"chunks": {kind: _shown(columns[0]) for kind, columns in drawn.items()}}
@@ -83,14 +83,15 @@ def figure(rows: dict) -> Figure:
     drawing = Figure(figsize=(7, 4.5), layout="constrained", dpi=150)
     axes = drawing.subplots()
     chunks = rows["chunks"]["long"]["objects_right"]["value"]
-    axes.axhline(chunks, color="C7", linestyle=":", label="the original in chunks")
+    axes.axhline(chunks, color="C7", linestyle=":", label="the original in overlapping chunks")
     weights = [weight for weight in rows if weight != "chunks"]
     points = [(rows[weight]["recall"]["remove"], rows[weight]["long"]["objects_right"]) for weight in weights]
     xs, ys = [x for x, _ in points], [y["value"] for _, y in points]
     bars = [[y["value"] - y["low"] for _, y in points], [y["high"] - y["value"] for _, y in points]]
     axes.errorbar(xs, ys, yerr=bars, marker="o", capsize=3, label="DeBias-CLIP, states kept with weight W")
-    for weight, x, y in zip(weights, xs, ys, strict=True):
-        axes.annotate(f"W = {weight}", (x, y), xytext=(6, -12), textcoords="offset points", fontsize="small")
+    for number, (weight, x, y) in enumerate(zip(weights, xs, ys, strict=True)):
+        place = (6, -12) if number % 2 else (6, 6)  # by turns, or neighbours would cover each other
+        axes.annotate(f"W = {weight}", (x, y), xytext=place, textcoords="offset points", fontsize="small")
     axes.margins(x=0.1)
     axes.set_xlabel("R@1 text to image without the first sentence, %")
     axes.set_ylabel("objects right in images of long prompts, %")
