@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.encoders import CHUNKS
+from debias_diffusion.eval.common.encoders import OVERLAP
 from debias_diffusion.eval.common.report import digest, table, versions
 from debias_diffusion.eval.everything import EVALUATE, AllConfig, settings_of_all
 from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
@@ -269,7 +269,7 @@ class _Quickstart:
     def _evaluations(self) -> dict[str, tuple[str, Any]]:
         """By name, an evaluation of `EVALUATE` and its settings: those of `evaluate all`, and one of short prompts."""
         config, models = self.config, self.models
-        encoders = [models.clip, CHUNKS + models.clip, *(str(self.output / "training" / recipe) for recipe in RECIPES)]
+        encoders = [models.clip, OVERLAP + models.clip, *(str(self.output / "training" / recipe) for recipe in RECIPES)]
         settings = settings_of_all(
             AllConfig(
                 encoders,

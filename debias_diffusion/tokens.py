@@ -88,6 +88,14 @@ def load_tokenizer(folder: str | os.PathLike) -> CLIPTokenizer:
     return CLIPTokenizer.from_pretrained(Path(folder), local_files_only=True)
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> None:
+    """Writes a tokenizer for `load_tokenizer`: the same files whatever it was last called with."""
+    # Each call sets these two anew, and leaves them.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(folder)
+
+
 def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """How many rows a table of embeddings needs for all ids of a tokenizer, which need not be without gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1

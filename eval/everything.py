@@ -11,7 +11,7 @@ from debias_diffusion.data import is_toy_scenes
 from debias_diffusion.errors import UserError
 from debias_diffusion.models.shipped import TWO_TOWERS
 
-from .common.encoders import CHUNKS, READINGS, split_reading
+from .common.encoders import OVERLAP, READINGS, split_reading
 from .common.inputs import check_output
 from .merged_report import ReportConfig, evaluate_report
 from .pictures.generation import GenerationConfig, evaluate_generation, load_networks
@@ -27,7 +27,7 @@ EVALUATE = {
     "generation": evaluate_generation,
     "classification": evaluate_classification,
 }
-TOYS = (TWO_TOWERS[0], CHUNKS + TWO_TOWERS[0], *TWO_TOWERS[1:])
+TOYS = (TWO_TOWERS[0], OVERLAP + TWO_TOWERS[0], *TWO_TOWERS[1:])
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
 
 
@@ -38,8 +38,8 @@ class AllConfig:
     Attributes:
         encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
             them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip. For images, their text encoders
-            take the place of SDXL's first. chunks:NAME and overlap:NAME are for images only: there NAME, an encoder
-            of 77 positions, reads long prompts in chunks, or in overlapping chunks, instead of cutting them.
+            take the place of SDXL's first. overlap:NAME and chunks:NAME are for images only: there NAME, an encoder
+            of 77 positions, reads long prompts in overlapping chunks, or in others, instead of cutting them.
         output: Folder for the results, and for report.html. What is finished there is not done again.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/test, scenes of the toy world.

@@ -18,7 +18,7 @@ from .common.pages import png_url, write_page
 from .common.report import Table, escaped, save_picture
 from .pictures import dpg_bench, drift, generation
 from .story import tell
-from .text_image import attention, classification, retrieval, robustness
+from .text_image import attention, classification, cola, retrieval, robustness
 
 TEMPLATE = "merged_report.html.j2"
 # By the name in a result's "evaluation": the module that draws and tabulates it, the title of its section, and its
@@ -31,10 +31,11 @@ EVALUATIONS = {
     "generation": (generation, "Images generated from captions", generation.GenerationConfig),
     "dpg_bench": (dpg_bench, "DPG-Bench: dense prompts", dpg_bench.DpgBenchConfig),
     "classification": (classification, "Zero-shot classification", classification.ClassificationConfig),
+    "cola": (cola, "Cola: objects and their attributes", cola.ColaConfig),
 }
 # Settings that may differ between results in one table: paths, speed, and the encoders themselves.
 _IGNORED = ("encoders", "output", "device", "batch_size", "images_at_once", "max_bad", "data", "images", "root")
-_COUNTS = ("images", "captions", "classes", "prompts", "propositions")
+_COUNTS = ("images", "captions", "items", "classes", "prompts", "propositions")
 
 
 @dataclass

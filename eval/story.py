@@ -172,6 +172,7 @@ def claims(measured: dict) -> list[dict]:
     retrieval, drawn = measured["retrieval"], measured["generation"]
     of_both_recipes = measured["bootstrap"].get("debias-clip - long-clip")
     encoders = NAMES.keys() - {IN_CHUNKS, IN_OVERLAPPING_CHUNKS, FOR_SDXL}
+    in_chunks = IN_OVERLAPPING_CHUNKS if IN_OVERLAPPING_CHUNKS in drawn else IN_CHUNKS
     if of_both_recipes is None or not (encoders <= retrieval.keys() and encoders <= drawn.keys()):
         return []
     return [
@@ -182,23 +183,28 @@ def claims(measured: dict) -> list[dict]:
         _draws_more(drawn),
         _draws_late_objects(drawn),
         _draws_surely_more("Long-CLIP", of_both_recipes),
-        _draws_surely_more("the original CLIP in chunks", measured["bootstrap"].get(f"debias-clip - {IN_CHUNKS}")),
+        _draws_surely_more(_in_text(in_chunks), measured["bootstrap"].get(f"debias-clip - {in_chunks}")),
         _fills_no_more(measured["differences"]["empty_filled"].get("debias-clip - clip")),
-        *(_claims_for_sdxl(measured) if FOR_SDXL in drawn else ()),
+        *(_claims_for_sdxl(measured, in_chunks) if FOR_SDXL in drawn else ()),
     ]
 
 
-def _claims_for_sdxl(measured: dict) -> list[dict]:
+def _in_text(encoder: str) -> str:
+    """The name of the original CLIP, read so, within a sentence."""
+    return f"the o{NAMES[encoder][1:]}"
+
+
+def _claims_for_sdxl(measured: dict, in_chunks: str) -> list[dict]:
     """Of the encoder whose words keep their states."""
     objects, filled, name = measured["bootstrap"], measured["differences"]["empty_filled"], NAMES[FOR_SDXL]
     return [
         _draws_surely_more("Long-CLIP", objects.get(f"{FOR_SDXL} - long-clip"), name),
         _interval_claim(
-            f"With {name}, no fewer objects are drawn right than with the original CLIP in chunks.",
-            objects.get(f"{FOR_SDXL} - {IN_CHUNKS}"),
+            f"With {name}, no fewer objects are drawn right than with {_in_text(in_chunks)}.",
+            objects.get(f"{FOR_SDXL} - {in_chunks}"),
             lambda difference, low, high: None if difference < 0 <= high else difference >= 0,
         ),
-        _fills_no_more(filled.get(f"{FOR_SDXL} - {IN_CHUNKS}"), name, "the original CLIP in chunks"),
+        _fills_no_more(filled.get(f"{FOR_SDXL} - {in_chunks}"), name, _in_text(in_chunks)),
     ]
 
 

@@ -22,7 +22,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
 from debias_diffusion.interchange import best_of_run, load_text_encoder, stretch_text_encoder
-from debias_diffusion.interchange.load import model_and_weights
+from debias_diffusion.interchange.places import model_and_weights
 from debias_diffusion.interchange.transformers_folder import read_encoder
 from debias_diffusion.models.model_files import check_bounds, check_finite, explain_failure, may_be_hub_id, read_config
 from debias_diffusion.models.shipped import shipped

@@ -44,7 +44,7 @@ class LongPromptOptions(NamedTuple):
     negative_clip_skip: bool = False
     strict: bool = False
     weighting: bool = False
-    overlap: bool = False
+    overlap: bool = True
 
 
 class PromptLayout(NamedTuple):
@@ -72,7 +72,7 @@ class LongPromptMixin:
         negative_clip_skip: bool = False,
         strict: bool = False,
         weighting: bool = False,
-        overlap: bool = False,
+        overlap: bool = True,
     ):
         """Sets how long prompts are read; every option that is not passed returns to its default.
 
@@ -83,7 +83,8 @@ class LongPromptMixin:
                 `parse_weights`; a weight moves a token's hidden states away from those of the empty prompt, as in
                 ComfyUI.
             overlap: read each chunk but the first together with the end of the text before it (`split_overlapping`), so
-                that "it" finds what it means. Costs the text encoders up to twice the chunks.
+                that "it" finds what it means. Costs the text encoders up to twice the chunks. False reads each chunk by
+                itself, as other programs do.
 
         Returns:
             the pipeline itself

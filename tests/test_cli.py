@@ -77,7 +77,7 @@ def test_every_training_option_is_explained():
     [
         (
             ["trian"],
-            "Unknown command 'trian'. Did you mean train? Choose one of: quickstart, train, align, export",
+            "Unknown command 'trian'. Did you mean train? Choose one of: quickstart, train, align, ablate, export",
         ),
         (["evaluate", "retrieval", "--encoders", "x [1]"], "must be names with commas between them, got"),
         (["evaluate", "robust"], "Unknown command 'robust'. Did you mean robustness"),

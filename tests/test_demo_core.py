@@ -223,7 +223,7 @@ def test_what_was_read_is_said(toy):
     }
     several = pictures(toy, steps=1, prompt=f"{PROMPT} {PROMPT} {PROMPT}", long_prompts="chunks")
     assert [item.read for item in several] == [
-        "reads all 279 tokens in 4 chunks",
+        "reads all 279 tokens in 8 chunks",
         "reads all 279 tokens in 2 chunks",
         "reads all 279 tokens in 2 chunks",
     ]
@@ -602,14 +602,15 @@ def test_the_picture_itself_is_never_decoded(tiny):
 
 
 def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
-    encoders, unused = ["/home/me/long", "gone"], {"prompt_2": "a dog", "overlap": True}
+    encoders, unused = ["/home/me/long", "gone"], {"prompt_2": "a dog", "windows": [1, 3]}
     request, notes = request_of_png(settings_with(encoders=encoders, base="other", scheduler="PLMS", **unused), tiny)
     assert request.encoders == ("long",) and request.scheduler == "Euler"
     assert len(notes) == 5
     for note, words in zip(
-        notes, ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2", "overlap"), strict=True
+        notes, ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2", "not overlap"), strict=True
     ):
         assert words in note
+    assert request_of_png(settings_with(windows=[1, 3], overlap=True), tiny)[1] == []
     request, notes = request_of_png(settings_with(height=1024, width=768), toy)
     assert request.encoders == tuple(TOYS) and (request.height, request.width) == (48, 48) and len(notes) == 3
 
@@ -835,10 +836,10 @@ def test_a_request_within_the_budget_is_drawn(toy):
     "changes, steps",
     [
         ({"steps": 100, "images": 8}, 2400),
-        ({"prompt": "a red ring. " * 1600, "steps": 20, "encoders": ("toy/debias-clip",)}, 20 * 20),
+        ({"prompt": "a red ring. " * 1600, "steps": 20, "encoders": ("toy/debias-clip",)}, 20 * 53),
         ({"prompt": "a red ring. " * 1600, "steps": 20, "encoders": ("toy/debias-clip",), "long_prompts": "cut"}, 20),
         ({"prompt": "a BREAK " * 2000, "weighting": True, "steps": 20, "encoders": ("toy/debias-clip",)}, 20 * 600),
-        ({"prompt": "a", "negative_prompt": "a red ring. " * 1600, "encoders": ("toy/debias-clip",)}, 20 * 20),
+        ({"prompt": "a", "negative_prompt": "a red ring. " * 1600, "encoders": ("toy/debias-clip",)}, 20 * 53),
     ],
     ids=["steps", "prompt", "cut", "breaks", "negative"],
 )

@@ -23,7 +23,7 @@ def results(output: Path) -> dict[str, dict]:
 def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):
     assert AllConfig().encoders == [
         "toy/clip",
-        "chunks:toy/clip",
+        "overlap:toy/clip",
         "toy/long-clip",
         "toy/debias-clip",
         "toy/debias-clip-sdxl",

@@ -80,7 +80,7 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
     n_tokens = len(clip_tokenizer(248)(PROMPT, add_special_tokens=False).input_ids)
     assert 75 < n_tokens <= 150
     assert printed == (
-        f"Prompt: {n_tokens} tokens, encoded at 152 positions (1 chunk of the first text encoder, 2 of the second)\n"
+        f"Prompt: {n_tokens} tokens, encoded at 152 positions (1 chunk of the first text encoder, 3 of the second)\n"
         f"Wrote {path}\n"
     )
     image = Image.open(path)
@@ -98,6 +98,7 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
         "negative_prompt": None,
         "prompt_2": None,
         "weighting": False,
+        "overlap": True,
         "seed": 3,
         "steps": 2,
         "guidance_scale": 7.0,
@@ -107,7 +108,7 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
         "dtype": "float32",
         "tokens": n_tokens,
         "positions": 152,
-        "windows": [1, 2],
+        "windows": [1, 3],
     }
 
 
@@ -809,18 +810,18 @@ def test_strict(many, tmp_path, capsys):
 
 def test_overlap(tmp_path):
     plain, overlap = (draw(tmp_path, encoder=None, overlap=value, name=f"{value}.png") for value in (False, True))
-    pipe = load_sdxl(TOY["base"], None, torch.device("cpu")).set_long_prompt(overlap=True)
+    pipe = load_sdxl(TOY["base"], None, torch.device("cpu"))
     assert np.asarray(drawn_by(pipe, LONG)).tobytes() == np.asarray(Image.open(overlap)).tobytes()
     assert Image.open(plain).tobytes() != Image.open(overlap).tobytes()
     before, settings = read_settings(plain), read_settings(overlap)
     assert "overlap" not in before and settings["overlap"] is True  # older images have no such setting and stay valid
     assert first_difference(settings, before) == "overlap was True, now False"
     several = partial(draw, tmp_path, name="several", encoder=None, images_per_prompt=2)
-    files = pictures(several())
+    files = pictures(several(overlap=False))
     assert plain.read_bytes() in files.values()
-    assert pictures(several()) == files
+    assert pictures(several(overlap=False)) == files
     with pytest.raises(UserError, match="2 of the images .* other settings, the first .*overlap was False, now True"):
-        several(overlap=True)
+        several()
     short = [Image.open(draw(tmp_path, "a star", encoder=None, overlap=value)).tobytes() for value in (False, True)]
     assert short[0] == short[1]
 

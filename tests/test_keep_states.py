@@ -30,7 +30,7 @@ LONG = "A street at night, seen from above. " + " ".join(f"House number {n} has 
 def pipeline_states(backbone, text: str) -> torch.Tensor:
     """What the first encoder of a long-prompt pipeline gives the UNet, in chunks that overlap, [positions, width]."""
     encoder, tokenizer = to_transformers(backbone)
-    pipe = assemble(StableDiffusionXLLongPromptPipeline, tiny_sdxl.sdxl_parts()).set_long_prompt(overlap=True)
+    pipe = assemble(StableDiffusionXLLongPromptPipeline, tiny_sdxl.sdxl_parts())
     pipe.text_encoder, pipe.tokenizer = encoder, tokenizer
     width = encoder.config.hidden_size
     with torch.no_grad():

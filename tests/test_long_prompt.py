@@ -191,8 +191,8 @@ def test_a_negative_that_is_not_used_does_not_count(ours):
 
 def test_prompt_layout_says_what_encode_prompt_does(ours, long):
     assert ours.prompt_layout("cat") == (1, 77, (1, 1))
-    assert long.prompt_layout(words(143)) == (143, 152, (1, 2))
-    assert long.prompt_layout(words(300)) == (300, 494, (2, 4))
+    assert long.prompt_layout(words(143)) == (143, 152, (1, 3))
+    assert long.prompt_layout(words(300)) == (300, 494, (2, 8))
     assert long.prompt_layout("cat", negative_prompt=words(100)) == (1, 152, (1, 1))
     assert long.prompt_layout("cat", negative_prompt=words(100), do_classifier_free_guidance=False) == (1, 77, (1, 1))
 
@@ -313,7 +313,7 @@ def test_one_forward_an_encoder_and_never_past_its_context_length(long):
         for hook in hooks:
             hook.remove()
     # chunks of both prompts and one empty one; then those of both negatives and one empty one
-    assert shapes == {"first": [(2 + 1 + 1, 248), (2 + 1, 248)], "second": [(4 + 1 + 1, 77), (2 + 1, 77)]}
+    assert shapes == {"first": [(2 + 1 + 1, 248), (2 + 1, 248)], "second": [(8 + 1 + 1, 77), (2 + 1, 77)]}
 
 
 @pytest.mark.parametrize("name", ["ours", "long"])
@@ -324,7 +324,7 @@ def test_late_details_are_read(request, name):
     a, _, pooled_a, _ = pipe.encode_prompt(" ".join(text))
     b, _, pooled_b, _ = pipe.encode_prompt(" ".join(other))
     differs = (a != b).any(-1)[0]
-    assert differs[121:].all() and not differs[:121].any()
+    assert differs[121:142].all() and not differs[:121].any()
     # the second encoder pools its first chunk, which did not change
     assert torch.equal(pooled_a, pooled_b)
     early = pipe.encode_prompt(" ".join(["dragon", *text[1:]]))
@@ -415,7 +415,7 @@ def test_overlapping_chunks_keep_every_token_once_and_know_what_came_before(ours
 
 
 def test_nothing_is_read_across_a_break(ours):
-    pipe = type(ours)(**ours.components).set_long_prompt(weighting=True, overlap=True)
+    pipe = type(ours)(**ours.components).set_long_prompt(weighting=True)
     tokens = pipe._tokenize(f"{words(100)} BREAK {words(100)}", None)[0][0]
     chunks = split_overlapping(tokens, 75)
     second = next(number for number, chunk in enumerate(chunks) if chunk.kept.start == 100)
@@ -424,11 +424,12 @@ def test_nothing_is_read_across_a_break(ours):
 
 def test_overlap_changes_nothing_within_one_chunk_and_the_late_states_of_several(ours):
     pipe = type(ours)(**ours.components)
-    plain = [pipe.encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
-    short, long = [pipe.set_long_prompt(overlap=True).encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
+    short, long = [pipe.encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
+    plain = [pipe.set_long_prompt(overlap=False).encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
     assert torch.equal(short, plain[0]) and torch.equal(long[:, :76], plain[1][:, :76])
     assert long.shape == plain[1].shape and not torch.allclose(long[:, 80:120], plain[1][:, 80:120], atol=1e-3)
-    assert pipe.prompt_layout(words(120, ".")).windows == (3, 3)
+    assert pipe.prompt_layout(words(120, ".")).windows == (2, 2)
+    assert pipe.set_long_prompt().prompt_layout(words(120, ".")).windows == (3, 3)
 
 
 @pytest.fixture

@@ -73,6 +73,7 @@ def test_json_lines(tmp_path):
         ('{"prompt": 3}', "The prompt must be text, got '3'."),
         ('{"prompt": ["a"]}', "The prompt must be text, got \"['a']\"."),
         ('{"prompt": " \\n"}', "The prompt is empty. Say what to draw."),
+        (r'{"prompt": "\u0085"}', "The prompt is empty. Say what to draw."),
         ('{"prompt": "\\ud800"}', "The prompt holds '\\ud800', which is no character."),
         ('{"prompt": "a", "negative": 3}', "The negative must be text, got '3'."),
         ('{"prompt": "a", "negative": "b", "negative_prompt": "c"}', "Its negative and negative_prompt differ."),

@@ -97,11 +97,14 @@ TOLD = Caption(SENTENCES)
 
 def test_ways_and_ceilings_in_closed_form():
     assert sentences_by_chunk(TOLD, words) == [[0, 1, 2], [3, 4, 5], [6]]
+    # One sentence of each but the first chunk is new, after two that are read again.
+    assert sentences_by_chunk(TOLD, words, overlap=True) == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
     reading = read_caption(TOLD, words)
     assert reading.ways == {"top": WITHIN, "left": ACROSS, "right": ALONE}
     assert reading.knowable == {
         "truncated": {"top"},
         "in_chunks": {"top", "right"},
+        "in_overlapping_chunks": {"top", "right"},
         "whole": {"top", "left", "right"},
     }
     # Cut between the star and "it", nothing is known of its colour; read together, all is.
@@ -110,10 +113,10 @@ def test_ways_and_ceilings_in_closed_form():
     assert knowable(TOLD, [range(7)]) == {"top", "left", "right"} and knowable(TOLD, [[]]) == set()
     alone = CaptionReading({"top": ALONE}, {reader: {"top"} for reader in READERS})
     assert ceilings([reading, alone]) == [
-        {"told": ALL, "objects": 4, "truncated": 50, "in_chunks": 75, "whole": 100},
-        {"told": ALONE, "objects": 2, "truncated": 50, "in_chunks": 100, "whole": 100},
-        {"told": WITHIN, "objects": 1, "truncated": 100, "in_chunks": 100, "whole": 100},
-        {"told": ACROSS, "objects": 1, "truncated": 0, "in_chunks": 0, "whole": 100},
+        {"told": ALL, "objects": 4, "truncated": 50, "in_chunks": 75, "in_overlapping_chunks": 75, "whole": 100},
+        {"told": ALONE, "objects": 2, "truncated": 50, "in_chunks": 100, "in_overlapping_chunks": 100, "whole": 100},
+        {"told": WITHIN, "objects": 1, "truncated": 100, "in_chunks": 100, "in_overlapping_chunks": 100, "whole": 100},
+        {"told": ACROSS, "objects": 1, "truncated": 0, "in_chunks": 0, "in_overlapping_chunks": 0, "whole": 100},
     ]
     assert [line["told"] for line in ceilings([alone])] == [ALL, ALONE] and ceilings([]) == []
 

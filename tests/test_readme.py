@@ -12,6 +12,7 @@ import yaml
 from PIL import Image
 from skimage import data_dir
 
+from debias_diffusion.app.ablate import AblateConfig
 from debias_diffusion.app.align import AlignConfig
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.sentences import split_sentences
@@ -34,7 +35,7 @@ def test_the_first_run_at_true_size(tmp_path):
     assert "RANDOM weights" in done.stdout
     # The prompt of 199 tokens with SOT and EOT is past 77 and read by the new encoder at once.
     assert re.search(
-        r"Prompt: 197 tokens, encoded at 227 positions \(1 chunk of the first .* 3 of the second\)", done.stdout
+        r"Prompt: 197 tokens, encoded at 227 positions \(1 chunk of the first .* 6 of the second\)", done.stdout
     )
     with Image.open(tmp_path / "runs" / "coffee.png") as picture:
         assert picture.size == (64, 64)
@@ -44,8 +45,12 @@ def test_the_first_run_at_true_size(tmp_path):
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_configuration_is_one_of_train_or_align(config):
-    values = {"images": "images"} | yaml.safe_load(config.read_text())
+def test_every_configuration_is_one_of_train_align_or_ablate(config):
+    values = yaml.safe_load(config.read_text())
+    if config.stem.startswith("aat"):
+        assert AblateConfig(**values) and config.name in (ROOT / "docs" / "ablation.md").read_text()
+        return
+    values = {"images": "images"} | values
     assert AlignConfig(**values) if config.stem.startswith("align") else TrainConfig(**values).make_method()
     assert config.name in README or config.stem.startswith(("debias-clip-vit-b16", "long-clip"))
 

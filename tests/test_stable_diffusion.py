@@ -93,7 +93,7 @@ def test_clip_skip_ends_cleanly_when_the_encoder_fails(ours):
 def test_a_long_prompt_in_chunks_and_at_once(ours, long):
     tokens = ours._tokenize(LONG)[0][0]
     assert len(tokens.ids) == 123
-    assert ours.prompt_layout(LONG) == (123, 152, (2,))
+    assert ours.prompt_layout(LONG) == (123, 152, (3,))
     assert long.prompt_layout(LONG) == (123, 152, (1,))
     assert long.prompt_layout("cat", negative_prompt=LONG) == (1, 152, (1,))
     assert long.prompt_layout("cat", negative_prompt=LONG, do_classifier_free_guidance=False) == (1, 77, (1,))
@@ -101,7 +101,9 @@ def test_a_long_prompt_in_chunks_and_at_once(ours, long):
     ids = torch.tensor([[BOS, *tokens.ids, EOS, *[EOS] * 27]])
     torch.testing.assert_close(embeds, long.text_encoder(ids)[0], rtol=1e-5, atol=1e-5)
     assert negatives.shape == embeds.shape
-    embeds, _ = encode(ours, LONG)
+    separate = type(ours)(**ours.components).set_long_prompt(overlap=False)
+    assert separate.prompt_layout(LONG) == (123, 152, (2,))
+    embeds, _ = encode(separate, LONG)
     first, second = (
         ours.text_encoder(torch.tensor([[BOS, *ids, EOS]]))[0] for ids in (tokens.ids[:72], tokens.ids[72:])
     )
@@ -116,7 +118,7 @@ def test_an_unused_negative_does_not_count(ours):
 
 def test_strict(ours, long):
     ours, long = (type(pipe)(**pipe.components).set_long_prompt(strict=True) for pipe in (ours, long))
-    with pytest.raises(ValueError, match="a text of 123 tokens takes 2 chunks .* 77 positions, and `strict`"):
+    with pytest.raises(ValueError, match="a text of 123 tokens takes 3 chunks .* 77 positions, and `strict`"):
         encode(ours, LONG)
     with pytest.raises(ValueError, match="a text of 123 tokens"):
         encode(ours, "cat", LONG)
@@ -150,7 +152,7 @@ def test_another_pipeline_made_of_it_has_its_options(ours):
     ours.set_long_prompt()
     with pytest.raises(ValueError, match="`strict` allows one"):
         encode(other, LONG)
-    assert StableDiffusionLongPromptImg2ImgPipeline.from_pipe(ours).prompt_layout(LONG).windows == (2,)
+    assert StableDiffusionLongPromptImg2ImgPipeline.from_pipe(ours).prompt_layout(LONG).windows == (3,)
     stock = StableDiffusionPipeline.from_pipe(other)
     assert type(stock) is StableDiffusionPipeline and stock.unet is ours.unet
     assert encode(StableDiffusionLongPromptPipeline.from_pipe(stock), LONG)[0].shape[1] == 152

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from debias_diffusion import tokens
-from debias_diffusion.tokens import PAD, CaptionTokenizer, Markers, clean, clip_tokenizer
+from debias_diffusion.tokens import PAD, CaptionTokenizer, Markers, clean, clip_tokenizer, save_tokenizer
 
 WINDOW = 248
 TOKENIZER = CaptionTokenizer(clip_tokenizer(WINDOW), WINDOW)
@@ -124,6 +124,15 @@ def test_vocabulary_is_clips():
     assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (49408, 49406, 49407)
     assert tokenizer("a photo of a cat").input_ids == [49406, 320, 1125, 539, 320, 2368, 49407]
     assert clip_tokenizer(77, pad_token="!").pad_token_id == PAD
+
+
+def test_what_a_tokenizer_was_last_called_with_is_not_saved(tmp_path):
+    tokenizer = clip_tokenizer(WINDOW)
+    save_tokenizer(tokenizer, tmp_path / "new")
+    tokenizer(["a cat", "a red cat"], padding=True, truncation=True, max_length=4)
+    save_tokenizer(tokenizer, tmp_path / "called")
+    new, called = (sorted((tmp_path / name).iterdir()) for name in ("new", "called"))
+    assert [file.read_bytes() for file in called] == [file.read_bytes() for file in new]
 
 
 def test_a_long_caption_is_cut_and_still_ends_in_eot():

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from debias_diffusion.chunks import split_overlapping, tokenize_text
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, parse_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
@@ -152,7 +153,7 @@ def test_off_by_default_and_without_syntax_nothing_changes(pipe, weighting):
 @pytest.mark.parametrize("weight", [1.3, 0.5, 0.0, -1.0])
 @pytest.mark.parametrize("length", [5, 120, 300])
 def test_states_move_away_from_the_empty_prompt(pipe, weighting, weight, length):
-    """By hand for a prompt within one window; in several chunks each state moves by the empty one of its place."""
+    """By hand for a prompt within one chunk; in several each state moves by the empty one of its place."""
     before, after = "red " * (length - 3), " sky tree"
     plain, _, pooled, _ = pipe.encode_prompt(f"{before}cat{after}")
     weighted, _, pooled_weighted, _ = weighting.encode_prompt(f"{before}(cat:{weight}){after}")
@@ -166,8 +167,9 @@ def test_states_move_away_from_the_empty_prompt(pipe, weighting, weight, length)
         window = min(encoder.config.max_position_embeddings, plain.shape[1])
         pads = [tokenizer.pad_token_id] * (window - 2)
         empty = encoder(torch.tensor([[49406, 49407, *pads]]), output_hidden_states=True).hidden_states[-2][0]
-        # "red" has no good place for a cut, so chunks are full
-        empty_states.append(empty[1 + (at - 1) % (window - 2)])
+        chunks = split_overlapping(tokenize_text(f"{before}cat{after}", tokenizer)[0], window - 2)
+        begin = next(chunk.read.start for chunk in chunks if at - 1 in chunk.kept)
+        empty_states.append(empty[at - begin])
     empty = torch.cat(empty_states)
     torch.testing.assert_close(weighted[0, at], empty + weight * (plain[0, at] - empty), rtol=1e-4, atol=1e-5)
 

@@ -31,7 +31,8 @@ class AlignConfig(RunConfig):
         keep_states: Weight of the term that keeps the hidden states of words near the checkpoint's own encoder's.
         keep_features: Weight of the term that keeps the pooled features: the first encoder's where training has put
             them, so that retrieval stays, the second's near the checkpoint's own, which the UNet reads.
-        overlap: Encoders of 77 positions read long prompts in chunks that overlap, as with `generate --overlap`.
+        overlap: Encoders of 77 positions read long prompts in chunks that overlap, as the pipelines do; false, each by
+            itself, as with `generate --overlap false`.
         pixels: Images are scaled and cropped to squares of this side, a multiple of 8; null is the checkpoint's own.
         validation: How many of the first pairs are held out, and measured on, at most 64 of them. auto is 1000, and a
             tenth of fewer than 10,000 pairs.
@@ -69,7 +70,7 @@ class AlignConfig(RunConfig):
     denoising: float = 10.0
     keep_states: float = 1.0
     keep_features: float = 10.0
-    overlap: bool = False
+    overlap: bool = True
     pixels: int | None = None
     validation: int | Literal["auto"] = "auto"
     batch: int = 48

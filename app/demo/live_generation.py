@@ -255,6 +255,7 @@ def settings_of(models: DemoModels, request: Request, label: str, picture: int, 
         "encoder": label,
         "encoders": list(request.encoders),
         "encoder_2": None,
+        "overlap": True,
         **runtime_settings(models.device, models.dtype),
         **layout._asdict(),
     }

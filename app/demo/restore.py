@@ -10,7 +10,7 @@ from PIL import Image
 
 from debias_diffusion.errors import UserError, reason
 
-from ..generate.png_settings import SETTINGS_KEY
+from ..generate.png_settings import SETTINGS_KEY, UNRECORDED
 from ..generate.prompts import parse_seed
 from .checks import check, shown, whole_number
 from .models import DemoModels
@@ -40,9 +40,17 @@ def request_of_png(file: str | bytes, models: DemoModels) -> tuple[Request, list
     settings = _parsed(_settings_text(file))
     notes: list[str] = []
     request = _fitted(_request(settings, models), settings.get("base"), models, notes)
-    unused = [name for name in ("prompt_2", "encoder_2", "overlap") if settings.get(name) is not None]
+    unused = [name for name in ("prompt_2", "encoder_2") if settings.get(name) is not None]
     notes += [f"Its {name} is not used here." for name in unused]
+    if _in_chunks(settings) and not settings.get("overlap", UNRECORDED["overlap"]):
+        notes.append("It was read in chunks that did not overlap; here they do.")
     return check(request, models), notes
+
+
+def _in_chunks(settings: dict) -> bool:
+    """Whether a text encoder took several."""
+    windows = settings.get("windows")
+    return isinstance(windows, list) and any(isinstance(count, int) and count > 1 for count in windows)
 
 
 def _settings_text(file: str | bytes) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import folder_lock, write_text
-from debias_diffusion.interchange.load import fitted_second
+from debias_diffusion.interchange.places import fitted_second
 from debias_diffusion.limits import check_guidance, check_pixels, check_steps
 from debias_diffusion.pipelines.loading import SDXL
 from debias_diffusion.pipelines.memory import explain_memory

@@ -31,7 +31,8 @@ class GenerateConfig:
             the same.
         strict: skip prompts that a text encoder would have to read in several chunks.
         overlap: where a text encoder reads a prompt in several chunks, read each but the first together with the end of
-            the text before it, so that "it" finds what it means; up to twice the work of the text encoders.
+            the text before it, so that "it" finds what it means; up to twice the work of the text encoders. false reads
+            each chunk by itself, as earlier releases and other programs do.
         weighting: (word:1.3), ((word)), [word], word++ and BREAK in prompts are weights; otherwise they are text.
         steps: denoising steps, from 1 to 1000; more are slower and finer, up to about 50.
         guidance_scale: how strongly the prompt is followed; 1 is no guidance and half the time. The default is above
@@ -62,7 +63,7 @@ class GenerateConfig:
     low_memory: bool = False
     strict: bool = False
     weighting: bool = False
-    overlap: bool = False
+    overlap: bool = True
 
     @property
     def several(self) -> bool:

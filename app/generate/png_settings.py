@@ -15,7 +15,7 @@ from debias_diffusion.png import UNREADABLE
 SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
 PARAMETERS_KEY = "parameters"  # for viewers that read the chunk of A1111's interface
 
-# Defaults of settings recorded only where they differ: images of earlier releases lack them, and must still match.
+# Settings that images of earlier releases lack, and how these were made; recorded only where they differ.
 UNRECORDED = {"overlap": False}
 
 # diffusers' schedulers by the names that A1111's interface gives to samplers

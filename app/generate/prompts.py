@@ -260,8 +260,8 @@ def _prompt(number: int, entry: dict) -> Prompt:
         check_text(name, entry.get(name, ""))
         if "\0" in entry.get(name, ""):  # as text in UTF-16 does that is read as UTF-8
             raise UserError(f"The {name} holds the character '\\x00'. Write it as UTF-8.")
-    check_prompt(entry["prompt"])
     texts = {name: entry[name].strip() for name in _TEXTS if name in entry}
+    check_prompt(texts["prompt"])  # stripped: cleaning makes a text of some characters that are spaces
     negatives = {texts[name] for name in ("negative_prompt", "negative") if name in texts}
     if len(negatives) > 1:
         raise UserError("Its negative and negative_prompt differ. Keep one.")

@@ -67,15 +67,13 @@ class Studio:
         config = self.config
         pipe = load_pipeline(config.base, config.encoder, self.device, self.dtype, config.encoder_2, part)
         pipe.set_progress_bar_config(disable=config.several)
-        if config.strict or config.weighting or config.overlap:
-            pipe.set_long_prompt(strict=config.strict, weighting=config.weighting, overlap=config.overlap)
-        return pipe
+        return pipe.set_long_prompt(strict=config.strict, weighting=config.weighting, overlap=config.overlap)
 
     def settings(self) -> dict:
         """What all images of the run have in common and what decides how they look; reads no models."""
         config = vars(self.config)
         names = ("base", "encoder", "encoder_2", "steps", "guidance_scale", "weighting")
-        changed = [name for name, default in UNRECORDED.items() if config[name] != default]
+        changed = [name for name, value in UNRECORDED.items() if config[name] != value]
         return {name: config[name] for name in (*names, *changed)} | {
             # An encoder that was trained further under the same name is another one.
             "encoder_sha256": _sha256(self.config.encoder),

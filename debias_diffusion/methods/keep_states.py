@@ -3,8 +3,7 @@
 SDXL's UNet was trained on the penultimate hidden states of the base model's text tower. Contrastive training moves them
 (drift), because its losses read only EOT's last state, and the UNet then misreads what the encoder has understood. Here
 the base model, frozen, reads a text in chunks of 77 positions that overlap, cut at the ends of sentences: as the
-pipelines do with `overlap`. The states of the words in the trained tower, which reads the text in one piece, are drawn
-to these.
+pipelines do. The states of the words in the trained tower, which reads the text in one piece, are drawn to these.
 
 It needs no UNet. Where it succeeds, late sentences have states that the UNet has learned to read. Chunks that do not
 overlap teach worse: after a cut their states know nothing of what came before, and nothing in a text says where a cut

@@ -12,10 +12,13 @@ import open_clip
 import torch
 from torch import nn
 
+from ..ablation.saved import is_ablation, read_ablation
 from ..data import Captions, Record
 from ..errors import UserError
 from ..methods import Method
 from ..models.backbone import Backbone, load_backbone
+from ..models.chinese_clip import NOT_TRAINED, is_chinese_clip
+from ..models.families import CHINESE_CLIP
 from ..models.weights import weights_digest
 from .config import RunConfig, TrainConfig
 from .step import MAX_LOGIT_SCALE
@@ -31,22 +34,35 @@ def load_base_model(config: TrainConfig, name_alone: bool = False) -> Backbone:
             earlier versions.
 
     Raises:
-        UserError: the model cannot be used, or no weights are named.
+        UserError: the model cannot be used, has suppressed heads, or no weights are named.
     """
     named, pretrained = config.model in open_clip.list_models() and not Path(config.model).exists(), config.pretrained
+    if is_chinese_clip(config.model):
+        raise UserError(f"{config.model!r} is a {CHINESE_CLIP}. {NOT_TRAINED}")
     if named and pretrained is None and not name_alone:
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(config.model)) or "(no tags for this model)"
         raise UserError(
             f"{config.model!r} is a name without weights. Give --pretrained with a tag: {tags}; or a file of weights; "
             "or none, which trains from random weights."
         )
+    if is_ablation(config.model):
+        raise _ablated(config.model, read_ablation(config.model)[0])
     torch.manual_seed(config.seed)
     backbone = load_backbone(config.model, None if named and pretrained == "none" else pretrained)
+    if backbone.image_attention or backbone.text_attention:
+        raise _ablated(config.model, "the model that it was made from")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
         raise UserError(
             f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
         )
     return backbone
+
+
+def _ablated(model: str, base: str) -> UserError:
+    return UserError(
+        f"{model!r} has suppressed attention heads, and training would move weights that were judged without them. "
+        f"Train {base}, then search again with `debias-diffusion ablate`."
+    )
 
 
 def base_model_digest(backbone: Backbone) -> str | None:

@@ -16,7 +16,6 @@ from debias_diffusion.files import json_digest
 from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.shipped import shipped
-from debias_diffusion.models.weights import weights_digest
 
 CHUNKS, OVERLAP = "chunks:", "overlap:"
 # How an encoder of 77 positions reads long prompts for images, by the prefix of its name; without one it cuts them.
@@ -33,7 +32,7 @@ class TwoTower:
         name: as the settings have it.
         label: short, and unique among the encoders of one evaluation.
         backbone: in evaluation mode, on its device.
-        digest: of its weights.
+        digest: of its weights and of replaced attention.
     """
 
     name: str
@@ -106,7 +105,7 @@ def of_each(names: Sequence[str], device: torch.device, evaluate: Callable[[TwoT
 
 def _load(name: str, label: str, device: torch.device) -> TwoTower:
     backbone = load_two_tower(name).to(device)
-    return TwoTower(name, label, backbone, weights_digest(backbone))
+    return TwoTower(name, label, backbone, backbone.digest())
 
 
 def labels(encoders: Sequence[str]) -> list[str]:

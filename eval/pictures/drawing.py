@@ -23,7 +23,7 @@ from debias_diffusion.chunks import TRAINED_POSITIONS
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
 from debias_diffusion.interchange import load_text_encoder
-from debias_diffusion.interchange.load import fitted_second
+from debias_diffusion.interchange.places import fitted_second
 from debias_diffusion.limits import check_guidance, check_seeds, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
@@ -51,7 +51,7 @@ from debias_diffusion.pipelines.rendering import (
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 
-from ..common.encoders import CHUNKS, OVERLAP, READINGS, split_reading
+from ..common.encoders import CHUNKS, READINGS, split_reading
 from ..common.processes import Processes
 
 ORIGINAL = "original"  # instead of an encoder: the checkpoint's own
@@ -176,8 +176,8 @@ class Drawing:
             self._check_seeds(subjects)
             for encoder, folder in zip(encoders, folders, strict=True):
                 _check_same_settings(folder, self._settings_record(encoder))
-                if _missing(folder, subjects):
-                    self._check_encoder(encoder)
+                if _missing(folder, subjects) and split_reading(encoder)[1] != ORIGINAL:
+                    self._load_encoder(encoder)
 
         self.processes.from_main(check_all)
 
@@ -186,8 +186,9 @@ class Drawing:
 
         Args:
             encoder: replaces SDXL's first text encoder, anything `load_text_encoder` takes; or `ORIGINAL`. One with the
-                context length of the checkpoint's second encoder cuts prompts there, at 77 tokens, as in stock SDXL;
-                with one of `READINGS` before its name it reads long prompts so, as this package's pipelines do.
+                context length of the checkpoint's second encoder cuts prompts there, at 77 tokens, as in stock SDXL.
+                With one of `READINGS` before its name this and the second encoder read long prompts so; without, the
+                second beside a longer one reads overlapping chunks, as in this package's pipelines.
             folder: gets `{name}.png` of each subject, and `settings.json` with every setting that affects the images.
             subjects: all images of the folder, finished or not.
 
@@ -229,7 +230,7 @@ class Drawing:
             self.digests["base"] = model_digest(self.settings.base)
             self.digests["encoder_2"] = self._second_digest(self.settings.encoder_2)
         known = self.digests["encoders"]
-        reading, model = split_reading(encoder)
+        _, model = split_reading(encoder)
         if encoder not in known:
             known[encoder] = None if model == ORIGINAL else model_digest(model)
         names = ("steps", "guidance_scale", "prefix", "seed")
@@ -240,7 +241,7 @@ class Drawing:
             "encoder": known[encoder],
             "windows": self._reads_in_chunks(encoder),
             # Else no key: older records match.
-            **({"overlap": True} if reading == OVERLAP else {}),
+            **({"overlap": True} if self._overlaps(encoder) else {}),
             **({"encoder_2": self._second_digest(second)} if second else {}),
             **{name: getattr(self.settings, name) for name in names},
             **runtime_settings(self.processes.device, self.dtype),
@@ -287,7 +288,7 @@ class Drawing:
 
     def _load(self, encoder: str) -> StableDiffusionXLPipeline:
         """The SDXL checkpoint with an encoder that reads prompts as its name says."""
-        reading, model = split_reading(encoder)
+        _, model = split_reading(encoder)
         second = self._second(model)
         if self._pipe is None or second != self._loaded_second:
             self._pipe = None  # before the next one is loaded
@@ -301,7 +302,7 @@ class Drawing:
         cut = lengths[0] == lengths[1] <= TRAINED_POSITIONS and not self._reads_in_chunks(encoder)
         cls = StableDiffusionXLPipeline if cut else StableDiffusionXLLongPromptPipeline
         pipe = replace_encoder(self._pipe, text_encoder, tokenizer, cls)
-        return pipe.set_long_prompt(overlap=True) if reading == OVERLAP else pipe
+        return pipe if cut else pipe.set_long_prompt(overlap=self._overlaps(encoder))
 
     def _second(self, model: str) -> str | None:
         """SDXL's second encoder beside `model`: the one that `align` has fitted with it, else that of the settings."""
@@ -316,6 +317,10 @@ class Drawing:
     def _reads_in_chunks(self, encoder: str) -> bool:
         return self.settings.windows or split_reading(encoder)[0] in READINGS
 
+    def _overlaps(self, encoder: str) -> bool:
+        """Whether chunks overlap, as the pipelines' do."""
+        return not self.settings.windows and split_reading(encoder)[0] != CHUNKS
+
     def _load_encoder(self, encoder: str) -> tuple[torch.nn.Module, Any]:
         """The text encoder and its tokenizer. Raises UserError unless it has the replaced encoder's width."""
         _, model = split_reading(encoder)
@@ -323,18 +328,6 @@ class Drawing:
         width = first_encoder_config(self.settings.base).hidden_size
         check_same_width(model, text_encoder.config.hidden_size, self.settings.base, width)
         return text_encoder, tokenizer
-
-    def _check_encoder(self, encoder: str) -> None:
-        """Raises UserError for an encoder that cannot be loaded, does not fit, or cannot be read as its name says."""
-        reading, model = split_reading(encoder)
-        is_original = model == ORIGINAL
-        config = first_encoder_config(self.settings.base) if is_original else self._load_encoder(encoder)[0].config
-        # Chunks that overlap may be the second encoder's alone.
-        if reading == CHUNKS and config.max_position_embeddings > TRAINED_POSITIONS:
-            raise UserError(
-                f"The encoder {encoder!r} reads {config.max_position_embeddings} tokens at once, so there is nothing "
-                f"to cut into chunks of {TRAINED_POSITIONS}. Give {model!r}."
-            )
 
 
 def _write_missing(

@@ -1,8 +1,7 @@
 """Drift: how far an encoder's hidden states have moved from those that the UNet was trained on. Needs no images.
 
-The base is the SDXL checkpoint's own text encoder. Encoders read as the pipelines do; longer captions in chunks that
-overlap, because else the base's states would jump wherever a caption is cut. Each gives the UNet one state for each
-token, and these are compared.
+The base is the SDXL checkpoint's own text encoder. Encoders read as the pipelines do, longer captions in chunks that
+overlap. Each gives the UNet one state for each token, and these are compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,8 +52,7 @@ class DriftConfig:
         output: Folder for the results, drift.json and drift.png. Finished results in it are reused.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/test, scenes of the toy world. Only captions are read; images may be missing.
-        dataset: A retrieval benchmark in place of data, all captions of each image. One of urban1k, dci, long-dci,
-            docci, iiw, sharegpt4v-1k, coco, flickr30k, flickr30k-test.
+        dataset: A retrieval benchmark in place of data, all captions of each image, as `evaluate retrieval` names it.
         root: Folder that the benchmark lies in, as its authors publish it.
         limit: Use only the captions of the first so many images. null uses all; auto is 1000 of the data and all of a
             benchmark.
@@ -107,7 +105,7 @@ class Reader:
     def states(self, tokens: list[Tokens]) -> list[Tensor]:
         """The states of each text: SOT, its tokens, EOT and `PADS` pads, [positions, width]."""
         length = max(len(text.ids) for text in tokens) + 2 + PADS
-        rows, _ = encode_tokens(self.encoder, self.tokenizer, tokens, length, overlap=True)
+        rows, _ = encode_tokens(self.encoder, self.tokenizer, tokens, length)
         return [row[: len(text.ids) + 2 + PADS] for row, text in zip(rows, tokens, strict=True)]
 
     def depends(self) -> dict:

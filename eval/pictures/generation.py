@@ -55,8 +55,9 @@ class GenerationConfig:
     Attributes:
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
             ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
-            cuts prompts at 77 tokens, as in stock SDXL; named chunks:NAME (chunks:original), it reads long prompts in
-            chunks, as this package's pipelines do, and named overlap:NAME, in overlapping chunks.
+            cuts prompts at 77 tokens, as in stock SDXL; named overlap:NAME (overlap:original), it reads long prompts in
+            overlapping chunks, as this package's pipelines do, and named chunks:NAME, in chunks that do not overlap.
+            SDXL's second encoder beside a longer one reads overlapping chunks, and with chunks:NAME such.
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         output: Folder for the results, `generation.json`, `generation.png` and `examples.png`, and for the generated
             images, `pictures/ENCODER/000000.png` and so on. Finished images of the same settings are kept.
@@ -380,16 +381,17 @@ def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
 
 def _by_telling(report: dict) -> list[Table]:
     """The table of objects by the way they are told, beside what a symbolic reader can know at most."""
-    encoders, rows = report["encoders"].values(), []
-    for line in report.get("ceilings", ()):  # earlier releases had none
+    encoders, lines, rows = report["encoders"].values(), report.get("ceilings", []), []
+    readers = [reader for reader in READERS if lines and reader in lines[0]]  # earlier releases had fewer
+    for line in lines:
         if line["told"] == ALL:
             numbers = [entry["scores"]["objects_right"] for entry in encoders]
         else:
             numbers = [_of_way(entry["scores"], line["told"]) for entry in encoders]
-        shares = (line[reader] for reader in READERS)
-        rows.append([line["told"], line["objects"], *(f"{share:.1f}" for share in shares), *map(_cell, numbers)])
-    readers = [f"symbolic reader, {title}" for title in READERS.values()]
-    header = ["objects right, %, by how they are told", "objects", *readers, *report["encoders"]]
+        shares = (f"{line[reader]:.1f}" for reader in readers)
+        rows.append([line["told"], line["objects"], *shares, *map(_cell, numbers)])
+    titles = (f"symbolic reader, {READERS[reader]}" for reader in readers)
+    header = ["objects right, %, by how they are told", "objects", *titles, *report["encoders"]]
     return [Table(header, rows)] if rows else []
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks
+from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks, split_overlapping
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.references import resolve_apart
@@ -11,7 +11,12 @@ from debias_diffusion.toyworld.references import resolve_apart
 ALONE, WITHIN, ACROSS = WAYS = "told alone", "by reference within a chunk", "by reference across a cut"
 ALL = "all objects"
 # By name, how a symbolic reader reads, for tables.
-READERS = {"truncated": "cut at 77 tokens", "in_chunks": "in chunks, each by itself", "whole": "whole"}
+READERS = {
+    "truncated": "cut at 77 tokens",
+    "in_chunks": "in chunks, each by itself",
+    "in_overlapping_chunks": "in overlapping chunks",
+    "whole": "whole",
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ def read_caption(caption: Caption, count_tokens: Callable[[str], int]) -> Captio
     parts = {
         "truncated": [truncated(caption, count_tokens)],
         "in_chunks": chunks,
+        "in_overlapping_chunks": sentences_by_chunk(caption, count_tokens, overlap=True),
         "whole": [range(len(caption.sentences))],
     }
     return CaptionReading(
@@ -66,18 +72,20 @@ def refers_back(caption: Caption) -> bool:
     return any(len(sentences) > 1 for sentences in sentences_needed(caption).values())
 
 
-def sentences_by_chunk(caption: Caption, count_tokens: Callable[[str], int]) -> list[list[int]]:
+def sentences_by_chunk(caption: Caption, count_tokens: Callable[[str], int], overlap: bool = False) -> list[list[int]]:
     """The numbers of the sentences that stand whole in each chunk of 77 tokens, cut as the pipelines cut a prompt.
 
     Args:
         caption: of sentences of less than half a chunk, as the toy world's are: other places than their ends, such as
             commas, are not looked at.
         count_tokens: of a cleaned sentence, without BOS and EOS. Sentences are tokenized alike alone and in a text.
+        overlap: whether chunks overlap; what is read again stands in both.
     """
     lengths = _lengths(caption, count_tokens)
     cuts = [cut for n in lengths for cut in [Cut.TOKEN] * (n - 1) + [Cut.SENTENCE]]
     number_of = [number for number, n in enumerate(lengths) for _ in range(n)]
-    chunks = split_chunks(Tokens(number_of, cuts, []), TRAINED_POSITIONS - 2)
+    tokens, slots = Tokens(number_of, cuts, []), TRAINED_POSITIONS - 2
+    chunks = [chunk.read for chunk in split_overlapping(tokens, slots)] if overlap else split_chunks(tokens, slots)
     numbers = [[number_of[at] for at in chunk] for chunk in chunks]
     return [[number for number in dict.fromkeys(chunk) if chunk.count(number) == lengths[number]] for chunk in numbers]
 

@@ -54,8 +54,9 @@ class DpgBenchConfig:
         base: SDXL checkpoint to generate with: a folder in diffusers' layout, a hub id, or toy/sdxl.
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
             ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
-            cuts prompts at 77 tokens, as in stock SDXL; named chunks:NAME (chunks:original), it reads long prompts in
-            chunks, as this package's pipelines do, and named overlap:NAME, in overlapping chunks.
+            cuts prompts at 77 tokens, as in stock SDXL; named overlap:NAME (overlap:original), it reads long prompts in
+            overlapping chunks, as this package's pipelines do, and named chunks:NAME, in chunks that do not overlap.
+            SDXL's second encoder beside a longer one reads overlapping chunks, and with chunks:NAME such.
         images_per_prompt: Images for each prompt.
         seed: Image i of each prompt starts from noise seeded with this number + i.
         steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
