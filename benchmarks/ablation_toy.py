@@ -7,6 +7,7 @@ Searches use scenes of the split validation, scores those of development. Tables
 searches   {toy/clip, toy/long-clip, toy/debias-clip} x {naive, ga, bp, all} x {margin, robust}, heads of the image
            tower; bp has no robust one. All tries every set of heads, so it is what ga can reach at best.
 beta       toy/clip, the set that maximises the margin for each beta
+way        heads of the image tower replaced by their mean, which ordinary weights hold, beside suppressed ones
 pairs      toy/clip, ga on fewer pairs, with three seeds
 text       heads of the text tower, beta 0 and 0.1, ga with the robust fitness
 sdxl       heads of the text tower but of its last block, which SDXL does not read, beta 0, the best of all sets by the
@@ -80,6 +81,10 @@ def rows(output: Path, pairs: int) -> Iterator[Row]:
             yield of("searches", model, search, fitness="robust")
     for beta in BETAS:
         yield of("beta", MODELS[0], "all", beta=beta)
+    for model in MODELS:
+        yield of("way", model, "all")
+        yield of("way", model, "all", beta=0.0)
+        yield of("way", model, "all", way="mean")
     for limit in PAIRS:
         for seed in SEEDS:
             yield of("pairs", MODELS[0], "ga", limit=limit, seed=seed)
@@ -121,7 +126,7 @@ def measure(output: Path, pairs: int, scenes: int) -> list[dict]:
         if is_ablation(config.output):
             ablation = read_ablation(config.output)[2]
             heads, after = ablation.names, scores.of(config.output)
-        names = ("model", "search", "tower", "fitness", "beta", "limit", "seed")
+        names = ("model", "search", "tower", "way", "fitness", "beta", "limit", "seed")
         measured.append(
             {
                 "table": row.table,
@@ -206,6 +211,7 @@ def as_markdown(measured: list[dict], drawn: list[dict]) -> str:
     columns = {
         "searches": ("model", "search", "fitness"),
         "beta": ("model", "beta"),
+        "way": ("model", "way", "beta"),
         "pairs": ("model", "limit", "seed"),
         "text": ("model", "beta"),
     }

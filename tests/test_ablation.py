@@ -534,7 +534,7 @@ def test_betas_leave_as_they_were_learned(world, tmp_path, capsys):
     [
         ({"beta": 1.5}, "beta is 1.5, but must be from 0 to 1"),
         ({"generations": 0}, "generations is 0, but must be at least 1"),
-        ({"search": "bp", "tower": "text"}, "bp learns the image tower's heads"),
+        ({"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
         ({"data": None}, "Give either --data"),
         ({"limit": 20}, "20 pairs are too few: 10 hard and 10 random"),
         ({"max_bad": -0.1}, "max_bad is -0.1, but must be from 0 to 1"),

@@ -22,7 +22,7 @@ LAYERS = (
     ("toyworld",),
     ("models",),
     ("methods",),
-    ("ablation.suppression", "ablation.heads", "ablation.folding", "ablation.saved"),
+    ("ablation.suppression", "ablation.means", "ablation.heads", "ablation.folding", "ablation.saved"),
     ("interchange",),
     ("data",),
     ("retrieval", "attention"),

@@ -6,10 +6,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from debias_diffusion.ablation.backprop import Backprop
 from debias_diffusion.ablation.fitness import K1, K2, check_count
 from debias_diffusion.ablation.heads import ABLATED, Ablation, Tower, tower_shape
+from debias_diffusion.ablation.means import image_means, text_means
 from debias_diffusion.ablation.population import Population, mean_shares
 from debias_diffusion.ablation.saved import is_ablation, write_ablation
 from debias_diffusion.ablation.search import (
@@ -60,7 +62,9 @@ class AblateConfig:
             is the genetic algorithm; bp learns a beta for each head by gradient descent; all tries every set of heads,
             of up to 16.
         tower: image, as in the paper, or text.
-        beta: What the attention to all tokens but the first is multiplied by in an ablated head, from 0 to 1.
+        way: suppress, as in the paper, moves attention to the first token; mean lets an ablated head always give what
+            it gives on average over the pairs of the search, which ordinary weights can hold.
+        beta: What the attention to all tokens but the first is multiplied by in a suppressed head, from 0 to 1.
         fitness: What ga and all maximise: margin, or robust, its mean over captions as they are, with sentences 1 and 4
             swapped, and without the first.
         generations: Of ga, at most.
@@ -84,6 +88,7 @@ class AblateConfig:
     limit: int | None = 1000
     search: Search = "ga"
     tower: Tower = "image"
+    way: Literal["suppress", "mean"] = "suppress"
     beta: float = 0.1
     fitness: Literal["margin", "robust"] = "margin"
     generations: int = 100
@@ -108,8 +113,10 @@ class AblateConfig:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be from 0 to 1.")
         if not self.learning_rate > 0:
             raise UserError(f"learning_rate is {self.learning_rate}, but must be above 0.")
-        if self.search == "bp" and (self.tower, self.fitness) != ("image", "margin"):
-            raise UserError("bp learns the image tower's heads by the contrastive loss: leave out tower and fitness.")
+        if self.search == "bp" and (self.tower, self.way, self.fitness) != ("image", "suppress", "margin"):
+            raise UserError(
+                "bp suppresses the image tower's heads by the contrastive loss: leave out tower, way and fitness."
+            )
 
 
 def ablate(config: AblateConfig) -> Path:
@@ -144,6 +151,7 @@ class _Search:
         self.blocks, self.heads = tower_shape(self.backbone, config.tower)
         if is_ablation(config.model) or self.backbone.image_attention or self.backbone.text_attention:
             raise UserError(f"{config.model!r} is ablated already. Give the model that it was made from.")
+        self.means: Tensor | None = None  # of way mean
         self.pairs = read_source(config)
         _check_pairs(config, self.pairs)
         self._claim()
@@ -174,6 +182,8 @@ class _Search:
             print("No head hurts: nothing is ablated.")
             return self.output
         ablation = Ablation.of_rows(self.config.tower, beta.tolist())
+        if self.means is not None:
+            ablation = ablation.with_means(self.means)
         if self.config.search == "bp":
             encoded, heads = problem.encode_betas(beta), ablation.names_below(ABLATED)
         else:
@@ -226,10 +236,14 @@ class _Search:
                 edit: encode_texts(backbone, of_edit, config.batch_size, self.device, f"captions, {edit}")
                 for edit, of_edit in texts.items()
             }
-            population = Population(backbone.image, config.beta, config.batch_size)
+            if config.way == "mean":
+                self.means = image_means(backbone.image, embedded, config.batch_size)
+            population = Population(backbone.image, config.beta, config.batch_size, self.means)
             problem = ImageProblem(population, embedded, {edit: part.to(self.device) for edit, part in encoded.items()})
         else:
-            problem = TextProblem(backbone, config.beta, features.to(self.device), texts, config.batch_size)
+            if config.way == "mean":
+                self.means = text_means(backbone, captions, config.batch_size, self.device)
+            problem = TextProblem(backbone, config.beta, features.to(self.device), texts, config.batch_size, self.means)
         problem.make_margins(K1, K2, config.seed)
         return problem
 
@@ -253,17 +267,18 @@ class _Search:
             mask = better_alone(probe(problem))
         elif config.search == "all":
             masks = every_mask(*problem.shape)
-            fitness = torch.cat([problem.fitness(problem.encode(part), None) for part in masks.split(256)])
+            parts = tqdm(masks.split(256), desc="sets of heads", unit="part")
+            fitness = torch.cat([problem.fitness(problem.encode(part), None) for part in parts])
             mask = masks[fitness.argmax()]
         else:
             log = self.output / LOG
             mask, _ = genetic_search(problem, log, config.generations, config.efficient, config.seed)
-        return torch.where(mask.view(*problem.shape), config.beta, 1.0)
+        return torch.where(mask.view(*problem.shape), config.beta if self.means is None else 0.0, 1.0)
 
     def _write_probe(self, recalls: list[dict[str, float]], problem: Problem) -> None:
         names = ["none", *(f"{block}-{head}" for block in range(self.blocks) for head in range(self.heads))]
         by_head = dict(zip(names, recalls, strict=True))
-        if isinstance(problem, ImageProblem):
+        if isinstance(problem, ImageProblem) and self.means is None:
             shares = mean_shares(self.backbone.image, problem.embedded, self.config.beta, self.config.batch_size)
             for name, before, after in zip(names[1:], *(part.flatten().tolist() for part in shares), strict=True):
                 by_head[name] |= {"cls_share": 100 * before, "cls_share_suppressed": 100 * after}

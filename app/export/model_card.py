@@ -129,7 +129,7 @@ def _made(exported: Exported, run: "_Run | None", search: "_Search | None", base
         rows |= run.rows()
     noted_ablations = [noted(backbone, tower) for tower in TOWERS if backbone]
     for ablation in filter(None, [search.ablation] if search else noted_ablations):
-        rows |= _suppressed(ablation, with_images=exported.task != "feature-extraction")
+        rows |= _ablated_heads(ablation, with_images=exported.task != "feature-extraction")
     positions = backbone.config.get(_KEY, {}) if backbone else {}
     if "keep" in positions and "factor" in positions:
         rows["positions"] = (
@@ -144,21 +144,24 @@ def _made(exported: Exported, run: "_Run | None", search: "_Search | None", base
     return table if made is None else f"{table}\n\n```bash\n{made.command()}\n```"
 
 
-def _suppressed(ablation: Ablation, with_images: bool) -> dict[str, str]:
-    """The table's row of a tower's suppressed heads. Where each has a beta of its own, those below 0.5 are named.
+def _ablated_heads(ablation: Ablation, with_images: bool) -> dict[str, str]:
+    """The table's row of a tower's ablated heads. Where each has a beta of its own, those below 0.5 are named.
 
     Args:
         with_images: whether the image tower is exported, too.
     """
+    verb = "suppressed" if ablation.means is None else "replaced"
     betas = sorted({beta for row in ablation.beta for beta in row if beta < 1})
-    if len(betas) == 1:
+    if ablation.means is not None:
+        heads = f"{', '.join(ablation.names)} (by their means, in the weights)"
+    elif len(betas) == 1:
         heads = f"{', '.join(ablation.names)} (beta {betas[0]:.3g})"
     else:
         names = ", ".join(ablation.names_below(ABLATED)) or "none"
         heads = f"{len(ablation.names)} with beta {betas[0]:.2g} to {betas[-1]:.2g}; below {ABLATED}: {names}"
     if ablation.tower == "image" and not with_images:
         heads += ": not part of this text encoder, which is that of the base model"
-    return {f"suppressed heads of the {ablation.tower} tower": heads}
+    return {f"{verb} heads of the {ablation.tower} tower": heads}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Text heads suppressed with beta 0, or replaced by their mean, as ordinary weights.
+"""Text heads suppressed with beta 0 as ordinary weights.
 
 Under a causal mask SOT sees itself alone, so its value in a head is the same for every text: a head with beta 0 always
 gives that value. What it adds to the residual stream moves into the bias of the block's output projection, and its
 columns there become zero. Then every program that runs a CLIP text encoder runs the ablation.
 
 Image heads cannot be folded so: there the value of CLS depends on the image, in all blocks but the first.
+Heads replaced by their mean (see `means`) are ordinary weights in both towers.
 """
 
 import torch
@@ -14,22 +15,7 @@ from ..errors import UserError
 from ..models.backbone import Backbone
 from ..models.blocks import before_attention, block_forward, causal_attention
 from .heads import Ablation, check_shape, noted, tower_shape
-
-
-@torch.no_grad()
-def fold_constants(block: nn.Module, constants: dict[int, Tensor]) -> None:
-    """Lets heads of a block always give the same, in place.
-
-    Args:
-        block: open_clip's block.
-        constants: by head, what it gives, [head_dim].
-    """
-    projection, heads = block.attn.out_proj, block.attn.num_heads
-    width = projection.in_features // heads
-    for head, constant in constants.items():
-        columns = slice(head * width, (head + 1) * width)
-        projection.bias += projection.weight[:, columns] @ constant
-        projection.weight[:, columns] = 0
+from .means import fold_constants
 
 
 @torch.no_grad()

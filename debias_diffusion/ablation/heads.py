@@ -1,35 +1,39 @@
 """Which heads of a tower are suppressed, and how much: named, applied to a model, and noted in its configuration."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UserError, reason
 from ..models.backbone import Backbone
+from .means import fold_means
 from .suppression import Suppressed
 
 Tower = Literal["image", "text"]
 TOWERS: tuple[Tower, ...] = get_args(Tower)
 ABLATED = 0.5  # where each head has a beta of its own, those below it count as ablated
 KIND = "suppression"  # of attention, in a model's configuration
+MEAN = "mean"  # of what a search leaves, where heads are replaced by their mean
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """Suppressed heads of one tower.
+    """Suppressed heads of one tower, or heads replaced by their mean.
 
     Attributes:
         tower: "image" or "text".
         beta: of each head, from 0 to 1, by block: [blocks][heads]. 1 leaves a head as it is.
+        means: None for suppression; else what heads with a beta below 1 give instead, [blocks, heads, head_dim].
     """
 
     tower: Tower
     beta: tuple[tuple[float, ...], ...]
+    means: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         for name, beta in self.by_name.items():
@@ -79,10 +83,14 @@ class Ablation:
 
     def description(self) -> dict:
         """JSON values that identify the attention."""
-        return {"kind": KIND, "beta": [list(row) for row in self.beta]}
+        return {"kind": KIND if self.means is None else MEAN, "beta": [list(row) for row in self.beta]}
+
+    def with_means(self, means: Tensor) -> "Ablation":
+        """The same heads replaced by their mean."""
+        return replace(self, means=means)
 
     def apply(self, backbone: Backbone) -> None:
-        """Gives the tower this attention, and notes it in the model's configuration.
+        """Gives the tower this attention, and notes it in the model's configuration; means go into the weights instead.
 
         Raises:
             UserError: the tower has other blocks or heads, no class token, or no causal mask.
@@ -93,11 +101,24 @@ class Ablation:
         check_shape(self.beta, *tower_shape(backbone, self.tower))
         if not attends:
             raise UserError("No head is ablated: beta is 1 everywhere.")
+        if self.means is not None:
+            self._fold_means(tower_blocks(backbone, self.tower))
+            return
         if self.tower == "image":
             backbone.replace_image_attention(attends, self.description())
         else:
             changes = {block: partial(Suppressed, attend.beta) for block, attend in attends.items()}
             backbone.replace_text_attention(changes, self.description())
+
+    def _fold_means(self, blocks: Sequence[nn.Module]) -> None:
+        attention = blocks[0].attn
+        expected = (len(blocks), attention.num_heads, attention.embed_dim // attention.num_heads)
+        if self.means.shape != expected or not self.means.isfinite().all():
+            raise UserError(
+                f"The means have the shape {tuple(self.means.shape)}, or are not finite; the tower's have {expected}. "
+                "Search again."
+            )
+        fold_means(blocks, torch.tensor(self.beta) < 1, self.means)
 
 
 def check_shape(beta: Iterable[Iterable[float]], blocks: int, heads: int) -> None:
@@ -123,14 +144,16 @@ def tower_shape(backbone: Backbone, tower: Tower) -> tuple[int, int]:
             f"A {backbone.family.name} has no class token and no SOT that attention could be moved to. Give a CLIP, "
             "such as ViT-B-16."
         )
-    if tower == "text":
-        blocks = backbone.text.tower.transformer.resblocks
-    else:
-        visual = backbone.image.visual
-        if visual.pool_type != "tok":
-            raise UserError(f"The image tower pools by {visual.pool_type!r}, not at a class token. Give another CLIP.")
-        blocks = visual.transformer.resblocks
+    if tower == "image" and backbone.image.visual.pool_type != "tok":
+        pooling = backbone.image.visual.pool_type
+        raise UserError(f"The image tower pools by {pooling!r}, not at a class token. Give another CLIP.")
+    blocks = tower_blocks(backbone, tower)
     return len(blocks), blocks[0].attn.num_heads
+
+
+def tower_blocks(backbone: Backbone, tower: Tower) -> Sequence[nn.Module]:
+    """open_clip's blocks of a tower, in order."""
+    return (backbone.text.tower if tower == "text" else backbone.image.visual).transformer.resblocks
 
 
 def noted(backbone: Backbone, tower: Tower) -> Ablation | None:

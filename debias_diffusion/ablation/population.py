@@ -17,19 +17,20 @@ from .suppression import attend_with_share, suppress
 
 
 class Population:
-    """The features of ablations of one tower, all with the same beta.
+    """The features of ablations of one tower, all with the same beta, or of heads replaced by their means.
 
     Args:
         tower: an image tower with a class token, in evaluation mode.
         beta: of the ablated heads, from 0 to 1.
         batch: images whose states are held at once.
+        means: what ablated heads give instead of being suppressed, [blocks, heads, head_dim].
 
     Attributes:
         children: how many times a block's second half was computed for one image, so far.
     """
 
-    def __init__(self, tower: ImageTower, beta: float, batch: int = 64):
-        self.tower, self.beta, self.batch = tower, beta, batch
+    def __init__(self, tower: ImageTower, beta: float, batch: int = 64, means: Tensor | None = None):
+        self.tower, self.beta, self.batch, self.means = tower, beta, batch, means
         self.blocks = list(tower.visual.transformer.resblocks)
         self.heads = self.blocks[0].attn.num_heads
         self.children = 0
@@ -63,7 +64,10 @@ class Population:
         if is_last:
             query, states = query[:, :1], states[:, :1]
         attended, share = attend_with_share(query, key, value, full_attention)
-        ablated = suppress(attended, share, value[:, :1], attended.new_full((self.heads,), self.beta))
+        if self.means is None:
+            ablated = suppress(attended, share, value[:, :1], attended.new_full((self.heads,), self.beta))
+        else:
+            ablated = self.means[depth].to(attended)
         here, child_of = torch.unique(masks[numbers, depth], dim=0, return_inverse=True)
         for child, mask in enumerate(here):
             chosen = torch.where(mask.to(attended.device)[:, None], ablated, attended)

@@ -1,19 +1,24 @@
-"""What a search leaves: `ablation.json`, which names the base model and the suppressed heads."""
+"""What a search leaves: `ablation.json`, with the base model and the ablated heads, and the means that replace them."""
 
 import os
 from pathlib import Path
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
 from ..errors import UserError, reason
 from ..files import read_json_object, write_json
 from ..models.backbone import Backbone
-from ..models.weights import weights_digest
-from .heads import Ablation
+from ..models.weights import save_tensors, weights_digest
+from .heads import MEAN, Ablation
 
-FILE = "ablation.json"
+FILE, MEANS_FILE = "ablation.json", "means.safetensors"
 
 
 def write_ablation(folder: Path, model: str, backbone: Backbone, ablation: Ablation, **more) -> None:
     """Writes `ablation.json`: the model's name and digest, the tower, beta, the suppressed heads' names, and `more`."""
+    if ablation.means is not None:
+        save_tensors({"means": ablation.means}, folder / MEANS_FILE)
     content = {"model": model, "model_sha256": weights_digest(backbone.model), "tower": ablation.tower}
     write_json(folder / FILE, content | ablation.description() | {"heads": ablation.names} | more)
 
@@ -33,8 +38,10 @@ def read_ablation(folder: str | os.PathLike) -> tuple[str, str, Ablation]:
     try:
         content = read_json_object(file)
         ablation = Ablation.of_rows(content["tower"], content["beta"])
+        if content["kind"] == MEAN:
+            ablation = ablation.with_means(load_file(file.parent / MEANS_FILE)["means"])
         return str(content["model"]), str(content["model_sha256"]), ablation
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
         raise UserError(
             f"{str(file)!r} cannot be read: {reason(error)}. Search again, or give the model alone."
         ) from error

@@ -1,0 +1,146 @@
+"""Heads replaced by their mean: what the means are, the same features as ordinary weights, and every export."""
+
+import json
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_clip import save_tiny_clip, tiny_clip
+from transformers import CLIPModel
+
+from debias_diffusion.ablation.heads import Ablation
+from debias_diffusion.ablation.means import Replaced, image_means, text_means
+from debias_diffusion.ablation.population import Population
+from debias_diffusion.ablation.saved import write_ablation
+from debias_diffusion.ablation.search import TextProblem
+from debias_diffusion.app.ablate import AblateConfig, ablate
+from debias_diffusion.app.export import ExportConfig, export
+from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import load_text_encoder, load_two_tower
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.blocks import before_attention, full_attention
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the river.", ""]
+PIXELS = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+MASKS = {
+    "image": torch.tensor([[True, False], [False, True]]),
+    "text": torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]], dtype=torch.bool),
+}
+
+
+def means_of(backbone: Backbone, tower: str) -> torch.Tensor:
+    if tower == "image":
+        return image_means(backbone.image, backbone.image.embed(PIXELS), batch=2)
+    return text_means(backbone, CAPTIONS, 2, torch.device("cpu"))
+
+
+def replaced(backbone: Backbone, tower: str) -> Backbone:
+    ablation = Ablation.of_mask(tower, MASKS[tower], 0.0).with_means(means_of(backbone, tower))
+    ablation.apply(backbone)
+    return backbone
+
+
+def test_the_mean_is_over_images_and_tokens_and_in_the_last_block_over_cls():
+    backbone = tiny_clip().eval()
+    means, states = means_of(backbone, "image"), backbone.image.embed(PIXELS)
+    for number, block in enumerate(backbone.model.visual.transformer.resblocks):
+        attended = full_attention(*before_attention(block, states))
+        attended = attended[:, :1] if number == 1 else attended
+        torch.testing.assert_close(means[number], attended.mean(dim=(0, 1)), rtol=0, atol=1e-6)
+        states = backbone.image.run_block(number, states)
+
+
+def test_a_head_that_is_replaced_gives_its_mean_and_the_others_what_they_gave():
+    query, key, value = torch.randn(3, 2, 7, 3, 4)
+    mean = torch.randn(3, 4)
+    result = Replaced(torch.tensor([True, False, True]), mean)(query, key, value)
+    assert torch.equal(result[:, :, [0, 2]], mean[[0, 2]].expand(2, 7, 2, 4))
+    assert torch.equal(result[:, :, 1], full_attention(query, key, value)[:, :, 1])
+
+
+def test_a_population_gives_the_features_of_the_folded_weights():
+    backbone = tiny_clip().eval()
+    means, embedded = means_of(backbone, "image"), backbone.image.embed(PIXELS)
+    masks = torch.stack([torch.zeros(2, 2, dtype=torch.bool), MASKS["image"]])
+    plain, ablated = Population(backbone.image, 0.1, 2, means).features(embedded, masks)
+    torch.testing.assert_close(plain, backbone.encode_image(PIXELS), rtol=0, atol=1e-5)
+    folded = replaced(tiny_clip().eval(), "image").encode_image(PIXELS)
+    torch.testing.assert_close(ablated, folded, rtol=0, atol=1e-5)
+    assert (ablated - plain).abs().max() > 1e-3
+
+
+def test_packed_texts_give_the_features_of_the_folded_weights():
+    backbone = tiny_clip().eval()
+    images = torch.randn(3, backbone.encode_text(backbone.tokenize(CAPTIONS)).shape[-1])
+    problem = TextProblem(backbone, 0.1, images, {"whole": CAPTIONS}, means=means_of(backbone, "text"))
+    ablated = problem.encode(MASKS["text"].flatten()[None])[1]["whole"][0]
+    plain = backbone.encode_text(backbone.tokenize(CAPTIONS))
+    folded = replaced(tiny_clip().eval(), "text")
+    torch.testing.assert_close(ablated, folded.encode_text(folded.tokenize(CAPTIONS)), rtol=0, atol=1e-5)
+    assert (ablated - plain).abs().max() > 1e-3 and not backbone.text.changes
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory) -> dict[str, str]:
+    """By tower, what a search with `way` mean has left; the base has random weights, so that some head does harm."""
+    folder = tmp_path_factory.mktemp("means")
+    base = save_tiny_clip(folder / "base")
+    settings = dict(data="toy/validation", search="all", way="mean", limit=40)
+    folders = {"base": base, "image": str(ablate(AblateConfig(base, str(folder / "image"), **settings)))}
+    backbone = load_two_tower(base)
+    text = folder / "text"
+    text.mkdir()
+    ablation = Ablation.of_mask("text", MASKS["text"], 0.0).with_means(means_of(backbone, "text"))
+    write_ablation(text, base, load_two_tower(base), ablation, settings={"model": base, "output": "text"})
+    return folders | {"text": str(text)}
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_every_export_holds_it_as_ordinary_weights(searched, tower, tmp_path, capsys):
+    ours, base = load_two_tower(searched[tower]), load_two_tower(searched["base"])
+    rows = ours.tokenize(CAPTIONS).padded()
+    expected = ours.encode_image(PIXELS), ours.encode_text(ours.tokenize(CAPTIONS))
+    plain = base.encode_image(PIXELS), base.encode_text(base.tokenize(CAPTIONS))
+    assert [torch.equal(*pair) for pair in zip(expected, plain, strict=True)] == [tower == "text", tower == "image"]
+    for to in ("open_clip", "clip"):
+        export(ExportConfig(searched[tower], str(tmp_path / to), to))
+    assert "UNABLATED" not in capsys.readouterr().out
+    assert f"replaced heads of the {tower} tower" in (tmp_path / "clip" / "README.md").read_text()
+    model = open_clip.create_model(f"local-dir:{tmp_path / 'open_clip'}").eval()
+    theirs = [(model.encode_image(PIXELS), model.encode_text(rows))]
+    model, info = CLIPModel.from_pretrained(tmp_path / "clip", output_loading_info=True)
+    assert not any(info.values()) and not list((tmp_path / "clip").glob("*.py"))
+    theirs.append((model.get_image_features(PIXELS).pooler_output, model.get_text_features(rows).pooler_output))
+    for features in theirs:
+        torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
+    if tower == "text":
+        encoder, tokenizer = load_text_encoder(searched["text"])
+        ids = tokenizer(CAPTIONS[:2], padding="max_length", return_tensors="pt").input_ids
+        features = encoder(ids).pooler_output @ ours.text.tower.text_projection
+        torch.testing.assert_close(features, expected[1][:2], rtol=0, atol=1e-5)
+
+
+def test_the_search_leaves_the_means_and_says_which_heads(searched):
+    content = json.loads(Path(searched["image"], "ablation.json").read_text())
+    assert content["kind"] == "mean" and content["heads"] and content["settings"]["way"] == "mean"
+    assert content["recall"]["after"] != content["recall"]["before"]
+
+
+@pytest.mark.parametrize("content", [b"", torch.zeros(1, 2, 16), torch.full((3, 4, 16), torch.nan), None])
+def test_means_that_cannot_be_read_are_refused(searched, content, tmp_path):
+    (tmp_path / "ablation.json").write_text(Path(searched["text"], "ablation.json").read_text())
+    file = tmp_path / "means.safetensors"
+    if isinstance(content, torch.Tensor):
+        save_file({"means": content}, file)
+    elif content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match="Search again"):
+        load_two_tower(tmp_path)
+
+
+def test_descent_needs_suppression(tmp_path):
+    with pytest.raises(UserError, match="leave out tower, way and fitness"):
+        AblateConfig("toy/clip", str(tmp_path), data="toy/validation", search="bp", way="mean")
