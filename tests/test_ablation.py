@@ -20,7 +20,7 @@ from debias_diffusion.ablation.fitness import Margin
 from debias_diffusion.ablation.folding import fold_text
 from debias_diffusion.ablation.genetic import Generation, evolve, first_masks, next_masks
 from debias_diffusion.ablation.heads import Ablation, apply_saved, tower_shape
-from debias_diffusion.ablation.population import Population, mean_shares
+from debias_diffusion.ablation.population import Population, TextPopulation, mean_shares
 from debias_diffusion.ablation.search import ImageProblem, TextProblem, better_alone, every_mask, genetic_search, probe
 from debias_diffusion.ablation.suppression import Suppressed
 from debias_diffusion.app.ablate import AblateConfig, ablate, command
@@ -275,6 +275,25 @@ def test_text_heads_are_suppressed_in_packed_rows_too():
     assert (features - plain).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("pooling", ["eot", "average"])
+@pytest.mark.parametrize("beta", [0.1, 0.0])
+@torch.no_grad()
+def test_a_population_of_texts_equals_one_ablation_at_a_time(pooling, beta):
+    backbone = tiny_clip().double().eval()
+    backbone.pooling = pooling
+    masks = torch.rand(12, 3, 4, generator=torch.Generator().manual_seed(2)) < 0.4
+    masks = torch.cat([masks, masks[:3], torch.zeros(1, 3, 4, dtype=torch.bool)])
+    batches = [backbone.tokenize(CAPTIONS), backbone.tokenize(["A dog."])]
+    features = TextPopulation(backbone.text, beta).features(batches, masks)
+    for mask, row in zip(masks, features, strict=True):
+        if mask.any():
+            Ablation.of_mask("text", mask, beta).apply(backbone)
+        expected = torch.cat([backbone.encode_text(batch) for batch in batches])
+        # The betas of a model are in single precision.
+        torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
+        backbone.restore_text_attention()
+
+
 @torch.no_grad()
 def test_folded_heads_are_ordinary_weights():
     ablated, folded = tiny_clip().double().eval(), tiny_clip().double().eval()
@@ -471,7 +490,8 @@ def test_heads_of_a_text_tower_are_searched_on_several_sets_of_texts(tmp_path):
     with torch.no_grad():
         images = ablated.encode_text(ablated.tokenize(whole)).float()
     shorter = [text.removeprefix("A ") for text in whole]
-    problem = TextProblem(backbone, 0.0, images, {"whole": whole, "shorter": shorter})
+    batches = {"whole": [backbone.tokenize(whole)], "shorter": [backbone.tokenize(shorter)]}
+    problem = TextProblem(TextPopulation(backbone.text, 0.0), images, batches)
     problem.make_margins(k1=5, k2=5)
     encoded = problem.encode(torch.stack([torch.zeros(blocks * heads, dtype=torch.bool), planted.flatten()]))
     fitness = problem.fitness(encoded, 0)

@@ -11,10 +11,9 @@ from tiny_clip import save_tiny_clip, tiny_clip
 from transformers import CLIPModel
 
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.ablation.means import Replaced, image_means, text_means
-from debias_diffusion.ablation.population import Population
+from debias_diffusion.ablation.means import image_means, text_means
+from debias_diffusion.ablation.population import Population, TextPopulation
 from debias_diffusion.ablation.saved import write_ablation
-from debias_diffusion.ablation.search import TextProblem
 from debias_diffusion.app.ablate import AblateConfig, ablate
 from debias_diffusion.app.export import ExportConfig, export
 from debias_diffusion.errors import UserError
@@ -53,14 +52,6 @@ def test_the_mean_is_over_images_and_tokens_and_in_the_last_block_over_cls():
         states = backbone.image.run_block(number, states)
 
 
-def test_a_head_that_is_replaced_gives_its_mean_and_the_others_what_they_gave():
-    query, key, value = torch.randn(3, 2, 7, 3, 4)
-    mean = torch.randn(3, 4)
-    result = Replaced(torch.tensor([True, False, True]), mean)(query, key, value)
-    assert torch.equal(result[:, :, [0, 2]], mean[[0, 2]].expand(2, 7, 2, 4))
-    assert torch.equal(result[:, :, 1], full_attention(query, key, value)[:, :, 1])
-
-
 def test_a_population_gives_the_features_of_the_folded_weights():
     backbone = tiny_clip().eval()
     means, embedded = means_of(backbone, "image"), backbone.image.embed(PIXELS)
@@ -74,9 +65,8 @@ def test_a_population_gives_the_features_of_the_folded_weights():
 
 def test_packed_texts_give_the_features_of_the_folded_weights():
     backbone = tiny_clip().eval()
-    images = torch.randn(3, backbone.encode_text(backbone.tokenize(CAPTIONS)).shape[-1])
-    problem = TextProblem(backbone, 0.1, images, {"whole": CAPTIONS}, means=means_of(backbone, "text"))
-    ablated = problem.encode(MASKS["text"].flatten()[None])[1]["whole"][0]
+    population = TextPopulation(backbone.text, 0.1, means_of(backbone, "text"))
+    ablated = population.features([backbone.tokenize(CAPTIONS)], MASKS["text"][None])[0]
     plain = backbone.encode_text(backbone.tokenize(CAPTIONS))
     folded = replaced(tiny_clip().eval(), "text")
     torch.testing.assert_close(ablated, folded.encode_text(folded.tokenize(CAPTIONS)), rtol=0, atol=1e-5)

@@ -12,7 +12,7 @@ from debias_diffusion.ablation.backprop import Backprop
 from debias_diffusion.ablation.fitness import K1, K2, check_count
 from debias_diffusion.ablation.heads import ABLATED, Ablation, Tower, tower_shape
 from debias_diffusion.ablation.means import image_means, text_means
-from debias_diffusion.ablation.population import Population, mean_shares
+from debias_diffusion.ablation.population import Population, TextPopulation, mean_shares
 from debias_diffusion.ablation.saved import is_ablation, write_ablation
 from debias_diffusion.ablation.search import (
     ImageProblem,
@@ -33,6 +33,7 @@ from debias_diffusion.files import folder_lock, read_json_object, write_json
 from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.retrieval import encode_images, encode_texts
 from debias_diffusion.sentences import split_sentences
+from debias_diffusion.tokens import TokenBatch
 
 from .figures import draw_heads
 
@@ -243,9 +244,16 @@ class _Search:
         else:
             if config.way == "mean":
                 self.means = text_means(backbone, captions, config.batch_size, self.device)
-            problem = TextProblem(backbone, config.beta, features.to(self.device), texts, config.batch_size, self.means)
+            batches = {edit: self._tokenize(of_edit) for edit, of_edit in texts.items()}
+            population = TextPopulation(backbone.text, config.beta, self.means)
+            problem = TextProblem(population, features.to(self.device), batches)
         problem.make_margins(K1, K2, config.seed)
         return problem
+
+    def _tokenize(self, texts: list[str]) -> list[TokenBatch]:
+        size = self.config.batch_size
+        parts = (texts[start : start + size] for start in range(0, len(texts), size))
+        return [self.backbone.tokenize(part).to(self.device) for part in parts]
 
     def _search(self, problem: Problem) -> Tensor:
         """[blocks, heads] the betas."""

@@ -5,7 +5,6 @@ over their tokens, goes through the output projection into its bias, and the hea
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -67,29 +66,6 @@ def text_means(backbone: Backbone, texts: Sequence[str], batch: int, device: tor
     finally:
         backbone.text.changes = {}
     return torch.stack([mean.value for mean in means])
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """The attention of a block some of whose heads always give their mean; an `Attention`.
-
-    Attributes:
-        mask: True for these heads, [heads].
-        mean: [heads, head_dim]
-        attend: the ordinary attention.
-    """
-
-    mask: Tensor
-    mean: Tensor
-    attend: Attention = full_attention
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return replace_heads(self.attend(query, key, value), self.mask, self.mean)
-
-
-def replace_heads(attended: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
-    """What a block's heads give, [..., heads, head_dim], with the mean, [heads, head_dim], in those of `mask`."""
-    return torch.where(mask.to(attended.device)[:, None], mean.to(attended), attended)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Searches for heads of a tower that hurt: each alone, all of those, every set, and a genetic algorithm."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 
@@ -12,14 +12,11 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..files import atomic_file
-from ..models.backbone import Backbone
-from ..models.blocks import Attention
-from ..retrieval import encode_texts, recall_at_k
+from ..retrieval import recall_at_k
+from ..tokens import TokenBatch
 from .fitness import K1, K2, Margin
 from .genetic import Generation, evolve, first_masks, from_lines, population_size, to_line
-from .heads import tower_shape
-from .means import Replaced
-from .population import Population
+from .population import Population, TextPopulation
 from .suppression import Suppressed
 
 KS = (1, 5, 10)
@@ -118,46 +115,22 @@ class ImageProblem(Problem):
 
 
 class TextProblem(Problem):
-    """Ablations of a text tower, one after the other.
+    """Ablations of a text tower.
 
     Args:
-        backbone: whose text tower is ablated; it ends as it was.
-        beta: of the ablated heads.
+        population: of the tower.
         images: features, [pairs, dim].
-        texts: by name of the set, the texts.
-        batch: texts encoded at once.
-        means: what ablated heads give instead of being suppressed, [blocks, heads, head_dim].
+        texts: by name of the set, the texts in batches.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        beta: float,
-        images: Tensor,
-        texts: dict[str, Sequence[str]],
-        batch: int = 64,
-        means: Tensor | None = None,
-    ):
-        self.backbone, self.beta, self.images, self.texts, self.batch = backbone, beta, images, texts, batch
-        self.means = means
-        self.shape = tower_shape(backbone, "text")
+    def __init__(self, population: TextPopulation, images: Tensor, texts: dict[str, Sequence[TokenBatch]]):
+        self.population, self.images, self.texts = population, images, texts
+        self.shape = len(population.blocks), population.heads
 
     def encode(self, masks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        features: dict[str, list[Tensor]] = {name: [] for name in self.texts}
-        tower, device = self.backbone.text, self.images.device
-        for mask in masks.view(len(masks), *self.shape):
-            tower.changes = {block: self._change(block, ablated) for block, ablated in enumerate(mask) if ablated.any()}
-            try:
-                for name, texts in self.texts.items():
-                    features[name].append(encode_texts(self.backbone, texts, self.batch, device, progress=False))
-            finally:
-                tower.changes = {}
-        return self.images[None], {name: torch.stack(rows).to(device) for name, rows in features.items()}
-
-    def _change(self, block: int, ablated: Tensor) -> Callable[[Attention], Attention]:
-        if self.means is None:
-            return partial(Suppressed, torch.where(ablated, self.beta, 1.0))
-        return partial(Replaced, ablated, self.means[block])
+        masks = masks.view(len(masks), *self.shape)
+        features = {name: self.population.features(of_set, masks).float() for name, of_set in self.texts.items()}
+        return self.images[None], features
 
 
 def single_heads(blocks: int, heads: int) -> Tensor:

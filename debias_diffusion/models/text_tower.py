@@ -124,6 +124,25 @@ class _Layout:
         return _Group(slots.to(device), size, text, prefix, seen, mask)
 
 
+@dataclass(frozen=True)
+class PackedTexts:
+    """Texts on their way through a causal tower, for methods that run the blocks themselves.
+
+    Attributes:
+        hidden_states: [tokens, width] the blocks' input; token 0 is the SOT that all texts share.
+        attend: the attention of every block but the last.
+        attend_last: the attention of the last block, whose queries are those of `rows` alone.
+        rows: the tokens whose state after the last block is pooled; None for all.
+        project: these states to features [texts, embed_dim], in the order of the batch.
+    """
+
+    hidden_states: torch.Tensor
+    attend: Attention
+    attend_last: Attention
+    rows: torch.Tensor | None
+    project: Callable[[torch.Tensor], torch.Tensor]
+
+
 class TextTower:
     """A causal text tower that computes each caption only up to EOT, and the shared beginning once.
 
@@ -168,9 +187,7 @@ class TextTower:
         self._check_changes(tokens)
         tower, layout = self.tower, _Layout(tokens, tokens.ids.device)
         numbers, eot_states = block_numbers(tower.transformer, blocks), {}
-        ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
-        # [longest prefix + sum of lengths, width]
-        hidden_states = tower.token_embedding(ids) + tower.positional_embedding[layout.positions]
+        hidden_states = self._embed(tokens, layout)
         last = len(tower.transformer.resblocks) - 1
         for block in range(last):
             hidden_states = self._run(block, hidden_states, partial(_attend, layout))
@@ -186,6 +203,31 @@ class TextTower:
         features = self.project(pooled)
         states = [eot_states[number].index_select(0, layout.back) for number in numbers]
         return features, stack_states(states, features, hidden_states.shape[-1])
+
+    def pack(self, tokens: TokenBatch) -> PackedTexts:
+        """The same computation as parts; `changes` are left to who runs the blocks.
+
+        Raises:
+            UserError: pads stand before SOT, so that token 0 is no SOT.
+        """
+        self._check_sot(tokens)
+        layout = _Layout(tokens, tokens.ids.device)
+        attend, hidden_states = partial(_attend, layout), self._embed(tokens, layout)
+
+        def average(states: torch.Tensor) -> torch.Tensor:
+            return self.project(_average(tokens, layout, self.tower.ln_final(states)))
+
+        def at_eot(states: torch.Tensor) -> torch.Tensor:
+            return self.project(self.tower.ln_final(states).index_select(0, layout.back))
+
+        if self.pooling == "average":
+            return PackedTexts(hidden_states, attend, attend, None, average)
+        return PackedTexts(hidden_states, attend, partial(_attend_last, layout), layout.last, at_eot)
+
+    def _embed(self, tokens: TokenBatch, layout: _Layout) -> torch.Tensor:
+        """[longest prefix + sum of lengths, width] the blocks' input"""
+        ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
+        return self.tower.token_embedding(ids) + self.tower.positional_embedding[layout.positions]
 
     def penultimate_states(self, tokens: TokenBatch, pad: int) -> torch.Tensor:
         """`hidden_states[-2]` of transformers' CLIPTextModel, as SDXL's UNet reads it: of every token, pads included.
@@ -212,10 +254,9 @@ class TextTower:
             `tokens.ids`.
         """
         self._check_changes(tokens)
-        tower, layout = self.tower, _Layout(tokens, tokens.ids.device)
-        ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
-        hidden_states = tower.token_embedding(ids) + tower.positional_embedding[layout.positions]
-        for block in range(len(tower.transformer.resblocks) - 1):
+        layout = _Layout(tokens, tokens.ids.device)
+        hidden_states = self._embed(tokens, layout)
+        for block in range(len(self.tower.transformer.resblocks) - 1):
             hidden_states = self._run(block, hidden_states, partial(_attend, layout))
         prefix, texts = hidden_states.tensor_split([layout.n_prefix])
         return prefix, texts.index_select(0, layout.ids.argsort())
@@ -226,7 +267,12 @@ class TextTower:
         return run_block(transformer, block, hidden_states, attend, *rows, **parts)
 
     def _check_changes(self, tokens: TokenBatch) -> None:
-        if self.changes and not tokens.shared_sot:
+        if self.changes:
+            self._check_sot(tokens)
+
+    @staticmethod
+    def _check_sot(tokens: TokenBatch) -> None:
+        if not tokens.shared_sot:
             raise UserError(
                 "Pads stand before SOT, and the replaced attention of this text tower takes the first token for SOT. "
                 "Put the pads after SOT, or use the model with the plain attention."
