@@ -1,0 +1,1 @@
+"""`debias-diffusion synthesize`: captions for images, written by a multimodal model and cleaned."""
