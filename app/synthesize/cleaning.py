@@ -26,7 +26,7 @@ _WORD = re.compile(r"\w+(?:['’]\w+)?")
 _END = re.compile(r"[.!?…‼⁇⁈⁉。！？｡।॥؟۔։።፧។៕][\"'”’»)\]*_」』）]*$")
 _QUOTED = re.compile(r'"[^"\n]{1,200}"|“[^”\n]{1,200}”|«[^»\n]{1,200}»')
 _APOLOGY = re.compile(
-    r"\b(?:I['’]m|I am|we are) (?:very |really )?sorry\b|\bmy apologies\b|\bI apologi[sz]e\b|"
+    r"\b(?:I['’]m|I am|we are) (?:very |really )?sorry\b|\bsorry, (?:but )?I\b|\bmy apologies\b|\bI apologi[sz]e\b|"
     r"\bas an? (?:AI\b|artificial intelligence|(?:text|language)[- ](?:based )?(?:AI |model))|"
     r"\bI(?:['’]m| am) (?:just |only )?an? (?:AI\b|language model)",
     re.IGNORECASE,
@@ -34,13 +34,17 @@ _APOLOGY = re.compile(
 _INABILITY = re.compile(
     r"\bI(?:['’]m| am) (?:not able|unable)\b|\bI (?:cannot|can['’]t|can not|could not|couldn['’]t|do not|don['’]t) "
     r"(?:\w+ )?(?:see|view|access|provide|describe|assist|help|identify|open|process|have)\b|"
-    r"\b(?:no|without an?|please (?:provide|upload|share|attach)(?: \w+)?) (?:image|picture|photo)\b",
+    r"\bno (?:image|picture|photo) (?:was|is|has been|to)? ?(?:provided|attached|uploaded|given|available|describe)\b|"
+    r"\bplease (?:provide|upload|share|attach)(?: \w+)? (?:image|picture|photo)\b|"
+    r"\b(?:image|picture|photo) (?:did not|didn['’]t|failed to|could not be|cannot be|can['’]t be) "
+    r"(?:load|loaded|open|opened|displayed|viewed|processed)\b",
     re.IGNORECASE,
 )
 _MARKUP = re.compile(
-    r"</?[a-zA-Z][\w:-]*(?:\s[^<>]*)?/?>|<\|[^<>|]+\|>|\[/?INST\]|<<?/?SYS>>?|"  # tags and a chat's markers
-    r"\b(?:USER|ASSISTANT|SYSTEM|Human|Assistant):|"
-    r"\*\*[^*\n]+\*\*|^#{1,6} |```|\]\(\w+:|^\s*\|.*\|\s*$|\\(?:begin|text\w*|frac)\{",  # Markdown and LaTeX
+    r"</?[a-zA-Z][\w:-]*(?:\s[^<>]*)?/?>|<\|[^<>|]+\|>|\[/?INST\]|<<?/?SYS>>?|&(?:nbsp|lt|gt|amp|quot);|"  # tags
+    r"\b(?:USER|ASSISTANT|SYSTEM|Human|Assistant):|"  # turns of a chat
+    r"\*\*[^*\n]+\*\*|^#{1,6} |```|\]\(\w+:|^\s*\|.*\|\s*$|\\[a-zA-Z]+\{|"  # Markdown and LaTeX
+    r'\A\s*(?:\{|\[\s*[{\d"])',  # JSON
     re.MULTILINE,
 )
 
