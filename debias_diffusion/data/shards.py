@@ -330,8 +330,8 @@ def _finished_manifest(root: Path) -> list[dict]:
     manifest = read_manifest(root)
     if manifest and not manifest["complete"]:
         raise UserError(
-            f"The shards in {str(root)!r} are not finished. Start the command that writes them again (`debias-diffusion "
-            "shards` or `synthesize`), which continues."
+            f"The shards in {str(root)!r} are not finished. Start the same `debias-diffusion shards` (or `synthesize`) "
+            "command again, which continues."
         )
     return manifest["shards"] if manifest else []
 

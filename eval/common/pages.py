@@ -7,7 +7,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from debias_diffusion.files import write_text
 
-
 TEMPLATES = Path(__file__).parent.parent
 
 
