@@ -84,15 +84,14 @@ class Captioner:
                 raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
             if not getattr(processor, "chat_template", None):
                 raise ValueError("it has no chat template, so it cannot be asked")
+            tokenizer, self.image_processor = processor.tokenizer, processor.image_processor
         except Exception as error:  # whatever a wrong folder or a failed download raises
             raise UserError(f"The model {model!r} cannot be loaded: {reason(error)}. {_advice()}") from error
-        tokenizer = processor.tokenizer
         # Answers continue the last position of a row, so the pads must stand on the left.
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.pipeline = pipeline("image-text-to-text", model=loaded.eval(), processor=processor, device=device)
-        self.image_processor = processor.image_processor
         self.batch = batch
         self.settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens}
         self._shapes = lru_cache(_SIZES)(self._processed_shapes)

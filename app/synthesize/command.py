@@ -52,6 +52,7 @@ from debias_diffusion.files import (
     sha256,
     write_json,
 )
+from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 from .captioner import Asked, Captioner, model_digest
@@ -278,7 +279,8 @@ class _Synthesis:
         name, prompt = self._name(record), self._prompt(record)
         if reason:
             return Outcome(name, prompt, text=text.strip(), reason=reason)
-        written = fold(finished)
+        # A model that was asked for one sentence may write more.
+        written = fold(finished if kind == "long" else split_sentences(finished)[0])
         if not record.caption:
             return Outcome(name, prompt, caption=written)
         caption, short = (written, record.caption) if kind == "long" else (record.caption, written)
