@@ -188,9 +188,9 @@ class _Synthesis:
         self.data_sha256 = data_digest(config.data, captions)
 
     def _begin(self, settings: dict) -> list[int]:
-        """The parts to write. Raises UserError if the output has other settings."""
+        """The parts to write. Raises UserError if the output has parts of other settings."""
         before = read_json_object(self.output / SETTINGS).get("settings", settings)
-        if before != settings:
+        if before != settings and self.parts.any():
             raise UserError(
                 f"The captions in {str(self.output)!r} were written with other settings: "
                 f"{describe_changes(before, settings)}. Give another output, go back to those settings, or remove the "

@@ -73,10 +73,14 @@ class Parts:
         """The outcomes of a part; None if it is not there or not whole."""
         try:
             with open_regular(self.path(number)) as file:
-                outcomes = [_outcome(json.loads(line)) for line in file.read().decode().splitlines()]
+                outcomes = [_outcome(json.loads(line)) for line in file.read().splitlines()]
         except (OSError, ValueError, TypeError, RecursionError):
             return None
         return outcomes if len(outcomes) == len(self.ranges[number]) else None
+
+    def any(self) -> bool:
+        """Whether any part is there, of these images or others."""
+        return next((self.output / FOLDER).glob("part-*.jsonl"), None) is not None
 
     def missing(self) -> list[int]:
         """The numbers of the parts that are still to be written."""
@@ -89,7 +93,7 @@ class Parts:
 
 
 def _short(outcome: Outcome) -> dict:
-    return {name: value for name, value in asdict(outcome).items() if value not in (None, "")}
+    return {name: value for name, value in asdict(outcome).items() if value is not None}
 
 
 def _outcome(values: dict) -> Outcome:
