@@ -212,13 +212,13 @@ def test_pair_folders_and_shards(models, scenes, tmp_path, capsys):
 def test_unreadable_images_are_named_and_too_many_stop_the_run(models, scenes, tmp_path, capsys):
     images = tmp_path / "images"
     shutil.copytree(scenes[0], images)
-    (images / "part0" / "broken.jpg").write_bytes(b"no image")
-    settings = config(models["taught"], tmp_path / "out", images=str(images))
+    (images / "z.jpg").write_bytes(b"no image")
+    settings = config(models["taught"], tmp_path / "out", images=str(images), per_part=4)  # the last part is bad
     synthesize(settings)
     counts = json.loads((tmp_path / "out" / "synthesize.json").read_text())["counts"]
     assert counts == {"images": 5, "kept": 4, "removed": {}, "unreadable": 1}
-    assert "part0/broken.jpg: unreadable image" in capsys.readouterr().out
-    assert lines(tmp_path / "out" / "bad-records.jsonl")[0]["where"] == "part0/broken.jpg"
+    assert "z.jpg: unreadable image" in capsys.readouterr().out
+    assert lines(tmp_path / "out" / "bad-records.jsonl")[0]["where"] == "z.jpg"
     strict = replace(settings, max_bad=0, output=str(tmp_path / "strict"))
     with pytest.raises(UserError, match="1 of 5 records cannot be used.*--max-bad"):
         synthesize(strict)
@@ -226,7 +226,7 @@ def test_unreadable_images_are_named_and_too_many_stop_the_run(models, scenes, t
     assert content(tmp_path / "out") == content(tmp_path / "strict")
     for name in scenes[2]:
         (images / name).write_bytes(b"no image")
-    with pytest.raises(UserError, match="None of 5 images can be read"):
+    with pytest.raises(UserError, match="None of the first 4 images can be read"):
         synthesize(replace(settings, max_bad=1, output=str(tmp_path / "none")))
 
 

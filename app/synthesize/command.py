@@ -238,9 +238,9 @@ class _Synthesis:
                 part = self.parts.ranges[number]
                 outcomes = self._outcomes(captioner, part, islice(opened, len(part)), bar)
                 bad += [outcome.bad for outcome in outcomes if outcome.bad]
-                if all(outcome.bad for outcome in outcomes):
+                if number == 0 and all(outcome.bad for outcome in outcomes):
                     raise UserError(
-                        f"None of {len(part)} images can be read, the first: {outcomes[0].bad}. Is "
+                        f"None of the first {len(part)} images can be read, for example {outcomes[0].bad}. Is "
                         f"{str(self.images.root)!r} the folder that the image paths start from?"
                     )
                 if self.into_shards:

@@ -7,10 +7,9 @@ from itertools import islice
 from pathlib import Path
 
 from debias_diffusion.app.shards import shrink
-from debias_diffusion.data import ImageSource, Record
-from debias_diffusion.data.bad_records import printable
+from debias_diffusion.data import BadRecord, ImageSource, Record
+from debias_diffusion.data.bad_records import printable, read_or_bad
 from debias_diffusion.data.caption_statistics import CaptionStatistics
-from debias_diffusion.data.images import UnreadableImage, as_unreadable
 from debias_diffusion.eval.common.pages import write_page
 from debias_diffusion.tokens import CaptionTokenizer
 
@@ -84,11 +83,8 @@ def _entry(outcome: Outcome, record: Record, images: ImageSource) -> dict:
 
 def _thumbnail(record: Record, images: ImageSource) -> str | None:
     """A small JPEG as a data URL; None for an image that has gone since it was captioned."""
-    try:
-        image = images.open(record.image)
-    except Exception as error:
-        if not isinstance(as_unreadable(error), UnreadableImage):
-            raise
+    image = read_or_bad(record, images.open)
+    if isinstance(image, BadRecord):
         return None
     return "data:image/jpeg;base64," + base64.b64encode(shrink(image, _SIDE, 80)).decode()
 
