@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_llava
 import torch
+from html_page import Page
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
 from two_commands import start_two
@@ -135,6 +136,8 @@ def test_the_page_shows_images_captions_and_what_was_removed(models, scenes, tmp
     source, bad = ((tmp_path / name / "report.html").read_text() for name in ("out", "bad"))
     assert source.count("data:image/jpeg;base64,") == 5 and "<b>&" not in source and "&lt;b&gt;&amp;.png" in source
     assert scenes[2]["part1/1.png"] in source and "Removed captions" not in source and "25 to 49" in source
+    for page in (source, bad):
+        Page(page).check_is_self_contained()
     removed = lines(tmp_path / "bad" / "removed.jsonl")
     assert "Removed captions" in bad and "Some of the kept" not in bad
     assert removed[0]["reason"].partition(":")[0] in bad and "default-src 'none'" in bad
@@ -153,10 +156,13 @@ def test_a_random_models_captions_are_all_removed_and_counted(models, scenes, tm
 
 def test_an_existing_caption_becomes_the_short_one(models, scenes, tmp_path):
     images, data, learned = scenes
-    synthesize(config(models["taught"], tmp_path, images=images, data=data))
-    rows = lines(tmp_path / "captions.jsonl")
-    assert {row["image"]: row["caption"] for row in rows} == learned
-    assert all(row["short_caption"] == f"A photo of {row['image']}." for row in rows)
+    broken = Path(data).read_text().replace("A photo of part1/1.png.", "Half an emoji: \\ud83d.")
+    (tmp_path / "pairs.jsonl").write_text(broken)
+    synthesize(config(models["taught"], tmp_path / "out", images=images, data=str(tmp_path / "pairs.jsonl")))
+    rows = {row["image"]: row for row in lines(tmp_path / "out" / "captions.jsonl")}
+    assert {name: row["caption"] for name, row in rows.items()} == learned
+    assert rows.pop("part1/1.png")["short_caption"] == "Half an emoji: \ud83d."
+    assert len(rows) == 3 and all(row["short_caption"] == f"A photo of {name}." for name, row in rows.items())
 
 
 def test_kind_short_writes_the_short_caption_beside_the_long_one(models, scenes, tmp_path):

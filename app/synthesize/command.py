@@ -1,6 +1,5 @@
 """`debias-diffusion synthesize`: captions for images, written by a multimodal model and cleaned."""
 
-import json
 import os
 import tarfile
 from collections import Counter
@@ -58,7 +57,7 @@ from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 from .captioner import Asked, Captioner, model_digest
 from .cleaning import drop_unfinished, fault
 from .instructions import draw_instruction
-from .parts import Outcome, Parts
+from .parts import Outcome, Parts, json_line
 from .sheet import write_sheet
 
 CAPTIONS, REMOVED, SETTINGS, REPORT = "captions.jsonl", "removed.jsonl", "synthesize.json", "report.html"
@@ -301,7 +300,7 @@ class _Synthesis:
                 if outcome.caption is not None:
                     image = self.records[index].image
                     add_file(tar, f"{index:09}.{file_ending(image)}", images.read(image))
-                    add_file(tar, f"{index:09}.json", json.dumps(outcome.kept(), ensure_ascii=False).encode())
+                    add_file(tar, f"{index:09}.json", json_line(outcome.kept()).encode())
 
     def _check_share(self, bad: Sequence[BadRecord]) -> None:
         advice = f"{str(self.output / BAD_RECORDS)!r} names them at the end; raise --max-bad to go on without them."
@@ -335,7 +334,7 @@ class _Synthesis:
 
     def _join(self, name: str, lines: Iterator[dict | None]) -> None:
         with atomic_file(self.output / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines if line is not None)
+            file.writelines(json_line(line) for line in lines if line is not None)
 
     def _finish_shards(self, settings: dict) -> None:
         shards = []

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from debias_diffusion.data import BadRecord
+from debias_diffusion.data.captions import is_text
 from debias_diffusion.files import open_regular, write_text
 
 FOLDER = "parts"
@@ -66,8 +67,7 @@ class Parts:
 
     def write(self, number: int, outcomes: Sequence[Outcome]) -> None:
         """Writes a part, whole or not at all."""
-        lines = [json.dumps(_short(outcome), ensure_ascii=False) for outcome in outcomes]
-        write_text(self.path(number), "".join(f"{line}\n" for line in lines))
+        write_text(self.path(number), "".join(json_line(_short(outcome)) for outcome in outcomes))
 
     def read(self, number: int) -> list[Outcome] | None:
         """The outcomes of a part; None if it is not there or not whole."""
@@ -90,6 +90,12 @@ class Parts:
         """Those of all images, in order. Every part must be there."""
         for number in range(len(self.ranges)):
             yield from self.read(number)
+
+
+def json_line(values: dict) -> str:
+    """A line of JSON that UTF-8 can encode: a caption in the data may hold half a surrogate pair."""
+    line = json.dumps(values, ensure_ascii=False)
+    return f"{line if is_text(line) else json.dumps(values)}\n"
 
 
 def _short(outcome: Outcome) -> dict:

@@ -74,11 +74,16 @@ def _entry(outcome: Outcome, record: Record, images: ImageSource) -> dict:
     return {
         "name": printable(outcome.image),
         "source": _thumbnail(record, images),
-        "text": cut,
-        "short": outcome.short_caption,
+        "text": _encodable(cut),
+        "short": _encodable(outcome.short_caption or ""),
         "prompt": outcome.prompt,
         "reason": outcome.reason,
     }
+
+
+def _encodable(text: str) -> str:
+    """`text` with a question mark for each half of a surrogate pair, which no file can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _thumbnail(record: Record, images: ImageSource) -> str | None:
