@@ -121,7 +121,8 @@ def test_a_taught_model_leaves_pairs_that_train_reads(models, scenes, world, tmp
     assert f"train --data {tmp_path / 'out' / 'captions.jsonl'} --images {images}" in printed
     data = str(tmp_path / "out" / "captions.jsonl")
     assert train(TrainConfig(data=data, images=images, model=world[0], output=str(tmp_path), check_data=True)) is None
-    assert "4 of 4 pairs can be used" in capsys.readouterr().out
+    checked = capsys.readouterr().out
+    assert "4 of 4 pairs can be used" in checked and "of the captions begin with a summary" in checked
     settings = json.loads((tmp_path / "out" / "synthesize.json").read_text())
     assert settings["complete"] and settings["counts"] == {"images": 4, "kept": 4, "removed": {}, "unreadable": 0}
     assert settings["versions"]["transformers"] and settings["captions"]["captions"] == 4
