@@ -1,4 +1,4 @@
-"""`debias-diffusion`: quickstart, train, align, export, generate, shards, evaluate, app.
+"""`debias-diffusion`: quickstart, train, align, export, generate, shards, synthesize, evaluate, app.
 
 Each command's options are the fields of one dataclass; its docstring is their help. Values come from YAML
 (`--config file.yaml`) and from the command line; the last one given counts.
@@ -78,6 +78,10 @@ COMMANDS = {
     "shards": (
         "write pairs as WebDataset shards of small images, which train faster",
         "app.shards:ShardsConfig:write_shards",
+    ),
+    "synthesize": (
+        "write long captions for a folder of images with a multimodal model, and clean them",
+        "app.synthesize:SynthesizeConfig:synthesize",
     ),
     "app": (
         "a page for trying encoders: what each makes of a prompt, and what it reads of it",

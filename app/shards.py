@@ -160,8 +160,8 @@ class _Writer:
                             bad.append(image)
                             continue
                         caption = {"id": record.sample_id, "caption": record.caption}
-                        _add(tar, f"{index:09}.jpg", image)
-                        _add(tar, f"{index:09}.json", json.dumps(caption).encode())
+                        add_file(tar, f"{index:09}.jpg", image)
+                        add_file(tar, f"{index:09}.json", json.dumps(caption).encode())
                 file.flush()
                 os.fsync(file.fileno())
             entry = {"name": name, "samples": len(part) - len(bad), "bytes": temporary.stat().st_size}
@@ -209,7 +209,7 @@ def _counted(images: Iterable, bar: tqdm) -> Iterator:
         yield image
 
 
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     """Adds a file without time and owner, so that the same content gives the same bytes."""
     member = tarfile.TarInfo(name)
     member.size = len(content)

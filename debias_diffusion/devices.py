@@ -20,3 +20,15 @@ def pick_device(name: str | None = None) -> torch.device:
         raise UserError(
             f"The device {name!r} is not available ({reason}). Use cpu, or leave the device out."
         ) from error
+
+
+def pick_precision(name: str, device: torch.device) -> str:
+    """fp32, bf16 or fp16: `name`, or for auto the device's fastest safe one.
+
+    bf16 has the range of fp32; fp16 needs scaling where gradients are computed.
+    """
+    if name != "auto":
+        return name
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"

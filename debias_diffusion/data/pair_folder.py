@@ -13,6 +13,7 @@ from .images import ImageFolder
 from .records import PackedRecords, Record
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
+_ALONE = (*IMAGES, "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm")  # endings of images without captions
 CAPTION = "txt"
 _LARGEST = 1 << 20  # bytes of a caption file, as in shards
 _NAMED = 5  # files without a partner that an error names
@@ -42,6 +43,24 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
             f"{captions.bad[0]}."
         )
     return captions, images
+
+
+def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
+    """The images of a folder and its subfolders by their names, without captions; sorted, as text.
+
+    Hidden files and folders, files whose names are not UTF-8 and links to folders are skipped.
+
+    Raises:
+        UserError: there are none.
+    """
+    images = ImageFolder(root)
+    names = sorted(name for name in _files(images.root) if name.rpartition(".")[2].lower() in _ALONE and is_text(name))
+    if not names:
+        raise UserError(
+            f"The folder {os.fspath(root)!r} holds no images: no file, in subfolders either, ends in "
+            f".{', .'.join(_ALONE)}. Give a folder that does."
+        )
+    return names, images
 
 
 def _pairs(root: Path) -> dict[str, Pair]:

@@ -57,12 +57,16 @@ class ShardImages:
     def open(self, image: str) -> Image.Image:
         """The decoded RGB image. Raises UnreadableImage when it cannot be had."""
         with image_errors():
-            shard, offset, size = _locate(image)
-            opened = self._opened(shard)  # held while it is read, because another thread may drop it from the cache
-            content = os.pread(opened.fileno(), size, offset)
-            if len(content) < size:
-                raise OSError(f"{shard!r} ends inside the image, and did not when it was indexed")
-            return decode_image(io.BytesIO(content), _FORMATS)
+            return decode_image(io.BytesIO(self.read(image)), _FORMATS)
+
+    def read(self, image: str) -> bytes:
+        """The image's file as the shard holds it. Raises OSError or ValueError when it cannot be had."""
+        shard, offset, size = _locate(image)
+        opened = self._opened(shard)  # held while it is read, because another thread may drop it from the cache
+        content = os.pread(opened.fileno(), size, offset)
+        if len(content) < size:
+            raise OSError(f"{shard!r} ends inside the image, and did not when it was indexed")
+        return content
 
     def is_there(self, image: str) -> bool:
         """Whether the shard is there and long enough."""
@@ -87,6 +91,11 @@ class ShardImages:
     def _path(self, shard: str) -> Path:
         """Where a shard lies. Raises ValueError when that is outside the root (symbolic links resolved)."""
         return path_inside(self.root, shard)
+
+
+def file_ending(image: str) -> str:
+    """What the name of an image in a shard ends with, in lower case: "jpg" for "a.tar/0001.JPG@1536+2048"."""
+    return _kind(image.rpartition("@")[0])
 
 
 def _locate(image: str) -> tuple[str, int, int]:
@@ -321,8 +330,8 @@ def _finished_manifest(root: Path) -> list[dict]:
     manifest = read_manifest(root)
     if manifest and not manifest["complete"]:
         raise UserError(
-            f"The shards in {str(root)!r} are not finished. Start the same `debias-diffusion shards` command again, "
-            "which continues."
+            f"The shards in {str(root)!r} are not finished. Start the same `debias-diffusion shards` (or `synthesize`) "
+            "command again, which continues."
         )
     return manifest["shards"] if manifest else []
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,9 @@ from tqdm import tqdm
 
 from ..data import BadRecord, ImageSource, Record, is_shards, open_data, verify_shards
 from ..data.bad_records import BAD_RECORDS, check_share, read_or_bad, report_bad, too_many
+from ..data.caption_statistics import CaptionMeasure, measure_caption, summarise
 from ..data.workers import load_batches
 from ..errors import UserError
-from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig
 
@@ -20,7 +21,7 @@ _LOOKED_UP = 200  # images whose presence is checked before a run
 
 
 class _CheckedRecords(Dataset):
-    """(sentences, tokens of the whole caption, BadRecord or None) of every record."""
+    """(measure of the caption, BadRecord or None) of every record."""
 
     def __init__(self, records: Sequence[Record], images: ImageSource, tokenizer: CaptionTokenizer):
         self.records, self.images, self.tokenizer = records, images, tokenizer
@@ -28,11 +29,11 @@ class _CheckedRecords(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, index: int) -> tuple[int, int, BadRecord | None]:
+    def __getitem__(self, index: int) -> tuple[CaptionMeasure, BadRecord | None]:
         record = self.records[index]
         image = read_or_bad(record, self.images.open)
         bad = image if isinstance(image, BadRecord) else None
-        return len(split_sentences(record.caption)), self.tokenizer.count(record.caption), bad
+        return measure_caption(record.caption, self.tokenizer), bad
 
 
 def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
@@ -41,7 +42,8 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     Shards are also compared with their checksums.
 
     Returns:
-        {"pairs", "usable", "bad": {kind: count}, "sentences_mean", "tokens_mean", "tokens_p95", "over_window"}
+        {"pairs", "usable", "bad": {kind: count}, "sentences_mean", "tokens_mean", "tokens_p95", "over_window",
+        "captions": the fields of `CaptionStatistics`}
 
     Raises:
         UserError: more than `config.max_bad` of the records are unusable.
@@ -51,23 +53,24 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     loader = DataLoader(records, batch_size=None, num_workers=config.workers)
     with load_batches(loader) as rows:
         checked = list(tqdm(rows, desc="reading", unit=" pairs", total=len(records)))
-    sentences, tokens = np.array([row[0] for row in checked]), np.array([row[1] for row in checked])
-    bad = [*captions.bad, *(row[2] for row in checked if row[2] is not None)]
+    statistics, tokens = summarise(row[0] for row in checked), np.array([row[0].tokens for row in checked])
+    bad = [*captions.bad, *(row[1] for row in checked if row[1] is not None)]
     changed = verify_shards(config.data) if is_shards(Path(config.data)) else []
     report = {
         "pairs": len(captions.records) + len(captions.bad),
         "usable": len(captions.records) + len(captions.bad) - len(bad),
         "bad": dict(Counter(record.kind for record in bad)),
-        "sentences_mean": round(float(sentences.mean()), 1),
-        "tokens_mean": round(float(tokens.mean()), 1),
+        "sentences_mean": round(statistics.sentences_mean, 1),
+        "tokens_mean": round(statistics.tokens_mean, 1),
         "tokens_p95": round(float(np.percentile(tokens, 95)), 1),
         "over_window": int((tokens > tokenizer.context_length).sum()),
+        "captions": asdict(statistics),
     }
     print(
         f"{report['usable']} of {report['pairs']} pairs can be used.\n"
         f"Captions: {report['sentences_mean']} sentences and {report['tokens_mean']} tokens on average, 95% within "
         f"{report['tokens_p95']:.0f}; {report['over_window']} are longer than the context length of "
-        f"{tokenizer.context_length} and would be cut."
+        f"{tokenizer.context_length} and would be cut.\n{statistics}"
     )
     report_bad(bad + changed, Path(config.output))
     check_share(bad, report["pairs"], config.max_bad, continue_hint(config))

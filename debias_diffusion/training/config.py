@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ..data.bad_records import check_max_bad
+from ..devices import pick_precision
 from ..errors import UserError, near_matches
 from ..methods import Method, find_method
 from ..models.positions import FACTOR, KEEP
@@ -77,12 +78,8 @@ class RunConfig:
         return [name.strip() for name in (self.trackers or "").split(",") if name.strip()]
 
     def resolved_precision(self, device: torch.device) -> str:
-        """`precision`, or for auto the device's fastest safe one: bf16 has the range of fp32, fp16 needs scaling."""
-        if self.precision != "auto":
-            return self.precision
-        if device.type != "cuda":
-            return "fp32"
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        """`precision`, or for auto the device's fastest safe one."""
+        return pick_precision(self.precision, device)
 
     def settings(self) -> dict:
         """All settings that decide the result, as plain JSON values; `ADDED` only where they are given."""

@@ -7,15 +7,20 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from debias_diffusion.files import write_text
 
+TEMPLATES = Path(__file__).parent.parent
 
-def write_page(path: Path, template: str, **values) -> None:
-    """Fills a template of `eval/` and writes the page, whole or not at all.
+
+def write_page(path: Path, template: str, folder: Path = TEMPLATES, **values) -> None:
+    """Fills a template, by default one of `eval/`, and writes the page, whole or not at all.
+
+    Args:
+        folder: that holds the template.
 
     Raises:
         jinja2.UndefinedError: the template names a value that is not given.
     """
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent.parent),
+        loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

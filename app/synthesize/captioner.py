@@ -1,0 +1,154 @@
+"""A multimodal model that writes captions, in batches that the library can concatenate."""
+
+import os
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, pipeline
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.files import path_digest
+from debias_diffusion.models.model_files import may_be_hub_id
+
+EXAMPLE = "llava-hf/llama3-llava-next-8b-hf"  # Fix-CLIP's captioner (section 3.1)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SIZES = 4096  # of images, whose shapes are remembered
+
+
+class Asked(NamedTuple):
+    """One image and what is asked about it; `index` is the caller's."""
+
+    index: int
+    image: Image.Image
+    prompt: str
+
+
+def model_digest(model: str) -> str:
+    """What identifies a model's weights: the sha256 of a folder's files, or a hub repository's name and commit.
+
+    Nothing but the configuration is loaded.
+
+    Raises:
+        UserError: there is no such model, or it is no image-text-to-text one.
+    """
+    local = os.path.isdir(model)
+    try:
+        if not local and not may_be_hub_id(model):
+            raise ValueError("it is not there")
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # whatever a wrong folder or a failed download raises
+        raise UserError(
+            f"The configuration of the model {model!r} cannot be read: {reason(error)}. {_advice()}"
+        ) from error
+    if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        raise UserError(
+            f"The model {model!r} is a {config.model_type}, and transformers has no image-text-to-text model of that "
+            f"kind. {_advice()}"
+        )
+    return path_digest(model) if local else f"{model}@{getattr(config, '_commit_hash', None)}"
+
+
+def _advice() -> str:
+    return (
+        f"Give --model a folder or hub id of an image-text-to-text model that transformers knows, such as {EXAMPLE}. "
+        "Code that comes with a model is not run."
+    )
+
+
+class Captioner:
+    """Greedy answers of an image-text-to-text model of transformers to a prompt about an image, in chat form.
+
+    Args:
+        model: folder or hub id.
+        precision: "fp32", "bf16" or "fp16".
+        max_new_tokens: where an answer is cut.
+        batch: images that are asked about at once.
+
+    Raises:
+        UserError: the model cannot be loaded, lacks weights, or has no chat template.
+    """
+
+    def __init__(self, model: str, device: torch.device, precision: str, max_new_tokens: int, batch: int):
+        try:
+            processor = AutoProcessor.from_pretrained(model, trust_remote_code=False)
+            # Files other than safetensors are read with weights_only=True.
+            loaded, info = AutoModelForImageTextToText.from_pretrained(
+                model, dtype=_DTYPES[precision], trust_remote_code=False, output_loading_info=True
+            )
+            if info["missing_keys"]:
+                missing = sorted(info["missing_keys"])
+                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            if not getattr(processor, "chat_template", None):
+                raise ValueError("it has no chat template, so it cannot be asked")
+            tokenizer, self.image_processor = processor.tokenizer, processor.image_processor
+        except Exception as error:  # whatever a wrong folder or a failed download raises
+            raise UserError(f"The model {model!r} cannot be loaded: {reason(error)}. {_advice()}") from error
+        # Answers continue the last position of a row, so the pads must stand on the left.
+        tokenizer.padding_side = "left"
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        self.pipeline = pipeline("image-text-to-text", model=loaded.eval(), processor=processor, device=device)
+        self.batch = batch
+        self.settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens}
+        self._shapes = lru_cache(_SIZES)(self._processed_shapes)
+
+    def captions(self, asked: Iterable[Asked]) -> Iterator[tuple[int, str]]:
+        """(index, answer) of each image, batch by batch and therefore in another order.
+
+        Images are batched with those that the processor makes as many tiles of. Which ones share a batch depends on
+        `asked` alone, so that the same images give the same answers.
+
+        Raises:
+            UserError: the model or a batch does not fit into memory.
+        """
+        waiting: dict[tuple, list[Asked]] = {}
+        for one in asked:
+            group = waiting.setdefault(self.shapes(one.image), [])
+            group.append(one)
+            if len(group) == self.batch:
+                yield from self._answers(group)
+                group.clear()
+        for group in waiting.values():
+            if group:
+                yield from self._answers(group)
+
+    def shapes(self, image: Image.Image) -> tuple:
+        """The shapes, without the first axis, of what the processor makes of an image: alike for a batch.
+
+        LLaVA-NeXT cuts an image into tiles, more or fewer as its sides demand, and the library's pipeline concatenates
+        images along the first axis only.
+
+        Raises:
+            Exception: whatever the processor raises for an image that it cannot read.
+        """
+        return self._shapes(image.size)
+
+    def _processed_shapes(self, size: tuple[int, int]) -> tuple:
+        processed = self.image_processor(Image.new("RGB", size), return_tensors="pt")
+        tensors = {name: tensor for name, tensor in processed.items() if isinstance(tensor, torch.Tensor)}
+        return tuple(sorted((name, tuple(tensor.shape[1:])) for name, tensor in tensors.items()))
+
+    def _answers(self, group: list[Asked]) -> list[tuple[int, str]]:
+        chats = [
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": one.image}, {"type": "text", "text": one.prompt}],
+                }
+            ]
+            for one in group
+        ]
+        try:
+            answers = self.pipeline(
+                text=chats, batch_size=len(chats), return_full_text=False, generate_kwargs=dict(self.settings)
+            )
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"The model and {len(group)} images do not fit into memory ({reason(error)}). Give a smaller --batch "
+                f"than {self.batch}; finished parts are kept."
+            ) from error
+        return [(one.index, answer[0]["generated_text"]) for one, answer in zip(group, answers, strict=True)]

@@ -1,0 +1,380 @@
+"""`debias-diffusion synthesize`: captions for images, written by a multimodal model and cleaned."""
+
+import os
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from math import inf
+from pathlib import Path
+from typing import Literal
+
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from debias_diffusion.app.shards import add_file
+from debias_diffusion.data import (
+    BadRecord,
+    ImageSource,
+    PackedRecords,
+    Record,
+    ShardImages,
+    data_digest,
+    is_shards,
+    is_toy_scenes,
+    open_data,
+)
+from debias_diffusion.data.bad_records import (
+    BAD_RECORDS,
+    check_max_bad,
+    check_share,
+    read_or_bad,
+    report_bad,
+    unreadable,
+)
+from debias_diffusion.data.caption_statistics import caption_statistics
+from debias_diffusion.data.captions import fold
+from debias_diffusion.data.pair_folder import list_images
+from debias_diffusion.data.shards import MANIFEST, file_ending
+from debias_diffusion.data.workers import load_batches
+from debias_diffusion.devices import pick_precision
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.processes import Processes
+from debias_diffusion.eval.common.report import versions
+from debias_diffusion.files import (
+    atomic_file,
+    bytes_digest,
+    describe_changes,
+    read_json_object,
+    sha256,
+    write_json,
+)
+from debias_diffusion.sentences import split_sentences
+from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+
+from .captioner import Asked, Captioner, model_digest
+from .cleaning import drop_unfinished, fault
+from .instructions import draw_instruction
+from .parts import Outcome, Parts, json_line
+from .sheet import write_sheet
+
+CAPTIONS, REMOVED, SETTINGS, REPORT = "captions.jsonl", "removed.jsonl", "synthesize.json", "report.html"
+_CONTEXT_LENGTH = 248  # of the tokenizer that counts for the report
+
+
+@dataclass
+class SynthesizeConfig:
+    """Write captions for images with a multimodal model, clean them, and leave pairs that `train` reads.
+
+    Give --data, --images, or both: --images alone for a folder of images without captions.
+
+    Attributes:
+        model: Image-text-to-text model of transformers with a chat template: a folder or hub id. Fix-CLIP's is
+            llava-hf/llama3-llava-next-8b-hf.
+        output: Folder to write: captions.jsonl (for shards: shards), removed.jsonl, report.html. A stopped run
+            continues there with the same settings.
+        data: Pairs whose images are captioned: any data that `train` reads but toy scenes. Their captions become short
+            captions.
+        images: Folder that image paths in the data file start from; without --data, the folder of the images.
+        kind: long asks for a detailed description, with one of Fix-CLIP's 20 prompts. short asks for one sentence: the
+            short caption beside the data's caption, or the caption where there is none.
+        batch: Images that are asked about at once, in each process.
+        max_new_tokens: Where an answer is cut. An unfinished last sentence is dropped.
+        seed: Of the choice of prompts.
+        precision: fp32, bf16 or fp16 of the model. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
+        per_part: Images in a part. A stopped run repeats at most one part for each process.
+        workers: Processes that read images, for each process that asks; 0 reads them there.
+        max_bad: Largest share of unreadable images, from 0 to 1.
+        device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
+            process has its own.
+    """
+
+    model: str
+    output: str
+    data: str | None = None
+    images: str | None = None
+    kind: Literal["long", "short"] = "long"
+    batch: int = 8
+    max_new_tokens: int = 300
+    seed: int = 0
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    per_part: int = 1000
+    workers: int = 2
+    max_bad: float = 0.01
+    device: str | None = None
+
+    def __post_init__(self):
+        for name, least in (("batch", 1), ("max_new_tokens", 1), ("per_part", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if not least <= value < inf:
+                raise UserError(f"{name} is {value}, but must be at least {least}.")
+        check_max_bad(self.max_bad)
+        if self.data is None and self.images is None:
+            raise UserError("Neither data nor images is given. Give --images, a folder of images, or --data, pairs.")
+        if self.data is not None and is_toy_scenes(self.data):
+            raise UserError(
+                f"The scenes of {self.data!r} are no files and have long captions. Give a folder of images, or pairs."
+            )
+
+
+def synthesize(config: SynthesizeConfig) -> Path:
+    """Captions all images and writes what is kept and what is removed. Returns the output folder.
+
+    Started by `accelerate launch`, the processes share the parts. A killed run continues with the missing parts, and
+    the same command gives the same files, whatever the number of processes.
+
+    Raises:
+        UserError: the model or the data cannot be used, there are no images, too many are unreadable, or the output
+            has other settings.
+    """
+    return _Synthesis(config).run()
+
+
+class _Opened(Dataset):
+    """Each record's image, or a BadRecord."""
+
+    def __init__(self, records: Sequence[Record], images: ImageSource):
+        self.records, self.images = records, images
+
+    def __getitem__(self, index: int) -> Image.Image | BadRecord:
+        return read_or_bad(self.records[index], self.images.open)
+
+
+class _Synthesis:
+    """One run.
+
+    Attributes:
+        records: of the images; a caption is "" where the data have none.
+        bad: records without a usable caption.
+    """
+
+    def __init__(self, config: SynthesizeConfig):
+        self.config, self.output = config, Path(config.output)
+        self.processes = Processes(config.device)
+        self.precision = pick_precision(config.precision, self.processes.device)
+        self.into_shards = config.data is not None and is_shards(Path(config.data))
+
+    def run(self) -> Path:
+        with self.processes.only_main_prints():
+            settings = self.processes.from_main(self._check)
+            self.processes.together(self._read)
+            settings["data_sha256"] = self.data_sha256
+            self.parts = Parts(self.output, len(self.records), self.config.per_part)
+            with self.processes.alone_in(self.output):
+                missing = self.processes.from_main(lambda: self._begin(settings))
+                self.processes.together(lambda: self._write(missing))
+                self.processes.from_main(lambda: self._finish(settings))
+        return self.output
+
+    def _check(self) -> dict:
+        """The settings that decide the result, but for the data's digest."""
+        _check_output(self.output)
+        names = ("kind", "max_new_tokens", "seed", "per_part")
+        settings = {name: getattr(self.config, name) for name in names} | {"precision": self.precision}
+        return settings | {"model_sha256": model_digest(self.config.model)}
+
+    def _read(self) -> None:
+        config, self.bad = self.config, []
+        if config.data is None:
+            names, self.images = list_images(config.images)
+            self.records = PackedRecords(Record(name, name, "") for name in names)
+            self.data_sha256 = bytes_digest(f"{name}\n".encode() for name in names)
+            return
+        captions, self.images = open_data(config.data, config.images)
+        self.records, self.bad = captions.records, captions.bad
+        self.data_sha256 = data_digest(config.data, captions)
+
+    def _begin(self, settings: dict) -> list[int]:
+        """The parts to write. Raises UserError if the output has parts of other settings."""
+        before = read_json_object(self.output / SETTINGS).get("settings", settings)
+        if before != settings and self.parts.any():
+            raise UserError(
+                f"The captions in {str(self.output)!r} were written with other settings: "
+                f"{describe_changes(before, settings)}. Give another output, go back to those settings, or remove the "
+                "folder."
+            )
+        self._save(settings, complete=False)
+        if self.into_shards:
+            write_json(self.output / MANIFEST, {"settings": settings, "complete": False, "shards": []})
+        missing = self.parts.missing()
+        if self.into_shards:
+            whole = set(range(len(self.parts.ranges))) - set(missing)
+            missing = sorted({*missing, *(number for number in whole if not self._shard(number).is_file())})
+        done = len(self.parts.ranges) - len(missing)
+        if done:
+            print(f"{done} of {len(self.parts.ranges)} parts are finished.")
+        return missing
+
+    def _save(self, settings: dict, complete: bool, **numbers) -> None:
+        names = {name: getattr(self.config, name) for name in ("model", "data", "images")}
+        content = {"settings": settings, "given": names, "versions": versions(), "complete": complete, **numbers}
+        write_json(self.output / SETTINGS, content)
+
+    def _shard(self, number: int) -> Path:
+        return self.output / f"shard-{number:06}.tar"
+
+    def _write(self, missing: Sequence[int]) -> None:
+        """Writes this process's share of the missing parts. Raises UserError if too many images are unreadable."""
+        mine = missing[self.processes.index :: self.processes.count]
+        if not mine:
+            return
+        config, device = self.config, self.processes.device
+        captioner = Captioner(config.model, device, self.precision, config.max_new_tokens, config.batch)
+        indices = [index for number in mine for index in self.parts.ranges[number]]
+        # Results come in the sampler's order, whichever worker is ready first.
+        loader = DataLoader(
+            _Opened(self.records, self.images), batch_size=None, sampler=indices, num_workers=config.workers
+        )
+        shared = f", each of {self.processes.count} processes" if self.processes.count > 1 else ""
+        bar = tqdm(
+            desc=f"writing captions{shared}", total=len(indices), unit=" images", disable=not self.processes.is_main
+        )
+        bad = list(self.bad)
+        with bar, load_batches(loader) as opened:
+            for number in mine:
+                part = self.parts.ranges[number]
+                outcomes = self._outcomes(captioner, part, islice(opened, len(part)), bar)
+                bad += [outcome.bad for outcome in outcomes if outcome.bad]
+                if number == 0 and all(outcome.bad for outcome in outcomes):
+                    raise UserError(
+                        f"None of the first {len(part)} images can be read, for example {outcomes[0].bad}. Is "
+                        f"{str(self.images.root)!r} the folder that the image paths start from?"
+                    )
+                if self.into_shards:
+                    self._write_shard(number, outcomes)
+                self.parts.write(number, outcomes)
+                self._check_share(bad)
+
+    def _outcomes(
+        self, captioner: Captioner, part: range, opened: Iterator[Image.Image | BadRecord], bar: tqdm
+    ) -> list[Outcome]:
+        """What becomes of the images of a part, in order."""
+        outcomes: dict[int, Outcome] = {}
+
+        def asked() -> Iterator[Asked]:
+            for index, image in zip(part, opened, strict=True):
+                bad = image if isinstance(image, BadRecord) else _bad_shape(captioner, image, self.records[index])
+                if bad is None:
+                    yield Asked(index, image, self._prompt(self.records[index]))
+                else:
+                    outcomes[index] = Outcome(self._name(self.records[index]), bad=bad)
+                    bar.update()
+
+        for index, text in captioner.captions(asked()):
+            outcomes[index] = self._judged(self.records[index], text)
+            bar.update()
+        return [outcomes[index] for index in part]
+
+    def _prompt(self, record: Record) -> str:
+        return draw_instruction(self.config.kind, self.config.seed, record.sample_id)
+
+    def _judged(self, record: Record, text: str) -> Outcome:
+        """The outcome of what the model wrote."""
+        kind = self.config.kind
+        finished = drop_unfinished(text, kind)
+        reason = fault(finished, kind)
+        name, prompt = self._name(record), self._prompt(record)
+        if reason:
+            return Outcome(name, prompt, text=text.strip(), reason=reason)
+        # A model that was asked for one sentence may write more.
+        written = fold(finished if kind == "long" else split_sentences(finished)[0])
+        if not record.caption:
+            return Outcome(name, prompt, caption=written)
+        caption, short = (written, record.caption) if kind == "long" else (record.caption, written)
+        return Outcome(name, prompt, caption=caption, short_caption=short)
+
+    def _name(self, record: Record) -> str:
+        """The image as the result names it: its path, or the sample's id in shards."""
+        return record.sample_id if self.into_shards else record.image
+
+    def _write_shard(self, number: int, outcomes: Sequence[Outcome]) -> None:
+        """Writes the kept pairs of a part with their images, byte for byte. A sample's key is its place in the data."""
+        images: ShardImages = self.images
+        with (
+            atomic_file(self._shard(number)) as temporary,
+            tarfile.open(temporary, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+        ):
+            for index, outcome in zip(self.parts.ranges[number], outcomes, strict=True):
+                if outcome.caption is not None:
+                    image = self.records[index].image
+                    add_file(tar, f"{index:09}.{file_ending(image)}", images.read(image))
+                    add_file(tar, f"{index:09}.json", json_line(outcome.kept()).encode())
+
+    def _check_share(self, bad: Sequence[BadRecord]) -> None:
+        advice = f"{str(self.output / BAD_RECORDS)!r} names them at the end; raise --max-bad to go on without them."
+        check_share(bad, len(self.records) + len(self.bad), self.config.max_bad, advice)
+
+    def _finish(self, settings: dict) -> None:
+        """Joins the parts and writes the report. Raises UserError if too many images are unreadable."""
+        bad = [*self.bad, *(outcome.bad for outcome in self.parts.outcomes() if outcome.bad)]
+        (self.output / BAD_RECORDS).unlink(missing_ok=True)
+        report_bad(bad, self.output)
+        self._check_share(bad)
+        removed = Counter(
+            outcome.reason.partition(":")[0] for outcome in self.parts.outcomes() if outcome.reason is not None
+        )
+        self._join(REMOVED, (outcome.removed() for outcome in self.parts.outcomes()))
+        kept = sum(outcome.caption is not None for outcome in self.parts.outcomes())
+        if self.into_shards:
+            self._finish_shards(settings)
+        else:
+            self._join(CAPTIONS, (outcome.kept() for outcome in self.parts.outcomes()))
+        counts = {"images": len(self.records) + len(self.bad), "kept": kept, "removed": dict(sorted(removed.items()))}
+        counts["unreadable"] = len(bad)
+        texts = (outcome.caption for outcome in self.parts.outcomes() if outcome.caption is not None)
+        tokenizer = CaptionTokenizer(clip_tokenizer(_CONTEXT_LENGTH), _CONTEXT_LENGTH)
+        statistics = caption_statistics(texts, tokenizer) if kept else None
+        write_sheet(
+            self.output / REPORT, self.parts, self.records, self.images, settings, counts, statistics, tokenizer
+        )
+        self._save(settings, complete=True, counts=counts, captions=statistics and asdict(statistics))
+        self._tell(counts, statistics)
+
+    def _join(self, name: str, lines: Iterator[dict | None]) -> None:
+        with atomic_file(self.output / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(json_line(line) for line in lines if line is not None)
+
+    def _finish_shards(self, settings: dict) -> None:
+        shards = []
+        for number in range(len(self.parts.ranges)):
+            path = self._shard(number)
+            samples = sum(outcome.caption is not None for outcome in self.parts.read(number))
+            shards.append({"name": path.name, "samples": samples, "bytes": path.stat().st_size, "sha256": sha256(path)})
+        write_json(self.output / MANIFEST, {"settings": settings, "complete": True, "shards": shards})
+
+    def _tell(self, counts: dict, statistics) -> None:
+        removed = ", ".join(f"{count} {kind}" for kind, count in counts["removed"].items())
+        print(
+            f"Kept {counts['kept']} captions of {counts['images']} images; removed {sum(counts['removed'].values())}"
+            f"{f' ({removed})' if removed else ''}, unreadable {counts['unreadable']}."
+        )
+        print(f"What they look like: {self.output / REPORT}. What was removed, and why: {self.output / REMOVED}")
+        if not counts["kept"]:
+            print("Nothing is left to train on. Look at what the model wrote, and try another one.")
+            return
+        print(statistics)
+        if self.into_shards:
+            print(f"Next: debias-diffusion train --data {self.output}, without --images")
+        else:
+            print(f"Next: debias-diffusion train --data {self.output / CAPTIONS} --images {self.images.root}")
+
+
+def _bad_shape(captioner: Captioner, image: Image.Image, record: Record) -> BadRecord | None:
+    """The bad record of an image that the model's processor refuses, such as one of a single pixel."""
+    try:
+        captioner.shapes(image)
+    except Exception as error:
+        return unreadable(record, error)
+    return None
+
+
+def _check_output(output: Path) -> None:
+    """Raises UserError if the output is no folder, or has content but no settings of this command."""
+    if output.exists() and not output.is_dir():
+        raise UserError(f"The output {str(output)!r} is a file. Give a new folder.")
+    # Hidden files may be the lock and unfinished files that a kill left.
+    used = output.is_dir() and any(not name.startswith(".") for name in os.listdir(output))
+    if used and not (output / SETTINGS).is_file():
+        raise UserError(f"The output {str(output)!r} exists and holds something else. Give a new folder.")

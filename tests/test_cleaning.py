@@ -1,0 +1,110 @@
+"""Which synthesized captions are removed, why, and what is asked for."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from debias_diffusion.app.synthesize.cleaning import drop_unfinished, fault
+from debias_diffusion.app.synthesize.instructions import LONG, SHORT, draw_instruction
+from debias_diffusion.data import open_data
+from debias_diffusion.files import bytes_digest
+from debias_diffusion.tokens import clip_tokenizer
+
+LABELLED = json.loads(Path(__file__).with_name("labelled-captions.json").read_text())
+# Of the thirty captions written after the cleaning was finished, it misses four, and removes no good one.
+MISSED = ["a longer phrase", "counted up", "with changing colours", "content policy"]
+WORDS = "ant bee cat dog elk fox gnu hen ibis jay koi lark mole newt owl pug quail rook seal toad".split()
+
+
+def kind(text, asked="long"):
+    fault_of = fault(drop_unfinished(text, asked), asked)
+    return fault_of and fault_of.partition(":")[0]
+
+
+def wrong(captions):
+    return [caption["why"] for caption in captions if kind(caption["text"]) != caption["kind"]]
+
+
+def padded(text):
+    """The text in a caption that is long enough."""
+    return f"{text} {'. '.join(f'Here sits a {word}' for word in WORDS)}."
+
+
+def test_labelled_captions():
+    for captions in LABELLED.values():
+        assert Counter(caption["kind"] is None for caption in captions) == {True: 15, False: 15}
+    assert wrong(LABELLED["seen"]) == []
+    assert wrong(LABELLED["held_back"]) == MISSED
+    assert [caption["kind"] for caption in LABELLED["held_back"] if caption["why"] in MISSED].count(None) == 0
+
+
+def test_captions_of_the_toy_world_and_of_photographs_are_kept():
+    captions = [record.caption for record in open_data("toy/test")[0].records[:100]]
+    entries = json.loads((Path(__file__).parent / "photographs" / "captions.json").read_text())
+    captions += [entry["conversations"][1]["value"] for entry in entries]
+    assert {fault(drop_unfinished(caption)) for caption in captions} == {None}
+
+
+@pytest.mark.parametrize(
+    ("kept", "removed", "named"),
+    [
+        ("A red, red, red door.", "A red, red, Red, red door.", "repeated: 'red' 4 times running"),
+        ("It is near a pond, near a pond.", "It is near a pond, near a pond, near a pond.", "'near a pond' 3 times"),
+        ("X O X O X O, a board says.", "An X on an X on an X on a board.", "'an x on' 3 times|'x on an' 3 times"),
+        ("It is. A cow. It is.", "It is. A cow. It is. A pig. It is!", "3 times the sentence 'it is'"),
+        ('A sign says "I\'m sorry".', "I'm sorry, I cannot see that.", "a refusal"),
+        ("We see a door and, if I may say so, a cat.", "As an AI model I know no cats.", "a refusal"),
+        ("A door. I cannot see a handle.", "I cannot see an image.", "a refusal"),
+        ('A screen shows "<br>".', "A screen<br/>shows it.", "markup"),
+        ("He is no. 1 * 2 in #3.", "**He** is no. 1.", "markup"),
+        ("The main subjects and the background.", f"{LONG[2]} So.", "words of a prompt"),
+        (
+            f"It has {'7 ' * 3} stripes.",
+            f"It has {' '.join(str(n) for n in range(400))}.",
+            "of the characters are letters",
+        ),
+    ],
+)
+def test_each_rule_at_its_limit(kept, removed, named):
+    assert fault(padded(kept)) is None
+    assert re.search(named, fault(padded(removed)))
+
+
+def test_four_grams_count_in_captions_of_forty_words_or_more():
+    sentences = [f"The {word} sits near a big old house." for word in WORDS]
+    text = " ".join(sentences)
+    grams = [tuple(text.lower().replace(".", "").split()[i : i + 4]) for i in range(8 * len(WORDS) - 3)]
+    share = len(set(grams)) / len(grams)
+    assert 0.5 < share < 0.6 and fault(text) is None
+    below = " ".join(f"The {word} sits near a big old house of the town over there." for word in WORDS)
+    assert fault(below).startswith("repeated:") and "4-grams" in fault(below)
+
+
+def test_short_captions_are_counted_in_tokens_or_in_words():
+    texts = [" ".join([*WORDS, *WORDS[:more]]) for more in range(len(WORDS))]
+    by_count = {len(clip_tokenizer(77)(text)["input_ids"]) - 2: text for text in texts}
+    assert fault(by_count[29]) == "short: 29 tokens, fewer than 30" and fault(by_count[30]) is None
+    assert fault("A dog", "short") == "short: 2 words, fewer than 3" and fault("A dog runs", "short") is None
+
+
+def test_an_unfinished_last_sentence_is_dropped():
+    assert drop_unfinished(" A dog runs. A cat in the ") == "A dog runs."
+    assert drop_unfinished('A dog runs. It says "Woof!"\n') == 'A dog runs. It says "Woof!"'
+    assert drop_unfinished("**A** dog runs.\nThe cat") == "**A** dog runs."  # as it stands, for the markup
+    assert drop_unfinished("A dog on the") == "" and drop_unfinished("A dog on a sofa", "short") == "A dog on a sofa"
+    assert drop_unfinished("A dog runs. A cat", "short") == "A dog runs." and drop_unfinished("") == ""
+
+
+def test_prompts_are_the_papers_and_a_function_of_seed_and_sample():
+    # As they stood in the paper's text.
+    assert len(set(LONG)) == 20 and bytes_digest(["\n".join(LONG).encode()])[:16] == "638ec0bdfb74f60a"
+    drawn = Counter(draw_instruction("long", 0, f"{index}.jpg") for index in range(4000))
+    assert drawn.keys() == set(LONG)
+    assert sum((count - 200) ** 2 / 200 for count in drawn.values()) < 43.8  # chi-square, 19 degrees, p = 0.001
+    again = [draw_instruction("long", 0, f"{index}.jpg") for index in range(50)]
+    other = [draw_instruction("long", 1, f"{index}.jpg") for index in range(50)]
+    assert Counter(again) <= drawn and again != other
+    assert draw_instruction("short", 3, "a.jpg") == SHORT[0]
