@@ -58,7 +58,7 @@ class RecordDataset(Dataset):
         """The record of a key, or its replacement, its image, and the bad records before it."""
         bad = []
         for record in self._candidates(*key):
-            image = read_or_bad(record, lambda name: self.preprocess(self.images.open(name)))
+            image = self.fault(record) or read_or_bad(record, lambda name: self.preprocess(self.images.open(name)))
             if not isinstance(image, BadRecord):
                 return record, image, bad
             bad.append(image)
@@ -67,6 +67,10 @@ class RecordDataset(Dataset):
             f"{many} cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "
             "`train --check-data` names them all."
         )
+
+    def fault(self, record: Record) -> BadRecord | None:
+        """Why a record cannot be used, whatever its image."""
+        return None
 
     def _candidates(self, epoch: int, index: int, place: int) -> Iterator[Record]:
         """The record asked for, then the reserve's, in an order in which neighbours begin at different ones."""
@@ -92,10 +96,16 @@ class CaptionDataset(RecordDataset):
         super().__init__(records, images, preprocess, seed, reserve)
         self.tokenizer, self.recipe = tokenizer, recipe
 
+    def fault(self, record: Record) -> BadRecord | None:
+        if record.short is None and self.recipe.reads_short:
+            return BadRecord(record.image, "no short caption", f"{record.image}: its entry has no usable short_caption")
+        return None
+
     def __getitem__(self, key: Key) -> Sample:
         record, image, bad = self.read(key)
         drawn_from = record.caption, self.tokenizer, self.seed, key[0], record.sample_id
-        captions, views = self.recipe.captions(*drawn_from), self.recipe.views(image, *drawn_from)
+        given = {"short": record.short} if self.recipe.reads_short else {}
+        captions, views = self.recipe.captions(*drawn_from, **given), self.recipe.views(image, *drawn_from)
         return Sample(key, record.sample_id, image, captions, bad, views)
 
 

@@ -57,6 +57,7 @@ class _Training(Run):
         base_model = load_base_model(config, name_alone=self.earlier.get("pretrained", "") is None)
         self.settings["base_model_sha256"] = base_model_digest(base_model)
         self.backbone = prepare_backbone(base_model, config)
+        self.method = self.method.bind(self.backbone)
         self.method.check(config.batch, self.backbone.config["model_cfg"]["embed_dim"])
         self.model, self.modules = self.backbone.model, make_modules(self.method, self.backbone, config.seed)
         self.begin()
@@ -64,7 +65,8 @@ class _Training(Run):
         if self.modules is not None:
             self.modules.to(accelerator.device)
         self.optimizer = Optimizer(
-            self.backbone, config.weight_decay, config.betas, config.eps, self.precision, self.modules
+            *(self.backbone, config.weight_decay, config.betas, config.eps, self.precision, self.modules),
+            rate=self.method.rate,
         )
         self.collate = Collate(self.backbone.tokenizer, self.method, config.freeze_image_tower)
 
