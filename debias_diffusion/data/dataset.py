@@ -80,6 +80,13 @@ class RecordDataset(Dataset):
             yield self.records[int(reserve[(place + attempt) % len(reserve)])]
 
 
+def without_short_caption(record: Record) -> BadRecord | None:
+    """The bad record of one without a short caption, for a method that needs it."""
+    if record.short is not None:
+        return None
+    return BadRecord(record.image, "no short caption", f"{record.image}: its entry has no usable short_caption")
+
+
 class CaptionDataset(RecordDataset):
     """Image-caption pairs for a method, which draws and tokenizes the captions, and draws views of the image."""
 
@@ -97,9 +104,7 @@ class CaptionDataset(RecordDataset):
         self.tokenizer, self.recipe = tokenizer, recipe
 
     def fault(self, record: Record) -> BadRecord | None:
-        if record.short is None and self.recipe.reads_short:
-            return BadRecord(record.image, "no short caption", f"{record.image}: its entry has no usable short_caption")
-        return None
+        return without_short_caption(record) if self.recipe.reads_short else None
 
     def __getitem__(self, key: Key) -> Sample:
         record, image, bad = self.read(key)

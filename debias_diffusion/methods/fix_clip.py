@@ -136,7 +136,7 @@ class GroupHeads(nn.Module):
         self.projections = nn.ModuleList(nn.Linear(width, embed_dim, bias=False) for _ in range(groups))
         self.norms = nn.ModuleList(nn.LayerNorm(embed_dim) for _ in range(groups))
         for linear in self.projections:
-            linear.weight = nn.Parameter(projection.detach().T.clone())
+            linear.weight = nn.Parameter(projection.detach().T.clone(memory_format=torch.contiguous_format))
 
     def forward(self, aggregated: Tensor) -> Tensor:
         """[batch, groups, width] -> [batch, groups, embed_dim]"""
@@ -197,8 +197,8 @@ class FixClip(DualCaption):
         if self.first_group is not None and not self.groups:
             raise UserError(f"first_group is {self.first_group}, but no groups are compared. Give --groups too.")
         PromptSettings(self.prompts or 1, self.prompt_mask, self.prompt_update, self.prompt_layers)
-        has_parts = self.masked_view or self.hierarchy or self.has_own_positions
-        if has_parts and not (self.has_long and self.has_short):
+        has_parts = [self.masked_view, self.hierarchy, self.has_own_positions]  # each checks its settings
+        if any(has_parts) and not (self.has_long and self.has_short):
             raise UserError(
                 f"short_weight is {self.short_weight:g}, but masked images, groups and short positions need both "
                 "captions. Give one between 0 and 1."
@@ -251,7 +251,9 @@ class FixClip(DualCaption):
         if self.masked_view:
             self.masked_view.count(tower.patches)
         if self.prompts > tower.patches:
-            raise UserError(f"prompts is {self.prompts}, but an image has {tower.patches} patches. Give at most as many.")
+            raise UserError(
+                f"prompts is {self.prompts}, but an image has {tower.patches} patches. Give at most as many."
+            )
         if freeze_image_tower and (self.masked_view or self.hierarchy or (self.prompts and not brings_prompts)):
             raise UserError(
                 "freeze_image_tower keeps one feature of each image, but masked images, new prompts and groups need "

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from ..errors import UserError, near_matches
 from ..sentences import join_sentences  # noqa: F401 (where earlier releases have it)
 
-
 GIVEN = "given"  # the record's own short caption, which no sampler draws
 
 

@@ -37,7 +37,9 @@ from .weights import count_numbers, find_weights, load_weights, read_state, read
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
-SHORT_POSITIONS_FILE = "short_positions.safetensors"  # beside the weights, where short captions had a table of their own
+SHORT_POSITIONS_FILE = (
+    "short_positions.safetensors"  # beside the weights, where short captions had a table of their own
+)
 _SHORT_POSITIONS = "positional_embedding"
 _PROMPTS = "regional_prompts"  # in `config`
 
@@ -220,8 +222,8 @@ class Backbone(nn.Module):
         table = self.short_positions
         if table is None:
             raise UserError(
-                f"This model has no {SHORT_POSITIONS_FILE}, the positions that short captions were trained with. Give a "
-                "run of `train --recipe fix-clip` with --short-positions own, or leave out --positions short."
+                f"This model has no {SHORT_POSITIONS_FILE}, the positions that short captions were trained with. Give "
+                "a run of `train --recipe fix-clip` with --short-positions own, or leave out --positions short."
             )
         set_short_positions(self.text.tower, None)
         set_positions(self.model, table.clone())
@@ -276,7 +278,8 @@ class Backbone(nn.Module):
             "preprocess": str(self.preprocess),
         }
         fingerprint |= {} if self.image_attention is None else {"attention": self.image_attention}
-        return fingerprint | ({_PROMPTS: self._extra_config[_PROMPTS]} if self.prompt_settings else {})
+        prompts = self.prompt_settings
+        return fingerprint | ({} if prompts is None else {_PROMPTS: prompts.description()})
 
     def as_floats(self, images: torch.Tensor) -> torch.Tensor:
         """Images from `preprocess` as they are, and uint8 ones from `read_pixels` normalised."""

@@ -218,9 +218,7 @@ class ImageTower:
         states = [cls_states[number] for number in numbers]
         return hidden_states, stack_states(states, hidden_states, hidden_states.shape[-1])
 
-    def _attention(
-        self, block: int, attends: Mapping[int, Attention] | None, kept: torch.Tensor | None
-    ) -> Attention:
+    def _attention(self, block: int, attends: Mapping[int, Attention] | None, kept: torch.Tensor | None) -> Attention:
         """The attention of a block in one pass: with the prompts, if there are any, or as `attends` has it."""
         if self.prompts and (attends or self.attends):
             raise UserError(PROMPTS_AND_ATTENTION)

@@ -1,4 +1,4 @@
-"""Regional prompts of an image tower (Fix-CLIP, section 3.3): learned tokens between CLS and the patches, each for a band.
+"""Regional prompts of an image tower (Fix-CLIP, section 3.3): learned tokens between CLS and patches, one for a band.
 
     X = [CLS, R_1 .. R_M, P_1 .. P_N] in every block; after block l, R of block l + 1 takes the prompts' places (E2)
 

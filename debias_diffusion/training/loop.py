@@ -11,7 +11,7 @@ from ..data.dataset import CaptionDataset, Collate
 from ..files import explain_full_disk
 from ..methods import Batch
 from ..retrieval import encode_images, encode_texts, recall_at_k
-from .check import check_data
+from .check import check_data, look_for_short_captions
 from .checkpoint import TrainState
 from .config import TrainConfig
 from .feature_cache import FrozenTower, cached_images
@@ -54,6 +54,8 @@ class _Training(Run):
     def __init__(self, config: TrainConfig, accelerator: Accelerator, folder: RunFolder):
         self.method = config.make_method()
         super().__init__(config, accelerator, folder)
+        if self.method.reads_short:
+            look_for_short_captions(self.records, config.max_bad)
         base_model = load_base_model(config, name_alone=self.earlier.get("pretrained", "") is None)
         self.settings["base_model_sha256"] = base_model_digest(base_model)
         self.backbone = prepare_backbone(base_model, config)
