@@ -57,7 +57,7 @@ RESULTS = Path(__file__).parent / "results"
 TEACHER, UNET = "toy/clip", "toy/sdxl"
 VISION = {"layers": 6, "patch_size": 8}
 GROUPS, FIRST, PROMPTS, RATIO = 3, 2, 3, 0.75
-HELD_OUT, TRAINED_ON, BATCH = 100, 3000, 64
+HELD_OUT, TRAINED_ON, BATCH = 100, 3000, 32
 SCENES, ROWS_OF_PLACES = 500, 3
 PROBED = (600, 400)  # scenes that a linear probe learns from, and is scored on
 _RIDGE = 10.0
@@ -129,7 +129,7 @@ EXPECTED = (
 # ---- the study's base model
 
 
-def make_base(folder: Path, steps: int, scenes: int = 12_000, batch: int = 128) -> str:
+def make_base(folder: Path, steps: int, scenes: int = 8000, batch: int = 64) -> str:
     """The folder of the base model, trained or finished where it is not."""
     model = folder / "model"
     if (model / "done.json").is_file():
@@ -144,9 +144,7 @@ def make_base(folder: Path, steps: int, scenes: int = 12_000, batch: int = 128) 
 
     def loss(step: int) -> Tensor:
         indices = torch.from_numpy(draw_indices(scenes, batch, 0, step))
-        with torch.autocast("cpu", torch.bfloat16):
-            features = backbone.encode_image(pictures[indices])
-        features, expected = F.normalize(features.float(), dim=-1), wanted[indices]
+        features, expected = F.normalize(backbone.encode_image(pictures[indices]), dim=-1), wanted[indices]
         return 10 * (1 - (features * expected).sum(dim=-1)).mean() + contrastive_loss(features, expected, scale)
 
     run_stage(folder / "stage", backbone.model.visual, loss, steps=steps, peak=1e-3, weight_decay=0.1)
