@@ -242,11 +242,14 @@ class FixClip(DualCaption):
         _check_towers(base_model)
         tower, brings_prompts = base_model.image, base_model.prompt_settings is not None
         if self.hierarchy:
-            for name, depth in (("image", tower.depth), ("text", _depth(base_model))):
+            depths = {"image": tower.depth, "text": _depth(base_model)}
+            both = math.gcd(*depths.values())
+            possible = ", ".join(str(count) for count in range(1, both + 1) if both % count == 0)
+            for name, depth in depths.items():
                 if depth % self.groups:
                     raise UserError(
                         f"groups is {self.groups}, which does not divide the {depth} blocks of the {name} tower. Give "
-                        "another number, or 0 for none."
+                        f"--groups with one of {possible}, or 0 for none."
                     )
         if self.masked_view:
             self.masked_view.count(tower.patches)
@@ -370,7 +373,8 @@ class FixClip(DualCaption):
         if self.has_own_positions:
             parts.append("short captions read with the base model's positions")
         if self.masked_view:
-            parts.append(f"and compared with images of which {self.mask_ratio:g} is masked ({self.masked_patches})")
+            patches = "replaced" if self.masked_patches == "replace" else "left out"
+            parts.append(f"short captions compared with images of which {self.mask_ratio:.0%} is {patches}")
         if self.regional_prompts:
             parts.append(f"regional prompts ({_spelled(self.regional_prompts)})")
         if self.hierarchy:
