@@ -160,6 +160,7 @@ class _Writer:
                             bad.append(image)
                             continue
                         caption = {"id": record.sample_id, "caption": record.caption}
+                        caption |= {} if record.short is None else {"short_caption": record.short}
                         add_file(tar, f"{index:09}.jpg", image)
                         add_file(tar, f"{index:09}.json", json.dumps(caption).encode())
                 file.flush()

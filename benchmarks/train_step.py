@@ -1,6 +1,6 @@
 """One training step, ours against a padded one, at ShareGPT4V-like lengths.
 
-    python benchmarks/train_step.py [--model ViT-B-16] [--batch 8] [--repeats 3] [--peer FOLDER]
+    python benchmarks/train_step.py [--model ViT-B-16] [--batch 8] [--repeats 3] [--peer FOLDER] [--fix-clip]
 
 (a) padded    open_clip's own forward passes on rows padded to the window, long and short captions one after the other,
               and an SVD for the components
@@ -9,6 +9,17 @@
 (d) frozen    ours with a frozen image tower whose features are at hand
 (e) peer      Long-CLIP's released model and losses, where FOLDER is a checkout of github.com/beichenzbc/Long-CLIP; it
               has QuickGELU, so take a model with it (ViT-B-16-quickgelu)
+
+With --fix-clip, the parts of Fix-CLIP instead, each against long-clip's step:
+
+literal       as the paper writes it: both views in turn, prompts as tokens under a mask, rows padded to 248 and to 77
+long-clip     ours
+masks         with masked views and short positions (Table 4, row 1)
+discard       the same, masked patches left out
+prompts       long-clip with four regional prompts
+hierarchy     long-clip with the last three of six groups of blocks
+prompts+hierarchy
+all           fix-clip
 
 Same weights, samples, dtype and optimizer; (a) to (d) use PyTorch's scaled_dot_product_attention, (e) what it uses.
 Memory is what a step takes beside weights and AdamW's averages. They take turns, so that what else the machine does
@@ -22,6 +33,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +49,9 @@ from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.methods.keep_states import SHARE, KeepStates
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone, load_backbone
-from debias_diffusion.training.step import Optimizer, autocast, backward
+from debias_diffusion.models.blocks import block_forward, causal_attention, full_attention
+from debias_diffusion.models.regional_prompts import bands
+from debias_diffusion.training.step import AdamW, Optimizer, autocast, backward
 
 RESULTS = Path(__file__).parent / "results"
 # ShareGPT4V's captions: 173 tokens and 9 sentences on average.
@@ -121,6 +135,172 @@ def peer_backward(peer, images: torch.Tensor, rows: torch.Tensor, precision: str
     (long + short).backward()
 
 
+# ---- Fix-CLIP
+
+_GROUPS = {"groups": 6}
+_PROMPTS = {"prompts": 4}
+FIX_CLIP = {
+    "long-clip": ("long-clip", {}),
+    "masks": ("fix-clip", {"groups": 0, "prompts": 0}),
+    "discard": ("fix-clip", {"groups": 0, "prompts": 0, "masked_patches": "discard"}),
+    "prompts": ("long-clip", _PROMPTS),
+    "hierarchy": ("long-clip", _GROUPS),
+    "prompts+hierarchy": ("long-clip", _GROUPS | _PROMPTS),
+    "all": ("fix-clip", {}),
+}
+
+
+class FixClipSteps:
+    """One model that takes the steps of all rows: its prompts are attached for the rows that have them.
+
+    Args:
+        batch: pairs, of which long-clip's components are fewer.
+    """
+
+    def __init__(self, model: str, batch: int, accelerator: Accelerator, precision: str):
+        torch.manual_seed(0)
+        self.accelerator, self.precision = accelerator, precision
+        self.backbone = load_backbone(model)
+        self.backbone.stretch()
+        self.methods = {}
+        for row, (recipe, changes) in FIX_CLIP.items():
+            method = find_method(recipe)
+            method = replace(method, **{"components": min(method.components, max(0, batch - 2))} | changes)
+            self.methods[row] = method
+        self.methods["all"].prepare(self.backbone)
+        self.prompts = self.backbone.model.visual.regional_prompts
+        self.backbone.to(accelerator.device).train()
+        self.methods = {row: method.bind(self.backbone) for row, method in self.methods.items()}
+        self.modules = self.methods["all"].modules(self.backbone).to(accelerator.device)
+        named = dict(self.backbone.model.named_parameters())
+        named |= {f"method/{name}": parameter for name, parameter in self.modules.named_parameters()}
+        self.optimizer = AdamW(named, weight_decay=1e-2, betas=(0.9, 0.999), eps=1e-8)
+        self.configuration = self.backbone.config["debias_diffusion"]
+
+    def batch(self, row: str, size: int, seed: int) -> Batch:
+        """Random images and token ids; the short caption is the first sentence."""
+        rng, tokenizer, method = random.Random(seed), self.backbone.tokenizer, self.methods[row]
+        long_ids, short_ids = [], []
+        for _ in range(size):
+            counts = [rng.randint(*SENTENCE_TOKENS) for _ in range(rng.randint(*SENTENCES))]
+            ids = [rng.randrange(1, tokenizer.markers.sot) for _ in range(sum(counts))]
+            long_ids.append(ids[: tokenizer.context_length - 2])
+            short_ids.append(ids[: counts[0]])
+        is_short = [False] * size + [method.has_own_positions] * size
+        side = self.backbone.model.visual.image_size
+        images = torch.randint(256, (size, 3, *side), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+        drawn = [method.views(images[at], "", tokenizer, seed, 0, str(at)) for at in range(size)]
+        views = {name: torch.stack([view[name] for view in drawn]) for name in drawn[0]}
+        tokens, keys = tokenizer.batch(long_ids + short_ids, is_short=is_short), [(0, at, at) for at in range(size)]
+        return Batch(keys, list(map(str, range(size))), images, tokens, [], views).to(self.accelerator.device)
+
+    def step(self, row: str, batch: Batch) -> None:
+        """A step of a row on its batch, the update included."""
+        if row == "literal":
+            with autocast(self.precision, batch.images.device):
+                features = self._literal_features(batch)
+            features = {name: feature.float() for name, feature in features.items()}
+            losses, _ = self.methods["all"].losses(features, self.backbone.logit_scale.exp())
+            torch.stack(list(losses.values())).sum().backward()
+        else:
+            method, visual = self.methods[row], self.backbone.model.visual
+            visual.regional_prompts = self.prompts if method.prompts else None
+            self.backbone.config["debias_diffusion"] = {
+                name: value
+                for name, value in self.configuration.items()
+                if method.prompts or name != "regional_prompts"
+            }
+            backward(self.backbone, method, batch, self.accelerator, self.precision, modules=self.modules)
+            visual.regional_prompts = self.prompts
+        self.optimizer.step(1e-6)
+
+    def _literal_features(self, batch: Batch) -> dict[str, torch.Tensor]:
+        method, model, size = self.methods["all"], self.backbone.model, len(batch)
+        image, image_states = self._literal_image(batch, None)
+        masked, _ = self._literal_image(batch, batch.views["is_masked"])
+        long, text_states = self._literal_text(batch.tokens.padded()[:size], model.positional_embedding)
+        table = self.backbone.short_positions
+        short, _ = self._literal_text(batch.tokens.padded()[size:, : len(table)], table)
+        heads = {"image": (self.modules.image_heads, image_states), "text": (self.modules.text_heads, text_states)}
+        groups = {}
+        for tower, (head, states) in heads.items():
+            blocks = method.hierarchy.blocks(len(states))
+            compared = torch.stack([states[block] for block in blocks], dim=1).float()
+            groups[f"{tower}_groups"] = head(method.hierarchy.aggregate(compared))
+        return {"image": image, "masked": masked, "long_text": long, "short_text": short} | groups
+
+    def _literal_image(self, batch: Batch, is_masked: torch.Tensor | None):
+        visual, size = self.backbone.model.visual, len(batch)
+        patches = visual.conv1(self.backbone.as_floats(batch.images)).flatten(2).transpose(1, 2)
+        if is_masked is not None:
+            patches = torch.where(is_masked[..., None], self.modules.mask_vector.to(patches.dtype), patches)
+        cls = visual.class_embedding.to(patches.dtype).expand(size, 1, -1)
+        x = visual.ln_pre(torch.cat([cls, patches], dim=1) + visual.positional_embedding.to(patches.dtype))
+        count, states = self.prompts.settings.count, []
+        mask = self._literal_mask(count, patches.shape[1]).to(x.device)
+        for block, of_block in zip(visual.transformer.resblocks, self.prompts.prompts, strict=True):
+            x = torch.cat([x[:, :1], of_block.to(x.dtype).expand(size, -1, -1), x[:, 1:]], dim=1)
+            x = block_forward(block, x, partial(full_attention, attn_mask=mask))
+            x = torch.cat([x[:, :1], x[:, 1 + count :]], dim=1)
+            states.append(x[:, 0])
+        return visual.ln_post(x)[:, 0] @ visual.proj, states
+
+    @staticmethod
+    def _literal_mask(count: int, patches: int) -> torch.Tensor:
+        """[1 + count + patches] squared, True where a row may attend (E3)."""
+        mask = torch.ones(1 + count + patches, 1 + count + patches, dtype=torch.bool)
+        mask[1 + count :, 1 : 1 + count] = False
+        mask[1 : 1 + count] = torch.cat(
+            [torch.zeros(count, 1, dtype=torch.bool), torch.eye(count, dtype=torch.bool), bands(count, patches)], dim=1
+        )
+        return mask
+
+    def _literal_text(self, rows: torch.Tensor, table: torch.Tensor):
+        model, states = self.backbone.model, []
+        x, ends = model.token_embedding(rows) + table, rows.argmax(dim=1)
+        at = torch.arange(len(rows), device=rows.device)
+        for block in model.transformer.resblocks:
+            x = block_forward(block, x, causal_attention)
+            states.append(x[at, ends])
+        return model.ln_final(x)[at, ends] @ model.text_projection, states
+
+
+def fix_clip_steps(arguments: argparse.Namespace) -> None:
+    accelerator = Accelerator()
+    device, precision, size = accelerator.device, arguments.precision, arguments.batch
+    steps = FixClipSteps(arguments.model, size, accelerator, precision)
+    names = ["literal", *FIX_CLIP]
+    times, peaks = ({name: [] for name in names} for _ in range(2))
+    memory = PeakMemory(device)
+    for repeat in tqdm(range(-1, arguments.repeats), desc="rounds, the first uncounted"):
+        for name in names:
+            batch = steps.batch("all" if name == "literal" else name, size, seed=repeat + 1)
+            memory.start()
+            taken = seconds(lambda name=name, batch=batch: steps.step(name, batch), device)
+            if repeat >= 0:
+                times[name].append(taken)
+                peaks[name].append(memory.read())
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    result = {
+        "machine": machine(device),
+        "torch": torch.__version__,
+        "model": arguments.model,
+        "batch": size,
+        "precision": precision,
+        "repeats": arguments.repeats,
+        "seconds": {name: [round(value, 3) for value in values] for name, values in times.items()},
+        "ratio_to_long_clip": {name: round(value / medians["long-clip"], 3) for name, value in medians.items()},
+        "step_gb": {name: round(max(values) / 1e9, 2) for name, values in peaks.items() if None not in values},
+    }
+    RESULTS.mkdir(exist_ok=True)
+    file = f"train_step-fix-clip-{arguments.model}-{device.type}-{precision}-batch{size}.json"
+    (RESULTS / file).write_text(json.dumps(result, indent=2) + "\n")
+    print(f"\n{result['machine']}, {arguments.model}, batch {size}, {precision}")
+    for name, ratio in result["ratio_to_long_clip"].items():
+        gigabytes = result["step_gb"].get(name, float("nan"))
+        print(f"  {name:<18}{ratio:5.2f} times long-clip's step, {medians[name]:.2f} s, {gigabytes:.2f} GB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-B-16")
@@ -128,7 +308,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--peer", type=Path)
+    parser.add_argument("--fix-clip", action="store_true")
     arguments = parser.parse_args()
+    if arguments.fix_clip:
+        fix_clip_steps(arguments)
+        return
 
     accelerator = Accelerator()
     device, precision = accelerator.device, arguments.precision

@@ -117,6 +117,8 @@ class TokenBatch:
         context_length: positions that the encoder reads at once.
         pad: the id that fills a literal row after EOT.
         shared_sot: whether the prefix begins with SOT.
+        is_short: [batch] bool, True for captions that are read with the text tower's table for short ones; None: none.
+            On the CPU.
     """
 
     prefix_ids: torch.Tensor
@@ -126,6 +128,7 @@ class TokenBatch:
     context_length: int
     pad: int
     shared_sot: bool
+    is_short: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -147,6 +150,7 @@ class TokenBatch:
             n_prefix=n_prefix,
             ids=torch.cat([texts[caption] for caption in captions]),
             lengths=self.lengths[list(captions)],
+            is_short=None if self.is_short is None else self.is_short[list(captions)],
         )
 
     def padded(self) -> torch.Tensor:
@@ -226,9 +230,16 @@ class CaptionTokenizer:
         return self.context_length - self.n_special - len(text_ids)
 
     def batch(
-        self, text_ids: list[list[int]], n_pre: list[int] | None = None, pads_before_sot: bool = False
+        self,
+        text_ids: list[list[int]],
+        n_pre: list[int] | None = None,
+        pads_before_sot: bool = False,
+        is_short: list[bool] | None = None,
     ) -> TokenBatch:
         """Tokenized captions as a batch, with `n_pre` PADs between SOT and each text, or before SOT.
+
+        Args:
+            is_short: which captions the table for short ones is read for (see `TokenBatch`); None: none.
 
         Raises:
             ValueError: a caption with its prefix does not fit the context length.
@@ -249,6 +260,7 @@ class CaptionTokenizer:
             context_length=self.context_length,
             pad=pad,
             shared_sot=bool(shared),
+            is_short=torch.tensor(is_short) if is_short and any(is_short) else None,
         )
 
     def __call__(self, captions: list[str]) -> TokenBatch:

@@ -45,10 +45,19 @@ SIGLIP_CONFIG = {
 
 
 def tiny_clip(
-    seed: int = 0, quick_gelu: bool = False, context_length: int = 77, tokenizer: CLIPTokenizer | None = None
+    seed: int = 0,
+    quick_gelu: bool = False,
+    context_length: int = 77,
+    tokenizer: CLIPTokenizer | None = None,
+    layers: int | None = None,
 ) -> Backbone:
-    """A backbone with random weights, of everyday size: open_clip's own initialisation is too small to tell errors."""
+    """A backbone with random weights, of everyday size: open_clip's own initialisation is too small to tell errors.
+
+    `layers`: of both towers, instead of two and three.
+    """
     config = deepcopy(CONFIG) | ({"quick_gelu": True} if quick_gelu else {})
+    for tower in ("vision_cfg", "text_cfg"):
+        config[tower] |= {"layers": layers} if layers else {}
     tokenizer = tokenizer or clip_tokenizer(context_length)
     config["text_cfg"] |= {"context_length": context_length, "vocab_size": len(tokenizer)}
     torch.manual_seed(seed)

@@ -31,6 +31,7 @@ from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.text_image.robustness import edit_caption
 from debias_diffusion.files import folder_lock, read_json_object, write_json
 from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.models.image_tower import PROMPTS_AND_ATTENTION
 from debias_diffusion.retrieval import encode_images, encode_texts
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import TokenBatch
@@ -153,6 +154,8 @@ class _Search:
         if is_ablation(config.model) or self.backbone.image_attention or self.backbone.text_attention:
             raise UserError(f"{config.model!r} is ablated already. Give the model that it was made from.")
         self.means: Tensor | None = None  # of way mean
+        if config.tower == "image" and self.backbone.prompt_settings is not None:
+            raise UserError(f"{config.model!r}: {PROMPTS_AND_ATTENTION}")
         self.pairs = read_source(config)
         _check_pairs(config, self.pairs)
         self._claim()

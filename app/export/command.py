@@ -50,6 +50,8 @@ class ExportConfig:
             open_clip and for transformers' CLIPModel. Suppressed text heads become ordinary weights; plain open_clip
             ignores suppressed image heads, and transformers runs them by code in the folder.
         pretrained: Tag or file of the weights, for a model given by name.
+        positions: long reads up to 248 tokens; short writes the encoder of 77 tokens with the rows of positions that
+            Fix-CLIP's short captions were trained with (train --recipe fix-clip).
         projection: Export a CLIPTextModelWithProjection, whose text_embeds are the trained features. SDXL's first
             encoder must not have it; its second, bigG, always has.
         scores: Folder with results of `evaluate` for this model, for the model card (README.md).
@@ -61,6 +63,7 @@ class ExportConfig:
     output: str
     to: Literal["transformers", "comfyui", "open_clip", "clip"] = "transformers"
     pretrained: str | None = None
+    positions: Literal["long", "short"] = "long"
     projection: bool = False
     scores: str | None = None
     push_to_hub: str | None = None
@@ -157,6 +160,9 @@ class _Source:
 
 def _load(config: ExportConfig) -> _Source:
     source = _read(config)
+    _check_prompts(config, source)
+    if config.positions == "short":
+        _read_short(config, source)
     if backbone := source.backbone:
         source.digest = backbone.digest() if config.scores else None
         text = noted(backbone, "text")
@@ -164,6 +170,21 @@ def _load(config: ExportConfig) -> _Source:
         if not (config.to == "open_clip" and text and soft_heads(text)):
             fold_text_heads(backbone)
     return source
+
+
+def _check_prompts(config: ExportConfig, source: _Source) -> None:
+    if config.to in _BOTH_TOWERS and source.backbone.prompt_settings is not None:
+        raise UserError(
+            f"The image tower of {config.model!r} has regional prompts, which no other program knows: {config.to} "
+            "would give other features. Export the text encoder (--to transformers or comfyui), load both towers with "
+            "debias_diffusion.interchange.load_two_tower, or train with --prompts 0."
+        )
+
+
+def _read_short(config: ExportConfig, source: _Source) -> None:
+    if source.backbone is None:
+        raise UserError(f"{config.model!r} is a text encoder alone. Give the training run, or leave out --positions.")
+    source.backbone.read_short()
 
 
 def _read(config: ExportConfig) -> _Source:

@@ -57,6 +57,14 @@ def caption_of(entry: dict, where: str):
     return caption
 
 
+def short_of(entry: dict) -> str | None:
+    """The "short_caption" of an entry, folded; None where there is none that can be used."""
+    short = entry.get("short_caption")
+    if not is_text(short) or len(short) > LONGEST_CAPTION:
+        return None
+    return fold(short) or None
+
+
 def answer_of(entry: dict):
     """The second turn of an entry's "conversations", or, if turns have roles, the first of "gpt" or "assistant".
 

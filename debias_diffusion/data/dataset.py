@@ -58,7 +58,7 @@ class RecordDataset(Dataset):
         """The record of a key, or its replacement, its image, and the bad records before it."""
         bad = []
         for record in self._candidates(*key):
-            image = read_or_bad(record, lambda name: self.preprocess(self.images.open(name)))
+            image = self.fault(record) or read_or_bad(record, lambda name: self.preprocess(self.images.open(name)))
             if not isinstance(image, BadRecord):
                 return record, image, bad
             bad.append(image)
@@ -68,12 +68,23 @@ class RecordDataset(Dataset):
             "`train --check-data` names them all."
         )
 
+    def fault(self, record: Record) -> BadRecord | None:
+        """Why a record cannot be used, whatever its image."""
+        return None
+
     def _candidates(self, epoch: int, index: int, place: int) -> Iterator[Record]:
         """The record asked for, then the reserve's, in an order in which neighbours begin at different ones."""
         yield self.records[index]
         reserve = self.reserve(epoch) if self.reserve else ()
         for attempt in range(min(_ATTEMPTS - 1, len(reserve))):
             yield self.records[int(reserve[(place + attempt) % len(reserve)])]
+
+
+def without_short_caption(record: Record) -> BadRecord | None:
+    """The bad record of one without a short caption, for a method that needs it."""
+    if record.short is not None:
+        return None
+    return BadRecord(record.image, "no short caption", f"{record.image}: its entry has no usable short_caption")
 
 
 class CaptionDataset(RecordDataset):
@@ -92,10 +103,14 @@ class CaptionDataset(RecordDataset):
         super().__init__(records, images, preprocess, seed, reserve)
         self.tokenizer, self.recipe = tokenizer, recipe
 
+    def fault(self, record: Record) -> BadRecord | None:
+        return without_short_caption(record) if self.recipe.reads_short else None
+
     def __getitem__(self, key: Key) -> Sample:
         record, image, bad = self.read(key)
         drawn_from = record.caption, self.tokenizer, self.seed, key[0], record.sample_id
-        captions, views = self.recipe.captions(*drawn_from), self.recipe.views(image, *drawn_from)
+        given = {"short": record.short} if self.recipe.reads_short else {}
+        captions, views = self.recipe.captions(*drawn_from, **given), self.recipe.views(image, *drawn_from)
         return Sample(key, record.sample_id, image, captions, bad, views)
 
 

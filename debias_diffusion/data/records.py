@@ -18,11 +18,16 @@ from ..files import open_regular
 
 @dataclass(frozen=True)
 class Record:
-    """One image and its caption. `sample_id` seeds everything drawn for it."""
+    """One image and its caption, and a short caption where the data bring one. `sample_id` seeds all that is drawn."""
 
     sample_id: str
     image: str
     caption: str
+    short: str | None = None
+
+    def values(self) -> list[str]:
+        """As JSON values, which identify the record; without a short caption as before there were any."""
+        return [self.sample_id, self.image, self.caption] + ([] if self.short is None else [self.short])
 
 
 class Content(Protocol):
@@ -43,7 +48,7 @@ class PackedRecords(Sequence[Record]):
         packed, places = bytearray(), array("q")
         for record in records:
             start = len(packed)
-            packed += json.dumps([record.sample_id, record.image, record.caption]).encode()
+            packed += json.dumps(record.values()).encode()
             places.extend((start, len(packed)))
         self._content: Content = InMemory(packed)
         self._places = as_places(places)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ..errors import UserError
 from ..files import open_regular, sha256
 from .bad_records import BadRecord, refused
-from .captions import Captions, caption_of, folded, is_text, utf8
+from .captions import Captions, caption_of, folded, is_text, short_of, utf8
 from .images import LARGEST, decode_image, digest_of, image_errors, path_inside
 from .records import PackedRecords, Record
 
@@ -259,7 +259,7 @@ def _record(sample: str, parts: list[_Part]) -> Record:
     caption = folded(caption_of(fields, where) if txt is None else utf8(txt.text, txt.name), where)
     names = (fields.get("image"), fields.get("id"), sample)
     sample_id = next(str(name) for name in names if is_text(name) or type(name) is int)
-    return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption)
+    return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption, short_of(fields))
 
 
 def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], content: str) -> _Part | None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ..errors import UserError
 from ..files import bytes_digest, open_regular
 from .bad_records import BadRecord, refused
-from .captions import Captions, caption_of, check_caption, fold, is_text
+from .captions import Captions, caption_of, check_caption, fold, is_text, short_of
 from .json_list import BrokenList, NotAList, read_list
 from .record_index import RecordIndex, load_index, save_index
 from .records import InFile, InMemory, PackedRecords, Record, as_places, changed, stamp
@@ -67,6 +67,8 @@ def read_sharegpt4v(path: str | os.PathLike, cache: str | os.PathLike | None = N
 
 def read_jsonl(path: str | os.PathLike, cache: str | os.PathLike | None = None) -> Captions:
     """Reads JSON lines of {"image": path, "caption": text}, or as in ShareGPT4V's layout.
+
+    Either may bring a "short_caption", which `train --sampling given` reads.
 
     Blank lines are skipped. For bad lines, large files and `cache` see `read_sharegpt4v`.
 
@@ -205,8 +207,9 @@ def _parse(line: bytes | bytearray):
 
 def _record_at(raw: bytes | bytearray) -> Record:
     """The record of a usable entry or line."""
-    image, caption = _fields(_parse(raw))
-    return Record(sample_id=image, image=image, caption=fold(caption))
+    entry = _parse(raw)
+    image, caption = _fields(entry)
+    return Record(sample_id=image, image=image, caption=fold(caption), short=short_of(entry))
 
 
 def _fields(entry) -> tuple[str, str]:

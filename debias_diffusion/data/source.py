@@ -96,8 +96,8 @@ def data_digest(data: str | os.PathLike, captions: Captions) -> str:
     path = Path(data)
     if not _holds_images(data):
         return captions.sha256 or sha256(path)
-    rows = (
-        json.dumps(list(vars(record).values())).encode() + b"\n" for record in chain(captions.records, captions.bad)
-    )
+    records = (record.values() for record in captions.records)
+    faults = (list(vars(record).values()) for record in captions.bad)
+    rows = (json.dumps(values).encode() + b"\n" for values in chain(records, faults))
     scenes = ToyScenes(data) if is_toy_scenes(data) else None
     return bytes_digest(chain(rows, (scenes.stamp(record.image) for record in captions.records if scenes)))

@@ -15,10 +15,11 @@ Key = tuple[int, int, int]  # (epoch, index of the record, position in the epoch
 
 @dataclass(frozen=True)
 class Caption:
-    """One tokenized caption, and how many PADs stand in front of it."""
+    """One tokenized caption, how many PADs stand in front of it, and whether the table for short captions reads it."""
 
     ids: list[int]
     n_pre: int = 0
+    is_short: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,26 @@ class Method(ABC):
 
     keep_states: float = field(default=0.0, kw_only=True)
 
+    @property
+    def reads_short(self) -> bool:
+        """Whether `captions` needs the short caption that a record brings; records without one are then bad."""
+        return False
+
+    def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:  # noqa: B027
+        """Raises UserError when the method cannot train this base model, which nothing has changed yet.
+
+        Args:
+            keep_positions, freeze_image_tower: the run's.
+        """
+
+    def bind(self, backbone: Backbone) -> "Method":
+        """The method for the prepared base model: one that knows sizes which `captions` or `views` needs."""
+        return self
+
+    def rate(self, name: str) -> float:
+        """Multiplies the learning rate of a parameter, by its name in the optimizer ("method/..." for `modules`)."""
+        return 1.0
+
     def check(self, batch: int, embed_dim: int) -> None:  # noqa: B027 - optional
         """Raises UserError when the method cannot work with a global batch of `batch` and features of `embed_dim`."""
 
@@ -122,7 +143,10 @@ class Method(ABC):
     def captions(
         self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
     ) -> list[Caption]:
-        """The captions that one sample is trained on, as many for every sample. A pure function of its arguments."""
+        """The captions that one sample is trained on, as many for every sample. A pure function of its arguments.
+
+        A method with `reads_short` also takes the keyword `short`, the short caption of the record.
+        """
 
     def views(
         self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
@@ -141,7 +165,8 @@ class Method(ABC):
     ) -> TokenBatch:
         """Every sample's `captions` as one batch: all first captions, then all second ones, and so on."""
         rows = [caption for kind in zip(*samples, strict=True) for caption in kind]
-        return tokenizer.batch([row.ids for row in rows], [row.n_pre for row in rows], before_sot)
+        is_short = [row.is_short for row in rows]
+        return tokenizer.batch([row.ids for row in rows], [row.n_pre for row in rows], before_sot, is_short)
 
     @abstractmethod
     def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer, TokenBatch
 from .base import Batch, Caption, Method, image_features
 from .objectives import Features, check_components, dual_caption_objective
-from .sampling import draw_generator, find_sampler, join_sentences, numbered
+from .sampling import GIVEN, draw_generator, find_sampler, join_sentences, numbered
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class DualCaption(Method):
     """A long caption against the image, and a short one against the image's principal components.
 
     Attributes:
-        sampling: the sentences of the short caption, a name that `sampling.find_sampler` knows.
+        sampling: the sentences of the short caption, a name that `sampling.find_sampler` knows; "given": the record's
+            own short caption.
         padding: how many PADs stand before it, a name that `find_padding` knows.
         short_weight: w of L = w * L_short + (1 - w) * L_long, in [0, 1]. A caption without weight is not encoded: 1
             leaves only the short one, 0 only the long one.
@@ -87,7 +88,8 @@ class DualCaption(Method):
     pooling: str = "eot"
 
     def __post_init__(self):
-        find_sampler(self.sampling)
+        if not self.reads_short:
+            find_sampler(self.sampling)
         find_padding(self.padding)
         if not 0 <= self.short_weight <= 1:
             raise UserError(f"short_weight must be in [0, 1], got {self.short_weight}")
@@ -97,6 +99,10 @@ class DualCaption(Method):
             raise UserError(f"components must be at least 1, or 0 for the images as they are, got {self.components}")
         if self.pooling not in POOLINGS:
             raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
+
+    @property
+    def reads_short(self) -> bool:
+        return self.sampling == GIVEN
 
     @property
     def has_long(self) -> bool:
@@ -114,11 +120,22 @@ class DualCaption(Method):
         backbone.pooling = self.pooling
 
     def captions(
-        self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
+        self,
+        caption: str,
+        tokenizer: CaptionTokenizer,
+        seed: int,
+        epoch: int,
+        sample_id: str,
+        short: str | None = None,
     ) -> list[Caption]:
-        """Algorithm 1, lines 1 to 12: the long caption, if it has weight, then the short one, if it has."""
+        """Algorithm 1, lines 1 to 12: the long caption, if it has weight, then the short one, if it has.
+
+        Args:
+            short: the record's own short caption, which "given" takes.
+        """
         rng = draw_generator(seed, epoch, sample_id)
-        short = join_sentences(find_sampler(self.sampling)(split_sentences(caption), rng))
+        if not self.reads_short:
+            short = join_sentences(find_sampler(self.sampling)(split_sentences(caption), rng))
         texts = [caption] * self.has_long + [short] * self.has_short
         captions = [Caption(ids) for ids in tokenizer.text_ids(texts)]
         if self.has_short:
@@ -146,7 +163,8 @@ class DualCaption(Method):
     def describe(self) -> str:
         padding = f", {self.padding} padding, w = {self.short_weight:g}" if self.has_short else ""
         components = f", {self.components} components" if self.has_short and self.components else ""
-        return f"{self.sampling} sentences{padding}{components}, {self.pooling} pooling"
+        short = "given short captions" if self.reads_short else f"{self.sampling} sentences"
+        return f"{short}{padding}{components}, {self.pooling} pooling"
 
 
 Recipe = DualCaption  # the name in earlier releases

@@ -126,6 +126,19 @@ class KeepStates(Method):
         if not (weight > 0 and math.isfinite(weight)):
             raise UserError(f"keep_states must be at least 0, got {weight}")
 
+    @property
+    def reads_short(self) -> bool:
+        return self.method.reads_short
+
+    def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
+        self.method.check_base(base_model, keep_positions, freeze_image_tower)
+
+    def bind(self, backbone: Backbone) -> "KeepStates":
+        return replace(self, method=self.method.bind(backbone))
+
+    def rate(self, name: str) -> float:
+        return self.method.rate(name)
+
     def check(self, batch: int, embed_dim: int) -> None:
         self.method.check(batch, embed_dim)
 
@@ -141,9 +154,9 @@ class KeepStates(Method):
         return _Modules(self.method.modules(backbone), Teacher(backbone))
 
     def captions(
-        self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
+        self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str, **given
     ) -> list[Caption]:
-        return self.method.captions(caption, tokenizer, seed, epoch, sample_id)
+        return self.method.captions(caption, tokenizer, seed, epoch, sample_id, **given)
 
     def views(
         self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str

@@ -20,11 +20,16 @@ _BLOCK = 1024
 
 @dataclass(frozen=True)
 class Features:
-    """The features of one step, each [global batch, embed_dim], not normalised. None for a caption without weight."""
+    """The features of one step, each [global batch, embed_dim], not normalised. None for a caption without weight.
+
+    Attributes:
+        short_image: of the view of the images that short captions are compared with; None: the images themselves.
+    """
 
     image: Tensor
     long_text: Tensor | None
     short_text: Tensor | None
+    short_image: Tensor | None = None
 
 
 def contrastive_loss(
@@ -171,7 +176,8 @@ def dual_caption_objective(
     image = F.normalize(features.image, dim=-1)
     terms = {}
     if features.short_text is not None:
-        rebuilt = rebuild_from_components(image, components) if components else image
+        seen = image if features.short_image is None else F.normalize(features.short_image, dim=-1)
+        rebuilt = rebuild_from_components(seen, components) if components else seen
         terms["short"] = (short_weight, loss(rebuilt, F.normalize(features.short_text, dim=-1)))
     if features.long_text is not None:
         terms["long"] = (1 - short_weight, loss(image, F.normalize(features.long_text, dim=-1)))

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from ..errors import UserError, near_matches
 from ..sentences import join_sentences  # noqa: F401 (where earlier releases have it)
 
+GIVEN = "given"  # the record's own short caption, which no sampler draws
+
 
 def draw_generator(seed: int, epoch: int, sample_id: str) -> random.Random:
     """The random numbers of one sample in one epoch: a pure function of its arguments.

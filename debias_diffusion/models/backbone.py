@@ -16,7 +16,7 @@ import open_clip
 import torch
 from open_clip import CLIPTextCfg
 from open_clip.transform import PreprocessCfg, image_transform_v2
-from open_clip.transformer import ResidualAttentionBlock
+from open_clip.transformer import ResidualAttentionBlock, VisionTransformer
 from PIL import Image
 from torch import nn
 from torchvision.transforms import Compose, PILToTensor
@@ -27,15 +27,21 @@ from ..tokens import CaptionTokenizer, TokenBatch
 from .blocks import Attention, block_numbers
 from .chinese_clip import NOT_TRAINED, BertTower
 from .families import CHINESE_CLIP, Family, find_family
-from .image_tower import ImageTower
+from .image_tower import PROMPTS_AND_ATTENTION, ImageTower
 from .model_files import build_empty, check_bounds, check_finite, explain_failure, find_file, read_config
 from .positions import FACTOR, KEEP, stretch_positions
+from .regional_prompts import PromptSettings, RegionalPrompts
 from .shipped import shipped
-from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions
-from .weights import count_numbers, find_weights, load_weights, read_weights, save_tensors, weights_digest
+from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions, set_short_positions
+from .weights import count_numbers, find_weights, load_weights, read_state, read_weights, save_tensors, weights_digest
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
+SHORT_POSITIONS_FILE = (
+    "short_positions.safetensors"  # beside the weights, where short captions had a table of their own
+)
+_SHORT_POSITIONS = "positional_embedding"
+_PROMPTS = "regional_prompts"  # in `config`
 
 
 class Backbone(nn.Module):
@@ -131,10 +137,10 @@ class Backbone(nn.Module):
 
     def encode_image(self, images: torch.Tensor) -> torch.Tensor:
         """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]"""
-        images = self.normalise(images) if images.dtype == torch.uint8 else images
-        if self.image_attention is None:
+        images = self.as_floats(images)
+        if self.image_attention is None and self.prompt_settings is None:
             return self.model.encode_image(images)
-        if not self.image.attends:
+        if self.image_attention is not None and not self.image.attends:
             raise UserError(
                 f"This model was saved with other attention in its image tower, {self.image_attention}. Replace it "
                 "again first (`Backbone.replace_image_attention`)."
@@ -166,9 +172,65 @@ class Backbone(nn.Module):
         """
         if not attends or not description:
             raise UserError("replace_image_attention needs at least one block and a description.")
+        if self.prompt_settings is not None:
+            raise UserError(PROMPTS_AND_ATTENTION)
         numbers = block_numbers(self.image.visual.transformer, attends)
         self.image.attends = dict(zip(numbers, attends.values(), strict=True))
         self._configure(image_attention=description)
+
+    @property
+    def prompt_settings(self) -> PromptSettings | None:
+        """Of the image tower's regional prompts (Fix-CLIP); None: it has none."""
+        return PromptSettings.of_config(self._extra_config[_PROMPTS]) if _PROMPTS in self._extra_config else None
+
+    def add_prompts(self, settings: PromptSettings) -> None:
+        """Adds regional prompts to the image tower, random ones of torch's generator. Every image is read with them.
+
+        open_clip does not know them: its strict loading refuses the saved weights.
+
+        Raises:
+            UserError: the tower has prompts or other attention, fewer patches than prompts, or cannot have any.
+        """
+        if self.image_attention is not None or self.prompt_settings is not None:
+            raise UserError("This image tower has regional prompts or other attention already.")
+        if settings.count > self.image.patches:
+            raise UserError(
+                f"prompts is {settings.count}, but each prompt has a band of the image, which has {self.image.patches} "
+                "patches. Give at most as many."
+            )
+        add_prompts(self.model.visual, settings)
+        self._configure(**{_PROMPTS: settings.description()})
+
+    @property
+    def short_positions(self) -> torch.Tensor | None:
+        """[positions, width] the table that short captions are read with in training, as the base model has it; or None
+
+        It is not trained, and no weight of the model: `TokenBatch.is_short` chooses the captions that use it.
+        """
+        return self.text.short_positions
+
+    def keep_short_positions(self, table: torch.Tensor) -> None:
+        """Gives short captions this table, [positions, width]; it is saved beside the weights."""
+        set_short_positions(self.text.tower, table)
+
+    def read_short(self) -> None:
+        """Makes the table of short captions that of all captions: a text tower of the base model's context length.
+
+        Raises:
+            UserError: there is no such table.
+        """
+        table = self.short_positions
+        if table is None:
+            raise UserError(
+                f"This model has no {SHORT_POSITIONS_FILE}, the positions that short captions were trained with. Give "
+                "a run of `train --recipe fix-clip` with --short-positions own, or leave out --positions short."
+            )
+        set_short_positions(self.text.tower, None)
+        set_positions(self.model, table.clone())
+        self.tokenizer = self.tokenizer.with_context_length(len(table))
+        self.config["model_cfg"]["text_cfg"]["context_length"] = len(table)
+        rest = {name: value for name, value in self._extra_config.items() if name not in ("keep", "factor")}
+        self.config["debias_diffusion"] = rest
 
     @property
     def text_attention(self) -> dict | None:
@@ -201,8 +263,11 @@ class Backbone(nn.Module):
         }
 
     def digest(self) -> str:
-        """sha256 of the weights, and of replaced attention."""
+        """sha256 of the weights, and of replaced attention or of how regional prompts are used."""
         weights, image, text = weights_digest(self), self.image_attention, self.text_attention
+        prompts = self._extra_config.get(_PROMPTS)
+        if prompts:
+            return json_digest({"weights": weights, "prompts": prompts, "text": text})
         return json_digest({"weights": weights, "image": image, "text": text}) if image or text else weights
 
     def image_fingerprint(self) -> dict:
@@ -212,7 +277,13 @@ class Backbone(nn.Module):
             "vision_cfg": self.config["model_cfg"]["vision_cfg"],
             "preprocess": str(self.preprocess),
         }
-        return fingerprint | ({} if self.image_attention is None else {"attention": self.image_attention})
+        fingerprint |= {} if self.image_attention is None else {"attention": self.image_attention}
+        prompts = self.prompt_settings
+        return fingerprint | ({} if prompts is None else {_PROMPTS: prompts.description()})
+
+    def as_floats(self, images: torch.Tensor) -> torch.Tensor:
+        """Images from `preprocess` as they are, and uint8 ones from `read_pixels` normalised."""
+        return self.normalise(images) if images.dtype == torch.uint8 else images
 
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [batch, 3, height, width] to floats, bit for bit as torchvision's ToTensor and Normalize."""
@@ -252,6 +323,8 @@ class Backbone(nn.Module):
             options: of torch.compile, for example `backend`.
         """
         self.model.visual.compile(**options)
+        if isinstance(self.model.visual, VisionTransformer):  # for methods that run it block by block
+            self.image.compile(**options)
         self.text.compile(**options)
 
     def save(self, folder: str | os.PathLike) -> None:
@@ -267,6 +340,9 @@ class Backbone(nn.Module):
         save_tensors(
             {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}, folder / WEIGHTS_FILE
         )
+        if self.short_positions is not None:
+            table = {_SHORT_POSITIONS: self.short_positions.detach().cpu()}
+            save_tensors(table, folder / SHORT_POSITIONS_FILE)
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
         self.family.save_tokenizer(self.tokenizer, folder)
 
@@ -305,6 +381,7 @@ def _load(model: str, pretrained: str | None) -> Backbone:
         tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
         clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
         _check_blocks(model, family, getattr(clip, "text", clip))
+        _add_prompts_of(config, clip, model)
         stretched = file and load_weights(clip, file, state, model, bool(config["model_cfg"].get("quick_gelu")))
     if file:
         check_finite(clip.state_dict().items(), f"{str(file)!r}")
@@ -314,8 +391,38 @@ def _load(model: str, pretrained: str | None) -> Backbone:
         config["debias_diffusion"] = stretched
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
+    _load_short_positions(backbone, file)
     check_preprocessing(backbone, model)
     return backbone
+
+
+def add_prompts(visual: nn.Module, settings: PromptSettings) -> None:
+    """Registers new prompts in an image tower of open_clip, where its weights are."""
+    tower = ImageTower(visual)
+    visual.regional_prompts = RegionalPrompts(settings, visual.conv1.out_channels, tower.depth)
+
+
+def _add_prompts_of(config: dict, clip: nn.Module, model: str) -> None:
+    """The prompts that a saved model's configuration names; their weights are loaded with all others."""
+    prompts = config.get("debias_diffusion", {}).get(_PROMPTS)
+    if prompts is not None:
+        with explain_failure(f"The regional prompts of {model!r} cannot be used"):
+            add_prompts(clip.visual, PromptSettings.of_config(prompts))
+
+
+def _load_short_positions(backbone: Backbone, weights: Path | None) -> None:
+    """The table of short captions beside a folder's weights, if there is one."""
+    file = weights and weights.with_name(SHORT_POSITIONS_FILE)
+    if not file or weights.name != WEIGHTS_FILE or not file.is_file():
+        return
+    table, width = read_state(file).get(_SHORT_POSITIONS), backbone.text.tower.positional_embedding.shape[1]
+    if table is None or table.ndim != 2 or table.shape[1] != width or not 3 <= len(table) <= backbone.context_length:
+        raise UserError(
+            f"{str(file)!r} holds no table of at most {backbone.context_length} positions of width {width}. Get it "
+            "again, or remove it: it is only read for training and for `export --positions short`."
+        )
+    check_finite([(_SHORT_POSITIONS, table)], f"{str(file)!r}")
+    backbone.keep_short_positions(table)
 
 
 def check_preprocessing(backbone: Backbone, model: str) -> None:

@@ -1,20 +1,54 @@
 """The image tower of a CLIP block by block: states of CLS, and attention that can be replaced."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from open_clip.transformer import ResidualAttentionBlock, VisionTransformer
 from torch import nn
 
 from ..errors import UserError
-from .blocks import Attention, block_numbers, full_attention, run_block, stack_states
+from .blocks import (
+    Attention,
+    after_attention,
+    before_attention,
+    block_numbers,
+    full_attention,
+    run_block,
+    stack_states,
+)
+from .regional_prompts import RegionalPrompts
+
+PROMPTS_AND_ATTENTION = (
+    "This image tower has regional prompts, whose attention cannot be replaced. Give a model without them, for example "
+    "one trained with --prompts 0."
+)
+
+
+@dataclass(frozen=True)
+class MaskedPatches:
+    """A second view of each image, of which some patches are hidden (Fix-CLIP, section 3.2).
+
+    Attributes:
+        is_masked: [batch, patches] bool, as many True in each row.
+        vector: [width], which stands in the place of masked patches; None leaves them out, so that the view is shorter.
+    """
+
+    is_masked: torch.Tensor
+    vector: torch.Tensor | None
+
+    def visible(self) -> torch.Tensor:
+        """[batch, visible] the numbers of the other patches, in order."""
+        return (~self.is_masked).nonzero()[:, 1].view(len(self.is_masked), -1)
 
 
 class ImageTower:
     """open_clip's vision transformer as parts: embed, run each block, project.
 
     Values and gradients equal open_clip's own forward up to rounding. `Backbone.encode_image` uses that forward unless
-    attention was replaced.
+    attention was replaced or the tower has regional prompts, which all but `run_block` and `embed` respect.
     A method that changes the tokens between blocks runs the parts itself:
 
         hidden_states = tower.embed(images)
@@ -43,6 +77,16 @@ class ImageTower:
             raise UserError("The image tower's blocks are not plain CLIP blocks. Give another, such as ViT-B-16.")
         self.visual = visual
         self.attends: dict[int, Attention] = {}
+        self._before, self._before_cls, self._after = before_attention, _before_attention_of_cls, after_attention
+
+    @property
+    def prompts(self) -> RegionalPrompts | None:
+        return getattr(self.visual, "regional_prompts", None)
+
+    @property
+    def patches(self) -> int:
+        """The number of patches of an image."""
+        return self.visual.grid_size[0] * self.visual.grid_size[1]
 
     @property
     def depth(self) -> int:
@@ -81,16 +125,130 @@ class ImageTower:
         Returns:
             features [batch, embed_dim], not normalised; states [batch, len(blocks), width], before any final norm.
         """
-        numbers, cls_states = block_numbers(self.visual.transformer, blocks), {}
-        hidden_states = self.embed(images)
+        hidden_states, states = self._run(self.embed(images), blocks, attends)
+        return self.project(hidden_states), states
+
+    def encode_with_masked(
+        self, images: torch.Tensor, blocks: Sequence[int] = (), masked: MaskedPatches | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """`encode` for a tower that pools at CLS, and the features of a view of which patches are masked.
+
+        Both views go through the blocks as one batch, if they are of one length; of the last block's output only CLS is
+        computed.
+
+        Args:
+            images: [batch, 3, height, width], preprocessed.
+            blocks: numbers from 0, or from -1 for the last block.
+            masked: the second view; None: there is none.
+
+        Returns:
+            features [batch, embed_dim] of the whole images, and of the masked view or None; states of CLS in the whole
+            images after the blocks, [batch, len(blocks), width].
+        """
+        patches, batch = self._patch_embeddings(images), len(images)
+        if masked is None:
+            hidden_states, states = self._run(self._with_cls(patches), blocks, cls_alone=True)
+            return self.project(hidden_states), None, states
+        if masked.vector is not None:
+            vector = masked.vector.to(patches.dtype)
+            hidden = torch.where(masked.is_masked[..., None], vector, patches)
+            both, states = self._run(self._with_cls(torch.cat([patches, hidden])), blocks, cls_alone=True)
+            features, of_masked = self.project(both).split(batch)
+            return features, of_masked, states[:batch]
+        visible = masked.visible()
+        features, _, states = self.encode_with_masked(images, blocks)
+        hidden_states, _ = self._run(self._with_cls(patches, visible), cls_alone=True, kept=visible)
+        return features, self.project(hidden_states), states
+
+    def last_states(self, images: torch.Tensor) -> torch.Tensor:
+        """[batch, 1 + patches, width] after the last block; carried prompts stand between CLS and the patches."""
+        return self._run(self.embed(images), keep_prompts=True)[0]
+
+    def compile(self, **options) -> None:
+        """Compiles everything but the attention of `encode_with_masked`."""
+        self._before, self._before_cls, self._after = (
+            torch.compile(part, dynamic=True, **options)
+            for part in (before_attention, _before_attention_of_cls, after_attention)
+        )
+
+    def _patch_embeddings(self, images: torch.Tensor) -> torch.Tensor:
+        """[batch, patches, width], before positions are added."""
+        return self.visual.conv1(images).flatten(2).transpose(1, 2)
+
+    def _with_cls(self, patches: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+        """Patch embeddings -> the blocks' input [batch, 1 + patches, width]; `kept` [batch, visible] leaves out others.
+
+        As `VisionTransformer._embeds` of open_clip, but for patch dropout.
+        """
+        visual, table = self.visual, self.visual.positional_embedding.to(patches.dtype)
+        placed = patches + table[1:]
+        if kept is not None:
+            placed = placed.gather(1, kept[..., None].expand(-1, -1, placed.shape[-1]))
+        cls = (visual.class_embedding.to(patches.dtype) + table[0]).expand(len(patches), 1, -1)
+        return visual.ln_pre(torch.cat([cls, placed], dim=1))
+
+    def _run(
+        self,
+        hidden_states: torch.Tensor,
+        blocks: Sequence[int] = (),
+        attends: Mapping[int, Attention] | None = None,
+        cls_alone: bool = False,
+        kept: torch.Tensor | None = None,
+        keep_prompts: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blocks' input -> their output, and the states of CLS after some of them.
+
+        Args:
+            cls_alone: only CLS of the last block's output is wanted, [batch, 1, width].
+            kept: see `RegionalPrompts.attention`.
+            keep_prompts: leave the states of carried prompts in the output.
+        """
+        transformer, prompts = self.visual.transformer, self.prompts
+        numbers, cls_states = block_numbers(transformer, blocks), {}
+        hidden_states = prompts.insert(hidden_states) if prompts else hidden_states
         for block in range(self.depth):
-            attend = None if attends is None else attends.get(block, full_attention)
-            hidden_states = self.run_block(block, hidden_states, attend)
+            attend = self._attention(block, attends, kept)
+            parts = self._parts(last=block == self.depth - 1) if cls_alone else {}
+            hidden_states = run_block(transformer, block, hidden_states, attend, **parts)
             if block in numbers:
                 cls_states[block] = hidden_states[:, 0]
-        features = self.project(hidden_states)
-        return features, stack_states([cls_states[number] for number in numbers], features, hidden_states.shape[-1])
+            hidden_states = prompts.update(block, hidden_states) if prompts else hidden_states
+        if prompts and not (cls_alone or keep_prompts):
+            hidden_states = prompts.remove(hidden_states)
+        states = [cls_states[number] for number in numbers]
+        return hidden_states, stack_states(states, hidden_states, hidden_states.shape[-1])
+
+    def _attention(self, block: int, attends: Mapping[int, Attention] | None, kept: torch.Tensor | None) -> Attention:
+        """The attention of a block in one pass: with the prompts, if there are any, or as `attends` has it."""
+        if self.prompts and (attends or self.attends):
+            raise UserError(PROMPTS_AND_ATTENTION)
+        if self.prompts:
+            return self.prompts.attention(self.visual.transformer.resblocks[block], block, self.patches, kept)
+        return (self.attends if attends is None else attends).get(block, full_attention)
+
+    def _parts(self, last: bool) -> dict[str, Callable]:
+        """The parts of a block of `encode_with_masked`; of the last one, those for CLS alone."""
+        if last:
+            return {"before": self._before_cls, "after": partial(_after_attention_of_cls, self._after)}
+        return {"before": self._before, "after": self._after}
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Features [batch, embed_dim], not normalised."""
         return self.encode(images)[0]
+
+
+def _before_attention_of_cls(block: ResidualAttentionBlock, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`before_attention`, with the query of CLS alone."""
+    attention, normed = block.attn, block.ln_1(hidden_states)
+    width = normed.shape[-1]
+    weight, bias = attention.in_proj_weight, attention.in_proj_bias
+    query = F.linear(normed[:, :1], weight[:width], bias[:width])
+    key_value = F.linear(normed, weight[width:], bias[width:])
+    return tuple(part.unflatten(-1, (attention.num_heads, -1)) for part in (query, *key_value.chunk(2, dim=-1)))
+
+
+def _after_attention_of_cls(
+    after: Callable, block: ResidualAttentionBlock, hidden_states: torch.Tensor, attended: torch.Tensor
+) -> torch.Tensor:
+    """`after_attention` of CLS alone, [batch, 1, width]."""
+    return after(block, hidden_states[:, :1], attended)

@@ -25,6 +25,8 @@ from .blocks import (
 # groups waste calls, fewer waste padding.
 _GROUPS = 8
 
+_SHORT_POSITIONS = "short_positional_embedding"  # a buffer of the tower, in no state dict
+
 # Where the text feature is read: at EOT (at the last slot where there is no causal mask), or as the mean of all states
 # from SOT to EOT without pads (DeBias-CLIP, section E.2).
 POOLINGS = ("eot", "average")
@@ -71,7 +73,8 @@ class _Layout:
     Attributes:
         n_prefix: tokens of the prefix.
         ids: [sum of lengths] the index, among the batch's ids, of each token after the prefix.
-        positions: [n_prefix + sum of lengths] the position of each token in its literal row.
+        positions: [n_prefix + sum of lengths] the position of each token in its literal row; behind the context length,
+            in the table of short captions. The prefix has those of the long table.
         last: [batch] the index of each caption's last token, in the groups' order.
         back: [batch] the index of each caption of the batch in that order.
         groups: captions that attend together.
@@ -89,6 +92,8 @@ class _Layout:
         self.ids = (within + in_batch.repeat_interleave(lengths)).to(device)
         # A caption's tokens follow the part of the prefix that it sees.
         after_prefix = within + n_prefix.repeat_interleave(lengths)
+        if batch.is_short is not None:
+            after_prefix += batch.context_length * batch.is_short[order].repeat_interleave(lengths)
         self.positions = torch.cat([torch.arange(self.n_prefix), after_prefix]).to(device)
         self.last = (self.n_prefix + starts + lengths - 1).to(device)
         self.back = order.argsort().to(device)
@@ -170,6 +175,16 @@ class TextTower:
     def context_length(self) -> int:
         return self.tower.positional_embedding.shape[0]
 
+    @property
+    def short_positions(self) -> torch.Tensor | None:
+        """[positions, width] the table of captions that `TokenBatch.is_short` marks; None: they cannot be read."""
+        return getattr(self.tower, _SHORT_POSITIONS, None)
+
+    def _positions(self, tokens: TokenBatch) -> torch.Tensor:
+        """The tables of positions that a batch reads, end to end: see `_Layout.positions`."""
+        table = self.tower.positional_embedding
+        return table if tokens.is_short is None else torch.cat([table, self.short_positions.to(table.dtype)])
+
     def __call__(self, tokens: TokenBatch) -> torch.Tensor:
         """[batch, embed_dim] features of the captions, projected, not normalised."""
         return self.encode(tokens)[0]
@@ -227,7 +242,7 @@ class TextTower:
     def _embed(self, tokens: TokenBatch, layout: _Layout) -> torch.Tensor:
         """[longest prefix + sum of lengths, width] the blocks' input"""
         ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
-        return self.tower.token_embedding(ids) + self.tower.positional_embedding[layout.positions]
+        return self.tower.token_embedding(ids) + self._positions(tokens)[layout.positions]
 
     def penultimate_states(self, tokens: TokenBatch, pad: int) -> torch.Tensor:
         """`hidden_states[-2]` of transformers' CLIPTextModel, as SDXL's UNet reads it: of every token, pads included.
@@ -365,6 +380,12 @@ def set_positions(model: nn.Module, table: torch.Tensor) -> None:
     if tower.attn_mask is not None:
         mask = torch.full((len(table),) * 2, -torch.inf).triu_(1).to(table)
         tower.register_buffer("attn_mask", mask, persistent=False)
+
+
+def set_short_positions(tower: nn.Module, table: torch.Tensor | None) -> None:
+    """Gives a text tower the table of positions of short captions, [positions, width], or takes it away."""
+    table = None if table is None else table.detach().clone().to(tower.positional_embedding)
+    tower.register_buffer(_SHORT_POSITIONS, table, persistent=False)
 
 
 def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from ..data import BadRecord, ImageSource, Record, is_shards, open_data, verify_shards
 from ..data.bad_records import BAD_RECORDS, check_share, read_or_bad, report_bad, too_many
 from ..data.caption_statistics import CaptionMeasure, measure_caption, summarise
+from ..data.dataset import without_short_caption
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..tokens import CaptionTokenizer
@@ -23,15 +24,16 @@ _LOOKED_UP = 200  # images whose presence is checked before a run
 class _CheckedRecords(Dataset):
     """(measure of the caption, BadRecord or None) of every record."""
 
-    def __init__(self, records: Sequence[Record], images: ImageSource, tokenizer: CaptionTokenizer):
-        self.records, self.images, self.tokenizer = records, images, tokenizer
+    def __init__(self, records: Sequence[Record], images: ImageSource, tokenizer: CaptionTokenizer, reads_short: bool):
+        self.records, self.images, self.tokenizer, self.reads_short = records, images, tokenizer, reads_short
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, index: int) -> tuple[CaptionMeasure, BadRecord | None]:
         record = self.records[index]
-        image = read_or_bad(record, self.images.open)
+        fault = without_short_caption(record) if self.reads_short else None
+        image = fault or read_or_bad(record, self.images.open)
         bad = image if isinstance(image, BadRecord) else None
         return measure_caption(record.caption, self.tokenizer), bad
 
@@ -49,7 +51,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
         UserError: more than `config.max_bad` of the records are unusable.
     """
     captions, images = open_data(config.data, config.images)
-    records = _CheckedRecords(captions.records, images, tokenizer)
+    records = _CheckedRecords(captions.records, images, tokenizer, config.make_method().reads_short)
     loader = DataLoader(records, batch_size=None, num_workers=config.workers)
     with load_batches(loader) as rows:
         checked = list(tqdm(rows, desc="reading", unit=" pairs", total=len(records)))
@@ -96,6 +98,18 @@ def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: flo
             f"{missing[0]!r}; --max-bad allows a share of {max_bad:g}. `train --check-data` names them all."
         )
     return len(missing)
+
+
+def look_for_short_captions(records: Sequence[Record], max_bad: float) -> None:
+    """Raises UserError if a larger share than `max_bad` of a sample of the records has no short caption."""
+    sample = records[:: max(1, len(records) // _LOOKED_UP)]
+    missing = [record for record in sample if record.short is None]
+    if too_many(len(missing), len(sample), max_bad):
+        raise UserError(
+            f"sampling is given, but of {len(sample)} records looked up {len(missing)} have no short_caption, for "
+            f"example that of {missing[0].image!r}. Add it to the entries of a JSON or JSONL file or of shards, or "
+            "take another --sampling, such as summary."
+        )
 
 
 def continue_hint(config: RunConfig) -> str:

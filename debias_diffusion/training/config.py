@@ -19,10 +19,19 @@ _WITHOUT_EFFECT = (
     *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "check_data"),
     *("chunk", "checkpoint_activations", "compile", "feature_cache", "latent_cache"),
 )
+# Options of the recipes fix-clip and long-clip.
+FIX_CLIP_OPTIONS = (
+    *("mask_ratio", "masked_patches", "short_positions", "prompts", "prompt_mask", "prompt_update", "prompt_layers"),
+    *("groups", "first_group", "new_rate"),
+)
 # Settings that stand among a run's only where they are given: runs of earlier releases do not have them.
-ADDED = ("method", "keep_states")
+_EMPTY_UNLESS_GIVEN = ("method", "keep_states")
+ADDED = (*_EMPTY_UNLESS_GIVEN, *FIX_CLIP_OPTIONS)
 # Options that are settings of the recipe; others are given in `method`.
-RECIPE_OPTIONS = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling", "keep_states")
+RECIPE_OPTIONS = (
+    *("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling", "keep_states"),
+    *FIX_CLIP_OPTIONS,
+)
 TRACKERS = ("tensorboard", "wandb")
 
 
@@ -84,7 +93,8 @@ class RunConfig:
     def settings(self) -> dict:
         """All settings that decide the result, as plain JSON values; `ADDED` only where they are given."""
         settings = asdict(self) | {"betas": list(self.betas)}
-        ignored = {*_WITHOUT_EFFECT, *(name for name in ADDED if not settings.get(name))}
+        ignored = {*_WITHOUT_EFFECT, *(name for name in ADDED if settings.get(name) is None)}
+        ignored |= {name for name in _EMPTY_UNLESS_GIVEN if not settings.get(name)}
         return {name: value for name, value in settings.items() if name not in ignored}
 
 
@@ -102,11 +112,12 @@ class TrainConfig(RunConfig):
             hf-hub:owner/name.
         pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
             may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
-        recipe: debias-clip, debias-clip-sdxl (the same with keep_states, for encoders that go into SDXL), long-clip or
-            smart-clip-sampling. The seven options that follow override a part of it.
+        recipe: debias-clip, debias-clip-sdxl (the same with keep_states, for encoders that go into SDXL), long-clip,
+            smart-clip-sampling or fix-clip. The options that follow, to new_rate, override a part of it.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
             second to a random end), independent (each with probability 1/2), shuffle (all, in random order), keep-4 or
             keep-N (that many), details (all, in order). With it: summary (nothing else), opening (up to a random end).
+            given: the short_caption of each entry of the data.
         padding: Pads before the short caption: random, none, pad-20, pad-40 or pad-N, pre-sot (before SOT too).
         short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1; at 0 or 1 only one of them is computed.
         components: Principal components of the image features that short captions are compared with, fewer than the
@@ -115,6 +126,19 @@ class TrainConfig(RunConfig):
         pooling: Where the text feature is read: eot, or average over all tokens that are not pads.
         keep_states: Weight of the term that keeps the hidden states which SDXL's UNet reads near the base model's, read
             in chunks; 0 leaves it out.
+        mask_ratio: Share of patches that are masked in the image that a short caption is compared with, below 1; 0
+            masks none. This option and those up to new_rate are of fix-clip, and of long-clip, where all are off.
+        masked_patches: replace masked patches with one learned vector, or discard them, which is faster and worse.
+        short_positions: own, the base model's rows of positions for short captions, which are cut at its context length
+            and not stretched; or shared, one table for all captions.
+        prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
+        prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all; r2p:
+            prompts to all patches; p2r: patches to prompts too; product: bands as the paper's equation 4 is printed.
+        prompt_update: replace the prompts after each block (the paper), or carry what they have read to the next.
+        prompt_layers: own prompts for each block, or the same shared by all.
+        groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
+        first_group: The first group that is compared, from 1; null compares the last three.
+        new_rate: Multiplies the learning rate of mask vector, prompts and the groups' heads, which start untrained.
         method: Further settings of a recipe that has some, as --method.alpha 0.75, or method: {alpha: 0.75} in YAML.
         keep_positions: First positions that are kept when the context length is stretched, and not trained. 0 stretches
             all.
@@ -165,6 +189,16 @@ class TrainConfig(RunConfig):
     label_smoothing: float | None = None
     pooling: Literal["eot", "average"] | None = None
     keep_states: float | None = None
+    mask_ratio: float | None = None
+    masked_patches: Literal["replace", "discard"] | None = None
+    short_positions: Literal["own", "shared"] | None = None
+    prompts: int | None = None
+    prompt_mask: Literal["bands", "none", "r2p", "p2r", "product"] | None = None
+    prompt_update: Literal["replace", "carry"] | None = None
+    prompt_layers: Literal["own", "shared"] | None = None
+    groups: int | None = None
+    first_group: int | None = None
+    new_rate: float | None = None
     method: dict[str, Any] | None = None
     keep_positions: int = KEEP
     stretch: int = FACTOR

@@ -11,7 +11,7 @@ from ..data.dataset import CaptionDataset, Collate
 from ..files import explain_full_disk
 from ..methods import Batch
 from ..retrieval import encode_images, encode_texts, recall_at_k
-from .check import check_data
+from .check import check_data, look_for_short_captions
 from .checkpoint import TrainState
 from .config import TrainConfig
 from .feature_cache import FrozenTower, cached_images
@@ -54,9 +54,12 @@ class _Training(Run):
     def __init__(self, config: TrainConfig, accelerator: Accelerator, folder: RunFolder):
         self.method = config.make_method()
         super().__init__(config, accelerator, folder)
+        if self.method.reads_short:
+            look_for_short_captions(self.records, config.max_bad)
         base_model = load_base_model(config, name_alone=self.earlier.get("pretrained", "") is None)
         self.settings["base_model_sha256"] = base_model_digest(base_model)
         self.backbone = prepare_backbone(base_model, config)
+        self.method = self.method.bind(self.backbone)
         self.method.check(config.batch, self.backbone.config["model_cfg"]["embed_dim"])
         self.model, self.modules = self.backbone.model, make_modules(self.method, self.backbone, config.seed)
         self.begin()
@@ -64,7 +67,8 @@ class _Training(Run):
         if self.modules is not None:
             self.modules.to(accelerator.device)
         self.optimizer = Optimizer(
-            self.backbone, config.weight_decay, config.betas, config.eps, self.precision, self.modules
+            *(self.backbone, config.weight_decay, config.betas, config.eps, self.precision, self.modules),
+            rate=self.method.rate,
         )
         self.collate = Collate(self.backbone.tokenizer, self.method, config.freeze_image_tower)
 

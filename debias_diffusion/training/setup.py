@@ -78,7 +78,13 @@ def base_model_digest(backbone: Backbone) -> str | None:
 
 
 def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
-    """The base model with its context length stretched, changed as the method wants it, its scale set, in place."""
+    """The base model with its context length stretched, changed as the method wants it, its scale set, in place.
+
+    Raises:
+        UserError: the method or an option cannot be used with this model.
+    """
+    method = config.make_method()
+    method.check_base(backbone, config.keep_positions, config.freeze_image_tower)
     if "keep" not in backbone.config.get("debias_diffusion", {}):
         most = backbone.context_length - 2
         if config.keep_positions > most:
@@ -87,7 +93,8 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
                 f"has {backbone.context_length} positions."
             )
         backbone.stretch(config.keep_positions, config.stretch)
-    config.make_method().prepare(backbone)
+    torch.manual_seed(config.seed)
+    method.prepare(backbone)
     _set_scale(backbone, config)
     if config.freeze_image_tower:
         backbone.model.visual.requires_grad_(False)

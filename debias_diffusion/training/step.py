@@ -1,7 +1,7 @@
 """One exact step over the global batch, however many processes share it."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -138,6 +138,19 @@ def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> lis
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
+def _rated_groups(named: Mapping[str, nn.Parameter], weight_decay: float, rate: Callable[[str], float]) -> list[dict]:
+    """`decay_groups` of the parameters of each rate, with that rate."""
+    rated: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        rated.setdefault(rate(name), []).append(parameter)
+    return [
+        group | {"rate": factor}
+        for factor, parameters in rated.items()
+        for group in decay_groups(parameters, weight_decay)
+        if group["params"]
+    ]
+
+
 class AdamW:
     """torch's AdamW with weight decay on matrices only, whose state is saved by the parameters' names.
 
@@ -145,6 +158,7 @@ class AdamW:
         named: parameters by name; those without `requires_grad` are left out.
         precision: for "fp16", gradients are scaled so that small ones do not vanish; a step in which one of them
             overflows is skipped and the scale lowered.
+        rate: multiplies the learning rate of a parameter, by its name; None: 1 for all.
 
     Attributes:
         scaler: scales the loss before its gradient is computed; None unless the precision is "fp16".
@@ -157,9 +171,10 @@ class AdamW:
         betas: tuple[float, float],
         eps: float,
         precision: str = "fp32",
+        rate: Callable[[str], float] | None = None,
     ):
         self.named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        groups = decay_groups(self.named.values(), weight_decay)
+        groups = _rated_groups(self.named, weight_decay, rate or (lambda name: 1.0))
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         device = next(iter(self.named.values())).device.type
         self.scaler = torch.amp.GradScaler(device) if precision == "fp16" else None
@@ -167,7 +182,7 @@ class AdamW:
     def step(self, learning_rate: float) -> None:
         """Applies the parameters' gradients and clears them."""
         for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["rate"]
         if self.scaler:
             self.scaler.step(self.adamw)
             self.scaler.update()
@@ -219,6 +234,7 @@ class Optimizer(AdamW):
 
     Args:
         modules: the method's own, trained too.
+        rate: see `AdamW`.
     """
 
     def __init__(
@@ -229,12 +245,13 @@ class Optimizer(AdamW):
         eps: float,
         precision: str = "fp32",
         modules: nn.Module | None = None,
+        rate: Callable[[str], float] | None = None,
     ):
         self.backbone = backbone
         named = dict(backbone.model.named_parameters())
         if modules is not None:
             named |= {f"{_METHOD}{name}": parameter for name, parameter in modules.named_parameters()}
-        super().__init__(named, weight_decay, betas, eps, precision)
+        super().__init__(named, weight_decay, betas, eps, precision, rate)
         self.kept = self._kept_rows.detach().clone()
 
     @property

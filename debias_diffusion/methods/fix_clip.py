@@ -1,0 +1,454 @@
+"""Fix-CLIP: masked images for short captions, regional prompts, and features of middle layers (arXiv 2507.10095).
+
+fix-clip    the paper's method (section 3)
+long-clip   Long-CLIP as everywhere, to which each part can be added: the paper's Table 4
+
+Its text tower is an ordinary one. After training, the long table of positions reads every caption, and the regional
+prompts (`models.regional_prompts`) stay in the image tower; the mask vector and the heads of the hierarchy are left
+behind. `docs/fix-clip.md` says how each ablation of the paper is run, and where the paper leaves a choice.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..models.backbone import Backbone
+from ..models.image_tower import ImageTower, MaskedPatches
+from ..models.regional_prompts import LAYERS, MASKS, UPDATES, PromptSettings
+from ..tokens import CaptionTokenizer
+from . import dual_caption
+from .base import Batch, Caption, image_features
+from .dual_caption import DualCaption
+from .objectives import Features, contrastive_loss, dual_caption_objective
+from .sampling import draw_generator
+
+SHORT_POSITIONS = ("own", "shared")
+MASKED_PATCHES = ("replace", "discard")
+_HALF = 0.5  # of all terms: E8 adds L_short and L_long at weight 1, the other recipes halve them
+_LAST_WEIGHT = 0.8  # omega of the last group; each group before it has half (section 4.1: 0.2, 0.4, 0.8)
+_GROUPS = 3  # that are compared where no first group is given: the fourth to the sixth of six
+
+
+@dataclass(frozen=True)
+class MaskedView:
+    """The view of an image that its short caption is compared with (section 3.2).
+
+    Attributes:
+        ratio: alpha, the share of patches that are masked, above 0 and below 1.
+        patches: "replace" puts one learned vector, zeros at first, in their place, before positions are added; CLS is
+            never masked. "discard" leaves them out (Table 5, "Dis.").
+    """
+
+    ratio: float
+    patches: str = "replace"
+
+    def __post_init__(self):
+        if not 0 < self.ratio < 1:
+            raise UserError(f"mask_ratio must be above 0 and below 1, or 0 for no masked view, got {self.ratio}")
+        if self.patches not in MASKED_PATCHES:
+            raise UserError(f"masked_patches must be one of {', '.join(MASKED_PATCHES)}, got {self.patches!r}")
+
+    def count(self, patches: int) -> int:
+        """floor(ratio * patches): how many of an image's patches are masked, at least 1 and not all.
+
+        Raises:
+            UserError: none or all would be.
+        """
+        masked = math.floor(Fraction(str(self.ratio)) * patches)
+        if not 0 < masked < patches:
+            raise UserError(
+                f"mask_ratio is {self.ratio:g}, which masks {masked} of the image's {patches} patches; at least one "
+                "must be masked and one left. Give another."
+            )
+        return masked
+
+    def draw(self, patches: int, seed: int, epoch: int, sample_id: str) -> Tensor:
+        """[patches] bool, True where a patch is masked: drawn without replacement, apart from all other draws."""
+        rng = draw_generator(seed, epoch, f"{sample_id}/mask")
+        is_masked = torch.zeros(patches, dtype=torch.bool)
+        is_masked[rng.sample(range(patches), self.count(patches))] = True
+        return is_masked
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """Comparisons of the middle layers of both towers, in groups of blocks (section 3.4).
+
+    Attributes:
+        groups: G, which divides the blocks of either tower.
+        first: K, the first group that is compared, from 1 to G.
+    """
+
+    groups: int
+    first: int
+
+    def __post_init__(self):
+        if self.groups < 1:
+            raise UserError(f"groups must be at least 1, or 0 for none, got {self.groups}")
+        if not 1 <= self.first <= self.groups:
+            raise UserError(f"first_group must be from 1 to groups, {self.groups}, got {self.first}")
+
+    @property
+    def numbers(self) -> range:
+        """The groups that are compared, K to G."""
+        return range(self.first, self.groups + 1)
+
+    def weight(self, group: int) -> float:
+        """omega_g = 0.8 * 2^(g - G): 0.2, 0.4 and 0.8 for groups 4 to 6 of 6, as in the paper."""
+        return _LAST_WEIGHT * 2.0 ** (group - self.groups)
+
+    def blocks(self, depth: int) -> list[int]:
+        """The numbers, from 0, of the blocks of the compared groups, of a tower with `depth` blocks."""
+        size = depth // self.groups
+        return list(range((self.first - 1) * size, depth))
+
+    def aggregate(self, states: Tensor) -> Tensor:
+        """GTA (E5): states after `blocks` [batch, blocks, width] -> [batch, compared groups, width].
+
+        The S states of a group are summed with the weights exp(-(j - S)^2 / 2) / sqrt(2 pi), j = 1 .. S.
+        """
+        grouped = states.unflatten(1, (len(self.numbers), -1))
+        size = grouped.shape[2]
+        distances = torch.arange(1 - size, 1, device=states.device, dtype=states.dtype)
+        weights = (-(distances**2) / 2).exp() / math.sqrt(2 * math.pi)
+        return torch.einsum("bgjw,j->bgw", grouped, weights)
+
+    def describe(self) -> str:
+        return f"groups {self.first} to {self.groups} of {self.groups} compared"
+
+
+class GroupHeads(nn.Module):
+    """GMF (E6): a projection without bias and a layer norm for each compared group of one tower.
+
+    Args:
+        projection: [width, embed_dim] the tower's final one, from which each group's starts.
+        groups: how many are compared.
+    """
+
+    def __init__(self, projection: Tensor, groups: int):
+        super().__init__()
+        width, embed_dim = projection.shape
+        self.projections = nn.ModuleList(nn.Linear(width, embed_dim, bias=False) for _ in range(groups))
+        self.norms = nn.ModuleList(nn.LayerNorm(embed_dim) for _ in range(groups))
+        for linear in self.projections:
+            linear.weight = nn.Parameter(projection.detach().T.clone(memory_format=torch.contiguous_format))
+
+    def forward(self, aggregated: Tensor) -> Tensor:
+        """[batch, groups, width] -> [batch, groups, embed_dim]"""
+        heads = zip(self.projections, self.norms, aggregated.unbind(1), strict=True)
+        return torch.stack([norm(linear(state)) for linear, norm, state in heads], dim=1)
+
+
+class FixClipModules(nn.Module):
+    """What is trained with the model and left behind: the mask vector [width], and the heads of both towers."""
+
+    def __init__(self, mask_vector: Tensor | None, image_heads: GroupHeads | None, text_heads: GroupHeads | None):
+        super().__init__()
+        self.mask_vector = None if mask_vector is None else nn.Parameter(mask_vector)
+        self.image_heads, self.text_heads = image_heads, text_heads
+
+
+@dataclass(frozen=True)
+class FixClip(DualCaption):
+    """A long caption against the image, a short one against a masked view of it, and middle layers (Fix-CLIP).
+
+        L = 1/2 (sum over g = K .. G of omega_g L_g + L_short + L_long)          (E8)
+
+    L_g is the symmetric InfoNCE of the images' and the long captions' features of group g (E7), without label
+    smoothing. With every part off it is `DualCaption`, bit for bit.
+
+    Attributes:
+        mask_ratio, masked_patches: see `MaskedView`; a ratio of 0 compares short captions with the images themselves.
+        short_positions: "own": short captions are cut at the base model's context length and read with its own rows of
+            positions, which are not trained. "shared": as in Long-CLIP.
+        prompts, prompt_mask, prompt_update, prompt_layers: see `PromptSettings`; 0 prompts: none.
+        groups, first_group: see `Hierarchy`; 0 groups: none. No first group: the last three are compared.
+        new_rate: multiplies the learning rate of the mask vector, the prompts and the heads, which begin as they were
+            drawn; above 0.
+        patches, short_length: of the base model; `bind` sets them.
+    """
+
+    mask_ratio: float = 0.0
+    masked_patches: str = "replace"
+    short_positions: str = "shared"
+    prompts: int = 0
+    prompt_mask: str = MASKS[0]
+    prompt_update: str = UPDATES[0]
+    prompt_layers: str = LAYERS[0]
+    groups: int = 0
+    first_group: int | None = None
+    new_rate: float = 1.0
+    patches: int = field(default=0, repr=False, metadata={"is_setting": False})
+    short_length: int = field(default=0, repr=False, metadata={"is_setting": False})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.short_positions not in SHORT_POSITIONS:
+            raise UserError(
+                f"short_positions must be one of {', '.join(SHORT_POSITIONS)}, got {self.short_positions!r}"
+            )
+        if not (self.new_rate > 0 and math.isfinite(self.new_rate)):
+            raise UserError(f"new_rate must be above 0, got {self.new_rate}")
+        if self.first_group is not None and not self.groups:
+            raise UserError(f"first_group is {self.first_group}, but no groups are compared. Give --groups too.")
+        PromptSettings(self.prompts or 1, self.prompt_mask, self.prompt_update, self.prompt_layers)
+        has_parts = [self.masked_view, self.hierarchy, self.has_own_positions]  # each checks its settings
+        if any(has_parts) and not (self.has_long and self.has_short):
+            raise UserError(
+                f"short_weight is {self.short_weight:g}, but masked images, groups and short positions need both "
+                "captions. Give one between 0 and 1."
+            )
+        if self.has_own_positions and self.padding != "none":
+            raise UserError(
+                f"padding is {self.padding}, but pads in front of captions that have positions of their own are not "
+                "supported. Give --padding none, or --short-positions shared."
+            )
+
+    @property
+    def masked_view(self) -> MaskedView | None:
+        return MaskedView(self.mask_ratio, self.masked_patches) if self.mask_ratio else None
+
+    @property
+    def regional_prompts(self) -> PromptSettings | None:
+        if not self.prompts:
+            return None
+        return PromptSettings(self.prompts, self.prompt_mask, self.prompt_update, self.prompt_layers)
+
+    @property
+    def hierarchy(self) -> Hierarchy | None:
+        if not self.groups:
+            return None
+        first = max(1, self.groups - _GROUPS + 1) if self.first_group is None else self.first_group
+        return Hierarchy(self.groups, first)
+
+    @property
+    def has_own_positions(self) -> bool:
+        return self.short_positions == "own"
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether every part is off."""
+        return not (self.masked_view or self.regional_prompts or self.hierarchy or self.has_own_positions)
+
+    def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
+        self._check_prompts(base_model)
+        if self._is_plain:
+            return
+        _check_towers(base_model)
+        tower, brings_prompts = base_model.image, base_model.prompt_settings is not None
+        if self.hierarchy:
+            depths = {"image": tower.depth, "text": _depth(base_model)}
+            both = math.gcd(*depths.values())
+            possible = ", ".join(str(count) for count in range(1, both + 1) if both % count == 0)
+            for name, depth in depths.items():
+                if depth % self.groups:
+                    raise UserError(
+                        f"groups is {self.groups}, which does not divide the {depth} blocks of the {name} tower. Give "
+                        f"--groups with one of {possible}, or 0 for none."
+                    )
+        if self.masked_view:
+            self.masked_view.count(tower.patches)
+        if self.prompts > tower.patches:
+            raise UserError(
+                f"prompts is {self.prompts}, but an image has {tower.patches} patches. Give at most as many."
+            )
+        if freeze_image_tower and (self.masked_view or self.hierarchy or (self.prompts and not brings_prompts)):
+            raise UserError(
+                "freeze_image_tower keeps one feature of each image, but masked images, new prompts and groups need "
+                "the image tower in every step. Leave it out, or give --mask-ratio 0 --prompts 0 --groups 0."
+            )
+        if self.has_own_positions:
+            _check_positions(base_model, keep_positions)
+
+    def _check_prompts(self, base_model: Backbone) -> None:
+        brought = base_model.prompt_settings
+        if brought is not None and brought != self.regional_prompts:
+            raise UserError(
+                f"The base model's image tower has regional prompts ({_spelled(brought)}), other than asked for "
+                f"({_spelled(self.regional_prompts)}). Give those, or another base model."
+            )
+
+    def prepare(self, backbone: Backbone) -> None:
+        """Adds the prompts to the image tower, and keeps the base model's own rows of positions for short captions."""
+        super().prepare(backbone)
+        if self.regional_prompts and backbone.prompt_settings is None:
+            backbone.add_prompts(self.regional_prompts)
+        if self.has_own_positions and backbone.short_positions is None:
+            backbone.keep_short_positions(backbone.text.tower.positional_embedding[backbone.unstretched_rows])
+
+    def bind(self, backbone: Backbone) -> "FixClip":
+        if self._is_plain:
+            return self
+        table = backbone.short_positions
+        return replace(self, patches=backbone.image.patches, short_length=0 if table is None else len(table))
+
+    def modules(self, backbone: Backbone) -> nn.Module | None:
+        visual, heads, vector = backbone.model.visual, (None, None), None
+        if self.hierarchy:
+            count, text = len(self.hierarchy.numbers), backbone.text.tower.text_projection
+            text = text.weight.T if isinstance(text, nn.Linear) else text
+            heads = GroupHeads(visual.proj, count), GroupHeads(text, count)
+        if self.masked_view and self.masked_patches == "replace":
+            vector = torch.zeros_like(visual.class_embedding)
+        return FixClipModules(vector, *heads) if self.hierarchy or vector is not None else None
+
+    def rate(self, name: str) -> float:
+        return self.new_rate if name.startswith(("method/", "visual.regional_prompts.")) else 1.0
+
+    def captions(
+        self,
+        caption: str,
+        tokenizer: CaptionTokenizer,
+        seed: int,
+        epoch: int,
+        sample_id: str,
+        short: str | None = None,
+    ) -> list[Caption]:
+        """The long caption, then the short one, which "own" positions cut at the base model's context length."""
+        captions = super().captions(caption, tokenizer, seed, epoch, sample_id, short)
+        if self.has_own_positions:
+            captions[-1] = Caption(captions[-1].ids[: self.short_length - tokenizer.n_special], 0, is_short=True)
+        return captions
+
+    def views(
+        self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
+    ) -> dict[str, Tensor]:
+        """{"is_masked": [patches] bool}, where there is a masked view."""
+        if not self.masked_view:
+            return {}
+        return {"is_masked": self.masked_view.draw(self.patches, seed, epoch, sample_id)}
+
+    def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+        """{"image", "long_text", "short_text"} and, with these parts, "masked", each [batch, embed_dim]; "image_groups"
+        and "text_groups" [batch, compared groups, embed_dim]; all at least in float32."""
+        if not (self.masked_view or self.regional_prompts or self.hierarchy):
+            return super().encode(backbone, batch, modules)
+        features, states = self._encode_images(backbone, batch, modules)
+        blocks = self.hierarchy.blocks(_depth(backbone)) if self.hierarchy else ()
+        texts, text_states = backbone.text.encode(batch.tokens, blocks)
+        features |= dict(zip(("long_text", "short_text"), texts.split(len(batch)), strict=True))
+        if self.hierarchy:
+            of_long = text_states[: len(batch)]
+            features["image_groups"] = modules.image_heads(self.hierarchy.aggregate(_at_least_float(states)))
+            features["text_groups"] = modules.text_heads(self.hierarchy.aggregate(_at_least_float(of_long)))
+        return {name: _at_least_float(feature) for name, feature in features.items()}
+
+    def _encode_images(self, backbone: Backbone, batch: Batch, modules) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The features of the images' views, and the states of CLS after the blocks of the compared groups."""
+        if batch.cached_features:
+            return {"image": image_features(backbone, batch)}, None
+        images, tower, masked = backbone.as_floats(batch.images), backbone.image, None
+        if self.masked_view:
+            vector = modules.mask_vector if self.masked_patches == "replace" else None
+            masked = MaskedPatches(batch.views["is_masked"], vector)
+        blocks = self.hierarchy.blocks(tower.depth) if self.hierarchy else ()
+        image, of_masked, states = tower.encode_with_masked(images, blocks, masked)
+        return {"image": image} | ({} if of_masked is None else {"masked": of_masked}), states
+
+    def losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """E7 and E8; "group_4" and so on in the report are L_g without their weights."""
+        texts = (features.get(name) for name in ("long_text", "short_text"))
+        compared = Features(features["image"], *texts, features.get("masked"))
+        losses, report = dual_caption_objective(
+            compared, scale, bias, self.short_weight, self.components, self.label_smoothing
+        )
+        if not self.hierarchy:
+            return losses, report
+        image, text = (F.normalize(features[f"{tower}_groups"], dim=-1) for tower in ("image", "text"))
+        for at, group in enumerate(self.hierarchy.numbers):
+            loss = contrastive_loss(image[:, at], text[:, at], scale)
+            losses[f"group_{group}_loss"] = _HALF * self.hierarchy.weight(group) * loss
+            report[f"group_{group}"] = loss.detach()
+        return losses, report
+
+    def describe(self) -> str:
+        parts = [super().describe()]
+        if self.has_own_positions:
+            parts.append("short captions read with the base model's positions")
+        if self.masked_view:
+            patches = "replaced" if self.masked_patches == "replace" else "left out"
+            parts.append(f"short captions compared with images of which {self.mask_ratio:.0%} is {patches}")
+        if self.regional_prompts:
+            parts.append(f"regional prompts ({_spelled(self.regional_prompts)})")
+        if self.hierarchy:
+            parts.append(self.hierarchy.describe())
+        return "; ".join(parts)
+
+
+def _at_least_float(features: Tensor) -> Tensor:
+    return features if features.dtype == torch.float64 else features.float()
+
+
+def _depth(backbone: Backbone) -> int:
+    """The number of blocks of the text tower."""
+    return len(backbone.text.tower.transformer.resblocks)
+
+
+def _spelled(settings: PromptSettings | None) -> str:
+    """Prompts as the options that ask for them."""
+    if settings is None:
+        return "--prompts 0"
+    return (
+        f"--prompts {settings.count} --prompt-mask {settings.mask} --prompt-update {settings.update} "
+        f"--prompt-layers {settings.layers}"
+    )
+
+
+def _check_towers(base_model: Backbone) -> None:
+    """Raises UserError unless the towers are a CLIP's with a plain vision transformer that pools at CLS."""
+    if not base_model.family.causal or base_model.loss != "softmax":
+        raise UserError(
+            f"The base model is a {base_model.family.name}; Fix-CLIP's parts are those of a CLIP with CLS and EOT, and "
+            "its InfoNCE. Give one, for example ViT-B-16, or another recipe."
+        )
+    visual = ImageTower(base_model.model.visual).visual
+    unfit = {
+        "attention pooling": visual.attn_pool is not None,
+        f"{visual.pool_type} pooling instead of CLS": visual.pool_type != "tok",
+        "no projection": visual.proj is None,
+        "patch dropout": not isinstance(visual.patch_dropout, nn.Identity),
+    }
+    if parts := [name for name, is_unfit in unfit.items() if is_unfit]:
+        raise UserError(
+            f"The base model's image tower has {' and '.join(parts)}, which Fix-CLIP's parts do not work with. Give a "
+            "CLIP with a plain vision transformer, for example ViT-B-16, or another recipe."
+        )
+
+
+def _check_positions(base_model: Backbone, keep_positions: int) -> None:
+    """Raises UserError unless the base model's own rows of positions are at hand, and row 1 stays as it is."""
+    is_stretched = "keep" in base_model.config.get("debias_diffusion", {})
+    if is_stretched and base_model.short_positions is None:
+        raise UserError(
+            "short_positions is own, but the base model's positions are already stretched and trained: its rows for "
+            "short captions are gone. Give the model that it was trained from, or --short-positions shared."
+        )
+    kept = base_model.kept_positions if is_stretched else keep_positions
+    if kept < 1:
+        raise UserError(
+            "short_positions is own, and both tables begin with the same SOT, but keep_positions is 0. Give at least "
+            "1, or --short-positions shared."
+        )
+
+
+_SHARED = ("sampling", "padding", "short_weight")
+RECIPES = {
+    "long-clip": FixClip(**{name: getattr(dual_caption.RECIPES["long-clip"], name) for name in _SHARED}),
+    "fix-clip": FixClip(
+        sampling="summary",
+        padding="none",
+        short_weight=0.5,
+        components=0,
+        mask_ratio=0.75,
+        short_positions="own",
+        prompts=4,
+        groups=6,
+    ),
+}

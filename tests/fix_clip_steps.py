@@ -1,0 +1,91 @@
+"""Steps of Fix-CLIP's cases on a tiny CLIP; as a program, shared by two processes."""
+
+import sys
+from dataclasses import replace
+
+import torch
+from safetensors.torch import save_file
+from tiny_clip import everyday, tiny_clip
+from tiny_data import caption
+
+from debias_diffusion.data.dataset import Collate, Sample
+from debias_diffusion.methods import METHODS
+from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.training.step import backward
+
+TOKENIZER = clip_tokenizer(77)
+LAYERS, GROUPS, PROMPTS, COMPONENTS = 4, 2, 3, 3
+_HIERARCHY = {"groups": GROUPS, "first_group": 1}
+_PROMPTS = {"prompts": PROMPTS}
+_NONE = {"prompt_mask": "none"}
+_ALL = {"mask_ratio": 0.75, "short_positions": "own", **_HIERARCHY, **_PROMPTS}
+# (recipe, what is changed in it): the paper's Table 4, and ways that it does not name.
+CASES = {
+    "0": ("long-clip", {}),
+    "1 DB": ("fix-clip", {"groups": 0, "prompts": 0}),
+    "2 HF": ("long-clip", _HIERARCHY),
+    "3 DB+RP": ("fix-clip", {"groups": 0} | _PROMPTS | _NONE),
+    "4 HF+RP": ("long-clip", _HIERARCHY | _PROMPTS | _NONE),
+    "5 DB+RP+UM": ("fix-clip", {"groups": 0} | _PROMPTS),
+    "6 HF+RP+UM": ("long-clip", _HIERARCHY | _PROMPTS),
+    "7 all": ("fix-clip", _HIERARCHY | _PROMPTS),
+    "carry": ("fix-clip", _HIERARCHY | _PROMPTS | {"prompt_update": "carry"}),
+    "carry product": ("fix-clip", _HIERARCHY | _PROMPTS | {"prompt_update": "carry", "prompt_mask": "product"}),
+    "discard": ("fix-clip", _HIERARCHY | _PROMPTS | {"masked_patches": "discard", "prompt_update": "carry"}),
+    "shared": ("fix-clip", _HIERARCHY | _PROMPTS | {"prompt_layers": "shared", "short_positions": "shared"}),
+    "last group": ("fix-clip", {"groups": GROUPS, "first_group": 2, "mask_ratio": 0.0} | _PROMPTS),
+}
+
+
+def method_of(case):
+    recipe, changes = CASES[case]
+    method = METHODS[recipe]
+    return replace(method, **{"components": min(method.components, COMPONENTS)} | changes)
+
+
+def make_batch(backbone, method, size=6, first=0):
+    """Samples `first` to `first + size`."""
+    samples = []
+    for index in range(first, first + size):
+        image = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        drawn_from = caption(index), backbone.tokenizer, 0, 0, str(index)
+        captions, views = method.captions(*drawn_from), method.views(image, *drawn_from)
+        samples.append(Sample((0, index, index), str(index), image, captions, views=views))
+    return Collate(backbone.tokenizer, method)(samples)
+
+
+def setup(case, size=6, first=0):
+    """(float64 backbone, bound method, its modules or None, batch), all weights of everyday size."""
+    backbone, method = tiny_clip(layers=LAYERS, tokenizer=TOKENIZER).double(), method_of(case)
+    method.check_base(backbone, 20, False)
+    backbone.stretch()
+    torch.manual_seed(1)
+    method.prepare(backbone)
+    backbone.double()
+    method = method.bind(backbone)
+    modules = method.modules(backbone)
+    if backbone.prompt_settings:
+        everyday(backbone.model.visual.regional_prompts)
+    if modules is not None:
+        modules = everyday(modules.double())
+    return backbone, method, modules, make_batch(backbone, method, size, first)
+
+
+def gradients(*models):
+    named = (
+        pair for model in models if model is not None for pair in getattr(model, "model", model).named_parameters()
+    )
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+if __name__ == "__main__":
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    assert accelerator.num_processes == 2
+    for number, case in enumerate(CASES):
+        backbone, method, modules, batch = setup(case, size=3, first=3 * rank)
+        backward(backbone, method, batch, accelerator, chunk=2, modules=modules)
+        save_file(gradients(backbone, modules), f"{sys.argv[1]}/{number}-{rank}.safetensors")
+    accelerator.end_training()
