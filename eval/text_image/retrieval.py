@@ -41,8 +41,8 @@ class RetrievalConfig:
             beside them, or toy/test, scenes of the toy world.
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
         dataset: A retrieval benchmark in place of data. One of urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
-            coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test, coco-cn-all,
-            flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
+            coco-five, coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test,
+            coco-cn-all, flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
         root: Folder that the benchmark lies in, as its authors publish it.
         limit: Use only the first so many images. null uses all; auto is 1000 of the data, as ShareGPT4V's validation
             split has, and all of a benchmark.
