@@ -9,6 +9,7 @@ from scipy.stats import chisquare
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, DualCaption, find_padding
+from debias_diffusion.methods.sampling import SAMPLERS
 from debias_diffusion.tokens import PAD, CaptionTokenizer, clip_tokenizer
 
 TOKENIZER = CaptionTokenizer(clip_tokenizer(60), 60)
@@ -97,7 +98,7 @@ def test_where_the_pads_stand():
 
 @given(
     st.sampled_from(sorted(RECIPES)),
-    st.sampled_from(["random", "ordered", "independent", "shuffle", "keep-4", "summary", "opening", "details"]),
+    st.sampled_from(sorted(SAMPLERS)),
     st.sampled_from(["random", "none", "pad-20", "pre-sot"]),
     st.lists(st.text(max_size=400), max_size=200).map(". ".join) | st.text(max_size=50),
     st.integers(0, 2**31),

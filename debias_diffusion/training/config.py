@@ -109,7 +109,8 @@ class TrainConfig(RunConfig):
             smart-clip-sampling. The seven options that follow override a part of it.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
             second to a random end), independent (each with probability 1/2), shuffle (all, in random order), keep-4 or
-            keep-N (that many), details (all, in order). With it: summary (nothing else), opening (up to a random end).
+            keep-N (that many), details (all, in order). With it: summary (nothing else),
+            summary-as-released (the text up to the first ". ", as in Long-CLIP's code), opening (up to a random end).
         padding: Pads before the short caption: random, none, pad-20, pad-40 or pad-N, pre-sot (before SOT too).
         short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1; at 0 or 1 only one of them is computed.
         components: Principal components of the image features that short captions are compared with, fewer than the
