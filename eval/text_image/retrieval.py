@@ -13,6 +13,7 @@ from torch import Tensor
 
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.devices import pick_device
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
@@ -22,14 +23,15 @@ from ..common.inputs import check_settings, check_source, read_source
 from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from .image_features import ImageFeatures
+from .retrieval_examples import disagreements, nearest_strangers, write_examples
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
 
 
 @dataclass
-class RetrievalConfig:
-    """Settings of a retrieval evaluation.
+class PairsConfig:
+    """Settings of an evaluation of two-towers on image-caption pairs.
 
     Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
 
@@ -67,6 +69,26 @@ class RetrievalConfig:
         check_source(self)
 
 
+@dataclass
+class RetrievalConfig(PairsConfig):
+    """Settings of a retrieval evaluation.
+
+    Attributes:
+        examples: Also write a page with so many captions for every two encoders whose image one of them finds first
+            and the other does not.
+    """
+
+    examples: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.examples < 0 or (self.examples and len(self.encoders) < 2):
+            raise UserError(
+                f"examples is {self.examples} with {len(self.encoders)} encoders. Give a number from 0, and at least "
+                "two encoders: examples are captions that one of them gets right and another wrong."
+            )
+
+
 @dataclass(frozen=True)
 class Readable:
     """The readable images of the data, encoded, and their captions.
@@ -97,7 +119,7 @@ class Evaluation:
         UserError: the data cannot be used.
     """
 
-    def __init__(self, name: str, config: RetrievalConfig):
+    def __init__(self, name: str, config: PairsConfig):
         self.name, self.config = name, config
         self.pairs = read_source(config)
         self.device = pick_device(config.device)
@@ -259,6 +281,8 @@ def compare_at_1(results: dict[str, dict]) -> list[dict]:
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
     """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints tables.
 
+    With `config.examples` also `retrieval_examples.html`.
+
     Captions longer than a model's context length are cut, and counted. See `recall_ranks` for several captions an
     image, ties and duplicates.
 
@@ -275,9 +299,36 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
     encoders = {label: _numbers(result) for label, result in results.items()}
     first = next(iter(results.values()))
     counts = {"images": first["images"], "captions": len(first["image_of"])}
+    if config.examples:
+        _write_examples(evaluation, results)
     report = evaluation.write(encoders, compare_at_1(results), **counts)
     show(report, tables(report), figures(report))
     return report
+
+
+def _write_examples(evaluation: Evaluation, results: dict[str, dict]) -> None:
+    """The page of captions that one encoder gets right and another wrong."""
+    ranks = {label: result["ranks"]["text_to_image"] for label, result in results.items()}
+    drawn = disagreements(ranks, evaluation.config.examples)
+    readables = []  # the same images for every encoder
+
+    def rank_first(encoder: TwoTower) -> dict[int, int]:
+        readable = evaluation.read(encoder)
+        readables[:] = [readable]
+        queries = sorted({query for part in drawn if part.wrong == encoder.label for query in part.queries})
+        if not queries:
+            return {}
+        captions = [readable.captions[query] for query in queries]
+        texts = encode_texts(encoder.backbone, captions, evaluation.config.batch_size, evaluation.device, False)
+        strangers = nearest_strangers(readable.features, texts, [readable.image_of[query] for query in queries])
+        return dict(zip(queries, strangers, strict=True))
+
+    first = evaluation.of_each(rank_first)
+    (readable,) = readables
+    records = [evaluation.pairs.records[position] for position in readable.good]
+    path = Path(evaluation.config.output) / "retrieval_examples.html"
+    write_examples(path, drawn, first, readable.captions, readable.image_of, records, evaluation.pairs.images)
+    print(f"Captions that one encoder gets right and another wrong: {path}")
 
 
 def tables(report: dict) -> list[Table]:
