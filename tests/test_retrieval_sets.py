@@ -1,6 +1,7 @@
 """Each retrieval benchmark from a tiny folder in the layout that its authors publish, and what is wrong with some."""
 
 import csv
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from PIL import Image
 from tiny_clip import save_tiny_clip
 
 from debias_diffusion.data import retrieval_sets
-from debias_diffusion.data.retrieval_sets import BENCHMARKS, read_retrieval_set
+from debias_diffusion.data.retrieval_sets import BENCHMARKS, find_root, read_retrieval_set
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
@@ -498,6 +499,41 @@ def test_a_benchmark_with_five_captions_an_image_is_evaluated(evaluate, tmp_path
     assert numbers["recall_percent"]["text_to_image"]["R@5"] == 100.0  # of 2 images
     assert numbers["recall_percent"]["image_to_text"]["R@1"] in (0.0, 50.0, 100.0)
     assert report["settings"]["limit"] == "auto" and (tmp_path / "out" / "retrieval.png").stat().st_size > 1000
+
+
+def test_several_benchmarks_are_evaluated_in_one_call(tiny_clip, tmp_path, capsys):
+    coco(tmp_path / "data" / "coco")
+    urban1k(tmp_path / "data" / "urban1k")
+    config = RetrievalConfig(
+        [tiny_clip], str(tmp_path / "out"), dataset="coco-five,urban1k", root=str(tmp_path / "data")
+    )
+    reports = evaluate_retrieval(config)
+    assert list(reports) == ["coco-five", "urban1k"] and "coco-five, text to image" in capsys.readouterr().out
+    for name, folder in (("coco-five", "coco"), ("urban1k", "urban1k")):
+        assert json.loads((tmp_path / "out" / name / "retrieval.json").read_text()) == reports[name]
+        alone = RetrievalConfig(
+            [tiny_clip], str(tmp_path / "alone"), dataset=name, root=str(tmp_path / "data" / folder)
+        )
+        assert reports[name]["encoders"] == evaluate_retrieval(alone)["encoders"]
+        assert reports[name]["captions"] == len(read_retrieval_set(name, tmp_path / "data" / folder).captions)
+    for dataset, message in (
+        ("urban1k,docci", "docci is in none of .*data/docci'.*docci_images|docci is in none of .*docci_descriptions"),
+        ("urban1k,urban1k", "Name no benchmark twice"),
+        ("urban1k,coko", "no retrieval benchmark 'coko'. Did you mean coco"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate_retrieval(dataclasses.replace(config, dataset=dataset, output=str(tmp_path / "none")))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("coco-cn-val", "coco-cn"), ("flickr30k-karpathy", "flickr30k"), ("long-dci", "dci"), ("urban1k", ".")],
+)
+def test_a_benchmark_is_found_below_a_folder_of_several(name, folder, tmp_path):
+    (tmp_path / folder).mkdir(exist_ok=True)
+    LAYOUTS[name](tmp_path / folder)
+    assert find_root(name, tmp_path).resolve() == (tmp_path / folder).resolve()
 
 
 def test_a_limit_counts_images_and_an_unreadable_image_takes_its_captions_along(evaluate, tmp_path):

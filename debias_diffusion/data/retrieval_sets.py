@@ -131,12 +131,7 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
         UserError: there is no such benchmark, the folder has another layout, a file is damaged as a whole, or an
             entry is without its image or without a caption, by the file's name.
     """
-    if name not in BENCHMARKS:
-        raise UserError(
-            f"There is no retrieval benchmark {name!r}.{near_matches(name, BENCHMARKS)} "
-            f"Choose one of: {', '.join(BENCHMARKS)}."
-        )
-    benchmark, root = BENCHMARKS[name], Path(root)
+    benchmark, root = _find_benchmark(name), Path(root)
     if not root.is_dir():
         raise UserError(f"The folder {str(root)!r} is not there. Give the folder that {name} lies in.")
     missing = [part for part in benchmark.needs if not (root / part).exists()]
@@ -147,6 +142,36 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
         )
     entries = sort_out(((part[0], part) for part in benchmark.parts(root)), lambda part: benchmark.read(*part))
     return _grouped(name, root, entries.records, entries.bad, _images(root, benchmark.images))
+
+
+def _find_benchmark(name: str) -> Benchmark:
+    if name not in BENCHMARKS:
+        raise UserError(
+            f"There is no retrieval benchmark {name!r}.{near_matches(name, BENCHMARKS)} "
+            f"Choose one of: {', '.join(BENCHMARKS)}."
+        )
+    return BENCHMARKS[name]
+
+
+def find_root(name: str, root: str | os.PathLike) -> Path:
+    """The folder of a benchmark below a folder of several.
+
+    It is named after the benchmark (`coco-five`) or the data set that it is a part of (`coco`); or `root` itself holds
+    the benchmark.
+
+    Raises:
+        UserError: there is no such benchmark, or none of these folders has its files.
+    """
+    benchmark, parts = _find_benchmark(name), name.removeprefix("long-").split("-")
+    folders = dict.fromkeys([name, *("-".join(parts[:count]) for count in range(len(parts), 0, -1)), "."])
+    places = [Path(root) / folder for folder in folders]
+    for place in places:
+        if all((place / part).exists() for part in benchmark.needs):
+            return place
+    raise UserError(
+        f"{name} is in none of {', '.join(map(repr, map(str, places)))}. A folder of it must hold "
+        f"{', '.join(benchmark.needs)}; they come from {benchmark.page}."
+    )
 
 
 def _images(root: Path, folders: Sequence[str]) -> ImageSource:

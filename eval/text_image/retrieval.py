@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.data.retrieval_sets import find_root
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
@@ -72,6 +73,9 @@ class PairsConfig:
 @dataclass
 class RetrievalConfig(PairsConfig):
     """Settings of a retrieval evaluation.
+
+    `dataset` may name several benchmarks, with commas between them: each is then evaluated into a folder of its name
+    in `output`, and lies in a folder of its name, or of its data set's, in `root`.
 
     Attributes:
         examples: Also write a page with so many captions for every two encoders whose image one of them finds first
@@ -281,6 +285,8 @@ def compare_at_1(results: dict[str, dict]) -> list[dict]:
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
     """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints tables.
 
+    Several benchmarks are evaluated one after the other, each into a folder of its name in `config.output`.
+
     With `config.examples` also `retrieval_examples.html`.
 
     Captions longer than a model's context length are cut, and counted. See `recall_ranks` for several captions an
@@ -289,11 +295,43 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
     Returns:
         The content of the file: settings, versions, digests, numbers of images and captions; by encoder its context
         length ("window"), how many captions exceed it, recalls and mean-R (see `mean_recall`) in percent with 95%
-        intervals (bootstrap over images); the encoders' R@1 compared, in points; the bad records, seconds.
+        intervals (bootstrap over images); the encoders' R@1 compared, in points; the bad records, seconds. Of several
+        benchmarks {name: content}.
 
     Raises:
-        UserError: the data or an encoder cannot be used.
+        UserError: the data or an encoder cannot be used, or a benchmark is named twice.
     """
+    names = config.dataset.split(",") if config.dataset else []
+    if len(names) < 2:
+        return _evaluate(config)
+    if len(set(names)) < len(names):
+        raise UserError(f"dataset is {config.dataset!r}. Name no benchmark twice.")
+    roots = {name: str(find_root(name, config.root)) for name in names}  # before the first takes its time
+    reports = {}
+    for name, root in roots.items():
+        print(f"\n{name}")
+        reports[name] = _evaluate(replace(config, dataset=name, root=root, output=str(Path(config.output) / name)))
+    print(f"\n{_overview(reports)}")
+    return reports
+
+
+def _overview(reports: dict[str, dict]) -> Table:
+    """R@1 of every encoder, benchmark by benchmark."""
+    columns = [f"{name}, {direction.replace('_', ' ')}" for name in reports for direction in DIRECTIONS]
+    labels = next(iter(reports.values()))["encoders"]
+    rows = [
+        [label]
+        + [
+            report["encoders"][label]["recall_percent"][direction]["R@1"]
+            for report in reports.values()
+            for direction in DIRECTIONS
+        ]
+        for label in labels
+    ]
+    return Table(["R@1 in percent", *columns], rows)
+
+
+def _evaluate(config: RetrievalConfig) -> dict:
     evaluation = Evaluation("retrieval", config)
     results = evaluation.of_each(partial(_retrieve, evaluation))
     encoders = {label: _numbers(result) for label, result in results.items()}
