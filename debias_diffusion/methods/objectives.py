@@ -92,8 +92,8 @@ def check_components(components: int, batch: int, dim: int) -> None:
     if not 1 <= components < min(batch - 1, dim):
         raise UserError(
             f"components is {components}, but must be at least 1 and less than {min(batch - 1, dim)}, the smaller of "
-            f"the global batch less one ({batch - 1}) and the features' dimension ({dim}). Take a larger batch or "
-            "fewer components."
+            f"the global batch, or a part of it, less one ({batch - 1}) and the features' dimension ({dim}). Take a "
+            "larger batch or fewer components."
         )
 
 
@@ -140,6 +140,7 @@ def dual_caption_objective(
     short_weight: float,
     components: int,
     label_smoothing: float,
+    component_parts: int = 1,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """L = w * L_short + (1 - w) * L_long (DeBias-CLIP, Algorithm 1, lines 14 to 16).
 
@@ -151,6 +152,8 @@ def dual_caption_objective(
         bias: None for symmetric InfoNCE; a scalar for the pairwise sigmoid loss, which has no label smoothing.
         short_weight: w, in [0, 1].
         components: of the image features that L_short sees; 0 takes the features themselves.
+        component_parts: the batch is cut into so many equal parts, and each is rebuilt from its own components, as by
+            Long-CLIP's code, which decomposes the features of each process before it gathers them.
 
     Returns:
         (losses, report): the terms, already weighted, whose sum is L; and, detached, the unweighted losses, the scale
@@ -171,7 +174,8 @@ def dual_caption_objective(
     image = F.normalize(features.image, dim=-1)
     terms = {}
     if features.short_text is not None:
-        rebuilt = rebuild_from_components(image, components) if components else image
+        parts = image.chunk(component_parts)
+        rebuilt = torch.cat([rebuild_from_components(part, components) for part in parts]) if components else image
         terms["short"] = (short_weight, loss(rebuilt, F.normalize(features.short_text, dim=-1)))
     if features.long_text is not None:
         terms["long"] = (1 - short_weight, loss(image, F.normalize(features.long_text, dim=-1)))
