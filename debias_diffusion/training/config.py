@@ -19,7 +19,7 @@ _WITHOUT_EFFECT = (
     *("chunk", "checkpoint_activations", "compile", "feature_cache", "latent_cache"),
 )
 # Settings that stand among a run's only where they are given: runs of earlier releases do not have them.
-ADDED = ("method", "keep_states")
+ADDED = ("method", "keep_states", "whole_epochs")
 # Options that are settings of the recipe; others are given in `method`.
 RECIPE_OPTIONS = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling", "keep_states")
 TRACKERS = ("tensorboard", "wandb")
@@ -50,6 +50,7 @@ class RunConfig:
     log_every: int
     trackers: str | None
     max_bad: float
+    whole_epochs: bool = False
 
     def check_run(self) -> None:
         """Raises UserError for a value that no run can have."""
@@ -153,6 +154,8 @@ class TrainConfig(RunConfig):
         trackers: tensorboard, wandb, or both with a comma between; null for log.jsonl alone, which is always written.
         max_bad: Largest share of bad records before the run stops, from 0 to 1. The same share of each epoch is its
             reserve, which replaces them. A stopped run may resume with another value, and keeps its reserve.
+        whole_epochs: Train on every pair in every epoch, without a reserve. An unreadable image is then replaced by
+            another pair of the epoch, always the same, which the epoch has twice.
         check_data: Read all images and captions, report the bad records, and train nothing.
     """
 
@@ -196,6 +199,7 @@ class TrainConfig(RunConfig):
     log_every: int = 10
     trackers: str | None = None
     max_bad: float = 0.01
+    whole_epochs: bool = False
     check_data: bool = False
 
     def __post_init__(self):
