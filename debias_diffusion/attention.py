@@ -12,17 +12,18 @@ from .models.backbone import Backbone
 from .models.blocks import before_attention, block_forward, causal_attention
 from .tokens import TokenBatch
 
+# What the attention before the softmax is divided by. The paper writes equations 1 and 2 for one head of the whole
+# hidden dimension D. Divided by its root, the product of whole query and key, which is the sum over heads, is the mean
+# over heads on their own scale times the root of their number: the same curve, higher.
+SCALES = ("head", "hidden")
+
 
 @dataclass(frozen=True)
 class EotAttention:
     """The attention from each caption's EOT to the positions of its row, averaged over the heads of the last layer.
 
-    The paper writes equation 1 for one head. Here each head's product is divided by the root of the head's width, as in
-    the softmax. The product of the whole query and key, divided by the root of the whole width, is `before_softmax`
-    times the root of the number of heads: the same curve on another scale.
-
     Attributes:
-        before_softmax: [batch, slots] m_EOT of equation 2; -inf after EOT.
+        before_softmax: [batch, slots] m_EOT of equation 2, on one of `SCALES`; -inf after EOT.
         after_softmax: [batch, slots] the weights; a row sums to 1, and they are 0 after EOT.
         is_text: [batch, slots] True for SOT, text and EOT; False for pads.
         ends: [batch] number of slots up to and including EOT.
@@ -35,16 +36,21 @@ class EotAttention:
 
 
 @torch.inference_mode()
-def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch) -> EotAttention:
+def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch, scale: str = "head") -> EotAttention:
     """The last layer's attention from EOT, for a batch of captions. All tensors are on the CPU.
 
     Args:
         encoder: a CLIP two-tower, or a transformers CLIP text encoder, in evaluation mode.
         tokens: from the encoder's tokenizer, with its context length, on its device.
+        scale: of `before_softmax`. "head": the mean over heads of q k / sqrt(head width), as in the softmax. "hidden":
+            q k / sqrt(D) over all heads, D the hidden dimension, as in equations 1 and 2. The weights after the softmax
+            are the same with both.
 
     Raises:
-        UserError: EOT is not the encoder's output token.
+        UserError: EOT is not the encoder's output token, or there is no such scale.
     """
+    if scale not in SCALES:
+        raise UserError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}.")
     check_reads_eot(encoder)
     ends = tokens.n_prefix + tokens.lengths
     slots = torch.arange(int(ends.max()))
@@ -58,7 +64,9 @@ def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch) -> EotAtt
     scores = (torch.einsum("bhd,bshd->bhs", query, key) / math.sqrt(query.shape[-1])).cpu()
     scores = scores.masked_fill((slots >= ends[:, None])[:, None], -torch.inf)
     is_text = ((slots < int(tokens.shared_sot)) | (slots >= tokens.n_prefix[:, None])) & (slots < ends[:, None])
-    return EotAttention(scores.mean(dim=1), scores.softmax(dim=-1).mean(dim=1), is_text, ends)
+    heads = scores.shape[1]
+    before = scores.mean(dim=1) * (math.sqrt(heads) if scale == "hidden" else 1.0)
+    return EotAttention(before, scores.softmax(dim=-1).mean(dim=1), is_text, ends)
 
 
 def check_reads_eot(encoder: Backbone | TextEncoder) -> None:

@@ -34,7 +34,18 @@ EVALUATIONS = {
     "cola": (cola, "Cola: objects and their attributes", cola.ColaConfig),
 }
 # Settings that may differ between results in one table: paths, speed, and the encoders themselves.
-_IGNORED = ("encoders", "output", "device", "batch_size", "images_at_once", "max_bad", "data", "images", "root")
+_IGNORED = (
+    "encoders",
+    "output",
+    "device",
+    "batch_size",
+    "images_at_once",
+    "max_bad",
+    "data",
+    "images",
+    "root",
+    "examples",
+)
 _COUNTS = ("images", "captions", "items", "classes", "prompts", "propositions")
 
 

@@ -98,6 +98,22 @@ def test_equals_query_times_key_by_hand(backbone):
         assert attention.is_text[index].tolist() == [True] * end + [False] * (77 - end)
 
 
+def test_the_hidden_scale_is_the_product_over_all_heads_by_the_root_of_the_hidden_dimension(backbone):
+    tokens = backbone.tokenize(CAPTIONS)
+    hidden, head = (eot_attention(backbone, tokens, scale) for scale in ("hidden", "head"))
+    last = backbone.model.transformer.resblocks[-1]
+    with torch.no_grad():
+        (*_, before_last, _), _ = open_clip_states(backbone.model, tokens.padded())
+        query, key, _ = (last.ln_1(before_last) @ last.attn.in_proj_weight.T + last.attn.in_proj_bias).chunk(3, dim=-1)
+    for index, end in enumerate(hidden.ends.tolist()):
+        expected = key[index, :end] @ query[index, end - 1] / math.sqrt(last.attn.embed_dim)  # equation 2
+        torch.testing.assert_close(hidden.before_softmax[index, :end], expected, rtol=0, atol=1e-9)
+        assert (expected - head.before_softmax[index, :end]).abs().max() > 0.1
+    assert torch.equal(hidden.after_softmax, head.after_softmax)
+    with pytest.raises(UserError, match="scale must be one of head, hidden, got 'width'"):
+        eot_attention(backbone, tokens, "width")
+
+
 def test_other_captions_and_what_follows_eot_change_nothing(backbone):
     tokens = backbone.tokenize(CAPTIONS[:4])
     together = eot_attention(backbone, tokens)
@@ -207,6 +223,23 @@ def evaluated(encoders, tmp_path_factory):
     prompt = "A grey cat costs $5 or $6, zyxwvutily."
     config = AttentionConfig(encoders, str(folder / "out"), data, prompt=prompt, batch_size=2)
     return folder / "out", evaluate_attention(config)
+
+
+def test_scales_share_a_cache_and_not_its_results(encoders, tmp_path):
+    data = write_captions(tmp_path / "data.json", CAPTIONS)
+    reports = [
+        evaluate_attention(AttentionConfig(encoders[:1], str(tmp_path / "out"), data, prompt="A cat.", scale=scale))
+        for scale in ("head", "hidden", "head")
+    ]
+    head, hidden, again = (next(iter(report["encoders"].values())) for report in reports)
+    assert head == again
+    for edit in ("keep", "move4"):
+        first, second = (result["attention"][edit] for result in (head, hidden))
+        expected = [2.0 * value for value in first["before_softmax"]["positions"]]  # of four heads
+        assert second["before_softmax"]["positions"] == pytest.approx(expected, abs=1e-6)
+        assert second["after_softmax"] == first["after_softmax"]
+    assert hidden["prompt"]["eot"]["before_softmax"] == pytest.approx(2 * head["prompt"]["eot"]["before_softmax"])
+    assert len(reports[1]["notes"]) == len(reports[0]["notes"]) + 1
 
 
 def attention_of(report):

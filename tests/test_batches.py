@@ -47,6 +47,17 @@ def test_the_reserve_is_another_one_in_each_epoch():
     assert len(set(batches.reserve(0)) & set(batches.reserve(1))) < 25
 
 
+@given(st.integers(1, 20), st.integers(3, 6), st.integers(0, 1000))
+def test_without_a_reserve_what_stands_in_is_another_record_of_the_epoch_and_of_another_batch(batch, steps, seed):
+    batches = GlobalBatches(batch * steps, batch, 2, seed)
+    for step in batches.iterate():
+        together = {index for _, index, _ in step}
+        for epoch, _, place in step:
+            stand_ins = batches.stand_ins(epoch)
+            assert sorted(stand_ins) == list(range(batch * steps))
+            assert stand_ins[place] not in together
+
+
 @given(sizes, st.integers(0, 1000), st.data())
 def test_any_start_and_any_number_of_processes_see_the_same(size, seed, data):
     records, batch, spare = size

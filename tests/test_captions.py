@@ -10,6 +10,7 @@ from scipy.stats import chisquare
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.sampling import SAMPLERS, draw_generator, find_sampler, join_sentences, random_subset
+from debias_diffusion.sentences import split_sentences
 
 SENTENCES = ["S.", "a.", "b.", "c.", "d."]
 DETAILS = SENTENCES[1:]
@@ -40,6 +41,7 @@ DEFINITIONS = {
     "keep-2": arrangements(DETAILS, 2),
     "keep-9": arrangements(DETAILS, 4),
     "summary": {("S.",): 1.0},
+    "summary-as-released": {("S",): 1.0},
     "opening": {tuple(SENTENCES[:end]): 1 / 5 for end in range(1, 6)},
     "details": {tuple(DETAILS): 1.0},
 }
@@ -67,8 +69,11 @@ def test_a_short_caption_is_some_of_the_sentences_once_each(name, sentences, see
     before = list(sentences)
     drawn = find_sampler(name)(sentences, random.Random(seed))
     assert sentences == before
-    assert len(drawn) == len(set(drawn)) and set(drawn) <= set(sentences)
     assert bool(drawn) == bool(sentences)
+    if name == "summary-as-released":  # a part of a sentence, or several
+        assert drawn == (" ".join(sentences).split(". ")[:1] if sentences else [])
+        return
+    assert len(drawn) == len(set(drawn)) and set(drawn) <= set(sentences)
     if len(sentences) > 1 and name not in ("summary", "opening"):
         assert sentences[0] not in drawn
     if name in ("summary", "opening", "ordered", "details"):
@@ -88,6 +93,22 @@ def test_captions_of_no_and_of_one_sentence_stay_as_they_are(name):
 def test_unknown_samplings_are_named(name):
     with pytest.raises(UserError, match=rf"Unknown sampling '{name}'.*random.*keep-N with another N from 1"):
         find_sampler(name)
+
+
+@pytest.mark.parametrize(
+    "caption",
+    [
+        "A man reads. He smiles.",
+        "Mr. Lee reads a book. He smiles.",
+        "Is it a dog? It is one. It barks.",
+        "One sentence only.",
+        "No stop at all",
+        "Wait... a dog. A cat!",
+    ],
+)
+def test_the_released_summary_is_long_clips_split_of_the_caption(caption):
+    drawn = find_sampler("summary-as-released")(split_sentences(caption), random.Random(0))
+    assert drawn == [caption.split(". ")[0]]
 
 
 def test_draws_depend_on_seed_epoch_and_sample_and_on_nothing_else():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import open_clip
 import pytest
 import yaml
 from PIL import Image
@@ -19,7 +20,7 @@ from debias_diffusion.sentences import split_sentences
 from debias_diffusion.training import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README, TRAINING = (ROOT / "README.md").read_text(), (ROOT / "docs" / "training.md").read_text()
 
 
 FIRST_RUN_BYTES = 8_000_000_000  # checkpoints of a ViT-B/16 with AdamW's state, and what is exported of it
@@ -57,7 +58,30 @@ def test_every_configuration_is_one_of_train_align_or_ablate(config):
         return
     values = {"images": "images"} | values
     assert AlignConfig(**values) if config.stem.startswith("align") else TrainConfig(**values).make_method()
-    assert config.name in README or config.stem.startswith(("debias-clip-vit-b16", "long-clip"))
+    assert config.name in README + TRAINING
+
+
+def test_all_backbones_of_figure_4_have_both_recipes():
+    rows = re.findall(
+        r"^\| ([^|]+) \| `(configs/[\w./-]+)`; Long-CLIP: (?:with )?`([^`]+)` \|$", TRAINING, re.MULTILINE
+    )
+    settings = {}
+    for backbone, config, long_clip in rows:
+        debias = yaml.safe_load((ROOT / config).read_text())
+        if long_clip.startswith("configs/"):
+            settings[backbone] = debias, yaml.safe_load((ROOT / long_clip).read_text())
+        else:
+            _, recipe, _, output = long_clip.split()
+            settings[backbone] = debias, debias | {"recipe": recipe, "output": output}
+    assert list(settings) == ["OpenAI", "LAION-2B", "SigLIP", "SigLIP 2"]
+    for pair in settings.values():
+        debias, long_clip = (TrainConfig(**values) for values in pair)
+        assert (debias.recipe, long_clip.recipe) == ("debias-clip", "long-clip") and debias.output != long_clip.output
+        ignored = {"recipe": "", "output": ""}
+        assert pair[0] | ignored == pair[1] | ignored  # the same data, backbone and budget
+        assert debias.pretrained in open_clip.list_pretrained_tags_by_model(debias.model)
+    models = {pair[0]["model"] for pair in settings.values()}
+    assert models == {"ViT-B-16-quickgelu", "ViT-B-16", "ViT-B-16-SigLIP", "ViT-B-16-SigLIP2"}
 
 
 def test_the_photographs_are_there_and_described():

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from debias_diffusion.errors import UserError
+from debias_diffusion.methods import find_method
 from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, DualCaption, find_padding
+from debias_diffusion.methods.sampling import SAMPLERS
 from debias_diffusion.tokens import PAD, CaptionTokenizer, clip_tokenizer
 
 TOKENIZER = CaptionTokenizer(clip_tokenizer(60), 60)
@@ -97,7 +99,7 @@ def test_where_the_pads_stand():
 
 @given(
     st.sampled_from(sorted(RECIPES)),
-    st.sampled_from(["random", "ordered", "independent", "shuffle", "keep-4", "summary", "opening", "details"]),
+    st.sampled_from(sorted(SAMPLERS)),
     st.sampled_from(["random", "none", "pad-20", "pre-sot"]),
     st.lists(st.text(max_size=400), max_size=200).map(". ".join) | st.text(max_size=50),
     st.integers(0, 2**31),
@@ -142,7 +144,18 @@ def test_unknown_or_impossible_recipes_are_named():
     refused(r"short_weight must be in \[0, 1\], got 2", short_weight=2)
     refused(r"label_smoothing must be in \[0, 1\), got 1", label_smoothing=1)
     refused(r"components must be at least 1, or 0.*got -1", components=-1)
+    refused("component_parts must be at least 1, got 0", component_parts=0)
     refused("pooling must be one of eot, average, got 'mean'", pooling="mean")
     refused("Unknown sampling 'randm'. Did you mean random", sampling="randm")
     refused("Unknown padding 'pad-x'.*none.*pad-N with another N from 0", padding="pad-x")
     assert DualCaption("random", "pad-0", 0.5).padding == "pad-0"
+
+
+def test_parts_with_components_of_their_own_must_be_equal_and_large_enough():
+    recipe = find_method("long-clip", {"component_parts": 4})
+    recipe.check(256, 512)  # 32 of at most 63 directions
+    assert "32 components of each of 4 parts" in recipe.describe()
+    with pytest.raises(UserError, match="batch is 254, but must be a multiple of component_parts, 4"):
+        recipe.check(254, 512)
+    with pytest.raises(UserError, match=r"components is 32, .* less than 31, .* or a part of it, less one \(31\)"):
+        recipe.check(128, 512)

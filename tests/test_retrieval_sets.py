@@ -1,6 +1,7 @@
 """Each retrieval benchmark from a tiny folder in the layout that its authors publish, and what is wrong with some."""
 
 import csv
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from PIL import Image
 from tiny_clip import save_tiny_clip
 
 from debias_diffusion.data import retrieval_sets
-from debias_diffusion.data.retrieval_sets import BENCHMARKS, read_retrieval_set
+from debias_diffusion.data.retrieval_sets import BENCHMARKS, find_root, read_retrieval_set
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
@@ -116,7 +117,7 @@ def sharegpt4v(root: Path) -> dict:
 
 
 def coco(root: Path, split: str = "val2017", first: int = 397133) -> dict:
-    """annotations/captions_val2017.json and val2017/; captions in no order, some images with more than five"""
+    """annotations/captions_val2017.json and val2017/; captions in no order, six of each image"""
     ids = (first, 37777)
     images = [{"id": i, "file_name": f"{i:012}.jpg", "license": 4, "height": 32, "width": 32} for i in ids]
     rows = [{"image_id": i, "id": 10 * n + i, "caption": f"{i} {n}. "} for n in range(6) for i in reversed(ids)]
@@ -124,7 +125,11 @@ def coco(root: Path, split: str = "val2017", first: int = 397133) -> dict:
     write(root / "annotations" / f"captions_{split}.json", json.dumps(content))
     for image in images:
         draw(root / split / image["file_name"], image["id"])
-    return {f"{i:012}.jpg": [f"{i} {n}." for n in range(5)] for i in ids}
+    return {f"{i:012}.jpg": [f"{i} {n}." for n in range(6)] for i in ids}
+
+
+def coco_five(root: Path) -> dict:
+    return {image: captions[:5] for image, captions in coco(root).items()}
 
 
 def coco_train(root: Path) -> dict:
@@ -239,6 +244,7 @@ LAYOUTS = {
     "iiw": iiw,
     "sharegpt4v-1k": sharegpt4v,
     "coco": coco,
+    "coco-five": coco_five,
     "coco-train": coco_train,
     "coco-all": coco_all,
     "flickr30k": flickr30k,
@@ -495,12 +501,47 @@ def test_a_benchmark_with_five_captions_an_image_is_evaluated(evaluate, tmp_path
     assert report["settings"]["limit"] == "auto" and (tmp_path / "out" / "retrieval.png").stat().st_size > 1000
 
 
+def test_several_benchmarks_are_evaluated_in_one_call(tiny_clip, tmp_path, capsys):
+    coco(tmp_path / "data" / "coco")
+    urban1k(tmp_path / "data" / "urban1k")
+    config = RetrievalConfig(
+        [tiny_clip], str(tmp_path / "out"), dataset="coco-five,urban1k", root=str(tmp_path / "data")
+    )
+    reports = evaluate_retrieval(config)
+    assert list(reports) == ["coco-five", "urban1k"] and "coco-five, text to image" in capsys.readouterr().out
+    for name, folder in (("coco-five", "coco"), ("urban1k", "urban1k")):
+        assert json.loads((tmp_path / "out" / name / "retrieval.json").read_text()) == reports[name]
+        alone = RetrievalConfig(
+            [tiny_clip], str(tmp_path / "alone"), dataset=name, root=str(tmp_path / "data" / folder)
+        )
+        assert reports[name]["encoders"] == evaluate_retrieval(alone)["encoders"]
+        assert reports[name]["captions"] == len(read_retrieval_set(name, tmp_path / "data" / folder).captions)
+    for dataset, message in (
+        ("urban1k,docci", "docci is in none of .*data/docci'.*docci_images|docci is in none of .*docci_descriptions"),
+        ("urban1k,urban1k", "Name no benchmark twice"),
+        ("urban1k,coko", "no retrieval benchmark 'coko'. Did you mean coco"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate_retrieval(dataclasses.replace(config, dataset=dataset, output=str(tmp_path / "none")))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("coco-cn-val", "coco-cn"), ("flickr30k-karpathy", "flickr30k"), ("long-dci", "dci"), ("urban1k", ".")],
+)
+def test_a_benchmark_is_found_below_a_folder_of_several(name, folder, tmp_path):
+    (tmp_path / folder).mkdir(exist_ok=True)
+    LAYOUTS[name](tmp_path / folder)
+    assert find_root(name, tmp_path).resolve() == (tmp_path / folder).resolve()
+
+
 def test_a_limit_counts_images_and_an_unreadable_image_takes_its_captions_along(evaluate, tmp_path):
     coco(tmp_path)
-    assert evaluate("coco", limit=1)["captions"] == 5
+    assert evaluate("coco", limit=1)["captions"] == 6
     write(tmp_path / "val2017" / "000000397133.jpg", "no image")
     report = evaluate("coco")
-    assert (report["images"], report["captions"]) == (1, 5)
+    assert (report["images"], report["captions"]) == (1, 6)
     assert [bad["kind"] for bad in report["left_out"]] == ["unreadable image"]
 
 

@@ -36,6 +36,7 @@ from debias_diffusion.eval.text_image.robustness import (
     recall_at_1,
     share,
     shuffled,
+    tables,
 )
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.sentences import split_sentences
@@ -267,6 +268,41 @@ def test_numbers_equal_brute_force_with_several_captions_an_image(several, tiny_
             assert (line["a"], line["b"]) == (second, first)
             expected = paired_difference(*lost, groups[way])
             assert {key: line[key] for key in expected} == pytest.approx(expected)
+
+
+def test_similarities_of_image_and_caption_are_cosines(several, tiny_clip):
+    backbone, images = load_backbone(tiny_clip).eval(), several.root / "flickr30k-images"
+    numbers = next(iter(several.report["encoders"].values()))
+    assert numbers["similarity"].keys() == EDITS.keys()
+    expected, owners = {"first": [], "keep": [], "shuffle": []}, []
+    for owner, (name, texts) in enumerate(several.captions.items()):
+        with torch.no_grad():
+            image = unit(backbone.encode_image(backbone.preprocess(Image.open(images / name))[None])[0])
+            for text, (edit, cosines) in product(texts, expected.items()):
+                edited = [" ".join(variant(split_sentences(text))) for variant in EDITS[edit].variants]
+                cosines.append(
+                    np.mean([float(image @ unit(backbone.encode_text(backbone.tokenize([one]))[0])) for one in edited])
+                )
+        owners += [owner] * len(texts)
+    for edit, cosines in expected.items():
+        similarity = numbers["similarity"][edit]
+        assert similarity["mean"] == pytest.approx(np.mean(cosines), abs=1e-6)
+        assert similarity["interval"] == pytest.approx(mean_interval(np.array(cosines), owners), abs=1e-6)
+    assert numbers["similarity"]["first"]["mean"] != pytest.approx(numbers["similarity"]["keep"]["mean"], abs=1e-3)
+
+
+def test_tokens_of_the_first_two_sentences(several, tiny_clip):
+    numbers = next(iter(several.report["encoders"].values()))
+    texts = [" ".join(split_sentences(text)[:2]) for texts in several.captions.values() for text in texts]
+    # a symbol a byte without spaces: the tokenizer has no merges
+    expected = np.mean([len("".join(text.split())) for text in texts])
+    assert numbers["first_two_sentences_tokens"] == pytest.approx(expected)
+    table = next(table for table in tables(several.report) if "similarity" in table.header[0])
+    assert len(table.rows) == 2 and table.rows[0][-1] == pytest.approx(expected)
+    older = {
+        label: {k: v for k, v in n.items() if k != "similarity"} for label, n in several.report["encoders"].items()
+    }
+    assert not any("similarity" in table.header[0] for table in tables(several.report | {"encoders": older}))
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(several, tmp_path, monkeypatch):

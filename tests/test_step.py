@@ -33,6 +33,7 @@ CASES = {
     "no-short": ("clip", "debias-clip", {"short_weight": 0.0}),
     "ordered-pad-20": ("clip", "debias-clip", {"sampling": "ordered", "padding": "pad-20", "short_weight": 0.7}),
     "pre-sot-whole-images": ("clip", "debias-clip", {"padding": "pre-sot", "components": 0}),
+    "parts": ("clip", "long-clip", {"components": 1, "component_parts": 2}),
     "average": ("clip", "debias-clip", {"pooling": "average"}),
     "average-pre-sot": ("clip", "debias-clip", {"pooling": "average", "padding": "pre-sot"}),
     "siglip": ("siglip", "debias-clip", {}),
@@ -126,9 +127,12 @@ def literal_loss(backbone, recipe, batch):
     texts = [F.normalize(part, dim=-1) for part in literal_text(backbone, batch.tokens).split(len(batch))]
     rebuilt = v
     if recipe.components:
-        mean = v.mean(0)
-        basis = torch.linalg.svd((v - mean).detach(), full_matrices=False).Vh[:COMPONENTS].T
-        rebuilt = mean + (v - mean) @ basis @ basis.T
+        rebuilt = []
+        for part in v.chunk(recipe.component_parts):  # what each of two processes has, where there are two
+            mean = part.mean(0)
+            basis = torch.linalg.svd((part - mean).detach(), full_matrices=False).Vh[: recipe.components].T
+            rebuilt.append(mean + (part - mean) @ basis @ basis.T)
+        rebuilt = torch.cat(rebuilt)
     scale, smoothing, w = model.logit_scale.exp(), recipe.label_smoothing, recipe.short_weight
 
     def loss(image, text):

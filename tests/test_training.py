@@ -389,15 +389,17 @@ def test_jsonl_and_shards_make_the_same_run_as_a_folder(world, finished, tmp_pat
         assert same_weights(tmp_path / name, finished)
 
 
-def test_every_process_and_worker_sees_each_pair_once_and_reserves_stand_in_for_bad_ones(world, tmp_path):
+@pytest.mark.parametrize("spare", [6, 0])
+def test_every_process_and_worker_sees_each_pair_once_and_reserves_stand_in_for_bad_ones(world, tmp_path, spare):
     data, images = make_tiny_data(tmp_path / "world", count=40)
     for bad in (3, 17, 30):
         Path(images, f"{bad}.png").write_text("not an image")
     captions, source = open_data(data, images)
     backbone, recipe = load_backbone(world[0]), RECIPES["debias-clip"]
-    batches = GlobalBatches(40, 8, 3, seed=0, spare=6)
+    batches = GlobalBatches(40, 8, 3, seed=0, spare=spare)
+    replacements = batches.reserve if spare else batches.stand_ins
     dataset = CaptionDataset(
-        captions.records, source, backbone.read_pixels, backbone.tokenizer, recipe, 0, batches.reserve
+        captions.records, source, backbone.read_pixels, backbone.tokenizer, recipe, 0, replacements
     )
 
     def steps(workers, world_size):
@@ -420,13 +422,30 @@ def test_every_process_and_worker_sees_each_pair_once_and_reserves_stand_in_for_
     assert alone == steps(2, 1) == steps(0, 2) == steps(1, 2)
     for epoch in range(3):
         seen = [(key[1], sample) for step in alone for key, sample in step if key[0] == epoch]
-        reserve = {f"{index}.png" for index in batches.reserve(epoch)}
+        reserve = {f"{index}.png" for index in replacements(epoch)}
         replaced = {index: sample for index, sample in seen if sample != f"{index}.png"}
         assert set(replaced) <= {3, 17, 30} and set(replaced.values()) <= reserve
         assert not {"3.png", "17.png", "30.png"} & {sample for _, sample in seen}
         whole = [sample for index, sample in seen if index not in replaced]
-        assert len(whole) == len(set(whole)) and not set(whole) & reserve
+        assert len(whole) == len(set(whole)) and not (spare and set(whole) & reserve)
     assert any(key[1] in (3, 17, 30) for step in alone for key, _ in step)
+
+
+def test_whole_epochs_have_every_pair_and_a_stand_in_that_no_worker_process_or_restart_changes(world, tmp_path, capsys):
+    data, images = make_tiny_data(tmp_path / "world", count=38)
+    Path(images, "17.png").write_text("not an image")
+    whole = (world[0], data, images)
+    settings = dict(max_steps=None, epochs=2, max_bad=0.05, whole_epochs=True)
+    train(config(whole, tmp_path / "run", **settings))
+    out = capsys.readouterr().out
+    assert "32 to train on; 6 held out" in out and "8 of 8 pairs (2.00 epochs)" in out
+    replaced = [json.loads(line) for line in (tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()]
+    assert len(replaced) == 1 and "17.png" in str(replaced)
+    # killed in the last of eight steps, and continued with worker processes
+    train(config(whole, killed_copy(tmp_path / "run", tmp_path / "again", 8), workers=2, **settings))
+    is_the_same_run(tmp_path / "again", tmp_path / "run")
+    with pytest.raises(UserError, match="belongs to a run with other settings .whole_epochs: True there, None here"):
+        train(config(whole, tmp_path / "run", **settings | {"whole_epochs": False}))
 
 
 def test_captions_that_cannot_be_used_are_named_once_and_too_many_stop_the_run(world, tmp_path):

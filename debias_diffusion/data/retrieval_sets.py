@@ -18,7 +18,7 @@ from .bad_records import BadRecord
 from .captions import answer_of, fold, is_text, sort_out
 from .images import ImageFolder, ImageSource
 
-CAPTIONS = 5  # of each image of COCO, which has up to seven; published numbers use the first five
+FIVE = 5  # first captions of each image of COCO, which has five to seven, in Long-CLIP's eval/retrieval/coco.py
 SHAREGPT4V_HELD_OUT = 1000  # its first entries, which nobody trains on
 SHAREGPT4V_FILE = "share-captioner_coco_lcs_sam_1246k_1107.json"
 # Where the images of ImageInWords' three parts lie, and the key of their name.
@@ -131,12 +131,7 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
         UserError: there is no such benchmark, the folder has another layout, a file is damaged as a whole, or an
             entry is without its image or without a caption, by the file's name.
     """
-    if name not in BENCHMARKS:
-        raise UserError(
-            f"There is no retrieval benchmark {name!r}.{near_matches(name, BENCHMARKS)} "
-            f"Choose one of: {', '.join(BENCHMARKS)}."
-        )
-    benchmark, root = BENCHMARKS[name], Path(root)
+    benchmark, root = _find_benchmark(name), Path(root)
     if not root.is_dir():
         raise UserError(f"The folder {str(root)!r} is not there. Give the folder that {name} lies in.")
     missing = [part for part in benchmark.needs if not (root / part).exists()]
@@ -147,6 +142,36 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
         )
     entries = sort_out(((part[0], part) for part in benchmark.parts(root)), lambda part: benchmark.read(*part))
     return _grouped(name, root, entries.records, entries.bad, _images(root, benchmark.images))
+
+
+def _find_benchmark(name: str) -> Benchmark:
+    if name not in BENCHMARKS:
+        raise UserError(
+            f"There is no retrieval benchmark {name!r}.{near_matches(name, BENCHMARKS)} "
+            f"Choose one of: {', '.join(BENCHMARKS)}."
+        )
+    return BENCHMARKS[name]
+
+
+def find_root(name: str, root: str | os.PathLike) -> Path:
+    """The folder of a benchmark below a folder of several.
+
+    It is named after the benchmark (`coco-five`) or the data set that it is a part of (`coco`); or `root` itself holds
+    the benchmark.
+
+    Raises:
+        UserError: there is no such benchmark, or none of these folders has its files.
+    """
+    benchmark, parts = _find_benchmark(name), name.removeprefix("long-").split("-")
+    folders = dict.fromkeys([name, *("-".join(parts[:count]) for count in range(len(parts), 0, -1)), "."])
+    places = [Path(root) / folder for folder in folders]
+    for place in places:
+        if all((place / part).exists() for part in benchmark.needs):
+            return place
+    raise UserError(
+        f"{name} is in none of {', '.join(map(repr, map(str, places)))}. A folder of it must hold "
+        f"{', '.join(benchmark.needs)}; they come from {benchmark.page}."
+    )
 
 
 def _images(root: Path, folders: Sequence[str]) -> ImageSource:
@@ -365,8 +390,8 @@ def _objects(path: Path, key: str) -> list[dict]:
     return objects
 
 
-def _coco(*splits: str) -> Parts:
-    """The images of these splits, each with its first captions in the file's order."""
+def _coco(*splits: str, captions_an_image: int | None) -> Parts:
+    """The images of these splits, each with its first captions in the file's order; None: all captions."""
 
     def parts(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
         for split in splits:
@@ -378,7 +403,7 @@ def _coco(*splits: str) -> Parts:
                 file, texts = image.get("file_name"), captions.get(str(image.get("id")), [])
                 if len(splits) > 1 and is_text(file):
                     file = f"{split}/{file}"
-                yield f"{name}, image {image.get('id')}", (file, texts[:CAPTIONS])
+                yield f"{name}, image {image.get('id')}", (file, texts[:captions_an_image])
 
     return parts
 
@@ -524,9 +549,10 @@ def _read_recos(where: str, entry) -> Entry:
 # ---- all of them
 
 
-def _coco_benchmark(*splits: str) -> Benchmark:
+def _coco_benchmark(*splits: str, captions_an_image: int | None = None) -> Benchmark:
     files = tuple(f"annotations/captions_{split}.json" for split in splits)
-    return Benchmark(_coco(*splits), _read_pair, (*files, *splits), splits, "https://cocodataset.org/#download")
+    parts = _coco(*splits, captions_an_image=captions_an_image)
+    return Benchmark(parts, _read_pair, (*files, *splits), splits, "https://cocodataset.org/#download")
 
 
 def _karpathy_benchmark(*splits: str) -> Benchmark:
@@ -590,6 +616,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "https://huggingface.co/datasets/Lin-Chen/ShareGPT4V",
     ),
     "coco": _coco_benchmark("val2017"),
+    "coco-five": _coco_benchmark("val2017", captions_an_image=FIVE),
     "coco-train": _coco_benchmark("train2017"),
     "coco-all": _coco_benchmark("train2017", "val2017"),
     "flickr30k": Benchmark(

@@ -2,7 +2,8 @@
 
 Two layouts are read, each under any prefix: transformers' names (`text_model.…`: ComfyUI's clip_l, the first encoder
 of Stable Diffusion checkpoints) and OpenAI's (`transformer.resblocks.…`: two-towers of open_clip and OpenAI, Long-CLIP,
-the second encoder of SDXL checkpoints). Of several encoders in one file the narrowest is read: SDXL's first.
+the released DeBias-CLIP under `text.`, the second encoder of SDXL checkpoints). Of several encoders in one file the
+narrowest is read: SDXL's first.
 
 Weights do not hold these settings:
 
@@ -141,7 +142,7 @@ def text_part(tensors: State, file: Path) -> tuple[State, bool]:
         tables = [tuple(part[name].shape) for name in ("positional_embedding", "positional_embedding_res")]
         if tables[0] != tables[1]:
             raise UserError(f"{os.fspath(file)!r} is a Long-CLIP with two tables of positions of sizes {tables}.")
-        return text_to_transformers(fold_long_clip(part)), True
+        return text_to_transformers(fold_long_clip(part)), prefix != "text."
     # OpenAI's files also hold their sizes; Stable Diffusion checkpoints hold LAION's larger models under a prefix.
     return text_to_transformers(part), "input_resolution" in tensors or prefix not in ("", "text.")
 

@@ -14,7 +14,7 @@ from ..models.chinese_clip import is_chinese_clip
 from ..models.model_files import explain_failure, may_be_hub_id
 from ..models.shipped import shipped
 from ..models.weight_difference import DIFFERENCE, load_fine_tuned
-from ..models.weights import find_weights
+from ..models.weights import find_weights, plain_text_names
 from .chinese_clip_model import read_chinese_clip
 from .clip_model import read_clip_model, text_encoder_alone
 from .names import State
@@ -33,9 +33,9 @@ def load_two_tower(name: str | os.PathLike) -> Backbone:
             - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-B-16-quickgelu:openai",
               "ViT-L-14-quickgelu:longclip-L.pt";
             - a transformers folder of a CLIPModel, such as `export --to clip` writes;
-            - a file with the weights of both towers in open_clip's or OpenAI's layout (Long-CLIP's too), if open_clip
-              has a model of these sizes. A rule decides the activation if the file does not name it (see
-              `single_file`);
+            - a file with the weights of both towers in open_clip's or OpenAI's layout (Long-CLIP's and the released
+              DeBias-CLIP's, too), if open_clip has a model of these sizes. A rule decides the activation if the file
+              does not name it (see `single_file`);
             - a transformers folder of a ChineseCLIPModel, or the hub id of a published one
               ("OFA-Sys/chinese-clip-vit-base-patch16"), which is evaluated and ablated, but not trained;
             - a hub id (`owner/name`) of a CLIPModel, or `hf-hub:owner/name` of an open_clip repository;
@@ -114,6 +114,7 @@ def _load_file(file: Path) -> Backbone:
         raise UserError(f"{label} holds a transformers CLIPModel. Give its folder, which also has the configuration.")
     if not any(name.startswith("visual.") for name in tensors):
         raise text_encoder_alone(file)
+    tensors = plain_text_names(tensors)
     sizes = _sizes_of(tensors)
     models = [name for name in open_clip.list_models() if sizes and _sizes(name) == sizes]
     if not models:

@@ -78,6 +78,9 @@ class DualCaption(Method):
             with the features themselves.
         label_smoothing: in [0, 1); 0.1 in Long-CLIP's code. Not used by the sigmoid loss.
         pooling: "eot", or "average" over all tokens that are not pads (section E.2).
+        component_parts: equal parts of the global batch, in its order, that each have components of their own. 1 takes
+            those of the whole batch. Long-CLIP's code takes those of each process, before gathering: as many parts as
+            it has processes. The loss is the same however many processes a run has.
     """
 
     sampling: str
@@ -86,6 +89,7 @@ class DualCaption(Method):
     components: int = 32
     label_smoothing: float = 0.1
     pooling: str = "eot"
+    component_parts: int = 1
 
     def __post_init__(self):
         if not self.reads_short:
@@ -97,6 +101,8 @@ class DualCaption(Method):
             raise UserError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if self.components < 0:
             raise UserError(f"components must be at least 1, or 0 for the images as they are, got {self.components}")
+        if self.component_parts < 1:
+            raise UserError(f"component_parts must be at least 1, got {self.component_parts}")
         if self.pooling not in POOLINGS:
             raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
 
@@ -114,7 +120,9 @@ class DualCaption(Method):
 
     def check(self, batch: int, embed_dim: int) -> None:
         if self.has_short and self.components:
-            check_components(self.components, batch, embed_dim)
+            if batch % self.component_parts:
+                raise UserError(f"batch is {batch}, but must be a multiple of component_parts, {self.component_parts}.")
+            check_components(self.components, batch // self.component_parts, embed_dim)
 
     def prepare(self, backbone: Backbone) -> None:
         backbone.pooling = self.pooling
@@ -158,11 +166,14 @@ class DualCaption(Method):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Algorithm 1, lines 14 to 16; see `objectives.dual_caption_objective`."""
         compared = Features(features["image"], features.get("long_text"), features.get("short_text"))
-        return dual_caption_objective(compared, scale, bias, self.short_weight, self.components, self.label_smoothing)
+        return dual_caption_objective(
+            compared, scale, bias, self.short_weight, self.components, self.label_smoothing, self.component_parts
+        )
 
     def describe(self) -> str:
         padding = f", {self.padding} padding, w = {self.short_weight:g}" if self.has_short else ""
         components = f", {self.components} components" if self.has_short and self.components else ""
+        components += f" of each of {self.component_parts} parts" if components and self.component_parts > 1 else ""
         short = "given short captions" if self.reads_short else f"{self.sampling} sentences"
         return f"{short}{padding}{components}, {self.pooling} pooling"
 

@@ -357,7 +357,7 @@ class FixClip(DualCaption):
         texts = (features.get(name) for name in ("long_text", "short_text"))
         compared = Features(features["image"], *texts, features.get("masked"))
         losses, report = dual_caption_objective(
-            compared, scale, bias, self.short_weight, self.components, self.label_smoothing
+            compared, scale, bias, self.short_weight, self.components, self.label_smoothing, self.component_parts
         )
         if not self.hierarchy:
             return losses, report

@@ -97,8 +97,8 @@ def check_components(components: int, batch: int, dim: int) -> None:
     if not 1 <= components < min(batch - 1, dim):
         raise UserError(
             f"components is {components}, but must be at least 1 and less than {min(batch - 1, dim)}, the smaller of "
-            f"the global batch less one ({batch - 1}) and the features' dimension ({dim}). Take a larger batch or "
-            "fewer components."
+            f"the global batch, or a part of it, less one ({batch - 1}) and the features' dimension ({dim}). Take a "
+            "larger batch or fewer components."
         )
 
 
@@ -145,6 +145,7 @@ def dual_caption_objective(
     short_weight: float,
     components: int,
     label_smoothing: float,
+    component_parts: int = 1,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """L = w * L_short + (1 - w) * L_long (DeBias-CLIP, Algorithm 1, lines 14 to 16).
 
@@ -156,6 +157,8 @@ def dual_caption_objective(
         bias: None for symmetric InfoNCE; a scalar for the pairwise sigmoid loss, which has no label smoothing.
         short_weight: w, in [0, 1].
         components: of the image features that L_short sees; 0 takes the features themselves.
+        component_parts: the batch is cut into so many equal parts, and each is rebuilt from its own components, as by
+            Long-CLIP's code, which decomposes the features of each process before it gathers them.
 
     Returns:
         (losses, report): the terms, already weighted, whose sum is L; and, detached, the unweighted losses, the scale
@@ -177,7 +180,8 @@ def dual_caption_objective(
     terms = {}
     if features.short_text is not None:
         seen = image if features.short_image is None else F.normalize(features.short_image, dim=-1)
-        rebuilt = rebuild_from_components(seen, components) if components else seen
+        parts = seen.chunk(component_parts)
+        rebuilt = torch.cat([rebuild_from_components(part, components) for part in parts]) if components else seen
         terms["short"] = (short_weight, loss(rebuilt, F.normalize(features.short_text, dim=-1)))
     if features.long_text is not None:
         terms["long"] = (1 - short_weight, loss(image, F.normalize(features.long_text, dim=-1)))

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 from ..errors import UserError, near_matches
-from ..sentences import join_sentences  # noqa: F401 (where earlier releases have it)
+from ..sentences import join_sentences
 
 GIVEN = "given"  # the record's own short caption, which no sampler draws
 
@@ -24,6 +24,14 @@ def draw_generator(seed: int, epoch: int, sample_id: str) -> random.Random:
 def summary(sentences: list[str], rng: random.Random) -> list[str]:
     """Long-CLIP's short caption: the first sentence."""
     return sentences[:1]
+
+
+def summary_as_released(sentences: list[str], rng: random.Random) -> list[str]:
+    """Long-CLIP's short caption by its released code: `caption.split(". ")[0]` (train/sharegpt4v.py).
+
+    Not always a sentence, and without its full stop: "Mr. Lee reads. ..." gives "Mr".
+    """
+    return join_sentences(sentences).split(". ")[: len(sentences) and 1]
 
 
 def opening(sentences: list[str], rng: random.Random) -> list[str]:
@@ -83,6 +91,7 @@ SAMPLERS: dict[str, Sampler] = {
     "shuffle": shuffle,
     "keep-4": keep(4),
     "summary": summary,
+    "summary-as-released": summary_as_released,
     "opening": opening,
     "details": details,
 }

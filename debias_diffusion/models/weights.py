@@ -19,7 +19,9 @@ from .text_tower import set_positions
 
 _POSITIONS = "positional_embedding"
 _LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, which its code uses from row 20 on
-_NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size")  # in OpenAI's files, beside the weights
+# In OpenAI's files and in modules with saved masks, beside the weights.
+_NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size", "attn_mask", "mask1", "mask2")
+_TEXT = "text."  # the text tower's prefix in open_clip's CustomTextCLIP; OpenAI's and Long-CLIP's names have none
 
 
 def find_weights(model: str, source: str | None, pretrained: str | None) -> Path | None:
@@ -77,7 +79,7 @@ def load_weights(
         return None
     if is_long_clip(state):
         return _load_long_clip(clip, state, file, model, quick_gelu)
-    table = state.get(_POSITIONS, state.get(f"text.{_POSITIONS}"))
+    table = state.get(_POSITIONS, state.get(_TEXT + _POSITIONS))
     positions = len(getattr(clip, "text", clip).positional_embedding)
     if table is not None and len(table) != positions:
         raise UserError(
@@ -85,7 +87,10 @@ def load_weights(
             f"Give weights of {positions} positions, or, for a stretched model, the folder of its training run, whose "
             "open_clip_config.json has the context length."
         )
-    open_clip.load_checkpoint(clip, str(file), weights_only=True)
+    if _has_text_prefix(state) and not hasattr(clip, "text"):
+        clip.load_state_dict(plain_text_names(state))
+    else:
+        open_clip.load_checkpoint(clip, str(file), weights_only=True)
     return None
 
 
@@ -181,22 +186,48 @@ def _is_safetensors(file: Path) -> bool:
 
 
 def is_long_clip(state: dict[str, torch.Tensor]) -> bool:
-    """Whether a state dict is Long-CLIP's, with its two tables of positions."""
-    return _LONG_CLIPS in state
+    """Whether a state dict has Long-CLIP's two tables of positions, with or without the prefix `text.`."""
+    return _LONG_CLIPS in state or _TEXT + _LONG_CLIPS in state
+
+
+def _has_text_prefix(state: dict[str, torch.Tensor]) -> bool:
+    return f"{_TEXT}token_embedding.weight" in state
+
+
+def plain_text_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A two-tower's weights with the text tower's names as OpenAI's, without the prefix `text.` if they have it."""
+    if not _has_text_prefix(state):
+        return state
+    renamed = {name.removeprefix(_TEXT): tensor for name, tensor in state.items()}
+    return {name: tensor for name, tensor in renamed.items() if name not in _NO_WEIGHTS}
 
 
 def fold_long_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Long-CLIP's weights with one table of positions: rows 0 to 19 of the first, the rest of the second."""
-    table = torch.cat([state[_POSITIONS][:KEEP], state[_LONG_CLIPS][KEEP:]])
-    weights = {name: tensor for name, tensor in state.items() if name not in (*_NO_WEIGHTS, _LONG_CLIPS)}
-    return weights | {_POSITIONS: table}
+    """Long-CLIP's weights with one table of positions: rows 0 to 19 of the first, the rest of the second.
+
+    Names keep their prefix `text.`, or its absence.
+    """
+    first, second = _table_names(state)
+    table = torch.cat([state[first][:KEEP], state[second][KEEP:]])
+    left_out = {second, *_NO_WEIGHTS, *(_TEXT + name for name in _NO_WEIGHTS)}
+    return {name: tensor for name, tensor in state.items() if name not in left_out} | {first: table}
+
+
+def _table_names(state: dict[str, torch.Tensor]) -> tuple[str, str]:
+    """The names of both tables of positions of Long-CLIP's weights."""
+    prefix = _TEXT if _TEXT + _LONG_CLIPS in state else ""
+    return prefix + _POSITIONS, prefix + _LONG_CLIPS
 
 
 def _load_long_clip(
     clip: nn.Module, state: dict[str, torch.Tensor], file: Path, model: str, quick_gelu: bool
 ) -> dict[str, int]:
-    """Loads Long-CLIP's weights into a two-tower, which gets their context length."""
-    if not quick_gelu:
+    """Loads weights with Long-CLIP's two tables into a two-tower, which gets their context length.
+
+    Without the prefix `text.` they are from Long-CLIP's code, which trains OpenAI's CLIPs alone. With it (open_clip's
+    CustomTextCLIP, as in the released weights of DeBias-CLIP) the base model can be any.
+    """
+    if not quick_gelu and not _has_text_prefix(state):
         name = f"{model}-quickgelu"
         name = name if name in open_clip.list_models() else "ViT-B-16-quickgelu or ViT-L-14-quickgelu"
         raise UserError(
@@ -205,12 +236,13 @@ def _load_long_clip(
         )
     positions, width = getattr(clip, "text", clip).positional_embedding.shape
     expected = [stretched_length(positions), width]
-    shapes = {name: list(state[name].shape) for name in (_POSITIONS, _LONG_CLIPS) if name in state}
-    if shapes != {_POSITIONS: expected, _LONG_CLIPS: expected}:
+    shapes = {name: list(state[name].shape) for name in _table_names(state) if name in state}
+    if list(shapes.values()) != [expected, expected]:
         raise UserError(
             f"{str(file)!r} is a Long-CLIP checkpoint with tables of positions {shapes}; for {model!r} both must be "
             f"{expected}. longclip-B.pt belongs to ViT-B-16-quickgelu, longclip-L.pt to ViT-L-14-quickgelu."
         )
     set_positions(clip, torch.empty(expected))
-    clip.load_state_dict(fold_long_clip(state))
+    folded = fold_long_clip(state)
+    clip.load_state_dict(folded if hasattr(clip, "text") else plain_text_names(folded))
     return {"keep": KEEP, "factor": FACTOR}

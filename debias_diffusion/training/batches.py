@@ -67,6 +67,14 @@ class GlobalBatches:
         """The indices of the records that replace unreadable ones in `epoch`."""
         return _permutation(self.records, self.seed, epoch)[self.samples_per_epoch :]
 
+    def stand_ins(self, epoch: int) -> np.ndarray:
+        """The indices of the records that replace unreadable ones in an epoch without a reserve, by their place in it.
+
+        They are those half an epoch away, so that in data of more than two batches no batch has a record twice, but for
+        the first of an epoch, in which the remainder of the one before may hold it already.
+        """
+        return _half_an_epoch_on(self.records, self.seed, epoch)
+
     def _order(self, epoch: int, carried: np.ndarray) -> np.ndarray:
         """The epoch's records in order; those carried over into its first batch do not occur twice in it."""
         order = _permutation(self.records, self.seed, epoch)[: self.samples_per_epoch].copy()
@@ -82,3 +90,8 @@ class GlobalBatches:
 @lru_cache(maxsize=2)  # workers look the reserve up for every unreadable image
 def _permutation(records: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(records)
+
+
+@lru_cache(maxsize=2)
+def _half_an_epoch_on(records: int, seed: int, epoch: int) -> np.ndarray:
+    return np.roll(_permutation(records, seed, epoch), -(records // 2))

@@ -25,7 +25,7 @@ FIX_CLIP_OPTIONS = (
     *("groups", "first_group", "new_rate"),
 )
 # Settings that stand among a run's only where they are given: runs of earlier releases do not have them.
-_EMPTY_UNLESS_GIVEN = ("method", "keep_states")
+_EMPTY_UNLESS_GIVEN = ("method", "keep_states", "whole_epochs")
 ADDED = (*_EMPTY_UNLESS_GIVEN, *FIX_CLIP_OPTIONS)
 # Options that are settings of the recipe; others are given in `method`.
 RECIPE_OPTIONS = (
@@ -60,6 +60,7 @@ class RunConfig:
     log_every: int
     trackers: str | None
     max_bad: float
+    whole_epochs: bool = False
 
     def check_run(self) -> None:
         """Raises UserError for a value that no run can have."""
@@ -116,7 +117,8 @@ class TrainConfig(RunConfig):
             smart-clip-sampling or fix-clip. The options that follow, to new_rate, override a part of it.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
             second to a random end), independent (each with probability 1/2), shuffle (all, in random order), keep-4 or
-            keep-N (that many), details (all, in order). With it: summary (nothing else), opening (up to a random end).
+            keep-N (that many), details (all, in order). With it: summary (nothing else),
+            summary-as-released (the text up to the first ". ", as in Long-CLIP's code), opening (up to a random end).
             given: the short_caption of each entry of the data.
         padding: Pads before the short caption: random, none, pad-20, pad-40 or pad-N, pre-sot (before SOT too).
         short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1; at 0 or 1 only one of them is computed.
@@ -173,6 +175,8 @@ class TrainConfig(RunConfig):
         trackers: tensorboard, wandb, or both with a comma between; null for log.jsonl alone, which is always written.
         max_bad: Largest share of bad records before the run stops, from 0 to 1. The same share of each epoch is its
             reserve, which replaces them. A stopped run may resume with another value, and keeps its reserve.
+        whole_epochs: Train on every pair in every epoch, without a reserve. An unreadable image is then replaced by
+            another pair of the epoch, always the same, which the epoch has twice.
         check_data: Read all images and captions, report the bad records, and train nothing.
     """
 
@@ -226,6 +230,7 @@ class TrainConfig(RunConfig):
     log_every: int = 10
     trackers: str | None = None
     max_bad: float = 0.01
+    whole_epochs: bool = False
     check_data: bool = False
 
     def __post_init__(self):

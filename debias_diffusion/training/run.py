@@ -76,7 +76,8 @@ class Run(ABC):
         validation = held_out_count(config, len(self.all_records))
         if config.validation == "auto":
             validation = self.earlier.get("validation", validation)
-        self.held_out, self.records, spare = split(self.captions, config, validation, reserve)
+        share = 0.0 if config.whole_epochs else reserve
+        self.held_out, self.records, spare = split(self.captions, config, validation, share)
         self.missing = look_for_images(self.records, self.images, config.max_bad)
         self.settings = config.settings() | {
             "validation": validation,
@@ -136,7 +137,8 @@ class Run(ABC):
             if state.step < total:
                 self.print_plan(state.step)
                 if self.missing:
-                    print(f"  {self.missing} of the images that were looked up are missing; the reserve replaces them.")
+                    by = "other pairs replace" if config.whole_epochs else "the reserve replaces"
+                    print(f"  {self.missing} of the images that were looked up are missing; {by} them.")
             self.folder.claim(self.settings)
             self.folder.cut_log(state.step)
         bar = tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main)

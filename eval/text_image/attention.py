@@ -58,6 +58,9 @@ class AttentionConfig:
         dataset: A retrieval benchmark in place of data, all captions of each image, as `evaluate retrieval` names it.
         root: Folder that the benchmark lies in, as its authors publish it.
         prompt: A prompt to show word by word.
+        scale: Of the attention before the softmax: head, the mean over heads of q k / sqrt(head width), as the softmax
+            sees it; or hidden, q k / sqrt(hidden dimension) over all heads, as in the paper's equations 1 and 2, which
+            is sqrt(heads) times that.
         limit: Use only the captions of the first so many images. null uses all; auto is 1000 of the data and all of a
             benchmark.
         batch_size: Captions encoded at once.
@@ -71,6 +74,7 @@ class AttentionConfig:
     dataset: str | None = None
     root: str | None = None
     prompt: str | None = None
+    scale: Literal["head", "hidden"] = "head"
     limit: int | Literal["auto"] | None = "auto"
     batch_size: int = 64
     max_bad: float = 0.01
@@ -101,12 +105,14 @@ class Reader:
         tokenizer: for the encoder's context length.
         device: where it runs.
         digest: of the encoder's weights.
+        scale: of the attention before the softmax, see `eot_attention`.
     """
 
     encoder: Backbone | TextEncoder
     tokenizer: CaptionTokenizer
     device: torch.device
     digest: str
+    scale: str = "head"
 
     @property
     def window(self) -> int:
@@ -130,14 +136,19 @@ class Reader:
             "configuration": configuration,
             "markers": asdict(self.tokenizer.markers),
             "captions": _digest_of([list(captions), ids, tokens]),
+            **({} if self.scale == "head" else {"scale": self.scale}),
         }
+
+    def attention(self, captions: Sequence[str]) -> EotAttention:
+        """The attention from EOT in these captions."""
+        return eot_attention(self.encoder, self.tokenizer(list(captions)).to(self.device), self.scale)
 
 
 def _digest_of(content: list) -> str:
     return bytes_digest([json.dumps(content).encode()])
 
 
-def load_reader(name: str, device: torch.device) -> Reader:
+def load_reader(name: str, device: torch.device, scale: str = "head") -> Reader:
     """Loads anything that `load_text_encoder` takes; two-towers of open_clip without conversion.
 
     Raises:
@@ -153,7 +164,7 @@ def load_reader(name: str, device: torch.device) -> Reader:
         with explain_failure(f"The tokenizer of {name!r} cannot be used"):
             captions = CaptionTokenizer(tokenizer, encoder.config.max_position_embeddings)
     check_reads_eot(encoder)
-    return Reader(encoder.to(device).eval(), captions, device, weights_digest(encoder))
+    return Reader(encoder.to(device).eval(), captions, device, weights_digest(encoder), scale)
 
 
 def _is_open_clip(place: str) -> bool:
@@ -175,7 +186,7 @@ def look_at_captions(
     means, images, batches = PositionMeans(reader.window), torch.tensor(image_of), []
     for start in tqdm(range(0, len(captions), batch_size), desc=title):
         batch = slice(start, start + batch_size)
-        attention = eot_attention(reader.encoder, reader.tokenizer(list(captions[batch])).to(reader.device))
+        attention = reader.attention(captions[batch])
         means.add(attention)
         batches.append(_at_text(attention, images[batch]))
     at_text = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}
@@ -227,7 +238,7 @@ def look_at_prompt(reader: Reader, prompt: str) -> dict:
     ids = reader.tokenizer.text_ids([prompt])[0]
     if not ids:
         raise UserError(f"The prompt {prompt!r} holds no words. Give some text.")
-    attention = eot_attention(reader.encoder, reader.tokenizer([prompt]).to(reader.device))
+    attention = reader.attention([prompt])
     means = PositionMeans(reader.window)
     means.add(attention)  # the means of one prompt are its values
     before, after = (means.means(name) for name in QUANTITIES)
@@ -380,7 +391,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     cache = ResultCache(Path(config.output) / FOLDER)
 
     def evaluate(name: str, label: str) -> tuple[str, dict]:
-        reader = load_reader(name, device)
+        reader = load_reader(name, device, config.scale)
         return reader.digest, _evaluate(config, reader, label, pairs, cache)
 
     # No variable holds an encoder, or it would stay in memory while the next is loaded.
@@ -398,7 +409,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
         captions=len(pairs.captions) if pairs else 0,
         encoders={label: result for label, (_, result) in results.items()},
         compared=[],
-        notes=[_NOTE],
+        notes=[_NOTE, *([_HIDDEN] if config.scale == "hidden" else [])],
     )
     show(report, tables(report), figures(report))
     if config.prompt is not None:
@@ -409,6 +420,10 @@ def evaluate_attention(config: AttentionConfig) -> dict:
 _NOTE = (
     "Before the softmax only differences within one encoder are meaningful: compare how far the curves fall, not how "
     "high they are."
+)
+
+_HIDDEN = (
+    "Before the softmax on the scale of the paper's equations 1 and 2: q k / sqrt(hidden dimension), over all heads."
 )
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.data.retrieval_sets import find_root
 from debias_diffusion.devices import pick_device
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
@@ -22,14 +24,15 @@ from ..common.inputs import check_settings, check_source, read_source
 from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from .image_features import ImageFeatures
+from .retrieval_examples import disagreements, nearest_strangers, write_examples
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
 
 
 @dataclass
-class RetrievalConfig:
-    """Settings of a retrieval evaluation.
+class PairsConfig:
+    """Settings of an evaluation of two-towers on image-caption pairs.
 
     Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
 
@@ -41,8 +44,8 @@ class RetrievalConfig:
             beside them, or toy/test, scenes of the toy world.
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
         dataset: A retrieval benchmark in place of data. One of urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
-            coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test, coco-cn-all,
-            flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
+            coco-five, coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test,
+            coco-cn-all, flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
         root: Folder that the benchmark lies in, as its authors publish it.
         limit: Use only the first so many images. null uses all; auto is 1000 of the data, as ShareGPT4V's validation
             split has, and all of a benchmark.
@@ -65,6 +68,29 @@ class RetrievalConfig:
     def __post_init__(self):
         check_settings(self)
         check_source(self)
+
+
+@dataclass
+class RetrievalConfig(PairsConfig):
+    """Settings of a retrieval evaluation.
+
+    `dataset` may name several benchmarks, with commas between them: each is then evaluated into a folder of its name
+    in `output`, and lies in a folder of its name, or of its data set's, in `root`.
+
+    Attributes:
+        examples: Also write a page with so many captions for every two encoders whose image one of them finds first
+            and the other does not.
+    """
+
+    examples: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.examples < 0 or (self.examples and len(self.encoders) < 2):
+            raise UserError(
+                f"examples is {self.examples} with {len(self.encoders)} encoders. Give a number from 0, and at least "
+                "two encoders: examples are captions that one of them gets right and another wrong."
+            )
 
 
 @dataclass(frozen=True)
@@ -97,7 +123,7 @@ class Evaluation:
         UserError: the data cannot be used.
     """
 
-    def __init__(self, name: str, config: RetrievalConfig):
+    def __init__(self, name: str, config: PairsConfig):
         self.name, self.config = name, config
         self.pairs = read_source(config)
         self.device = pick_device(config.device)
@@ -259,25 +285,88 @@ def compare_at_1(results: dict[str, dict]) -> list[dict]:
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
     """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints tables.
 
+    Several benchmarks are evaluated one after the other, each into a folder of its name in `config.output`.
+
+    With `config.examples` also `retrieval_examples.html`.
+
     Captions longer than a model's context length are cut, and counted. See `recall_ranks` for several captions an
     image, ties and duplicates.
 
     Returns:
         The content of the file: settings, versions, digests, numbers of images and captions; by encoder its context
         length ("window"), how many captions exceed it, recalls and mean-R (see `mean_recall`) in percent with 95%
-        intervals (bootstrap over images); the encoders' R@1 compared, in points; the bad records, seconds.
+        intervals (bootstrap over images); the encoders' R@1 compared, in points; the bad records, seconds. Of several
+        benchmarks {name: content}.
 
     Raises:
-        UserError: the data or an encoder cannot be used.
+        UserError: the data or an encoder cannot be used, or a benchmark is named twice.
     """
+    names = config.dataset.split(",") if config.dataset else []
+    if len(names) < 2:
+        return _evaluate(config)
+    if len(set(names)) < len(names):
+        raise UserError(f"dataset is {config.dataset!r}. Name no benchmark twice.")
+    roots = {name: str(find_root(name, config.root)) for name in names}  # before the first takes its time
+    reports = {}
+    for name, root in roots.items():
+        print(f"\n{name}")
+        reports[name] = _evaluate(replace(config, dataset=name, root=root, output=str(Path(config.output) / name)))
+    print(f"\n{_overview(reports)}")
+    return reports
+
+
+def _overview(reports: dict[str, dict]) -> Table:
+    """R@1 of every encoder, benchmark by benchmark."""
+    columns = [f"{name}, {direction.replace('_', ' ')}" for name in reports for direction in DIRECTIONS]
+    labels = next(iter(reports.values()))["encoders"]
+    rows = [
+        [label]
+        + [
+            report["encoders"][label]["recall_percent"][direction]["R@1"]
+            for report in reports.values()
+            for direction in DIRECTIONS
+        ]
+        for label in labels
+    ]
+    return Table(["R@1 in percent", *columns], rows)
+
+
+def _evaluate(config: RetrievalConfig) -> dict:
     evaluation = Evaluation("retrieval", config)
     results = evaluation.of_each(partial(_retrieve, evaluation))
     encoders = {label: _numbers(result) for label, result in results.items()}
     first = next(iter(results.values()))
     counts = {"images": first["images"], "captions": len(first["image_of"])}
+    if config.examples:
+        _write_examples(evaluation, results)
     report = evaluation.write(encoders, compare_at_1(results), **counts)
     show(report, tables(report), figures(report))
     return report
+
+
+def _write_examples(evaluation: Evaluation, results: dict[str, dict]) -> None:
+    """The page of captions that one encoder gets right and another wrong."""
+    ranks = {label: result["ranks"]["text_to_image"] for label, result in results.items()}
+    drawn = disagreements(ranks, evaluation.config.examples)
+    readables = []  # the same images for every encoder
+
+    def rank_first(encoder: TwoTower) -> dict[int, int]:
+        readable = evaluation.read(encoder)
+        readables[:] = [readable]
+        queries = sorted({query for part in drawn if part.wrong == encoder.label for query in part.queries})
+        if not queries:
+            return {}
+        captions = [readable.captions[query] for query in queries]
+        texts = encode_texts(encoder.backbone, captions, evaluation.config.batch_size, evaluation.device, False)
+        strangers = nearest_strangers(readable.features, texts, [readable.image_of[query] for query in queries])
+        return dict(zip(queries, strangers, strict=True))
+
+    first = evaluation.of_each(rank_first)
+    (readable,) = readables
+    records = [evaluation.pairs.records[position] for position in readable.good]
+    path = Path(evaluation.config.output) / "retrieval_examples.html"
+    write_examples(path, drawn, first, readable.captions, readable.image_of, records, evaluation.pairs.images)
+    print(f"Captions that one encoder gets right and another wrong: {path}")
 
 
 def tables(report: dict) -> list[Table]:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.files import bytes_digest
@@ -20,7 +22,7 @@ from debias_diffusion.sentences import split_sentences
 from ..common.encoders import TwoTower, compare
 from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from ..common.report import Table, compared_tables, draw_bars, error_lengths, interval, show
-from .retrieval import DIRECTIONS, Evaluation, Readable, RetrievalConfig, hits
+from .retrieval import DIRECTIONS, Evaluation, PairsConfig, Readable, hits
 
 PADDING = "This is a photo."  # Figures 2 and S2
 MOST_PADDING = 5
@@ -28,8 +30,8 @@ SHUFFLES = 3  # random orders of every caption
 
 
 @dataclass
-class RobustnessConfig(RetrievalConfig):
-    """Settings of a robustness evaluation, the same as of a retrieval evaluation."""
+class RobustnessConfig(PairsConfig):
+    """Settings of a robustness evaluation."""
 
 
 def keep(sentences: list[str]) -> list[str]:
@@ -136,6 +138,9 @@ class EditedHits:
         hits: by edit and direction, 100 for each query with a match in first place, else 0: [variants, N].
         groups: by direction, the image of each query, [N]; None: each query is another image.
         one_sentence: how many captions have a single sentence.
+        similarities: by edit, the cosine of each edited caption with its image, the mean over variants, [M].
+        image_of: the image of each caption, [M].
+        first_two_tokens: of the first two sentences of each caption, without SOT and EOT, [M].
     """
 
     window: int
@@ -143,6 +148,9 @@ class EditedHits:
     hits: dict[str, dict[str, np.ndarray]]
     groups: dict[str, Sequence[int] | None]
     one_sentence: int
+    similarities: dict[str, np.ndarray]
+    image_of: Sequence[int]
+    first_two_tokens: np.ndarray
 
     def of(self, edit: str, direction: str) -> np.ndarray:
         """The mean over variants for each query, in percent, [N]."""
@@ -155,6 +163,7 @@ class EditedHits:
 
 def _evaluate(evaluation: Evaluation, encoder: TwoTower, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
     readable = evaluation.read(encoder)
+    tokenizer = encoder.backbone.tokenizer
     captions = [split_sentences(caption) for caption in readable.captions]
     variants = [(edit, variant) for edit in edits for variant in EDITS[edit].variants]
     results = {edit: [] for edit in edits}
@@ -162,7 +171,7 @@ def _evaluate(evaluation: Evaluation, encoder: TwoTower, edits: Sequence[str] = 
         texts = [join_sentences(variant(sentences)) for sentences in captions]
         results[edit].append(_rank(evaluation, encoder, readable, texts))
     return EditedHits(
-        encoder.backbone.tokenizer.context_length,
+        tokenizer.context_length,
         {edit: float(np.mean([result["over_window"] for result in of_edit])) for edit, of_edit in results.items()},
         {
             edit: {way: np.stack([hits(result["ranks"][way], 1) for result in of_edit]) for way in DIRECTIONS}
@@ -170,6 +179,9 @@ def _evaluate(evaluation: Evaluation, encoder: TwoTower, edits: Sequence[str] = 
         },
         {"text_to_image": readable.image_of, "image_to_text": None},
         sum(len(sentences) < 2 for sentences in captions),
+        {edit: np.mean([result["similarities"] for result in of_edit], axis=0) for edit, of_edit in results.items()},
+        readable.image_of,
+        np.array([tokenizer.count(join_sentences(first2(part))) - tokenizer.n_special for part in captions]),
     )
 
 
@@ -183,12 +195,18 @@ def _rank(evaluation: Evaluation, encoder: TwoTower, readable: Readable, texts: 
         return {
             "over_window": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
             "ranks": {direction: values.tolist() for direction, values in ranks.items()},
+            "similarities": _similarities(readable, features).tolist(),
         }
 
     # The key holds the texts, not the edit's name: if two edits give the same texts, they are encoded once.
     digest = bytes_digest(["\0".join(texts).encode("utf-8", "surrogatepass")])
-    depends = evaluation.depends(encoder, readable) | {"edited": digest}
+    depends = evaluation.depends(encoder, readable) | {"edited": digest, "holds": "similarities"}
     return evaluation.cache.result("robustness", depends, compute)
+
+
+def _similarities(readable: Readable, texts: Tensor) -> Tensor:
+    """The cosine of each caption, of features [M, D], with its image, [M]."""
+    return F.cosine_similarity(readable.features[readable.image_of].double(), texts.double(), dim=1)
 
 
 @dataclass(frozen=True)
@@ -265,6 +283,11 @@ def _numbers(label: str, result: EditedHits, shares: dict[str, Share]) -> dict:
             "deviation_points": {direction: float(values.std(ddof=1)) for direction, values in orders.items()},
         },
         "kept_without_summary_percent": kept,
+        "similarity": {
+            name: {"mean": float(values.mean()), "interval": mean_interval(values, result.image_of)}
+            for name, values in result.similarities.items()
+        },
+        "first_two_sentences_tokens": float(result.first_two_tokens.mean()),
         "in_words": _in_words(label, kept["text_to_image"]),
     }
 
@@ -388,8 +411,9 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         The content of the file: settings, versions, digests, numbers of images, captions and captions of one sentence;
         by encoder its context length ("window"), how many edited captions exceed it, R@1 in percent by edit and
         direction, the drops against each edit's base in points, R@1 in each random order, the share of R@1 kept when
-        the first sentence is removed (None if R@1 is 0), all with 95% intervals (bootstrap over images); the encoders
-        compared; the bad records, seconds.
+        the first sentence is removed (None if R@1 is 0), the mean cosine of captions and their images by edit, all with
+        95% intervals (bootstrap over images); the mean number of tokens of captions' first two sentences, without SOT
+        and EOT; the encoders compared; the bad records, seconds.
 
     Raises:
         UserError: the data or an encoder cannot be used.
@@ -430,12 +454,30 @@ def tables(report: dict) -> list[Table]:
         for label, numbers in report["encoders"].items()
     ]
     result = [Table(["share of R@1 kept without the first sentence, percent", *map(_words, DIRECTIONS)], rows)]
+    result += _similarity_tables(report["encoders"])
     header = ["captions cut", *(f"{column}, {_words(way)}" for way in DIRECTIONS for column in ("R@1", "drop"))]
     for label, numbers in report["encoders"].items():
         result.append(Table([label, *header], [_row(numbers, name) for name in EDITS]))
     # Without those from image to text, which are in the JSON: twice as many lines would hide the important ones.
     shown = [line for line in report["compared"] if line["score"].endswith(_words(DIRECTIONS[0]))]
     return result + compared_tables(shown)
+
+
+def _similarity_tables(encoders: dict[str, dict]) -> list[Table]:
+    """Whether a whole caption is more similar to its image than its first sentence is; tokens of the first two.
+
+    None for results of an earlier version, which lack it.
+    """
+    if not all("similarity" in numbers for numbers in encoders.values()):
+        return []
+    edits = {"first": "first sentence", "keep": "whole caption"}
+    rows = []
+    for label, numbers in encoders.items():
+        of_edits = [numbers["similarity"][edit] for edit in edits]
+        cells = [cell for of_edit in of_edits for cell in (f"{of_edit['mean']:.3f}", interval(of_edit["interval"], 3))]
+        rows.append([label, *cells, numbers["first_two_sentences_tokens"]])
+    columns = [column for title in edits.values() for column in (title, "95%")]
+    return [Table(["mean similarity of image and text", *columns, "tokens of sentences 1 and 2"], rows)]
 
 
 def _row(numbers: dict, edit: str) -> list[str | None]:

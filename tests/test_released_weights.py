@@ -1,0 +1,118 @@
+"""The released DeBias-CLIP's kind of file: two tables of positions, the text tower under `text.`, loaded everywhere."""
+
+from copy import deepcopy
+
+import open_clip
+import pytest
+import torch
+from tiny_clip import CONFIG, everyday, registered, tiny_clip, tiny_siglip
+
+from debias_diffusion.app.export import ExportConfig, export
+from debias_diffusion.errors import UserError
+from debias_diffusion.interchange import load_text_encoder, load_two_tower
+from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.weights import load_weights
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.setup import load_base_model, prepare_backbone
+
+# OpenAI's number of blocks, and one head for each 64 of the width.
+DEEP = CONFIG | {"text_cfg": CONFIG["text_cfg"] | {"layers": 12, "width": 64, "heads": 1}}
+TEXT = ("positional_embedding", "token_embedding.", "transformer.", "ln_final.", "text_projection")
+CAPTIONS = ["a red cat. " * 40, "a dog"]
+GUESSED = "does not name its activation"
+
+
+def two_tables(table):
+    """Long-CLIP's two tables of positions, of which other rows count."""
+    noise, kept = torch.randn(table.shape), (torch.arange(len(table)) < 20)[:, None]
+    return {"positional_embedding": table.where(kept, noise), "positional_embedding_res": table.where(~kept, noise)}
+
+
+def released(folder, prefix):
+    """(a file with the text tower's names under `prefix`, the features of CAPTIONS)"""
+    torch.manual_seed(0)
+    config = deepcopy(DEEP) | {"quick_gelu": True}
+    config["text_cfg"]["context_length"] = 248
+    clip = everyday(open_clip.CLIP(**config)).eval()
+    state = dict(clip.state_dict())
+    state |= two_tables(state["positional_embedding"])
+    state = {(prefix if name.startswith(TEXT) else "") + name: tensor for name, tensor in state.items()}
+    state[f"{prefix}attn_mask"] = torch.full((248, 248), -torch.inf).triu_(1)
+    assert {"visual.conv1.weight", f"{prefix}positional_embedding_res"} <= state.keys()
+    torch.save({f"module.{name}": tensor for name, tensor in state.items()}, folder / "debias_vitb_3e.pt")
+    tokens = tiny_clip(context_length=248).tokenize(CAPTIONS)
+    return folder / "debias_vitb_3e.pt", clip.encode_text(tokens.padded()).detach()
+
+
+@pytest.fixture
+def known(tmp_path):
+    """open_clip has a model of these sizes, with both activations."""
+    with registered(tmp_path / "configs", deep=DEEP, **{"deep-quickgelu": DEEP | {"quick_gelu": True}}):
+        yield
+
+
+def check(backbone, expected):
+    assert (backbone.context_length, backbone.kept_positions, backbone.random_weights) == (248, 20, False)
+    torch.testing.assert_close(backbone.eval().encode_text(backbone.tokenize(CAPTIONS)), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{GUESSED}")
+@pytest.mark.parametrize("prefix", ["", "text."])
+def test_both_towers_load_bare_and_by_name_and_are_not_stretched_again(known, tmp_path, prefix):
+    file, expected = released(tmp_path, prefix)
+    check(load_two_tower(file), expected)
+    check(load_two_tower(f"deep-quickgelu:{file}"), expected)
+    config = TrainConfig("x.json", str(tmp_path / "run"), model="deep-quickgelu", pretrained=str(file))
+    check(prepare_backbone(load_base_model(config), config), expected)
+    load_two_tower(file).save(tmp_path / "saved")
+    check(load_backbone(str(tmp_path / "saved")), expected)
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{GUESSED}")
+@pytest.mark.parametrize("prefix", ["", "text."])
+def test_the_text_encoder_loads_and_is_exported(known, tmp_path, prefix):
+    file, expected = released(tmp_path, prefix)
+    export(ExportConfig(str(file), str(tmp_path / "folder")))
+    export(ExportConfig("deep-quickgelu", str(tmp_path / "clip"), "clip", str(file)))
+    check_clip = load_two_tower(tmp_path / "clip")
+    torch.testing.assert_close(check_clip.encode_text(check_clip.tokenize(CAPTIONS)), expected, rtol=0, atol=1e-4)
+    for name in (file, f"deep-quickgelu:{file}", tmp_path / "folder"):
+        encoder, tokenizer = load_text_encoder(name)
+        ids = tokenizer(CAPTIONS, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        pooled = encoder(ids).pooler_output @ load_two_tower(file).model.text_projection
+        torch.testing.assert_close(pooled, expected, rtol=0, atol=1e-4)
+
+
+def test_under_text_any_base_model_fits_and_a_bare_file_warns_of_its_activation(known, tmp_path):
+    file, expected = released(tmp_path, "text.")
+    for load in (load_two_tower, load_text_encoder):
+        with pytest.warns(UserWarning, match=GUESSED):
+            load(file)
+    gelu = load_two_tower(f"deep:{file}")  # as weights trained from LAION's
+    features = gelu.encode_text(gelu.tokenize(CAPTIONS))
+    assert gelu.context_length == 248 and (features - expected).abs().max() > 1e-3
+    long_clip, _ = released(tmp_path, "")
+    with pytest.raises(UserError, match="is a Long-CLIP checkpoint, trained from OpenAI's weights"):
+        load_two_tower(f"deep:{long_clip}")
+
+
+def test_a_siglip_with_two_tables(tmp_path):
+    torch.manual_seed(0)
+    trained, loaded = tiny_siglip(seed=1), tiny_siglip(seed=2)
+    trained.stretch()
+    state = dict(trained.model.state_dict())
+    tables = two_tables(state["text.positional_embedding"])
+    state |= {f"text.{name}": table for name, table in tables.items()}
+    assert load_weights(loaded.model, tmp_path / "x.pt", state, "tiny", False) == {"keep": 20, "factor": 4}
+    assert all(torch.equal(tensor, trained.model.state_dict()[n]) for n, tensor in loaded.model.state_dict().items())
+    assert len(loaded.model.text.positional_embedding) == 196
+
+
+def test_a_plain_clip_under_text_with_one_table(known, tmp_path):
+    torch.manual_seed(0)
+    clip = everyday(open_clip.CLIP(**deepcopy(DEEP))).eval()
+    state = {("text." if name.startswith(TEXT) else "") + name: value for name, value in clip.state_dict().items()}
+    torch.save(state, tmp_path / "custom.pt")
+    loaded = load_two_tower(f"deep:{tmp_path / 'custom.pt'}")
+    tokens = loaded.tokenize(CAPTIONS)
+    torch.testing.assert_close(loaded.encode_text(tokens), clip.encode_text(tokens.padded()), rtol=0, atol=1e-4)
