@@ -113,6 +113,15 @@ def test_every_export_holds_it_as_ordinary_weights(searched, tower, tmp_path, ca
         torch.testing.assert_close(features, expected[1][:2], rtol=0, atol=1e-5)
 
 
+def test_a_model_whose_features_became_alike_is_not_passed_off_as_better(tmp_path, capsys):
+    """Of equation 3: a model of constant features has a margin of 0, and one that errs a negative one."""
+    settings = dict(data="toy/validation", search="all", limit=60, beta=0.0)
+    ablate(AblateConfig("toy/clip", str(tmp_path), **settings))
+    content = json.loads((tmp_path / "ablation.json").read_text())
+    assert content["recall"]["after"]["mean_r"] < content["recall"]["before"]["mean_r"]
+    assert "though the fitness rose" in capsys.readouterr().out
+
+
 def test_the_search_leaves_the_means_and_says_which_heads(searched):
     content = json.loads(Path(searched["image"], "ablation.json").read_text())
     assert content["kind"] == "mean" and content["heads"] and content["settings"]["way"] == "mean"

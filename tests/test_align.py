@@ -269,7 +269,11 @@ def test_two_processes_give_the_same_run(finished, settings, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 x cpu" in done.stdout
-    assert losses(tmp_path) == pytest.approx(losses(finished), rel=1e-4)
+    (first, *after), (expected, *expected_after) = losses(tmp_path), losses(finished)
+    assert first == pytest.approx(expected, rel=1e-6)
+    # AdamW divides by the gradient's size: one near 0, whose rounding depends on the machine, moves a weight as far
+    # as a large one.
+    assert after == pytest.approx(expected_after, rel=1e-3)
 
 
 def test_bad_images_are_replaced_and_named(settings, world, tmp_path):

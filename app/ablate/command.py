@@ -206,6 +206,11 @@ class _Search:
         draw_heads(ablation.beta, f"beta of each head of the {self.config.tower} tower").savefig(self.output / PICTURE)
         rows = [[name, before[name], after[name]] for name in before]
         print("\n" + Table(["on the pairs of the search", "before", "after"], rows).markdown())
+        if after["mean_r"] < before["mean_r"]:
+            print(
+                f"\nmean-R fell from {before['mean_r']:.1f} to {after['mean_r']:.1f}, though the fitness rose: with "
+                "all features alike the margin is 0, more than that of a model that errs. Try a larger beta, or naive."
+            )
         print(f"\nAblated: {', '.join(heads) or 'none'}\nNext: debias-diffusion evaluate all --encoders "
               f"{self.config.model},{self.output}")  # fmt: skip
         return self.output

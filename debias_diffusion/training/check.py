@@ -24,7 +24,9 @@ _LOOKED_UP = 200  # images whose presence is checked before a run
 class _CheckedRecords(Dataset):
     """(measure of the caption, BadRecord or None) of every record."""
 
-    def __init__(self, records: Sequence[Record], images: ImageSource, tokenizer: CaptionTokenizer, reads_short: bool):
+    def __init__(
+        self, records: Sequence[Record], images: ImageSource, tokenizer: CaptionTokenizer, reads_short: bool = False
+    ):
         self.records, self.images, self.tokenizer, self.reads_short = records, images, tokenizer, reads_short
 
     def __len__(self) -> int:
