@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from machine import machine
 
-from debias_diffusion.ablation.heads import Ablation
+from debias_diffusion.ablation.heads import ABLATED, Ablation
 from debias_diffusion.ablation.population import TextPopulation
 from debias_diffusion.ablation.saved import is_ablation, read_ablation, write_ablation
 from debias_diffusion.ablation.search import KS, TextProblem, every_mask
@@ -128,7 +128,8 @@ def measure(output: Path, pairs: int, scenes: int) -> list[dict]:
         heads, after, before = [], untouched[config.model], untouched[config.model]
         if is_ablation(config.output):
             ablation = read_ablation(config.output)[2]
-            heads, after = ablation.names, scores.of(config.output)
+            heads = ablation.names_below(ABLATED) if config.search == "bp" else ablation.names
+            after = scores.of(config.output)
         names = ("model", "search", "tower", "way", "fitness", "beta", "limit", "seed")
         measured.append(
             {
