@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import atomic_file
@@ -37,8 +38,11 @@ class Problem(ABC):
     margins: dict[str, Margin]
 
     @abstractmethod
-    def encode(self, masks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def encode(self, masks: Tensor, progress: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         """Features of ablations, [ablations, heads of all blocks].
+
+        Args:
+            progress: whether to show a bar.
 
         Returns:
             images, and by name of a set its texts: [ablations, pairs, dim], with one ablation for the other tower.
@@ -94,8 +98,8 @@ class ImageProblem(Problem):
         self.population, self.embedded, self.texts = population, embedded, texts
         self.shape = len(population.blocks), population.heads
 
-    def encode(self, masks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        images = self.population.features(self.embedded, masks.view(len(masks), *self.shape))
+    def encode(self, masks: Tensor, progress: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        images = self.population.features(self.embedded, masks.view(len(masks), *self.shape), progress)
         return images, self._texts()
 
     def encode_betas(self, beta: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -127,9 +131,11 @@ class TextProblem(Problem):
         self.population, self.images, self.texts = population, images, texts
         self.shape = len(population.blocks), population.heads
 
-    def encode(self, masks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        masks = masks.view(len(masks), *self.shape)
-        features = {name: self.population.features(of_set, masks).float() for name, of_set in self.texts.items()}
+    def encode(self, masks: Tensor, progress: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        masks, features = masks.view(len(masks), *self.shape), {}
+        for name, batches in self.texts.items():
+            shown = tqdm(batches, desc=f"ablations, {name}", disable=not progress)
+            features[name] = self.population.features(shown, masks).float()
         return self.images[None], features
 
 
@@ -155,7 +161,7 @@ def every_mask(blocks: int, heads: int) -> Tensor:
 
 def probe(problem: Problem) -> list[dict[str, float]]:
     """The recalls of the untouched model, then those with each head ablated alone."""
-    return problem.recalls(problem.encode(single_heads(*problem.shape)))
+    return problem.recalls(problem.encode(single_heads(*problem.shape), progress=True))
 
 
 def better_alone(recalls: Sequence[dict[str, float]]) -> Tensor:
@@ -179,12 +185,16 @@ def genetic_search(
     with atomic_file(log) as rewritten:  # without a line that a kill has cut short
         rewritten.write_text("".join(map(to_line, history)))
 
-    def note(generation: Generation) -> None:
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(to_line(generation))
-
     first = first_masks(population_size(blocks * heads, efficient), blocks * heads, seed)
-    history = evolve(first, scored, generations, seed, history, note)
+    with tqdm(total=generations, initial=len(history), desc="generations, at most", unit=" generations") as bar:
+
+        def note(generation: Generation) -> None:
+            with open(log, "a", encoding="utf-8") as file:
+                file.write(to_line(generation))
+            bar.update()
+            bar.set_postfix(best=f"{generation.fitness.max():.4f}", alike=f"{1 - generation.diversity:.0%}")
+
+        history = evolve(first, scored, generations, seed, history, note)
     winners = torch.unique(torch.stack([generation.winner for generation in history]), dim=0)
     return winners[problem.fitness(problem.encode(winners), None).argmax()], history
 
