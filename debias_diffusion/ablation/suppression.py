@@ -9,12 +9,16 @@ because the other weights of the row sum to 1 - p0 and carry o - p0 * v0. No mat
 further channel of the values becomes that is 1 for token 0 and 0 for all others. So one attention serves every beta.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.blocks import Attention, full_attention
+
+_EIGHT = 8
 
 
 def attend_with_share(query: Tensor, key: Tensor, value: Tensor, attend: Attention) -> tuple[Tensor, Tensor]:
@@ -27,10 +31,15 @@ def attend_with_share(query: Tensor, key: Tensor, value: Tensor, attend: Attenti
     Returns:
         attended [..., heads, head_dim] of the query's shape, share [..., heads, 1].
     """
-    first = torch.zeros_like(value[..., :1])
-    first[..., 0, :, :] = 1
-    attended = attend(query, key, torch.cat([value, first], dim=-1))
-    return attended[..., :-1], attended[..., -1:]
+    # Fast kernels want queries, keys and values of one width, a multiple of 8. Zeros add nothing to a product, and the
+    # query makes up for the scale, the root of the width.
+    width = value.shape[-1]
+    more = _EIGHT - width % _EIGHT
+    query = F.pad(query * math.sqrt(1 + more / width), (0, more))
+    first = torch.zeros_like(value[..., :more])
+    first[..., 0, :, 0] = 1
+    attended = attend(query, F.pad(key, (0, more)), torch.cat([value, first], dim=-1))
+    return attended[..., :width], attended[..., width : width + 1]
 
 
 def suppress(attended: Tensor, share: Tensor, first_value: Tensor, beta: Tensor) -> Tensor:
