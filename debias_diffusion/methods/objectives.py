@@ -138,6 +138,13 @@ def _principal_directions(centred: Tensor, components: int) -> Tensor:
     return torch.linalg.qr(centred.T @ left).Q
 
 
+def _rebuild_parts(features: Tensor, components: int, parts: int) -> Tensor:
+    """`rebuild_from_components` of each of so many equal parts of a batch."""
+    if parts == 1:  # without a step in between, so that gradients are rounded as ever
+        return rebuild_from_components(features, components)
+    return torch.cat([rebuild_from_components(part, components) for part in features.chunk(parts)])
+
+
 def dual_caption_objective(
     features: Features,
     scale: Tensor,
@@ -180,8 +187,7 @@ def dual_caption_objective(
     terms = {}
     if features.short_text is not None:
         seen = image if features.short_image is None else F.normalize(features.short_image, dim=-1)
-        parts = seen.chunk(component_parts)
-        rebuilt = torch.cat([rebuild_from_components(part, components) for part in parts]) if components else seen
+        rebuilt = _rebuild_parts(seen, components, component_parts) if components else seen
         terms["short"] = (short_weight, loss(rebuilt, F.normalize(features.short_text, dim=-1)))
     if features.long_text is not None:
         terms["long"] = (1 - short_weight, loss(image, F.normalize(features.long_text, dim=-1)))
