@@ -201,21 +201,19 @@ class TextTower:
         """
         self._check_changes(tokens)
         tower, layout = self.tower, _Layout(tokens, tokens.ids.device)
-        numbers, eot_states = block_numbers(tower.transformer, blocks), {}
-        hidden_states = self._embed(tokens, layout)
+        packed = self._pack(tokens, layout)
+        numbers, eot_states, hidden_states = block_numbers(tower.transformer, blocks), {}, packed.hidden_states
         last = len(tower.transformer.resblocks) - 1
         for block in range(last):
-            hidden_states = self._run(block, hidden_states, partial(_attend, layout))
+            hidden_states = self._run(block, hidden_states, packed.attend)
             if block in numbers:
                 eot_states[block] = hidden_states.index_select(0, layout.last)
-        if self.pooling == "average":
-            hidden_states = self._run(last, hidden_states, partial(_attend, layout))
-            pooled = _average(tokens, layout, tower.ln_final(hidden_states))
+        if packed.rows is None:
+            hidden_states = self._run(last, hidden_states, packed.attend_last)
             eot_states[last] = hidden_states.index_select(0, layout.last)
-        else:  # of the last block's output only EOT is read
-            eot_states[last] = self._run(last, hidden_states, partial(_attend_last, layout), layout.last)
-            pooled = tower.ln_final(eot_states[last]).index_select(0, layout.back)
-        features = self.project(pooled)
+        else:
+            hidden_states = eot_states[last] = self._run(last, hidden_states, packed.attend_last, packed.rows)
+        features = packed.project(hidden_states)
         states = [eot_states[number].index_select(0, layout.back) for number in numbers]
         return features, stack_states(states, features, hidden_states.shape[-1])
 
@@ -226,7 +224,9 @@ class TextTower:
             UserError: pads stand before SOT, so that token 0 is no SOT.
         """
         self._check_sot(tokens)
-        layout = _Layout(tokens, tokens.ids.device)
+        return self._pack(tokens, _Layout(tokens, tokens.ids.device))
+
+    def _pack(self, tokens: TokenBatch, layout: _Layout) -> PackedTexts:
         attend, hidden_states = partial(_attend, layout), self._embed(tokens, layout)
 
         def average(states: torch.Tensor) -> torch.Tensor:
@@ -237,6 +237,7 @@ class TextTower:
 
         if self.pooling == "average":
             return PackedTexts(hidden_states, attend, attend, None, average)
+        # Of the last block's output only EOT is read.
         return PackedTexts(hidden_states, attend, partial(_attend_last, layout), layout.last, at_eot)
 
     def _embed(self, tokens: TokenBatch, layout: _Layout) -> torch.Tensor:
