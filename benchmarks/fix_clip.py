@@ -14,7 +14,8 @@ read. --more adds Table 5, shared prompts, other rates of new parameters, and --
 Each row is scored on scenes that no model has seen, 500 for each seed: R@1 of long captions, of short captions, of
 summaries against whole and against masked images; each group's features alone; hidden states against the base model's;
 and, of some rows, short prompts drawn by toy/sdxl. Differences are paired by query, over all seeds, with 95% intervals.
-Everything finished is kept. Prints the tables and writes them to benchmarks/results/ as fix_clip.md, with the numbers
+Everything finished is kept, and seeds may run side by side once the base model is made (--seeds without a number makes
+it alone). Prints the tables and writes them to benchmarks/results/ as fix_clip.md, with the numbers
 as .json.
 """
 
@@ -34,6 +35,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
+from debias_diffusion.devices import pick_device
 from debias_diffusion.eval.common.intervals import paired_difference
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
@@ -134,16 +136,19 @@ def make_base(folder: Path, steps: int, scenes: int = 8000, batch: int = 64) -> 
     model = folder / "model"
     if (model / "done.json").is_file():
         return str(model)
+    device = pick_device()
     teacher = load_backbone(TEACHER).eval()
     backbone = _new_base(teacher)
-    pictures = render_all([base_scene(index) for index in range(scenes)], teacher)
+    for reader in (teacher, backbone):
+        reader.to(device)
+    pictures = render_all([base_scene(index) for index in range(scenes)], teacher).to(device)
     with torch.inference_mode():
         parts = [teacher.encode_image(part) for part in tqdm(pictures.split(250), desc="the teacher's features")]
     wanted = F.normalize(torch.cat(parts), dim=-1).clone()
-    scale = torch.tensor(20.0)
+    scale = torch.tensor(20.0, device=device)
 
     def loss(step: int) -> Tensor:
-        indices = torch.from_numpy(draw_indices(scenes, batch, 0, step))
+        indices = torch.from_numpy(draw_indices(scenes, batch, 0, step)).to(device)
         features, expected = F.normalize(backbone.encode_image(pictures[indices]), dim=-1), wanted[indices]
         return 10 * (1 - (features * expected).sum(dim=-1)).mean() + contrastive_loss(features, expected, scale)
 
@@ -170,9 +175,12 @@ def _new_base(teacher: Backbone) -> Backbone:
 # ---- one row
 
 
-def train_row(base: str, row: str, flags: dict, seed: int, steps: int, output: Path) -> Path:
-    """The run's folder, trained or continued where it is not finished."""
-    folder = output / f"seed-{seed}" / row.replace(" ", "-").replace("+", "-")
+def row_folder(output: Path, seed: int, row: str) -> Path:
+    return output / f"seed-{seed}" / row.replace(" ", "-").replace("+", "-")
+
+
+def train_row(base: str, folder: Path, flags: dict, seed: int, steps: int, output: Path) -> None:
+    """A row's run, trained or continued where it is not finished."""
     data, images = write_pairs(output / "pairs", HELD_OUT, TRAINED_ON, "train-2")
     components = min(32, BATCH // 4) if flags["recipe"] == "long-clip" else None
     config = TrainConfig(
@@ -198,7 +206,6 @@ def train_row(base: str, row: str, flags: dict, seed: int, steps: int, output: P
     )
     if not (folder / "last" / "scores.json").is_file() and train(config) is None:
         raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
-    return folder
 
 
 @dataclass(frozen=True)
@@ -358,22 +365,32 @@ def run_seed(base: str, rows: dict[str, dict], seed: int, steps: int, prompts: i
     backbone = load_two_tower(base)
     unseen, results, folders = None, {}, {}
     for row, flags in {BASE: None, **rows}.items():
-        folder = output / f"seed-{seed}" / BASE if flags is None else train_row(base, row, flags, seed, steps, output)
-        folders[row] = folder
+        folder = folders[row] = row_folder(output, seed, row)
         file = folder / "study.json"
         if not file.is_file():
+            if flags is not None:
+                train_row(base, folder, flags, seed, steps, output)
             unseen = unseen or Unseen.draw(seed, backbone)
             folder.mkdir(parents=True, exist_ok=True)
             modules = _left_behind(folder)
             model = base if flags is None else str(folder / "last")
             discards = bool(flags) and flags.get("masked_patches") == "discard"
-            result = {"scores": score(model, backbone, unseen, modules, discards), "log": _last_losses(folder)}
+            result = {"machine": machine(torch.device("cpu")), "log": _last_losses(folder)}
+            result["scores"] = score(model, backbone, unseen, modules, discards)
             if row == "carry":
                 result["probe"] = probe_rows(model, seed)
             write_json(file, result)
         results[row] = json.loads(file.read_text())
-    drawn = _draw({row: folders[row] for row in DRAWN if row in rows}, seed, prompts, output) if prompts else {}
-    return {"rows": results, "drawn": drawn}
+    return {"rows": results, "drawn": _drawn(folders, seed, prompts, output) if prompts else {}}
+
+
+def _drawn(folders: dict[str, Path], seed: int, prompts: int, output: Path) -> dict:
+    """What `_draw` gives, kept beside the rows by which of them draw."""
+    rows = [row for row in DRAWN if row in folders]
+    file = output / f"seed-{seed}" / f"drawn-{len(rows)}-{prompts}.json"
+    if not file.is_file():
+        write_json(file, _draw({row: folders[row] for row in rows}, seed, prompts, output))
+    return json.loads(file.read_text())
 
 
 def _left_behind(folder: Path) -> dict[str, Tensor]:
@@ -514,7 +531,7 @@ def _drawn_tables(seeds: dict[int, dict]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150, help="of each row")
     parser.add_argument("--base-steps", type=int, default=1500, help="of the base model, made once")
     parser.add_argument("--prompts", type=int, default=100, help="that each of some rows draws; 0: none")
@@ -524,12 +541,16 @@ def main() -> None:
     rows = TABLE_4 | (MORE if arguments.more else {})
     output = arguments.output / f"steps-{arguments.steps}-base-{arguments.base_steps}"
     base = make_base(arguments.output / f"base-{arguments.base_steps}", arguments.base_steps)
+    write_pairs(output / "pairs", HELD_OUT, TRAINED_ON, "train-2")  # before any seed, so that none sees half of them
+    if not arguments.seeds:
+        return
     seeds = {}
     for seed in arguments.seeds:
         seeds[seed] = run_seed(base, rows, seed, arguments.steps, arguments.prompts, output)
         print("\n" + tables(seeds))
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-    measured = {"machine": machine(torch.device("cpu")), "versions": versions(), "settings": settings}
+    machines = sorted({row["machine"] for result in seeds.values() for row in result["rows"].values()})
+    measured = {"machines": machines, "versions": versions(), "settings": settings}
     RESULTS.mkdir(exist_ok=True)
     summary = {
         seed: {"drawn": result["drawn"], "rows": {row: _shortened(of_row) for row, of_row in result["rows"].items()}}
