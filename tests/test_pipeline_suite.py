@@ -767,7 +767,7 @@ def test_group_offload_of_each_model(own, device, kind):
 @needs_accelerator
 def test_group_offload_of_the_pipeline(own, parts, prompt):
     expected = draw(own.to(ACCELERATOR), prompt)
-    pipe = assemble(Ours, parts)
+    pipe = assemble_copy(Ours, parts)
     pipe.enable_group_offload(
         onload_device=ACCELERATOR,
         offload_device=torch.device("cpu"),

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..errors import UserError
@@ -20,113 +19,13 @@ from .blocks import (
     run_block,
     stack_states,
 )
-
-# Captions of similar length attend together, in at most so many groups without and so many with pads in front. More
-# groups waste calls, fewer waste padding.
-_GROUPS = 8
+from .packing import Layout, attend_all, attend_last
 
 _SHORT_POSITIONS = "short_positional_embedding"  # a buffer of the tower, in no state dict
 
 # Where the text feature is read: at EOT (at the last slot where there is no causal mask), or as the mean of all states
 # from SOT to EOT without pads (DeBias-CLIP, section E.2).
 POOLINGS = ("eot", "average")
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Captions that attend together, padded to the longest of them.
-
-    Attributes:
-        slots: [tokens] the place of each packed token in the padded group, flattened.
-        size, text: the padded group's shape: captions, tokens of the longest caption.
-        prefix: tokens of the shared prefix that at least one caption sees.
-        seen: [size, 1, 1, prefix + text], True where a caption's last token may attend: at the whole caption.
-        mask: [size, 1, text, prefix + text], True where a token may attend; None where a causal mask is enough.
-    """
-
-    slots: torch.Tensor
-    size: int
-    text: int
-    prefix: int
-    seen: torch.Tensor
-    mask: torch.Tensor | None
-
-    def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, head_dim] -> [size, heads, text, head_dim]"""
-        # Every slot is written once, so that forward and backward are plain, deterministic copies.
-        padded = packed.new_zeros(self.size * self.text, *packed.shape[1:]).index_copy(0, self.slots, packed)
-        return padded.unflatten(0, (self.size, self.text)).transpose(1, 2)
-
-    def behind(self, shared: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
-        """The padded group's states after the part of the prefix's [prefix, heads, head_dim] that it sees."""
-        shared = shared[: self.prefix].transpose(0, 1).expand(self.size, -1, -1, -1)
-        return torch.cat([shared, padded], dim=2)
-
-    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """[size, heads, text, head_dim] -> [tokens, heads, head_dim]"""
-        return padded.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
-
-
-class _Layout:
-    """The place of each caption's tokens in a packed batch: the prefix first, then one group after the other.
-
-    Attributes:
-        n_prefix: tokens of the prefix.
-        ids: [sum of lengths] the index, among the batch's ids, of each token after the prefix.
-        positions: [n_prefix + sum of lengths] the position of each token in its literal row; behind the context length,
-            in the table of short captions. The prefix has those of the long table.
-        last: [batch] the index of each caption's last token, in the groups' order.
-        back: [batch] the index of each caption of the batch in that order.
-        groups: captions that attend together.
-        captions, tokens: their numbers, of each group.
-    """
-
-    def __init__(self, batch: TokenBatch, device: torch.device):
-        self.n_prefix = len(batch.prefix_ids)
-        members = self._grouped(batch)
-        order = torch.cat(members)
-        lengths, n_prefix = batch.lengths[order], batch.n_prefix[order]
-        starts = lengths.cumsum(0) - lengths
-        within = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-        in_batch = (batch.lengths.cumsum(0) - batch.lengths)[order]
-        self.ids = (within + in_batch.repeat_interleave(lengths)).to(device)
-        # A caption's tokens follow the part of the prefix that it sees.
-        after_prefix = within + n_prefix.repeat_interleave(lengths)
-        if batch.is_short is not None:
-            after_prefix += batch.context_length * batch.is_short[order].repeat_interleave(lengths)
-        self.positions = torch.cat([torch.arange(self.n_prefix), after_prefix]).to(device)
-        self.last = (self.n_prefix + starts + lengths - 1).to(device)
-        self.back = order.argsort().to(device)
-        self.captions = [len(group) for group in members]
-        self.tokens = [int(batch.lengths[group].sum()) for group in members]
-        self.groups = [self._group(batch, group, device) for group in members]
-
-    @staticmethod
-    def _grouped(batch: TokenBatch) -> list[torch.Tensor]:
-        """Captions of similar length, without and with pads in front separately."""
-        members = []
-        # The part of the prefix that every caption sees; the rest are pads.
-        n_common = int(batch.shared_sot)
-        for has_pads in (False, True):
-            captions = ((batch.n_prefix > n_common) == has_pads).nonzero().flatten()
-            captions = captions[batch.lengths[captions].argsort(stable=True)]
-            members += captions.tensor_split(min(_GROUPS, len(captions)) or 1)
-        return [group for group in members if len(group)]
-
-    @staticmethod
-    def _group(batch: TokenBatch, members: torch.Tensor, device: torch.device) -> _Group:
-        lengths, n_prefix = batch.lengths[members, None], batch.n_prefix[members, None]
-        size, text, prefix = len(members), int(lengths.max()), int(n_prefix.max())
-        inside = torch.arange(text) < lengths
-        slots = torch.arange(size * text).view(size, text)[inside]
-        # [size, 1, 1, ...]: a dimension for the heads and one for the queries
-        before = (torch.arange(prefix) < n_prefix)[:, None, None]
-        mask = None
-        if prefix > int(batch.shared_sot):
-            causal = torch.ones(text, text, dtype=torch.bool).tril()
-            mask = torch.cat([before.expand(-1, -1, text, -1), causal.expand(size, 1, -1, -1)], dim=-1).to(device)
-        seen = torch.cat([before, inside[:, None, None]], dim=-1).to(device)
-        return _Group(slots.to(device), size, text, prefix, seen, mask)
 
 
 @dataclass(frozen=True)
@@ -181,7 +80,7 @@ class TextTower:
         return getattr(self.tower, _SHORT_POSITIONS, None)
 
     def _positions(self, tokens: TokenBatch) -> torch.Tensor:
-        """The tables of positions that a batch reads, end to end: see `_Layout.positions`."""
+        """The tables of positions that a batch reads, end to end: see `Layout.positions`."""
         table = self.tower.positional_embedding
         return table if tokens.is_short is None else torch.cat([table, self.short_positions.to(table.dtype)])
 
@@ -200,7 +99,7 @@ class TextTower:
             final norm.
         """
         self._check_changes(tokens)
-        tower, layout = self.tower, _Layout(tokens, tokens.ids.device)
+        tower, layout = self.tower, Layout(tokens, tokens.ids.device)
         packed = self._pack(tokens, layout)
         numbers, eot_states, hidden_states = block_numbers(tower.transformer, blocks), {}, packed.hidden_states
         last = len(tower.transformer.resblocks) - 1
@@ -224,10 +123,10 @@ class TextTower:
             UserError: pads stand before SOT, so that token 0 is no SOT.
         """
         self._check_sot(tokens)
-        return self._pack(tokens, _Layout(tokens, tokens.ids.device))
+        return self._pack(tokens, Layout(tokens, tokens.ids.device))
 
-    def _pack(self, tokens: TokenBatch, layout: _Layout) -> PackedTexts:
-        attend, hidden_states = partial(_attend, layout), self._embed(tokens, layout)
+    def _pack(self, tokens: TokenBatch, layout: Layout) -> PackedTexts:
+        attend, hidden_states = partial(attend_all, layout), self._embed(tokens, layout)
 
         def average(states: torch.Tensor) -> torch.Tensor:
             return self.project(_average(tokens, layout, self.tower.ln_final(states)))
@@ -238,9 +137,9 @@ class TextTower:
         if self.pooling == "average":
             return PackedTexts(hidden_states, attend, attend, None, average)
         # Of the last block's output only EOT is read.
-        return PackedTexts(hidden_states, attend, partial(_attend_last, layout), layout.last, at_eot)
+        return PackedTexts(hidden_states, attend, partial(attend_last, layout), layout.last, at_eot)
 
-    def _embed(self, tokens: TokenBatch, layout: _Layout) -> torch.Tensor:
+    def _embed(self, tokens: TokenBatch, layout: Layout) -> torch.Tensor:
         """[longest prefix + sum of lengths, width] the blocks' input"""
         ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
         return self.tower.token_embedding(ids) + self._positions(tokens)[layout.positions]
@@ -270,10 +169,10 @@ class TextTower:
             `tokens.ids`.
         """
         self._check_changes(tokens)
-        layout = _Layout(tokens, tokens.ids.device)
+        layout = Layout(tokens, tokens.ids.device)
         hidden_states = self._embed(tokens, layout)
         for block in range(len(self.tower.transformer.resblocks) - 1):
-            hidden_states = self._run(block, hidden_states, partial(_attend, layout))
+            hidden_states = self._run(block, hidden_states, partial(attend_all, layout))
         prefix, texts = hidden_states.tensor_split([layout.n_prefix])
         return prefix, texts.index_select(0, layout.ids.argsort())
 
@@ -357,7 +256,7 @@ class PaddedTextTower(TextTower):
         self.tower.transformer.compile(**options)
 
 
-def _average(tokens: TokenBatch, layout: _Layout, states: torch.Tensor) -> torch.Tensor:
+def _average(tokens: TokenBatch, layout: Layout, states: torch.Tensor) -> torch.Tensor:
     """The mean of each caption's states from SOT to EOT, without pads: [tokens, width] -> [batch, width]
 
     The shared SOT counts once in every caption.
@@ -387,35 +286,3 @@ def set_short_positions(tower: nn.Module, table: torch.Tensor | None) -> None:
     """Gives a text tower the table of positions of short captions, [positions, width], or takes it away."""
     table = None if table is None else table.detach().clone().to(tower.positional_embedding)
     tower.register_buffer(_SHORT_POSITIONS, table, persistent=False)
-
-
-def _attend(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention of packed rows [rows, heads, head_dim]: of the prefix, and of captions with the prefix."""
-    prefix, captions = zip(*(x.tensor_split([layout.n_prefix]) for x in (query, key, value)), strict=True)
-    out = [
-        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in prefix), is_causal=True)[0].transpose(0, 1)
-    ]
-    for group, *packed in zip(layout.groups, *(x.split(layout.tokens) for x in captions), strict=True):
-        group_query, *group_key_value = (group.pad(x) for x in packed)
-        keys_values = [group.behind(*pair) for pair in zip(prefix[1:], group_key_value, strict=True)]
-        if group.mask is None:
-            # Every caption sees the same before its text: the shared SOT, if any. With SOT as a query too, a causal
-            # mask is enough, for which there are faster kernels; the output of SOT is dropped.
-            queries = group.behind(prefix[0], group_query)
-            attended = F.scaled_dot_product_attention(queries, *keys_values, is_causal=True)[:, :, group.prefix :]
-        else:
-            attended = F.scaled_dot_product_attention(group_query, *keys_values, attn_mask=group.mask)
-        out.append(group.unpad(attended))
-    return torch.cat(out)
-
-
-def _attend_last(layout: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The same for the captions' last tokens alone: queries and result are [batch, heads, head_dim], in that order."""
-    prefix, captions = zip(*(x.tensor_split([layout.n_prefix]) for x in (key, value)), strict=True)
-    queries = query.split(layout.captions)
-    out = []
-    packed_groups = (x.split(layout.tokens) for x in captions)
-    for group, group_query, *packed in zip(layout.groups, queries, *packed_groups, strict=True):
-        keys_values = [group.behind(shared, group.pad(x)) for shared, x in zip(prefix, packed, strict=True)]
-        out.append(F.scaled_dot_product_attention(group_query[:, :, None], *keys_values, attn_mask=group.seen)[:, :, 0])
-    return torch.cat(out)

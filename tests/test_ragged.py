@@ -1,0 +1,92 @@
+"""The layout of the kernel for sequences of unlike length, on a plain kernel in double precision."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_text_tower import BACKBONE, BEGINNINGS, MANY, batch_of
+
+from debias_diffusion.models.packing import Layout, attend_all, attend_last
+
+HEADS, CHANNELS = 2, 8
+
+
+def plain_kernel(query, key, value, query_ends, key_ends, most_queries, most_keys, *, window_size):
+    """Softmax, sequence by sequence, with queries aligned with the end of their keys, as the kernel has it."""
+    out = []
+    assert most_queries == query_ends.diff().max() and most_keys == key_ends.diff().max()
+    for sequence in range(len(query_ends) - 1):
+        queries, keys = (slice(int(ends[sequence]), int(ends[sequence + 1])) for ends in (query_ends, key_ends))
+        scores = torch.einsum("qhd,khd->hqk", query[queries], key[keys]) / CHANNELS**0.5
+        if window_size == (-1, 0):
+            count, seen = scores.shape[-2:]
+            scores = scores.masked_fill(~torch.ones(count, seen).tril(seen - count).bool(), -torch.inf)
+        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[keys]))
+    return torch.cat(out)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.floats(0, 1)), min_size=1, max_size=12),
+    st.sampled_from(BEGINNINGS),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+@example([(5, 0.0), (0, 0.0)], "pads, SOT, text", False, 0)  # nothing is shared
+@example([(5, 0.0), (0, 0.0)], "pads, SOT, text", True, 0)
+@example(MANY, "SOT, pads, text", False, 0)
+@example(MANY, "SOT, pads, text", True, 0)
+@settings(max_examples=30)
+def test_one_call_gives_the_values_and_gradients_of_groups(captions, beginning, last, seed):
+    layout = Layout(batch_of(captions, beginning, seed), torch.device("cpu"))
+    rows, generator = len(layout.positions), torch.Generator().manual_seed(seed)
+    queries = len(captions) if last else rows
+    shapes = [(count, HEADS, CHANNELS) for count in (queries, rows, rows, queries)]
+    *inputs, direction = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    for part in inputs:
+        part.requires_grad_()
+    ragged = layout.ragged_last if last else layout.ragged
+    values, gradients = [], []
+    for attended in ((attend_last if last else attend_all)(layout, *inputs), ragged.attend(*inputs, plain_kernel)):
+        values.append(attended)
+        gradients.append(torch.autograd.grad(attended, inputs, direction))
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU on this machine")
+
+
+@GPU
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_the_gpu_kernel_is_as_near_to_double_precision_as_padded_rows(beginning, monkeypatch):
+    """Features and gradients in bf16: how far from those in float64, with the kernel and with groups."""
+    from copy import deepcopy
+
+    from debias_diffusion.models import packing
+
+    tokens = batch_of(MANY, beginning, 0)
+    direction = torch.randn(len(MANY), 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def run(backbone, tokens, device, dtype=None):
+        backbone.model.zero_grad()
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype is not None):
+            features = backbone.encode_text(tokens)
+        (features.double() * direction.to(device)).sum().backward()
+        parts = [parameter.grad.flatten() for parameter in backbone.model.parameters() if parameter.grad is not None]
+        return features.detach().double().cpu().flatten(), torch.cat(parts).double().cpu()
+
+    expected = run(BACKBONE, tokens, "cpu")
+    backbone = deepcopy(BACKBONE)
+    backbone.to(torch.device("cuda"))
+    backbone.model.float()
+    used = []
+    kernel = packing.has_kernel
+    monkeypatch.setattr(packing, "has_kernel", lambda query: used.append(kernel(query)) or used[-1])
+    ours = run(backbone, tokens.to("cuda"), "cuda", torch.bfloat16)
+    assert used and all(used)
+    monkeypatch.setattr(packing, "has_kernel", lambda query: False)
+    grouped = run(backbone, tokens.to("cuda"), "cuda", torch.bfloat16)
+    for ours_part, grouped_part, expected_part in zip(ours, grouped, expected, strict=True):
+        scale = expected_part.norm()
+        error, of_groups = ((part - expected_part).norm() / scale for part in (ours_part, grouped_part))
+        assert error < 1.5 * of_groups + 1e-4 and of_groups < 0.1
