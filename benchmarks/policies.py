@@ -33,6 +33,7 @@ from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.rendering import last_for_penultimate
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.checker import objects_correct
@@ -209,14 +210,8 @@ def make_pipeline(policy: Policy, trained: nn.Module | None) -> StableDiffusionX
         pipe.register_modules(text_encoder_2=trained or stretched, tokenizer_2=tokenizer)
     pipe.tokenizer.pad_token, pipe.tokenizer_2.pad_token = (_PADS[pad] for pad in policy.pads)
     for name in policy.last:
-        getattr(pipe, name).register_forward_hook(_last_for_penultimate)
+        getattr(pipe, name).register_forward_hook(last_for_penultimate)
     return pipe
-
-
-def _last_for_penultimate(encoder, inputs, output):
-    """Puts the last layer, after the final norm, where a pipeline reads the penultimate one."""
-    output.hidden_states = (*output.hidden_states[:-2], output.last_hidden_state, output.hidden_states[-1])
-    return output
 
 
 def mentioned_in(right: Right, first_mentions: Sequence[dict[str, int]], wanted: Callable[[int], bool]) -> Right:

@@ -32,6 +32,13 @@ def check_pixels(height: int, width: int) -> None:
         )
 
 
+def check_side(name: str, pixels: int | None) -> None:
+    """Raises UserError for a height or width, as `name` says, that is no positive multiple of 8; None is allowed."""
+    if pixels is not None and (pixels <= 0 or pixels % 8):
+        nearest = max(8, round(pixels / 8) * 8)
+        raise UserError(f"The {name} must be a positive multiple of 8 pixels, got {pixels}. Take {nearest}.")
+
+
 def check_seeds(first: int, last: int) -> None:
     """Raises UserError where the seeds `first` to `last` leave the range of torch's generators."""
     if first < LEAST_SEED or last > GREATEST_SEED:

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,7 @@ EVALUATE = {
 }
 TOYS = (TWO_TOWERS[0], OVERLAP + TWO_TOWERS[0], *TWO_TOWERS[1:])
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
+DRAWN, DRAWN_TOY = 1000, 200  # images of each encoder
 
 
 @dataclass
@@ -45,7 +46,8 @@ class AllConfig:
             beside them, or toy/test, scenes of the toy world.
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
         limit: Use only the first so many pairs. null uses all.
-        drawn: Draw pictures of only the first so many of these.
+        drawn: Generate images of only the first so many of these. auto is 1000, as many as Table S7 of the DeBias-CLIP
+            paper has, and 200 with toy/sdxl.
         base: SDXL folder in diffusers' layout, or a hub id, to draw with. Without it no pictures are drawn; auto is
             toy/sdxl for scenes of the toy world, and none for other data.
         inception_weights: File of torch-fidelity's Inception weights, for FID and its kin.
@@ -65,7 +67,7 @@ class AllConfig:
     data: str = "toy/test"
     images: str | None = None
     limit: int | None = 1000
-    drawn: int = 200
+    drawn: int | Literal["auto"] = "auto"
     base: str | None = "auto"
     inception_weights: str | None = None
     dino: str | None = None
@@ -124,7 +126,8 @@ def _generation(config: AllConfig, base: str, common: dict) -> GenerationConfig:
     scores = {name: getattr(config, name) for name in ("inception_weights", "dino", "own_features", "clip_score")}
     if is_toy_scenes(config.data):
         scores = {"dino": TOY_FEATURES, "own_features": TOY_FEATURES} | {k: v for k, v in scores.items() if v}
-    limit = config.drawn if config.limit is None else min(config.drawn, config.limit)
+    drawn = (DRAWN_TOY if base == TOY_BASE else DRAWN) if config.drawn == "auto" else config.drawn
+    limit = drawn if config.limit is None else min(drawn, config.limit)
     common = common | {"encoders": config.encoders}
     return GenerationConfig(**common, images=config.images, limit=limit, base=base, **scores)
 
@@ -146,7 +149,7 @@ def _check(config: AllConfig) -> None:
             f"encoders={config.encoders} has none for texts: with {' or '.join(map(repr, READINGS))} an encoder is for "
             "images only. Name one without it, or run `evaluate generation` alone."
         )
-    if config.drawn < 1:
+    if config.drawn != "auto" and config.drawn < 1:
         raise UserError(f"drawn={config.drawn} is not allowed. Give a number from 1, or --base null to draw none.")
 
 

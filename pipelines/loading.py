@@ -21,7 +21,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
-from debias_diffusion.interchange import best_of_run, load_text_encoder, stretch_text_encoder
+from debias_diffusion.interchange import load_text_encoder, model_of_run, stretch_text_encoder
 from debias_diffusion.interchange.places import model_and_weights
 from debias_diffusion.interchange.transformers_folder import read_encoder
 from debias_diffusion.models.model_files import check_bounds, check_finite, explain_failure, may_be_hub_id, read_config
@@ -165,7 +165,7 @@ def model_digest(model: str) -> str:
     Raises:
         UserError: a file cannot be read.
     """
-    model = best_of_run(shipped(model)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
+    model = model_of_run(shipped(model)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
     try:
         folder, file = _split(model)
         if folder and file is not None and os.path.isdir(shipped(folder)):

@@ -6,7 +6,9 @@ batches are planned over all prompts of a run, finished or not, and each image h
 
 import gc
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
@@ -19,6 +21,7 @@ from .long_prompt import LongPromptMixin, PromptLayout
 from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
+Layer = Literal["penultimate", "last"]
 Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument, on the CPU
 
 
@@ -52,6 +55,29 @@ class Sampling:
     def guided(self) -> bool:
         """Whether a negative prompt has an effect."""
         return self.guidance_scale > 1
+
+
+@contextmanager
+def reading_layer(pipe: DiffusionPipeline, layer: Layer) -> Iterator[None]:
+    """Within the context, SDXL's UNet reads this layer of both text encoders; pooled embeddings stay as they are.
+
+    Args:
+        layer: "penultimate", which SDXL was trained with, or "last": the last layer after the final norm, which
+            Long-CLIP's code feeds to SDXL.
+    """
+    encoders = (pipe.text_encoder, pipe.text_encoder_2) if layer == "last" else ()
+    hooks = [encoder.register_forward_hook(last_for_penultimate) for encoder in encoders]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def last_for_penultimate(encoder: torch.nn.Module, inputs, output):
+    """A forward hook that puts the last layer, after the final norm, where pipelines read the penultimate one."""
+    output.hidden_states = (*output.hidden_states[:-2], output.last_hidden_state, output.hidden_states[-1])
+    return output
 
 
 def runtime_settings(device: torch.device, dtype: torch.dtype) -> dict[str, str]:

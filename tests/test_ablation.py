@@ -386,12 +386,15 @@ def problem(tower) -> ImageProblem:
 PLANTED = torch.tensor([False, True, True, False])
 
 
-def test_every_search_finds_what_was_planted(problem, tmp_path):
+def test_every_search_finds_what_was_planted(problem, tmp_path, monkeypatch):
     masks = every_mask(*problem.shape)
     assert torch.equal(masks[problem.fitness(problem.encode(masks), None).argmax()], PLANTED)
     found, history = genetic_search(problem, tmp_path / "log.jsonl")
     assert torch.equal(found, PLANTED) and len(history) <= 100
+    encode, encoded = problem.encode, []
+    monkeypatch.setattr(problem, "encode", lambda masks, **options: encoded.append(masks) or encode(masks, **options))
     recalls = probe(problem)
+    assert torch.equal(torch.cat(encoded), torch.eye(4, dtype=torch.bool))  # the untouched model is known already
     assert len(recalls) == 5 and better_alone(recalls).tolist() == [
         row["mean_r"] > recalls[0]["mean_r"] for row in recalls[1:]
     ]
@@ -530,6 +533,8 @@ def test_the_command_searches_and_every_evaluation_takes_what_it_leaves(tower, w
     (folder / "ablation.json").write_text(json.dumps(content | {"model_sha256": "0" * 64}))
     with pytest.raises(UserError, match="that model has other weights now"):
         load_two_tower(str(folder))
+    with pytest.raises(UserError, match="is ablated already"):  # known without loading anything
+        ablate(AblateConfig(str(folder), str(tmp_path / "again"), **settings))
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ MASKS = {
 def means_of(backbone: Backbone, tower: str) -> torch.Tensor:
     if tower == "image":
         return image_means(backbone.image, backbone.image.embed(PIXELS), batch=2)
-    return text_means(backbone, CAPTIONS, 2, torch.device("cpu"))
+    return text_means(backbone, [backbone.tokenize(CAPTIONS[:2]), backbone.tokenize(CAPTIONS[2:])])
 
 
 def replaced(backbone: Backbone, tower: str) -> Backbone:

@@ -84,7 +84,6 @@ def test_a_run_begun_before_the_base_model_was_noted_continues_and_notes_it(worl
     (stopped_earlier / "settings.json").write_text(
         json.dumps({name: value for name, value in settings.items() if name not in ("base_model_sha256", "sha256")})
     )
-    shutil.rmtree(stopped_earlier / "best")
     for checkpoint in (stopped_earlier / "checkpoints").iterdir():
         (checkpoint / "SHA256SUMS").unlink()  # which came with it
     continue_run(world, stopped_earlier)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_sdxl
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import DDIMScheduler, StableDiffusionXLPipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -110,6 +110,62 @@ def test_encoders_of_77_positions_read_what_stock_sdxl_reads(cut, base, tmp_path
     times = [file.stat().st_mtime_ns for file in chunks]
     assert drawn(tmp_path / "chunks", base, windows=True) == chunks
     assert [file.stat().st_mtime_ns for file in chunks] == times
+
+
+def stock(base) -> StableDiffusionXLPipeline:
+    pipe = StableDiffusionXLPipeline.from_pretrained(base, add_watermarker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_the_last_layer_is_read_after_the_final_norm_and_pooled_embeddings_stay(cut, base, tmp_path):
+    (file,) = drawn(tmp_path / "last", base, subjects=SUBJECTS[:1], layer="last")
+    pipe, states = stock(base), []
+    for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
+        ids = tokenizer(PROMPTS[0], padding="max_length", max_length=77, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            output = encoder(ids, output_hidden_states=True)
+        assert not torch.equal(output.last_hidden_state, output.hidden_states[-1])  # which has no norm
+        states.append(output.last_hidden_state)
+    embeddings = {"prompt_embeds": torch.cat(states, dim=-1), "pooled_prompt_embeds": output.text_embeds}
+    assert pipe.config.force_zeros_for_empty_prompt
+    zeros = {f"negative_{name}": torch.zeros_like(embedding) for name, embedding in embeddings.items()}
+    noise = torch.Generator().manual_seed(0)
+    image = pipe(**embeddings, **zeros, num_inference_steps=STEPS, guidance_scale=7.0, generator=noise).images[0]
+    assert np.array_equal(np.asarray(image), np.asarray(Image.open(file)))
+    assert alike([file], cut[:1]) == []
+    again = drawn(tmp_path / "penultimate", base, subjects=SUBJECTS[:1])  # with the models of before, and no hook left
+    assert np.array_equal(*pixels([again[0], cut[0]]))
+    with pytest.raises(UserError, match="other settings: layer was 'last', now None"):
+        drawn(tmp_path / "last", base, subjects=SUBJECTS[:1])
+
+
+def test_scheduler_and_size_are_those_asked_for(cut, base, tmp_path):
+    settings = {"scheduler": "DDIMScheduler", "height": 48, "width": 80}
+    (file,) = drawn(tmp_path / "ddim", base, subjects=SUBJECTS[:1], **settings)
+    pipe, noise = stock(base), torch.Generator().manual_seed(0)
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+    options = {"num_inference_steps": STEPS, "guidance_scale": 7.0, "height": 48, "width": 80}
+    image = pipe(PROMPTS[0], generator=noise, **options).images[0]
+    assert np.array_equal(np.asarray(image), np.asarray(Image.open(file))) and image.size == (80, 48)
+    assert json.loads((file.parent / "settings.json").read_text()).items() >= settings.items()
+    # Records of earlier releases, which have none of these, match.
+    assert not {"layer", *settings} & json.loads((cut[0].parent / "settings.json").read_text()).keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scheduler": "DDIM"}, "Unknown scheduler 'DDIM'. .*Choose from: EulerDiscreteScheduler"),
+        ({"layer": "first"}, "layer='first' is not allowed. Give penultimate or last"),
+        ({"height": 50}, "The height must be a positive multiple of 8 pixels, got 50. Take 48"),
+        ({"width": 2**40}, "at most 89,478,485 can be drawn"),
+    ],
+)
+def test_settings_of_no_image_are_refused(base, settings, message):
+    values = {"encoders": [ORIGINAL], "base": base, "output": "results", "data": ""} | settings
+    with pytest.raises(UserError, match=message):
+        GenerationConfig(**values)
 
 
 def test_overlapping_chunks_are_those_of_the_pipeline_and_a_setting_of_their_own(base, tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import skimage
+import tiny_sdxl
 from tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import UserError
@@ -88,6 +89,17 @@ def test_unusable_settings_are_refused_before_anything_is_encoded(tmp_path, chan
         monkeypatch.setitem(everything.EVALUATE, "retrieval", lambda config: pytest.fail("it evaluates"))
     with pytest.raises(UserError, match=message):
         evaluate_all(AllConfig(**({"output": str(tmp_path)} | change)))
+
+
+def test_images_of_table_s7_are_as_many_as_the_papers(tmp_path):
+    def limit(**settings):
+        return everything.settings_of_all(AllConfig(output=str(tmp_path), **settings))["generation"].limit
+
+    base, clip = str(tiny_sdxl.build_tiny_sdxl(tmp_path / "sdxl")), save_tiny_clip(tmp_path / "clip")
+    real = {"encoders": [clip], "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "base": base}
+    real["own_features"] = "toy/features"
+    assert (limit(), limit(drawn=3), limit(limit=5)) == (200, 3, 5)
+    assert (limit(**real), limit(**real, limit=None), limit(**real, drawn=3)) == (1000, 1000, 3)
 
 
 def test_several_processes_are_sent_to_draw_alone(tmp_path, monkeypatch):

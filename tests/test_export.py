@@ -40,8 +40,8 @@ def world(tmp_path_factory, one_thread):
     settings = {"validation": 4, "batch": 8, "components": 3, "max_steps": 2, "workers": 0, "learning_rate": 1e-3}
     train(TrainConfig(data, run, base, images, short_weight=0.25, **settings))
     pairs = {"data": data, "images": images, "limit": 10}
-    evaluate_retrieval(RetrievalConfig([f"{run}/best", base], scores, **pairs))
-    evaluate_robustness(RobustnessConfig([f"{run}/best"], scores, **pairs))
+    evaluate_retrieval(RetrievalConfig([f"{run}", base], scores, **pairs))
+    evaluate_robustness(RobustnessConfig([f"{run}"], scores, **pairs))
     return SimpleNamespace(folder=folder, base=base, run=run, scores=scores, data=data, images=images)
 
 
@@ -51,12 +51,12 @@ def front_matter(folder: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def best(world):
-    return load_backbone(f"{world.run}/best").eval()
+def trained(world):
+    return load_backbone(f"{world.run}/last").eval()
 
 
-def test_a_run_leaves_in_every_format(tmp_path, world, best, capsys):
-    expected = Expected(best)
+def test_a_run_leaves_in_every_format(tmp_path, world, trained, capsys):
+    expected = Expected(trained)
     export(ExportConfig(world.run, str(tmp_path / "transformers")))
     names = {path.name for path in (tmp_path / "transformers").iterdir()}
     assert names == {"text_encoder", "tokenizer", "README.md", "pipeline.py"}
@@ -73,15 +73,15 @@ def test_a_run_leaves_in_every_format(tmp_path, world, best, capsys):
 
     export(ExportConfig(world.run, str(tmp_path / "open_clip"), "open_clip"))
     model = open_clip.create_model(f"local-dir:{tmp_path / 'open_clip'}").eval()
-    tokens = best.tokenize(CAPTIONS)
-    features = best.encode_text(tokens)
+    tokens = trained.tokenize(CAPTIONS)
+    features = trained.encode_text(tokens)
     torch.testing.assert_close(model.encode_text(tokens.padded()), features, rtol=0, atol=1e-5)
 
     export(ExportConfig(world.run, str(tmp_path / "clip"), "clip"))
     model = CLIPModel.from_pretrained(tmp_path / "clip").eval()
     pixels = torch.randn(2, 3, 32, 32)
     theirs = model.get_image_features(pixels).pooler_output
-    torch.testing.assert_close(theirs, best.encode_image(pixels), rtol=0, atol=1e-5)
+    torch.testing.assert_close(theirs, trained.encode_image(pixels), rtol=0, atol=1e-5)
     mode = (tmp_path / "open_clip" / "README.md").stat().st_mode
     for file in tmp_path.rglob("*.safetensors"):
         assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(mode), file
@@ -227,25 +227,43 @@ def test_the_card_says_what_the_run_left(tmp_path, world):
     assert "248: the first 20 kept, each other one stretched to 4" in card
     assert "debias-diffusion train --data data.json --model base --images images --short-weight 0.25 --comp" in card
     assert "--workers" not in card and "--output" not in card
-    best = json.loads(Path(world.run, "best", "scores.json").read_text())
-    start = json.loads(Path(world.run, "log.jsonl").read_text().splitlines()[0])
+    lines = map(json.loads, Path(world.run, "log.jsonl").read_text().splitlines())
+    start, end = (line for line in lines if "t2i_r1" in line)
     assert f"| the base model | {start['t2i_r1']:.2f} | {start['i2t_r1']:.2f} |" in card
-    assert f"| this one, step {best['step']} | {best['t2i_r1']:.2f} | {best['i2t_r1']:.2f} |" in card
+    assert f"| this one, step 2 | {end['t2i_r1']:.2f} | {end['i2t_r1']:.2f} |" in card
+    assert "On 4 pairs held out of the training data" in card and "is the one after the last step of the" in card
     retrieval, robustness = (
         json.loads(Path(world.scores, f"{name}.json").read_text()) for name in ("retrieval", "robustness")
     )
     # of the model that is exported, which is one of two that were evaluated
-    recalls = retrieval["encoders"]["best"]["recall_percent"]["text_to_image"]
-    (row,) = [line for line in card.split("recall in percent, text to image")[1].splitlines() if "| best |" in line][:1]
+    recalls = retrieval["encoders"]["run"]["recall_percent"]["text_to_image"]
+    (row,) = [line for line in card.split("recall in percent, text to image")[1].splitlines() if "| run |" in line][:1]
     assert all(f"| {value:.2f} |" in row for value in recalls.values())
     assert "| base |" not in card and len(retrieval["encoders"]) == 2
-    kept = robustness["encoders"]["best"]["recall_at_1_percent"]["remove"]["text_to_image"]
+    kept = robustness["encoders"]["run"]["recall_at_1_percent"]["remove"]["text_to_image"]
     assert f"| {kept:.2f} |" in card.split("How shortsighted?")[1]
-    for name, encoders in (("retrieval", "run/best,base"), ("robustness", "run/best")):
+    for name, encoders in (("retrieval", "run,base"), ("robustness", "run")):
         assert f"evaluate {name} --encoders {encoders} --data data.json --images images --limit 10" in card
 
 
-def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_path, world, best):
+def test_the_card_says_how_the_best_of_a_run_was_chosen(tmp_path, world):
+    run = tmp_path / "run"
+    shutil.copytree(world.run, run)
+    shutil.copytree(run / "last", run / "best")
+    end = json.loads((run / "last" / "scores.json").read_text())
+    chosen = {"choosing_t2i_r1": 50.0, "choosing_i2t_r1": 25.0, "choosing_pairs": 7}
+    earlier = {"t2i_r1": 50.0, "i2t_r1": 25.0, "pairs": 4}  # on the held-out pairs themselves
+    sentences = {"by R@1 on 7 other pairs, not trained on either": chosen, "by this measure": earlier}
+    for sentence, scores in sentences.items():
+        (run / "best" / "scores.json").write_text(json.dumps(end | scores))
+        export(ExportConfig(f"{run}/best", str(tmp_path / sentence[-5:])))
+        assert (
+            f"This model is the best of the training run above {sentence}:"
+            in (tmp_path / sentence[-5:] / "README.md").read_text()
+        )
+
+
+def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_path, world, trained):
     def refused(model, scores, message):
         with pytest.raises(UserError, match=message):
             export(ExportConfig(str(model), str(tmp_path / "x"), scores=str(scores)))
@@ -259,7 +277,9 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
         world.scores,
         "with a two-tower model, and --model is a text encoder alone",
     )
-    exported = Exported("T", "u", "transformers", "feature-extraction", world.run, backbone=best, digest=best.digest())
+    exported = Exported(
+        "T", "u", "transformers", "feature-extraction", world.run, backbone=trained, digest=trained.digest()
+    )
     for content in ("[]", "{", '{"settings": {}}', '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'):
         (tmp_path / "retrieval.json").write_text(content)
         with pytest.raises(UserError, match="is no result of `debias-diffusion evaluate retrieval`"):

@@ -532,13 +532,13 @@ def finished(fix_world, one_thread, tmp_path_factory):
 
 
 def test_a_run_leaves_what_inference_needs_and_resumes_bit_for_bit(fix_world, finished, tmp_path):
-    best = finished / "best"
-    weights = load_file(best / "open_clip_model.safetensors")
+    last = finished / "last"
+    weights = load_file(last / "open_clip_model.safetensors")
     assert "visual.regional_prompts.prompts" in weights and not any("mask_vector" in name for name in weights)
     newest = finished / "checkpoints" / "step-00000004"
     assert {"mask_vector", "image_heads.norms.0.weight"} < load_file(newest / "method.safetensors").keys()
     base = load_backbone(fix_world[0])
-    short = load_file(best / "short_positions.safetensors")["positional_embedding"]
+    short = load_file(last / "short_positions.safetensors")["positional_embedding"]
     assert torch.equal(short, base.model.positional_embedding)
     for workers in (0, 2):
         again = killed_copy(finished, tmp_path / str(workers), step=4)
@@ -553,7 +553,7 @@ def test_evaluations_keep_the_prompts_and_open_clip_refuses_them(fix_world, fini
     without = backbone.model.encode_image(images)
     assert (backbone.encode_image(images) - without).abs().max() > 1e-4
     with pytest.raises(RuntimeError, match="regional_prompts"):
-        open_clip.create_model(f"local-dir:{finished / 'best'}")
+        open_clip.create_model(f"local-dir:{finished / 'last'}")
     key, digest = cache_key(backbone, "fp32"), backbone.digest()
     backbone.config["debias_diffusion"]["regional_prompts"]["update"] = "carry"
     assert cache_key(backbone, "fp32") != key and backbone.digest() != digest
@@ -582,7 +582,7 @@ def test_the_text_side_is_exported_as_ever_and_the_image_side_is_refused(finishe
     main([*export, f"--output={tmp_path / 'short'}", "--positions=short"])
     short, tokenizer = load_text_encoder(tmp_path / "short")
     assert tokenizer.model_max_length == 77
-    table = load_file(finished / "best" / "short_positions.safetensors")["positional_embedding"]
+    table = load_file(finished / "last" / "short_positions.safetensors")["positional_embedding"]
     tables = {name: tensor for name, tensor in short.state_dict().items() if "position_embedding" in name}
     assert [torch.equal(tensor, table) for tensor in tables.values()] == [True]
     assert load_file(tmp_path / "short" / "text_encoder" / "model.safetensors").keys() == stored.keys()

@@ -380,11 +380,11 @@ def test_a_picture_from_elsewhere_is_not_overwritten(many):
 
 
 def test_of_a_training_run_the_model_counts_and_not_the_log(many, tmp_path):
-    shutil.copytree(shipped("toy/clip"), tmp_path / "run" / "best")
+    shutil.copytree(shipped("toy/clip"), tmp_path / "run" / "last")
     folder = many("run", LINES[:1], encoder=str(tmp_path / "run"))
     (tmp_path / "run" / "log.jsonl").write_text("{}")
     many("run", LINES[:1], encoder=str(tmp_path / "run"))
-    (tmp_path / "run" / "best" / "open_clip_config.json").write_text("{}")
+    (tmp_path / "run" / "last" / "open_clip_config.json").write_text("{}")
     with pytest.raises(UserError, match="encoder_sha256 was"):
         many("run", LINES[:1], encoder=str(tmp_path / "run"))
     assert len(pictures(folder)) == 1

@@ -116,3 +116,21 @@ def test_a_plain_clip_under_text_with_one_table(known, tmp_path):
     loaded = load_two_tower(f"deep:{tmp_path / 'custom.pt'}")
     tokens = loaded.tokenize(CAPTIONS)
     torch.testing.assert_close(loaded.encode_text(tokens), clip.encode_text(tokens.padded()), rtol=0, atol=1e-4)
+
+
+# ---- TULIP
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{GUESSED}")
+def test_a_tulip_is_not_read_as_a_clip(known, tmp_path):
+    """Its second stage saves open_clip's whole model, with the base's table of positions, which it does not read."""
+    torch.manual_seed(0)
+    clip = everyday(open_clip.CLIP(**deepcopy(DEEP) | {"quick_gelu": True})).eval()
+    named = "2024_09_12-dynamic_ntk_model_ViT-L-14-lr_1e-05-BASE_CTX_77-EXT_CTX_248"
+    for name, file in ((named, tmp_path / "tulip.pt"), ("2024_09_12-model_ViT-L-14", tmp_path / "clip.pt")):
+        torch.save({"epoch": 5, "name": name, "state_dict": clip.state_dict(), "optimizer": {}}, file)
+    for load in (load_two_tower, load_text_encoder):
+        for model in ("tulip.pt", f"deep-quickgelu:{tmp_path / 'tulip.pt'}"):
+            with pytest.raises(UserError, match="is a TULIP, by the name of its training run"):
+                load(tmp_path / model if ":" not in model else model)
+        load(tmp_path / "clip.pt")  # any other training run of open_clip's

@@ -27,8 +27,10 @@ from debias_diffusion.data import open_data
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder, explain_full_disk
+from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.retrieval import recall_at_k
 from debias_diffusion.training import TrainConfig, loop, train
 from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.feature_cache import FeatureWriter
@@ -95,19 +97,67 @@ def test_a_run_leaves_what_it_says(world, finished):
     assert {"loss", "short", "long", "logit_scale", "learning_rate", "epoch", "samples_per_second"} <= steps[0].keys()
     assert [line["step"] for line in recalls(finished)] == [0, 3, 6, 7]
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["step-00000006", "step-00000007"]
-    best = json.loads((finished / "best" / "scores.json").read_text())
-    means = {line["step"]: (line["t2i_r1"] + line["i2t_r1"]) / 2 for line in recalls(finished)}
-    assert best["step"] == max((3, 6, 7), key=lambda step: (means[step], -step))
-    for name in ("best", "last"):
-        assert open_clip.create_model(f"local-dir:{finished / name}").context_length == 248
+    assert json.loads((finished / "last" / "scores.json").read_text()) == {"step": 7}
+    assert not (finished / "best").exists()
+    assert open_clip.create_model(f"local-dir:{finished / 'last'}").context_length == 248
     assert json.loads((finished / "settings.json").read_text())["precision"] == "fp32"  # auto, on a CPU
+
+
+def test_the_best_is_chosen_on_pairs_that_are_neither_trained_on_nor_held_out(world, tmp_path, capsys):
+    settings = dict(keep_best=5, learning_rate=3e-2, eval_every=2)
+    run = tmp_path / "run"
+    assert train(config(world, run, **settings)) == run / "last"  # the result, whichever is the best
+    assert "6 held out; 5 more choose the best model" in capsys.readouterr().out
+    train(config(world, tmp_path / "held-out", validation=11, learning_rate=3e-2, eval_every=2))
+    assert same_weights(run, tmp_path / "held-out")
+    chosen = {line["step"]: line for line in log(run) if "choosing_t2i_r1" in line}
+    assert chosen.keys() == {0, 2, 4, 6, 7} == {line["step"] for line in recalls(run)}
+    means = {step: (line["choosing_t2i_r1"] + line["choosing_i2t_r1"]) / 2 for step, line in chosen.items()}
+    best = json.loads((run / "best" / "scores.json").read_text())
+    assert best == chosen[max((2, 4, 6, 7), key=lambda step: (means[step], -step))]
+    assert best["step"] < 7 and best["choosing_pairs"] == 5  # else nothing shows that the last one is the result
+    weights = load_two_tower(run).model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in saved(run, "last").items())
+    assert any(not torch.equal(weights[name], tensor) for name, tensor in saved(run, "best").items())
+
+    backbone, captions = load_two_tower(run / "best"), open_data(*world[1:])[0].records[6:11]
+    images = torch.stack(
+        [backbone.preprocess(Image.open(Path(world[2], pair.image)).convert("RGB")) for pair in captions]
+    )
+    with torch.inference_mode():
+        image = backbone.encode_image(images)
+        text = backbone.encode_text(backbone.tokenize([pair.caption for pair in captions]))
+    assert recall_at_k(image, text, ks=(1,))["text_to_image"]["R@1"] == best["choosing_t2i_r1"]
+
+
+def saved(run, name):
+    return load_file(run / name / "open_clip_model.safetensors")
 
 
 def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     # With steps of nothing all measurements are equal, the base's too.
-    train(config(world, tmp_path, learning_rate=1e-30, weight_decay=0, initial_scale=None))
-    assert len({(line["t2i_r1"], line["i2t_r1"]) for line in recalls(tmp_path)}) == 1
+    settings = config(world, tmp_path, learning_rate=1e-30, weight_decay=0, initial_scale=None, keep_best=5)
+    train(settings)
+    assert len({line["choosing_t2i_r1"] for line in log(tmp_path) if "choosing_t2i_r1" in line}) == 1
     assert json.loads((tmp_path / "best" / "scores.json").read_text())["step"] == 3
+    with pytest.raises(UserError, match="keep_best: 5 there, None here"):
+        train(replace(settings, keep_best=0))
+
+
+def test_a_run_of_an_earlier_release_continues_and_the_last_step_is_its_result(world, finished, tmp_path):
+    """Such a run kept the best by R@1 on the held-out pairs."""
+    run = killed_copy(finished, tmp_path / "run")
+    checkpoint = run / "checkpoints" / "step-00000006"
+    with pytest.raises(UserError, match="has not ended, so it has no model yet"):
+        load_two_tower(run)
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"best_r1": 50.0, "best_step": 3}))
+    (checkpoint / "SHA256SUMS").unlink()
+    load_backbone(world[0]).save(run / "best")
+    assert load_two_tower(run).context_length == 77  # the only model that there is
+    train(config(world, run))
+    is_the_same_run(run, finished)
+    assert load_two_tower(run).context_length == 248
 
 
 def test_training_learns_and_keeps_the_kept_rows(world, finished):
@@ -191,7 +241,7 @@ def test_killed_at_random_moments_it_still_ends_the_same(world, finished, tmp_pa
 
 def test_a_finished_run_is_not_made_again(world, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
-    assert train(config(world, tmp_path / "run")) == tmp_path / "run" / "best"
+    assert train(config(world, tmp_path / "run")) == tmp_path / "run" / "last"
     assert without_clock(log(tmp_path / "run")) == without_clock(log(finished))
 
 
@@ -498,6 +548,8 @@ def test_bad_settings_are_named(world, tmp_path):
             train(replace(config(world, tmp_path / "run"), **settings))
 
     refused("batch is 0, but must be at least 1", batch=0)
+    refused("keep_best is -1, but must be at least 0", keep_best=-1)
+    refused("24 usable pairs less 17 held out leave 7.*--keep-best", keep_best=11)
     refused("learning_rate is -1, but must be above 0", learning_rate=-1)
     refused("Unknown recipe 'debiased'. Did you mean debias-clip", recipe="debiased")
     refused("Unknown sampling 'randm'. Did you mean random", sampling="randm")

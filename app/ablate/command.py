@@ -145,14 +145,20 @@ def _check_pairs(config: AblateConfig, pairs: Pairs) -> None:
         )
 
 
+def _ablated_already(model: str) -> UserError:
+    return UserError(f"{model!r} is ablated already. Give the model that it was made from.")
+
+
 class _Search:
     def __init__(self, config: AblateConfig, output: Path):
         self.config, self.output = config, output
+        if is_ablation(config.model):
+            raise _ablated_already(config.model)
         self.device = pick_device(config.device)
         self.backbone = load_two_tower(config.model).to(self.device).eval()
         self.blocks, self.heads = tower_shape(self.backbone, config.tower)
-        if is_ablation(config.model) or self.backbone.image_attention or self.backbone.text_attention:
-            raise UserError(f"{config.model!r} is ablated already. Give the model that it was made from.")
+        if self.backbone.image_attention or self.backbone.text_attention:  # an open_clip folder with suppressed heads
+            raise _ablated_already(config.model)
         self.means: Tensor | None = None  # of way mean
         if config.tower == "image" and self.backbone.prompt_settings is not None:
             raise UserError(f"{config.model!r}: {PROMPTS_AND_ATTENTION}")
@@ -250,9 +256,9 @@ class _Search:
             population = Population(backbone.image, config.beta, config.batch_size, self.means)
             problem = ImageProblem(population, embedded, {edit: part.to(self.device) for edit, part in encoded.items()})
         else:
-            if config.way == "mean":
-                self.means = text_means(backbone, captions, config.batch_size, self.device)
             batches = {edit: self._tokenize(of_edit) for edit, of_edit in texts.items()}
+            if config.way == "mean":
+                self.means = text_means(backbone, batches["keep"])
             population = TextPopulation(backbone.text, config.beta, self.means)
             problem = TextProblem(population, features.to(self.device), batches)
         problem.make_margins(K1, K2, config.seed)

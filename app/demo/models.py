@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
-import diffusers
 import torch
 from diffusers import SchedulerMixin
 from transformers import CLIPTokenizer
@@ -26,6 +25,7 @@ from debias_diffusion.pipelines.loading import (
     load_sdxl,
 )
 from debias_diffusion.pipelines.rendering import replace_encoder
+from debias_diffusion.pipelines.schedulers import SCHEDULERS, make_scheduler
 from debias_diffusion.tokens import CaptionTokenizer
 
 from ..generate.png_settings import SAMPLERS
@@ -33,16 +33,7 @@ from .request import LongPrompts, Request
 
 TOY = "toy/sdxl"
 MOST_ENCODERS = 4
-# diffusers' schedulers of one UNet evaluation per step, and changes to the checkpoint's configuration: DDIM would clip
-# latents as if they were pixels.
-_SETTINGS = {
-    "EulerDiscreteScheduler": {},
-    "EulerAncestralDiscreteScheduler": {},
-    "DPMSolverMultistepScheduler": {},
-    "DDIMScheduler": {"clip_sample": False},
-    "UniPCMultistepScheduler": {},
-}
-_SCHEDULERS = {SAMPLERS[cls]: cls for cls in _SETTINGS}  # by their names in a request
+_SCHEDULERS = {SAMPLERS[cls]: cls for cls in SCHEDULERS}  # by their names in a request
 
 
 @dataclass(frozen=True)
@@ -176,11 +167,9 @@ class DemoModels:
 
     def make_scheduler(self, name: str) -> SchedulerMixin:
         """A new scheduler by a name in `schedulers`, with the checkpoint's configuration."""
-        config = self._shared.scheduler.config
         if name == self.schedulers[0]:
-            return type(self._shared.scheduler).from_config(config)
-        cls = _SCHEDULERS[name]
-        return getattr(diffusers, cls).from_config(config, **_SETTINGS[cls])
+            return type(self._shared.scheduler).from_config(self._shared.scheduler.config)
+        return make_scheduler(self._shared, _SCHEDULERS[name])
 
 
 class _CutPipeline(StableDiffusionXLLongPromptPipeline):
@@ -200,4 +189,4 @@ def _check_names(names: Sequence[str]) -> None:
 def _scheduler_name(scheduler: SchedulerMixin) -> str:
     """The scheduler's name in `_SCHEDULERS`, or that of its class."""
     cls = type(scheduler).__name__
-    return SAMPLERS[cls] if cls in _SETTINGS else cls.removesuffix("Scheduler")
+    return SAMPLERS[cls] if cls in SCHEDULERS else cls.removesuffix("Scheduler")

@@ -15,10 +15,10 @@ from debias_diffusion.ablation.saved import is_ablation
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder
 from debias_diffusion.interchange import (
-    best_of_run,
     export_clip_model,
     load_text_encoder,
     load_two_tower,
+    model_of_run,
     to_transformers,
     write_file,
     write_text_encoder,
@@ -39,8 +39,8 @@ class ExportConfig:
     """Export a text encoder, or both towers, for other programs.
 
     Attributes:
-        model: Folder of a training run (its best model is exported) or of `ablate`, an open_clip folder, or an
-            open_clip model name.
+        model: Folder of a training run (its model after the last step is exported) or of `ablate`, an open_clip
+            folder, or an open_clip model name.
             For transformers and comfyui also any other text encoder: a transformers folder, a weights file such as
             longclip-L.pt or clip_l.safetensors, or a hub id.
         output: Folder to write; for comfyui a file that ends in .safetensors. Files of other programs are never
@@ -188,7 +188,7 @@ def _read_short(config: ExportConfig, source: _Source) -> None:
 
 
 def _read(config: ExportConfig) -> _Source:
-    model = best_of_run(shipped(config.model))
+    model = model_of_run(shipped(config.model))
     if is_ablation(model):
         if config.pretrained is not None:
             raise UserError(f"{config.model!r} names its weights. Leave out pretrained={config.pretrained!r}.")

@@ -25,11 +25,12 @@ from debias_diffusion.ablation.saved import is_ablation, read_ablation
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.report import escaped
 from debias_diffusion.files import read_json_object
-from debias_diffusion.interchange.places import model_and_weights
+from debias_diffusion.interchange.places import MODELS_OF_RUN, model_and_weights
 from debias_diffusion.methods import find_method
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.training import TrainConfig
 from debias_diffusion.training.config import method_settings
+from debias_diffusion.training.loop import CHOOSING
 
 # Marks a folder as written by an export, so a later export may replace it.
 MARK = "exported by debias-diffusion"
@@ -199,9 +200,9 @@ class _Run:
 
     @classmethod
     def find(cls, model: str) -> "_Run | None":
-        """Finds the run of `model`, which is the run's folder or its best/ or last/."""
+        """Finds the run of `model`, which is the run's folder or its last/ or best/."""
         path = Path(model)
-        for folder, names in ((path, ("best", "last")), (path.parent, (path.name,))):
+        for folder, names in ((path, MODELS_OF_RUN), (path.parent, (path.name,))):
             settings = read_json_object(folder / _SETTINGS)
             weights = next((folder / name for name in names if (folder / name / "scores.json").is_file()), None)
             if "recipe" in settings and "model" in settings and weights:
@@ -229,18 +230,26 @@ class _Run:
 
     def scores(self) -> list[str]:
         """R@1 on held-out pairs, of the base model and of the exported one."""
-        best = read_json_object(self.model / "scores.json")
-        if "t2i_r1" not in best:
+        scores = read_json_object(self.model / "scores.json")
+        measured = {line.get("step"): line for line in _lines(self.folder / "log.jsonl") if "t2i_r1" in line}
+        if scores.get("step") not in measured:
             return []
-        start = next((line for line in _lines(self.folder / "log.jsonl") if "t2i_r1" in line), {})
-        lines = [start, best] if start.get("step") == 0 else [best]
+        lines = [measured[step] for step in sorted({0, scores["step"]} & measured.keys())]
         names = ["the base model" if line["step"] == 0 else f"this one, step {line['step']}" for line in lines]
         rows = [[name, line["t2i_r1"], line["i2t_r1"]] for name, line in zip(names, lines, strict=True)]
         table = _table(["R@1, percent", "text to image", "image to text"], rows)
-        return [
-            f"On {best['pairs']} pairs held out of the training data, with whole captions. This model is the best of "
-            f"the training run above by this measure:\n\n{table}"
-        ]
+        pairs = measured[scores["step"]]["pairs"]
+        return [f"On {pairs} pairs held out of the training data, with whole captions. {_chosen(scores)}:\n\n{table}"]
+
+
+def _chosen(scores: dict) -> str:
+    """Why a run's model, with its scores.json, is this one and no other."""
+    if f"{CHOOSING}t2i_r1" in scores:
+        count = scores[f"{CHOOSING}pairs"]
+        return f"This model is the best of the training run above by R@1 on {count} other pairs, not trained on either"
+    if "t2i_r1" in scores:  # the best model of an earlier release's run
+        return "This model is the best of the training run above by this measure"
+    return "This model is the one after the last step of the training run above"
 
 
 def _read_scores(folder: str, digest: str | None) -> list[str]:
@@ -346,7 +355,7 @@ def _public(name: str) -> str:
     path = Path(name)
     if not path.is_absolute():
         return str(name)
-    return f"{path.parent.name}/{path.name}" if path.name in ("best", "last") else path.name
+    return f"{path.parent.name}/{path.name}" if path.name in MODELS_OF_RUN else path.name
 
 
 def code(value) -> str:

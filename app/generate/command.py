@@ -15,7 +15,7 @@ from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import folder_lock, write_text
 from debias_diffusion.interchange.places import fitted_second
-from debias_diffusion.limits import check_guidance, check_pixels, check_steps
+from debias_diffusion.limits import check_guidance, check_pixels, check_side, check_steps
 from debias_diffusion.pipelines.loading import SDXL
 from debias_diffusion.pipelines.memory import explain_memory
 from debias_diffusion.png import png_damage
@@ -94,10 +94,8 @@ def _check_settings(config: GenerateConfig) -> None:
         check_prompt(config.prompt)
     check_text("negative prompt", config.negative_prompt or "")
     parse_seed(config.seed)
-    for name, size in (("height", config.height), ("width", config.width)):
-        if size is not None and (size <= 0 or size % 8):
-            nearest = max(8, round(size / 8) * 8)
-            raise UserError(f"The {name} must be a positive multiple of 8 pixels, got {size}. Take {nearest}.")
+    for name in ("height", "width"):
+        check_side(name, getattr(config, name))
     if config.height and config.width:
         check_pixels(config.height, config.width)
     check_guidance(config.guidance_scale)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..models.backbone import Backbone
 from ..models.blocks import Attention, full_attention
 from ..models.image_tower import ImageTower
+from ..tokens import TokenBatch
 
 
 class _Mean:
@@ -53,16 +54,19 @@ def image_means(tower: ImageTower, embedded: Tensor, batch: int = 64) -> Tensor:
 
 
 @torch.inference_mode()
-def text_means(backbone: Backbone, texts: Sequence[str], batch: int, device: torch.device) -> Tensor:
+def text_means(backbone: Backbone, texts: Sequence[TokenBatch]) -> Tensor:
     """What each head gives on average over texts and tokens, in the last block over EOT, [blocks, heads, head_dim].
 
     What texts share, their SOT, counts once for each batch.
+
+    Args:
+        texts: in batches, on the model's device.
     """
     means = [_Mean() for _ in backbone.text.tower.transformer.resblocks]
     backbone.text.changes = {block: mean.around for block, mean in enumerate(means)}
     try:
-        for start in range(0, len(texts), batch):
-            backbone.encode_text(backbone.tokenize(list(texts[start : start + batch])).to(device))
+        for batch in texts:
+            backbone.encode_text(batch)
     finally:
         backbone.text.changes = {}
     return torch.stack([mean.value for mean in means])

@@ -31,11 +31,16 @@ class Problem(ABC):
         margins: by name of a set of texts, such as the captions with sentences removed, the fitness on it.
 
     Attributes:
-        shape: (blocks, heads of a block) of the tower.
+        population: of the tower.
     """
 
-    shape: tuple[int, int]
+    population: Population | TextPopulation
     margins: dict[str, Margin]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(blocks, heads of a block) of the tower."""
+        return len(self.population.blocks), self.population.heads
 
     @abstractmethod
     def encode(self, masks: Tensor, progress: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
@@ -48,7 +53,7 @@ class Problem(ABC):
             images, and by name of a set its texts: [ablations, pairs, dim], with one ablation for the other tower.
         """
 
-    @cached_property  # the margins need it, and what is said of a result
+    @cached_property  # the margins need it, a probe, and what is said of a result
     def untouched(self) -> tuple[Tensor, dict[str, Tensor]]:
         """`encode` of the ablation of no head."""
         blocks, heads = self.shape
@@ -96,7 +101,6 @@ class ImageProblem(Problem):
 
     def __init__(self, population: Population, embedded: Tensor, texts: dict[str, Tensor]):
         self.population, self.embedded, self.texts = population, embedded, texts
-        self.shape = len(population.blocks), population.heads
 
     def encode(self, masks: Tensor, progress: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         images = self.population.features(self.embedded, masks.view(len(masks), *self.shape), progress)
@@ -129,7 +133,6 @@ class TextProblem(Problem):
 
     def __init__(self, population: TextPopulation, images: Tensor, texts: dict[str, Sequence[TokenBatch]]):
         self.population, self.images, self.texts = population, images, texts
-        self.shape = len(population.blocks), population.heads
 
     def encode(self, masks: Tensor, progress: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         masks, features = masks.view(len(masks), *self.shape), {}
@@ -140,9 +143,8 @@ class TextProblem(Problem):
 
 
 def single_heads(blocks: int, heads: int) -> Tensor:
-    """One ablation for each head, and first the one of none: [1 + heads of all blocks, heads of all blocks]."""
-    ones = torch.eye(blocks * heads, dtype=torch.bool)
-    return torch.cat([torch.zeros_like(ones[:1]), ones])
+    """One ablation for each head, [heads of all blocks, heads of all blocks]."""
+    return torch.eye(blocks * heads, dtype=torch.bool)
 
 
 def every_mask(blocks: int, heads: int) -> Tensor:
@@ -161,7 +163,8 @@ def every_mask(blocks: int, heads: int) -> Tensor:
 
 def probe(problem: Problem) -> list[dict[str, float]]:
     """The recalls of the untouched model, then those with each head ablated alone."""
-    return problem.recalls(problem.encode(single_heads(*problem.shape), progress=True))
+    alone = problem.encode(single_heads(*problem.shape), progress=True)
+    return [*problem.recalls(problem.untouched), *problem.recalls(alone)]
 
 
 def better_alone(recalls: Sequence[dict[str, float]]) -> Tensor:

@@ -181,7 +181,7 @@ def _read_config(source: str | Path) -> CLIPConfig:
         if any((source / name / "config.json").is_file() for name in ("text_encoder", "text_encoder_2")):
             raise text_encoder_alone(source)
         raise UserError(
-            f"{label} holds no model with two towers: neither {CONFIG_FILE}, in it or in the best/ or last/ of a "
+            f"{label} holds no model with two towers: neither {CONFIG_FILE}, in it or in the last/ of a "
             "training run, nor the config.json of a transformers CLIPModel."
         )
     if not isinstance(source, Path) and find_file(source, "config.json") is None:

@@ -13,7 +13,7 @@ from ..models.backbone import CONFIG_FILE, Backbone, load_backbone
 from ..models.model_files import explain_failure, may_be_hub_id
 from ..models.shipped import shipped
 from ..models.weight_difference import DIFFERENCE, load_fine_tuned
-from .places import best_of_run, model_and_weights
+from .places import model_and_weights, model_of_run
 from .single_file import read_file
 from .text_encoders import TextEncoder, keeps_projection, to_transformers
 from .transformers_folder import read_folder, read_hub
@@ -26,7 +26,7 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
     Args:
         path: one of these, recognised by its content:
 
-            - a training run (its best model, else its last), or an open_clip folder;
+            - a training run (its model after the last step), or an open_clip folder;
             - what `ablate` has left: its base model's text encoder, suppressed text heads as ordinary weights;
             - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-L-14-quickgelu:openai";
             - a folder written by `debias-diffusion export`, any transformers folder of a CLIPTextModel, its tokenizer
@@ -46,7 +46,7 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
         UserError: there is no text encoder; the message names what is there instead, if known.
     """
     with explain_failure(f"The text encoder {os.fspath(path)!r} could not be loaded"):
-        return _load(best_of_run(shipped(path)))
+        return _load(model_of_run(shipped(path)))
 
 
 def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:

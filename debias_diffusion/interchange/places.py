@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from ..errors import UserError
 from ..models.backbone import CONFIG_FILE
 
 
@@ -12,6 +13,9 @@ def model_and_weights(name: str) -> tuple[str, str] | None:
     is_one = colon and "/" not in model and model not in ("hf-hub", "local-dir") and not Path(name).exists()
     return (model, weights) if is_one else None
 
+
+# Folders that `train` writes models to, the result first.
+MODELS_OF_RUN = ("last", "best")
 
 # Folders that `align` writes encoders to, as `export` would.
 FIRST, SECOND = "encoder", "encoder_2"
@@ -23,15 +27,26 @@ def fitted_second(model: str | os.PathLike) -> str | None:
     return str(folder) if folder.is_dir() else None
 
 
-def best_of_run(model: str) -> str:
-    """The folder of the best model of a training run, or of its last one if it has no best; else `model`.
+def model_of_run(model: str) -> str:
+    """The folder of a training run's model after the last step; `model` itself if it is no run's folder.
 
-    Of an alignment the two-tower with the fitted first encoder, or that encoder alone.
+    Of a run that has not ended the best model so far, if it keeps one. Of an alignment the two-tower with the fitted
+    first encoder, or that encoder alone.
+
+    Raises:
+        UserError: the run has not ended, and has no model yet.
     """
     folder = Path(model)
     if (folder / CONFIG_FILE).is_file():
         return model
-    for name in ("best", "last"):
+    for name in MODELS_OF_RUN:
         if (folder / name / CONFIG_FILE).is_file():
             return str(folder / name)
-    return str(folder / FIRST) if (folder / FIRST / "text_encoder").is_dir() else model
+    if (folder / FIRST / "text_encoder").is_dir():
+        return str(folder / FIRST)
+    if (folder / "settings.json").is_file() and (folder / "checkpoints").is_dir() and not (folder / SECOND).is_dir():
+        raise UserError(
+            f"The run in {model!r} has not ended, so it has no model yet. Continue it: the command that began it goes "
+            "on where it stopped."
+        )
+    return model

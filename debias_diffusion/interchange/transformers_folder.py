@@ -66,7 +66,7 @@ def read_folder(folder: Path) -> tuple[TextEncoder, CLIPTokenizer]:
     if not (inside / "config.json").is_file():
         raise UserError(
             f"{os.fspath(folder)!r} holds no text encoder: neither text_encoder/config.json nor config.json nor "
-            f"{CONFIG_FILE}, in it or in the best/ or last/ of a training run. Give a folder written by "
+            f"{CONFIG_FILE}, in it or in the last/ of a training run. Give a folder written by "
             "`debias-diffusion export`, or a file of weights."
         )
     # In SDXL's folder text_encoder_2 belongs to tokenizer_2.

@@ -18,7 +18,7 @@ from ..models.weights import find_weights, plain_text_names
 from .chinese_clip_model import read_chinese_clip
 from .clip_model import read_clip_model, text_encoder_alone
 from .names import State
-from .places import best_of_run, model_and_weights
+from .places import model_and_weights, model_of_run
 from .single_file import read_tensors, sidecar_config, text_part, usual_activation
 
 
@@ -28,7 +28,7 @@ def load_two_tower(name: str | os.PathLike) -> Backbone:
     Args:
         name: one of these, recognised by its content:
 
-            - a training run (its best model, else its last), or an open_clip folder;
+            - a training run (its model after the last step), or an open_clip folder;
             - what `ablate` has left: its base model, with heads suppressed;
             - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-B-16-quickgelu:openai",
               "ViT-L-14-quickgelu:longclip-L.pt";
@@ -48,7 +48,7 @@ def load_two_tower(name: str | os.PathLike) -> Backbone:
         UserError: there is no two-tower, or a text encoder alone; the message names what is there, if known.
     """
     with explain_failure(f"The model {os.fspath(name)!r} could not be loaded"):
-        backbone = _load(best_of_run(shipped(name)))
+        backbone = _load(model_of_run(shipped(name)))
     if backbone.random_weights:
         raise UserError(f"{os.fspath(name)!r} has no weights, and results of random ones mean nothing.")
     backbone = backbone.float().eval()

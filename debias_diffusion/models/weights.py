@@ -21,6 +21,7 @@ _POSITIONS = "positional_embedding"
 _LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, which its code uses from row 20 on
 # In OpenAI's files and in modules with saved masks, beside the weights.
 _NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size", "attn_mask", "mask1", "mask2")
+_TULIPS = "dynamic_ntk_model_"  # in the names that TULIP's code gives to training runs, which its checkpoints hold
 _TEXT = "text."  # the text tower's prefix in open_clip's CustomTextCLIP; OpenAI's and Long-CLIP's names have none
 
 
@@ -98,6 +99,9 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
     """The state dict in a file, memory-mapped where its format allows, without the prefix `module.`.
 
     Nothing in the file is executed. Errors of the libraries for broken and hostile files pass through.
+
+    Raises:
+        UserError: the file is not there, holds no state dict, or is a TULIP.
     """
     if not file.is_file():
         raise UserError(f"{str(file)!r} is not there, or is no regular file.")
@@ -108,10 +112,21 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
     else:
         state = torch.load(file, map_location="cpu", weights_only=True)
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        _check_positions(state, file)
         state = state["state_dict"]
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"{str(file)!r} holds no state dict of weights.")
     return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def _check_positions(checkpoint: dict, file: Path) -> None:
+    """Raises UserError for a training checkpoint of TULIP, whose weights have CLIP's names and a table it ignores."""
+    if _TULIPS in str(checkpoint.get("name")):
+        raise UserError(
+            f"{str(file)!r} is a TULIP, by the name of its training run. Its text tower has rotary positions, which "
+            "are not in the file, so it cannot be loaded: it would be read as a CLIP of 77 positions, with other "
+            "features than TULIP's. See Figure S4 in docs/robustness.md."
+        )
 
 
 def weights_digest(module: nn.Module) -> str:

@@ -25,7 +25,7 @@ FIX_CLIP_OPTIONS = (
     *("groups", "first_group", "new_rate"),
 )
 # Settings that stand among a run's only where they are given: runs of earlier releases do not have them.
-_EMPTY_UNLESS_GIVEN = ("method", "keep_states", "whole_epochs")
+_EMPTY_UNLESS_GIVEN = ("method", "keep_states", "whole_epochs", "keep_best")
 ADDED = (*_EMPTY_UNLESS_GIVEN, *FIX_CLIP_OPTIONS)
 # Options that are settings of the recipe; others are given in `method`.
 RECIPE_OPTIONS = (
@@ -61,12 +61,13 @@ class RunConfig:
     trackers: str | None
     max_bad: float
     whole_epochs: bool = False
+    keep_best: int = 0
 
     def check_run(self) -> None:
         """Raises UserError for a value that no run can have."""
         for name in ("batch", "epochs", "eval_every", "checkpoint_every", "log_every", "keep"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup", "weight_decay", "workers"):
+        for name in ("warmup", "weight_decay", "workers", "keep_best"):
             self.require(name, getattr(self, name) >= 0, "at least 0")
         self.require("validation", self.validation == "auto" or self.validation >= 0, "at least 0, or auto")
         for name in ("max_steps", "chunk"):
@@ -148,6 +149,8 @@ class TrainConfig(RunConfig):
             training has already stretched is not stretched again.
         validation: How many of the first pairs are held out for R@1; the rest are trained on. auto is 1000, and a tenth
             of fewer than 10,000 pairs.
+        keep_best: Also keep the best model, in best/, by R@1 on this many pairs after the held-out ones, which are not
+            trained on either. 0 keeps none: the result of a run is the model after the last step, in last/.
         batch: Pairs per step, over all processes together.
         chunk: Pairs whose activations a process holds at once, for one more forward pass: a batch of 2048 in chunks of
             64 gives the gradient of 2048 in the memory of 64. null holds all.
@@ -207,6 +210,7 @@ class TrainConfig(RunConfig):
     keep_positions: int = KEEP
     stretch: int = FACTOR
     validation: int | Literal["auto"] = "auto"
+    keep_best: int = 0
     batch: int = 256
     chunk: int | None = None
     freeze_image_tower: bool = False

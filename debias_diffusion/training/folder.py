@@ -20,7 +20,8 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        best, last: open_clip folders of the best model so far and of the last one.
+        last: open_clip folder of the model after the last step, the result of the run.
+        best: that of the best model so far, with `keep_best` and in runs of earlier releases.
         checkpoints: the folder of checkpoints to resume from.
     """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from ..data import BadRecord
+from ..data import BadRecord, Record
 from ..data.bad_records import report_bad
 from ..data.dataset import CaptionDataset, Collate
 from ..files import explain_full_disk
@@ -24,18 +24,20 @@ from .step import Optimizer, autocast, backward
 from .stop import StopRequest
 from .trackers import make_accelerator
 
+CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose the best model
+
 
 def train(config: TrainConfig) -> Path | None:
     """Runs, or resumes, the training that `config` describes.
 
-    Writes to `config.output`: `best/` and `last/`, open_clip folders that `open_clip.create_model("local-dir:...")`
-    loads (the best by R@1 on the held-out pairs, and the one after the last step); `log.jsonl`; `settings.json`;
-    `checkpoints/` to resume from; and, where there are any, `bad-records.jsonl` and `not-finite.jsonl` (the samples of
-    steps that were skipped because their loss or gradient was not finite).
+    Writes to `config.output`: `last/`, the model after the last step, an open_clip folder that
+    `open_clip.create_model("local-dir:...")` loads; with `keep_best` also `best/`, the best model by R@1 on pairs held
+    out for that; `log.jsonl`; `settings.json`; `checkpoints/` to resume from; and, where there are any,
+    `bad-records.jsonl` and `not-finite.jsonl` (the samples of steps that were skipped because their loss or gradient
+    was not finite).
 
     Returns:
-        The folder of the best model (of the last if nothing is held out); None for `check_data` and for a run that was
-        stopped.
+        The folder of the model after the last step; None for `check_data` and for a run that was stopped.
 
     Raises:
         UserError: something in `config` or the data cannot be used; says what to do.
@@ -141,33 +143,46 @@ class _Training(Run):
         )
 
     def measure(self, state: TrainState) -> None:
-        """R@1 on the held-out pairs; saves the model if it is better than all before.
+        """R@1 on the held-out pairs, which decides nothing, and with `keep_best` on the pairs that choose.
 
-        The base model is measured too, but not saved: it is no result of this run.
+        The base model is measured too, but never the best: it is no result of this run.
         """
-        if self.main and self.held_out:
+        if self.main:
             self.backbone.eval()
-            image, text, bad = self._encode_held_out()
+            if self.held_out:
+                self._measure_on(self.held_out, state, "", "held-out pairs")
+            if self.choosing:
+                self._keep_best(state)
             self.backbone.train()
-            if state.step == 0 and not self.config.freeze_image_tower:  # else they were reported with all others
-                report_bad(bad, self.folder.path)
-            recalls = recall_at_k(image, text, ks=(1,))
-            t2i, i2t = recalls["text_to_image"]["R@1"], recalls["image_to_text"]["R@1"]
-            scores = {"step": state.step, "t2i_r1": t2i, "i2t_r1": i2t, "pairs": len(image), "left_out": len(bad)}
-            self.log(scores)
-            both = f"{t2i:.1f} text to image, {i2t:.1f} image to text"
-            self.say(f"step {state.step}: R@1 on {len(image)} held-out pairs: {both}")
-            if state.step > 0 and (t2i + i2t) / 2 > state.best_r1:
-                state.best_r1, state.best_step = (t2i + i2t) / 2, state.step
-                self.folder.save_model(self.folder.best, self.backbone, scores)
         self.accelerator.wait_for_everyone()
 
-    def _encode_held_out(self) -> tuple[torch.Tensor, torch.Tensor, list[BadRecord]]:
+    def _keep_best(self, state: TrainState) -> None:
+        """Saves the model if it is better than all before on the pairs that choose."""
+        scores = self._measure_on(self.choosing, state, CHOOSING, "pairs that choose the best")
+        mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
+        if state.step > 0 and mean > state.best_r1:
+            state.best_r1, state.best_step = mean, state.step
+            self.folder.save_model(self.folder.best, self.backbone, scores)
+
+    def _measure_on(self, records: Sequence[Record], state: TrainState, prefix: str, name: str) -> dict[str, float]:
+        """R@1 in percent, logged and printed; `prefix` begins the names of the numbers."""
+        image, text, bad = self._encode(records)
+        if state.step == 0 and not self.config.freeze_image_tower:  # else they were reported with all others
+            report_bad(bad, self.folder.path)
+        recalls = recall_at_k(image, text, ks=(1,))
+        t2i, i2t = recalls["text_to_image"]["R@1"], recalls["image_to_text"]["R@1"]
+        scores = {"t2i_r1": t2i, "i2t_r1": i2t, "pairs": len(image), "left_out": len(bad)}
+        line = {"step": state.step} | {prefix + key: value for key, value in scores.items()}
+        self.log(line)
+        self.say(f"step {state.step}: R@1 on {len(image)} {name}: {t2i:.1f} text to image, {i2t:.1f} image to text")
+        return line
+
+    def _encode(self, records: Sequence[Record]) -> tuple[torch.Tensor, torch.Tensor, list[BadRecord]]:
         device, batch_size = self.accelerator.device, min(64, self.config.batch)
         with autocast(self.precision, device):
             image, good, bad = encode_images(
                 self.backbone,
-                self.held_out,
+                records,
                 self.images,
                 batch_size,
                 device,
@@ -175,21 +190,25 @@ class _Training(Run):
                 read=self.dataset.preprocess,
                 encode=_unchanged if self.config.freeze_image_tower else None,
             )
-            captions = [self.held_out[index].caption for index in good]
+            captions = [records[index].caption for index in good]
             return image, encode_texts(self.backbone, captions, batch_size, device, progress=False), bad
 
     def _finish(self, state: TrainState) -> Path:
-        folder, result = self.folder, self.folder.best if self.held_out else self.folder.last
+        folder = self.folder
         if self.main:
             folder.save_model(folder.last, self.backbone, {"step": state.step})
         rest = f", and the last {self.batches.remainder} pairs filled no step" if self.batches.remainder else ""
         self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.")
-        if self.held_out:
-            self.say(f"Best R@1, mean of both directions: {state.best_r1:.1f} at step {state.best_step}.")
+        if self.choosing:
+            self.say(
+                f"Best R@1 on the pairs that choose, mean of both directions: {state.best_r1:.1f} at step "
+                f"{state.best_step}. That model is in {folder.best}; the result of the run is the last one, in "
+                f"{folder.last}."
+            )
         if self.backbone.family.causal:  # diffusers' pipelines read CLIP's text encoders, not SigLIP's
             self.say(f"Next: debias-diffusion export --model {folder.path} --output {folder.path / 'export'}")
         self.accelerator.wait_for_everyone()
-        return result
+        return folder.last
 
 
 def _unchanged(features: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,8 @@ class Cost:
         state_bytes: weights, gradients and AdamW's two averages.
         activation_bytes: activations that one process keeps for the backward pass.
         step_seconds: forward and backward pass of a batch and AdamW's update.
-        disk_bytes: checkpoints (one more than are kept, while it is written), and the best and the last model.
+        disk_bytes: checkpoints (one more than are kept, while it is written), the last model, and the best if it is
+            kept.
     """
 
     state_bytes: int
@@ -83,7 +84,7 @@ def measure(
         state_bytes=weight_bytes + 3 * trained,
         activation_bytes=int(sum(saved.values()) * at_once / len(probe)),
         step_seconds=seconds * passes * local / len(probe) + _update_seconds(trained),
-        disk_bytes=(weight_bytes + 2 * trained) * (config.keep + 1) + 2 * weight_bytes,
+        disk_bytes=(weight_bytes + 2 * trained) * (config.keep + 1) + (2 if config.keep_best else 1) * weight_bytes,
     )
 
 
@@ -140,12 +141,13 @@ def print_plan(
     rest = f"; the last {batches.remainder} pairs fill no step" if batches.remainder else ""
     towers = "text tower, with cached image features" if config.freeze_image_tower else "both towers"
     chosen = " (auto: 1,000, of small data a tenth; --validation)" if config.validation == "auto" else ""
+    choosing = f"; {config.keep_best} more choose the best model" if config.keep_best else ""
     lines = {
         "model": f"{config.model}, {weights} weights; context length {backbone.context_length}: the first "
         f"{stretched['keep']} positions kept, the others times {stretched['factor']}; {backbone.loss} loss",
         "recipe": f"{config.recipe}: {method.describe()}",
         "trained": towers,
-        "pairs": f"{batches.records} to train on{reserve}; {held_out} held out{chosen}",
+        "pairs": f"{batches.records} to train on{reserve}; {held_out} held out{chosen}{choosing}",
         "steps": f"{total} of {config.batch} pairs{chunks} ({epochs:.2f} epochs){made}{rest}",
         "machine": f"{accelerator.num_processes} x {accelerator.device.type}, {precision}",
         "memory": f"about {memory / GB:.1f} GB a process ({cost.state_bytes / GB:.1f} weights, gradients and AdamW, "

@@ -39,7 +39,8 @@ class Run(ABC):
     Attributes:
         main: whether this is the main process, which prints and writes.
         precision: "fp32", "bf16" or "fp16".
-        all_records: the usable records of the data; `held_out` and `records` are the parts not trained and trained on.
+        all_records: the usable records of the data; `held_out` is measured on, `choosing` chooses
+            the best model (empty without `keep_best`), and `records` is trained on.
         images: where their images come from.
         missing: how many of the images that were looked up are missing.
         batches: the samples of each step.
@@ -77,7 +78,8 @@ class Run(ABC):
         if config.validation == "auto":
             validation = self.earlier.get("validation", validation)
         share = 0.0 if config.whole_epochs else reserve
-        self.held_out, self.records, spare = split(self.captions, config, validation, share)
+        not_trained, self.records, spare = split(self.captions, config, validation + config.keep_best, share)
+        self.held_out, self.choosing = not_trained[:validation], not_trained[validation:]
         self.missing = look_for_images(self.records, self.images, config.max_bad)
         self.settings = config.settings() | {
             "validation": validation,
@@ -191,8 +193,7 @@ class Run(ABC):
         self._count_replaced(batch, state)
         bar.update()
         speed = config.batch / (time.perf_counter() - started)
-        best = {"best_r1": f"{state.best_r1:.1f}"} if state.best_r1 >= 0 else {}
-        bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}", **best)
+        bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
         if self.main and finite and (state.step % config.log_every == 0 or state.step == self.batches.total_steps):
             epoch = round(state.step * config.batch / self.batches.samples_per_epoch, 4)
             numbers = {name: value for name, value in report.items() if math.isfinite(value)}  # fp16 may overflow

@@ -139,7 +139,7 @@ def split(
     """(held-out pairs, training pairs, size of each epoch's reserve).
 
     Args:
-        validation: how many are held out.
+        validation: how many are held out, with those that choose the best model.
         reserve: the share of the training pairs in each epoch's reserve, if enough for a batch remain.
 
     Raises:
@@ -150,7 +150,7 @@ def split(
     if left < config.batch:
         raise UserError(
             f"{len(records)} usable pairs less {validation} held out leave {left} to train on, fewer than "
-            f"a batch of {config.batch}. Lower --validation or --batch, or give more pairs."
+            f"a batch of {config.batch}. Lower --validation, --keep-best or --batch, or give more pairs."
         )
     spare = min(math.ceil(reserve * left), left - config.batch)
     return records[:validation], records[validation:], spare

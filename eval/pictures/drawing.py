@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from diffusers import StableDiffusionXLPipeline
@@ -24,7 +24,7 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.places import fitted_second
-from debias_diffusion.limits import check_guidance, check_seeds, check_steps
+from debias_diffusion.limits import check_guidance, check_pixels, check_seeds, check_side, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import (
@@ -41,13 +41,16 @@ from debias_diffusion.pipelines.loading import (
 from debias_diffusion.pipelines.memory import check_memory, explain_memory
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
+    Layer,
     Sampling,
     plan_batches,
     read_layout,
+    reading_layer,
     render_batch,
     replace_encoder,
     runtime_settings,
 )
+from debias_diffusion.pipelines.schedulers import check_scheduler, make_scheduler
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 
@@ -73,6 +76,9 @@ class DrawingSettings:
         windows: as if `CHUNKS` stood before the name of every encoder of 77 positions.
         seed: added to the number of each image for the seed of its noise.
         encoder_2: replaces SDXL's second text encoder for all; None keeps the checkpoint's own.
+        layer: of both text encoders, see `reading_layer`.
+        scheduler: one of SCHEDULERS; None keeps the checkpoint's own.
+        height, width: in pixels, multiples of 8; None is the checkpoint's own.
     """
 
     base: str
@@ -83,6 +89,10 @@ class DrawingSettings:
     windows: bool = False
     seed: int = 0
     encoder_2: str | None = None
+    layer: Layer = "penultimate"
+    scheduler: str | None = None
+    height: int | None = None
+    width: int | None = None
 
     @classmethod
     def of(cls, config: Any) -> "DrawingSettings":
@@ -111,8 +121,21 @@ class DrawingSettings:
             raise UserError(f"images_at_once={settings['images_at_once']} is not allowed. Give a whole number from 1.")
         check_steps(settings["steps"])
         check_guidance(settings["guidance_scale"])
+        if settings["layer"] not in get_args(Layer):
+            raise UserError(f"layer={settings['layer']!r} is not allowed. Give {' or '.join(get_args(Layer))}.")
+        if settings["scheduler"] is not None:
+            check_scheduler(settings["scheduler"])
+        for name in ("height", "width"):
+            check_side(name, settings[name])
         check_base(config.base)
-        return cls(**settings)
+        checked = cls(**settings)
+        check_pixels(*checked.size())
+        return checked
+
+    def size(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        height, width = default_size(self.base)
+        return self.height or height, self.width or width
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,7 @@ class Drawing:
     def __init__(self, settings: DrawingSettings, processes: Processes, data: str | None = None):
         self.settings, self.processes, self.data = settings, processes, data
         self.dtype = default_dtype(processes.device)
-        self.sampling = Sampling(settings.steps, settings.guidance_scale)
+        self.sampling = Sampling(settings.steps, settings.guidance_scale, settings.height, settings.width)
         self.digests = {"base": None, "encoder_2": None, "encoders": {}}
         self._pipe: StableDiffusionXLLongPromptPipeline | None = None
         self._loaded_second: str | None = None
@@ -244,6 +267,7 @@ class Drawing:
             **({"overlap": True} if self._overlaps(encoder) else {}),
             **({"encoder_2": self._second_digest(second)} if second else {}),
             **{name: getattr(self.settings, name) for name in names},
+            **{name: value for name, value in _later_settings(self.settings).items() if value is not None},
             **runtime_settings(self.processes.device, self.dtype),
         }
 
@@ -261,13 +285,14 @@ class Drawing:
             layouts = {index: read_layout(pipe, prompt, self.sampling) for index, prompt in enumerate(prompts)}
             wanted = {index for index, subject in enumerate(subjects) if subject.name in missing}
             batches = plan_batches(prompts, layouts, self.settings.images_at_once, wanted)
-            size = default_size(self.settings.base)
-            check_memory(self.settings.base, processes.device, self.dtype, *size, max(map(len, batches), default=1))
+            at_once = max(map(len, batches), default=1)
+            check_memory(self.settings.base, processes.device, self.dtype, *self.settings.size(), at_once)
 
         def render_own(batches_now: Sequence[Sequence[int]]) -> None:
             if processes.index < len(batches_now):
                 batch = batches_now[processes.index]
-                images = render_batch(pipe, [prompts[index] for index in batch], self.sampling)
+                with reading_layer(pipe, self.settings.layer):
+                    images = render_batch(pipe, [prompts[index] for index in batch], self.sampling)
                 failed.extend(_write_missing(images, [subjects[index] for index in batch], folder, missing))
 
         processes.together(load)
@@ -301,7 +326,9 @@ class Drawing:
         lengths = [part.config.max_position_embeddings for part in (text_encoder, self._pipe.text_encoder_2)]
         cut = lengths[0] == lengths[1] <= TRAINED_POSITIONS and not self._reads_in_chunks(encoder)
         cls = StableDiffusionXLPipeline if cut else StableDiffusionXLLongPromptPipeline
-        pipe = replace_encoder(self._pipe, text_encoder, tokenizer, cls)
+        scheduler = self.settings.scheduler
+        changed = {"scheduler": make_scheduler(self._pipe, scheduler)} if scheduler else {}
+        pipe = replace_encoder(self._pipe, text_encoder, tokenizer, cls, **changed)
         return pipe if cut else pipe.set_long_prompt(overlap=self._overlaps(encoder))
 
     def _second(self, model: str) -> str | None:
@@ -328,6 +355,12 @@ class Drawing:
         width = first_encoder_config(self.settings.base).hidden_size
         check_same_width(model, text_encoder.config.hidden_size, self.settings.base, width)
         return text_encoder, tokenizer
+
+
+def _later_settings(settings: DrawingSettings) -> dict[str, str | int | None]:
+    """Settings that stand in a record only where they are not the checkpoint's own: earlier releases had none."""
+    layer = None if settings.layer == "penultimate" else settings.layer
+    return {"layer": layer, **{name: getattr(settings, name) for name in ("scheduler", "height", "width")}}
 
 
 def _write_missing(

@@ -17,6 +17,7 @@ from debias_diffusion.data.bad_records import check_share, print_left_out, read_
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.loading import first_tokenizer
+from debias_diffusion.pipelines.rendering import Layer
 from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
@@ -73,6 +74,13 @@ class GenerationConfig:
             20 for toy/sdxl.
         encoder_2: Text encoder in the place of SDXL's second one, for all encoders but alignments that fitted one;
             stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
+        layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
+            last one after the final norm, as in Long-CLIP's code.
+        scheduler: diffusers' class in the place of the checkpoint's scheduler: EulerDiscreteScheduler,
+            EulerAncestralDiscreteScheduler, DPMSolverMultistepScheduler, DDIMScheduler or UniPCMultistepScheduler. null
+            keeps it.
+        height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
+        width: Likewise.
         prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
         windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
         inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
@@ -103,6 +111,10 @@ class GenerationConfig:
     prefix: str = ""
     windows: bool = False
     encoder_2: str | None = None
+    layer: Layer = "penultimate"
+    scheduler: str | None = None
+    height: int | None = None
+    width: int | None = None
     inception_weights: str | None = None
     dino: str | None = None
     dinov2: str | None = None

@@ -20,7 +20,7 @@ from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
-from debias_diffusion.interchange import best_of_run, load_text_encoder, load_two_tower
+from debias_diffusion.interchange import load_text_encoder, load_two_tower, model_of_run
 from debias_diffusion.interchange.places import model_and_weights
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.backbone import CONFIG_FILE, Backbone
@@ -155,7 +155,7 @@ def load_reader(name: str, device: torch.device, scale: str = "head") -> Reader:
         UserError: the encoder cannot be loaded, pools another token than EOT, or has suppressed heads that no weights
             can express.
     """
-    if _is_open_clip(best_of_run(shipped(name))):
+    if _is_open_clip(model_of_run(shipped(name))):
         encoder = load_two_tower(name)
         fold_text_heads(encoder)  # attention is measured with the plain attention, as in `load_text_encoder`
         captions = encoder.tokenizer

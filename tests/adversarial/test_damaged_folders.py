@@ -100,7 +100,7 @@ def test_a_damaged_run_ends_with_the_same_weights_or_is_refused(frozen, tmp_path
     stopped = tmp_path / "stopped"
     finish(arguments(stopped), tmp_path / "stopped.txt")
     expected = weights(stopped)
-    for name in ("last", "best", "checkpoints/step-00000006"):
+    for name in ("last", "checkpoints/step-00000006"):
         shutil.rmtree(stopped / "run" / name)
 
     def check(output, told):

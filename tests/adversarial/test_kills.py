@@ -61,7 +61,7 @@ def world(tmp_path_factory):
 def training(world, output, **options) -> list[str]:
     settings = dict(model=world["model"], data=world["data"], images=world["images"], output=output)
     settings |= dict(validation=6, batch=8, components=3, epochs=99, max_steps=24, warmup=2, learning_rate=1e-3)
-    settings |= dict(eval_every=7, checkpoint_every=3, log_every=1) | options
+    settings |= dict(keep_best=4, eval_every=7, checkpoint_every=3, log_every=1) | options
     return ["train", *(f"--{name}={value}" for name, value in settings.items())]
 
 

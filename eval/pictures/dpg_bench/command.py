@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, path_digest, sha256
+from debias_diffusion.pipelines.rendering import Layer
 from debias_diffusion.tokens import clip_tokenizer
 
 from ...common.encoders import labels
@@ -65,6 +66,13 @@ class DpgBenchConfig:
             20 for toy/sdxl.
         encoder_2: Text encoder in the place of SDXL's second one, for all encoders but alignments that fitted one;
             stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
+        layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
+            last one after the final norm, as in Long-CLIP's code.
+        scheduler: diffusers' class in the place of the checkpoint's scheduler: EulerDiscreteScheduler,
+            EulerAncestralDiscreteScheduler, DPMSolverMultistepScheduler, DDIMScheduler or UniPCMultistepScheduler. null
+            keeps it.
+        height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
+        width: Likewise.
         prefix: Text before each prompt.
         windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
         batch_size: Questions asked at once.
@@ -86,6 +94,10 @@ class DpgBenchConfig:
     prefix: str = ""
     windows: bool = False
     encoder_2: str | None = None
+    layer: Layer = "penultimate"
+    scheduler: str | None = None
+    height: int | None = None
+    width: int | None = None
     batch_size: int = 16
     device: str | None = None
 
