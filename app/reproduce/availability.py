@@ -66,7 +66,10 @@ def missing_weights(base: Base) -> list[str]:
     if repository:
         return _not_cached(repository, f"{base.model}:{base.pretrained}")
     file = Path("~/.cache/clip").expanduser() / Path(settings.get("url", "none")).name
-    return [] if file.exists() else [f"The weights {base.model}:{base.pretrained} are not at {str(file)!r}. Get them with: curl -o {file} {settings.get('url')}"]
+    if file.exists():
+        return []
+    name, address = f"{base.model}:{base.pretrained}", settings.get("url")
+    return [f"The weights {name} are not at {str(file)!r}. Get them with: curl -o {file} {address}"]
 
 
 def _not_cached(repository: str, name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""From tables, claims and a world to units: trainings, ablations and evaluations, shared by everything that names them."""
+"""From tables, claims and a world to units: trainings, ablations and evaluations, shared by all that name them."""
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -58,7 +58,10 @@ class Work:
         if key not in self._models:
             self._models[key] = self._model(model, seed)
         name, label, needs = self._models[key]
-        return {evaluation: self._evaluation(evaluation, name, label, needs, seed) for evaluation in dict.fromkeys(column.evaluation for column in columns)}
+        return {
+            evaluation: self._evaluation(evaluation, name, label, needs, seed)
+            for evaluation in dict.fromkeys(column.evaluation for column in columns)
+        }
 
     # ---- models
 
@@ -83,7 +86,9 @@ class Work:
         plain = {name: part for name, part in settings.items() if not hasattr(METHODS[config.recipe], name)}
         plain.pop("recipe", None)
         plain.pop("method", None)
-        identity = json_digest({"method": repr(config.make_method()), "base": asdict(self.world.bases[model.base]), **plain})
+        identity = json_digest(
+            {"method": repr(config.make_method()), "base": asdict(self.world.bases[model.base]), **plain}
+        )
         name = f"seed-{seed}/training/{config.recipe}-{identity[:12]}"
         if name not in self.units:
             needs = (self._pairs(),) if self.world.pairs is not None else ()
@@ -102,7 +107,9 @@ class Work:
         known = [part.name for part in fields(TrainConfig)]
         for name in given:
             if name not in known:
-                raise UserError(f"train has no setting {name!r}.{near_matches(name, known)} See `debias-diffusion train --help`.")
+                raise UserError(
+                    f"train has no setting {name!r}.{near_matches(name, known)} See `debias-diffusion train --help`."
+                )
         settings = self.world.training | given | {"model": base.model, "pretrained": base.pretrained}
         recipe = METHODS.get(settings.get("recipe", "debias-clip"))
         for name, values in self.world.substitute.items():
@@ -149,7 +156,9 @@ class Work:
         settings = self.world.ablation | model.ablation
         for key in settings:
             if key not in known:
-                raise UserError(f"ablate has no setting {key!r}.{near_matches(key, known)} See `debias-diffusion ablate --help`.")
+                raise UserError(
+                    f"ablate has no setting {key!r}.{near_matches(key, known)} See `debias-diffusion ablate --help`."
+                )
         for key, values in self.world.substitute.items():
             if key in known and settings.get(key) in values:
                 settings[key] = values[settings[key]]
@@ -170,7 +179,9 @@ class Work:
         settings = {name: part for name, part in given.items() if name != "kind"}
         kind = given["kind"]
         if kind not in KINDS:
-            raise UserError(f"The evaluation {evaluation!r} is of the kind {kind!r}, but must be one of {', '.join(KINDS)}.")
+            raise UserError(
+                f"The evaluation {evaluation!r} is of the kind {kind!r}, but must be one of {', '.join(KINDS)}."
+            )
         # Benchmarks that are the same data in a small world are evaluated once.
         name = f"seed-{seed}/{kind}-{json_digest(settings)[:8]}/{label}"
 
@@ -202,7 +213,9 @@ def describe(model: Model) -> str:
 
 def _named(name: str, known: Mapping[str, Any], what_it_is: str) -> Any:
     if name not in known:
-        raise UserError(f"This world has no {what_it_is} {name!r}.{near_matches(name, known)} It has: {', '.join(known)}.")
+        raise UserError(
+            f"This world has no {what_it_is} {name!r}.{near_matches(name, known)} It has: {', '.join(known)}."
+        )
     return known[name]
 
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,18 @@ from .availability import missing_parts
 from .building import Work, describe
 from .claims import all_claims, budgets, decide, find_model, needed, with_epochs
 from .evidence import evidence_page
-from .papers import CLAIMS, Claims, Column, Model, PaperTable, find_papers, read_absent, read_tables, read_world, read_yaml
+from .papers import (
+    CLAIMS,
+    Claims,
+    Column,
+    Model,
+    PaperTable,
+    find_papers,
+    read_absent,
+    read_tables,
+    read_world,
+    read_yaml,
+)
 from .table_sheets import write_table
 from .units import is_done, result_of, run_units, unit_lock
 
@@ -74,8 +84,8 @@ class ReproduceConfig:
         check_seeds(min(self.numbers), max(self.numbers))
         if self.target is None and not self.list:
             raise UserError(
-                "Nothing is named. Give a table, such as `reproduce table-S4`, or `reproduce claims`; `reproduce --list` "
-                "names all."
+                "Nothing is named. Give a table, such as `reproduce table-S4`, or `reproduce claims`; "
+                "`reproduce --list` names all."
             )
 
     @property
@@ -185,7 +195,9 @@ class _Reproduction:
         trainings = [unit for name, unit in left.items() if "/training/" in name]
         lines = [f"{len(units)} pieces of work, {len(units) - len(left)} done; in {self.output}"]
         lines += [f"  {unit.title}" for unit in left.values()] if self.config.plan else []
-        lines.append(f"to do: {len(trainings)} trainings, {len(left) - len(trainings)} other pieces; about {self._cost(left)}")
+        lines.append(
+            f"to do: {len(trainings)} trainings, {len(left) - len(trainings)} other pieces; about {self._cost(left)}"
+        )
         return "\n".join(lines)
 
     def _cost(self, units: dict) -> str:
@@ -217,7 +229,10 @@ class _Reproduction:
             rows.append([name, table.paper, needs, table.title, state])
         for entry in read_absent(self.folder):
             rows.append([entry.name, entry.paper, "", entry.title, f"not here: {entry.reason}"])
-        return "\n".join("  ".join([row[0].ljust(22), row[1].ljust(12), row[2].ljust(14), f"{row[3]}\n{'':24}{row[4]}"]) for row in rows)
+        return "\n".join(
+            "  ".join([row[0].ljust(22), row[1].ljust(12), row[2].ljust(14), f"{row[3]}\n{'':24}{row[4]}"])
+            for row in rows
+        )
 
     # ---- results
 

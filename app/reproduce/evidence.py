@@ -8,16 +8,16 @@ from .differences import FAILS, HOLDS, UNDECIDED, UNTESTED
 
 _ABOUT = """# Evidence
 
-Which claims of the papers, and of this package, hold {world}. Made by `debias-diffusion reproduce claims --world toy
---write docs/evidence.md` from the results in `{results}`; never edited by hand. [How it works](reproduce.md).
+Which claims of the papers, and of this package, hold. {world}, seeds {seeds}. Made by `debias-diffusion reproduce
+claims --world toy` from the results in `{results}`, never by hand. [How it works](reproduce.md).
 
-- A claim **holds** if the 95% interval of every difference under it lies on the expected side of 0 (for "=", between the
-  margins), **does not hold** if one lies wholly on the other side, and is **not decided** otherwise. There is no correction
-  for the number of claims: of 20 decided by chance alone, one would be wrong.
-- Differences are in points of R@1 in percent unless a score says otherwise. Each seed is a training of its own and is scored
-  on scenes of its own, so the interval, Student's over {count} seeds, holds for other trainings and other scenes. Rows with
-  a file behind them are read from that benchmark's results, whose intervals are over queries of one training if no
-  seeds are named.
+- A claim **holds** if the 95% interval of every difference under it lies on the expected side of 0 (or within the
+  margins), **does not hold** if one lies wholly outside, and is **not decided** otherwise. There is no correction for
+  the number of claims: where two models are alike, 1 difference in 20 is decided nevertheless.
+- Differences are in points of R@1 in percent unless a score says otherwise. Each seed is a training of its own, scored
+  on scenes of its own, so an interval (Student's, over {count} seeds) holds for other trainings and other scenes. A
+  difference with a file behind it is read from that benchmark's results; where it has no numbers by seed, its interval
+  is over the queries of one training.
 - The toy world says nothing about the size of an effect on real images.{budget}
 
 {summary}
@@ -34,7 +34,8 @@ def evidence_page(content: dict, results: str) -> str:
     verdicts = Counter(entry["verdict"] for entries in content["claims"].values() for entry in entries)
     summary = ", ".join(f"{verdicts[verdict]} {name}" for verdict, name in _SUMMARY.items() if verdicts[verdict])
     about = _ABOUT.format(
-        world=f"in {content['world']}, seeds {', '.join(map(str, content['seeds']))}",
+        world=content["world"],
+        seeds=", ".join(map(str, content["seeds"])),
         results=results,
         count=len(content["seeds"]),
         budget=f" {content['budget']}" if content["budget"] else "",
@@ -43,7 +44,11 @@ def evidence_page(content: dict, results: str) -> str:
     parts = [about.strip()]
     for title, entries in content["claims"].items():
         parts += [f"## {title}", _claims_table(entries).markdown(), *_notes(entries)]
-    parts += ["## Scores of all models", "Means over seeds, with the standard deviation over seeds.", *_score_tables(content)]
+    parts += [
+        "## Scores of all models",
+        "Means over seeds, with the standard deviation over seeds.",
+        *_score_tables(content),
+    ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -29,9 +29,11 @@ def retrieval_scores(model: str, output: Path, settings: dict) -> Scores:
 
 
 def robustness_scores(model: str, output: Path, settings: dict) -> Scores:
-    """R@1 under the edits in `settings` ("t2i EDIT") and the drops of it ("t2i drop EDIT") of every query, in percent."""
+    """R@1 of every query in percent under the edits in `settings` ("t2i EDIT"), and its drops ("t2i drop EDIT")."""
     edits = settings["edits"]
-    config = RobustnessConfig([model], str(output), **{name: part for name, part in settings.items() if name != "edits"})
+    config = RobustnessConfig(
+        [model], str(output), **{name: part for name, part in settings.items() if name != "edits"}
+    )
     [result] = hits_by_edit(config, edits).values()
     scores = {}
     for short, way in SHORT.items():
@@ -59,7 +61,9 @@ def attention_slope(numbers: dict) -> float:
     heights = np.asarray(numbers["before_softmax"]["positions"], dtype=float)[: len(counts)]
     many = counts >= FEW * counts[0]
     if many.sum() < 2:
-        raise UserError("The captions are shorter than two tokens, so attention has no slope over them. Give longer ones.")
+        raise UserError(
+            "The captions are shorter than two tokens, so attention has no slope over them. Give longer ones."
+        )
     positions = np.arange(1, len(counts) + 1)[many]
     slope, _ = np.polyfit(positions, heights[many], 1, w=np.sqrt(counts[many]))
     return float(100 * slope)

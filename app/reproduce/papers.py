@@ -239,8 +239,8 @@ def find_papers(folder: str) -> Path:
         if (place / f"{CLAIMS}.yaml").is_file():
             return place
     raise UserError(
-        f"The folder {folder!r} holds no {CLAIMS}.yaml. Run the command in a clone of the repository, or give --papers, "
-        "its folder configs/papers."
+        f"The folder {folder!r} holds no {CLAIMS}.yaml. Run the command in a clone of the repository, or give its "
+        "folder configs/papers as --papers."
     )
 
 
@@ -290,7 +290,9 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind):
         return _build_dataclass(kind, value, where)
     if origin in (types.UnionType, typing.Union):
-        return None if value is None else _build(next(part for part in arguments if part is not type(None)), value, where)
+        return (
+            None if value is None else _build(next(part for part in arguments if part is not type(None)), value, where)
+        )
     if origin is Literal:
         if value not in arguments:
             raise UserError(f"{where} is {value!r}, but must be one of {', '.join(map(repr, arguments))}.")
@@ -298,7 +300,10 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if origin is list and isinstance(value, list):
         return [_build(arguments[0], part, f"{where}[{at}]") for at, part in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        return {_build(arguments[0], key, where): _build(arguments[1], part, f"{where}: {key}") for key, part in value.items()}
+        return {
+            _build(arguments[0], key, where): _build(arguments[1], part, f"{where}: {key}")
+            for key, part in value.items()
+        }
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is (origin or kind):
@@ -312,7 +317,9 @@ def _build_dataclass(kind: type, value: Any, where: str) -> Any:
     hints, known = typing.get_type_hints(kind), _keys(kind)
     for key in value:
         if key not in known:
-            raise UserError(f"{where}: unknown key {key!r}.{near_matches(str(key), known)} Allowed are {', '.join(known)}.")
+            raise UserError(
+                f"{where}: unknown key {key!r}.{near_matches(str(key), known)} Allowed are {', '.join(known)}."
+            )
     for part in fields(kind):
         if part.name not in value and part.default is MISSING and part.default_factory is MISSING:
             raise UserError(f"{where}: the key {part.name!r} is missing. Allowed are {', '.join(known)}.")

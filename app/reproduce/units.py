@@ -83,7 +83,9 @@ def _claim(unit: Unit, output: Path, left: str, say: Callable[[str], None]) -> b
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOG, "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
             result = unit.work(folder)
-        write_json(folder / DONE, {"title": unit.title, "seconds": round(time.monotonic() - started, 1), "result": result})
+        write_json(
+            folder / DONE, {"title": unit.title, "seconds": round(time.monotonic() - started, 1), "result": result}
+        )
         return True
     finally:
         lock.release()
