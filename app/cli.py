@@ -1,4 +1,4 @@
-"""`debias-diffusion`: quickstart, train, align, export, generate, shards, synthesize, evaluate, app.
+"""`debias-diffusion`: quickstart, train, align, export, generate, shards, synthesize, reproduce, evaluate, app.
 
 Each command's options are the fields of one dataclass; its docstring is their help. Values come from YAML
 (`--config file.yaml`) and from the command line; the last one given counts.
@@ -83,6 +83,10 @@ COMMANDS = {
         "write long captions for a folder of images with a multimodal model, and clean them",
         "app.synthesize:SynthesizeConfig:synthesize",
     ),
+    "reproduce": (
+        "regenerate a table of the papers, or test their claims, with real data or in the toy world",
+        "app.reproduce:ReproduceConfig:reproduce",
+    ),
     "app": (
         "a page for trying encoders: what each makes of a prompt, and what it reads of it",
         "app.demo.launch:AppConfig:run_app",
@@ -91,7 +95,11 @@ COMMANDS = {
 }
 
 # Options without a default that may be given without a flag, and their help.
-POSITIONAL = {"prompt": "what to generate, in up to 20,000 characters", "folder": "folder with what `evaluate` wrote"}
+POSITIONAL = {
+    "prompt": "what to generate, in up to 20,000 characters",
+    "folder": "folder with what `evaluate` wrote",
+    "target": "table-S4 and the like as --list names them; claims; all; several with commas",
+}
 
 # Errors of the path that the user gave, not of the program.
 _PATH_ERRORS = {

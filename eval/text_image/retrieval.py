@@ -282,6 +282,19 @@ def compare_at_1(results: dict[str, dict]) -> list[dict]:
     return compare(values, lambda a, b, name: paired_difference(a, b, groups[name]))
 
 
+def retrieval_ranks(config: PairsConfig) -> dict[str, dict]:
+    """The rank of every query's match, by encoder, for one data set. Writes no report, only the cache.
+
+    Returns:
+        {label: {"ranks": {direction: ranks from 1}, "image_of": the image of each caption, ...}}
+
+    Raises:
+        UserError: the data or an encoder cannot be used.
+    """
+    evaluation = Evaluation("retrieval", config)
+    return evaluation.of_each(partial(_retrieve, evaluation))
+
+
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
     """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints tables.
 

@@ -383,8 +383,8 @@ def _shares(axes: Axes, encoders: dict[str, dict], direction: str) -> None:
     axes.set(xticks=[], ylim=(0, max(110, axes.get_ylim()[1])), ylabel="%")
 
 
-def recall_at_1(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """R@1 in percent, by encoder, edit and direction. Writes no report, only the cache.
+def hits_by_edit(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, EditedHits]:
+    """Which queries succeed under each edit, by encoder. Writes no report, only the cache.
 
     Args:
         config: the settings.
@@ -394,10 +394,14 @@ def recall_at_1(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, dic
         UserError: the data or an encoder cannot be used.
     """
     evaluation = Evaluation("robustness", config)
-    results = evaluation.of_each(partial(_evaluate, evaluation, edits=edits))
+    return evaluation.of_each(partial(_evaluate, evaluation, edits=edits))
+
+
+def recall_at_1(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
+    """R@1 in percent, by encoder, edit and direction; see `hits_by_edit`."""
     return {
         label: {edit: {way: float(result.of(edit, way).mean()) for way in DIRECTIONS} for edit in edits}
-        for label, result in results.items()
+        for label, result in hits_by_edit(config, edits).items()
     }
 
 

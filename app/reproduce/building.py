@@ -1,0 +1,234 @@
+"""From tables, claims and a world to units: trainings, ablations and evaluations, shared by all that name them."""
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from debias_diffusion.errors import UserError, near_matches, reason
+from debias_diffusion.files import json_digest, read_json_object, write_json
+from debias_diffusion.methods import METHODS
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.training import TrainConfig, train
+
+from ..ablate import AblateConfig, ablate
+from .measuring import KINDS
+from .papers import Column, Model, World
+from .units import Unit
+
+PAIRS = "pairs"
+HELD_OUT = 100  # of the pairs that a small world writes
+_SETTINGS = "reproduce.json"  # in a training's folder: the settings that it began with
+_EVALUATION_SECONDS = 15.0  # a guess, for the order of units
+
+
+@dataclass
+class Work:
+    """All units of a call.
+
+    Attributes:
+        world: where data and models come from.
+        root: folder of real data.
+        output: folder of everything.
+        device: that evaluations and ablations run on; None: cuda where there is one.
+        units: by name.
+    """
+
+    world: World
+    root: Path
+    output: Path
+    device: str | None = None
+    units: dict[str, Unit] = field(default_factory=dict)
+    _models: dict[str, tuple] = field(default_factory=dict)
+
+    def add(self, model: Model, columns: Iterable[Column], seed: int) -> dict[str, str]:
+        """Adds what the columns need of a model trained with a seed.
+
+        Returns:
+            {evaluation: name of its unit}
+
+        Raises:
+            UserError: a name or a setting is unknown in this world.
+        """
+        key = f"{describe(model)}/{seed}"
+        if key not in self._models:
+            self._models[key] = self._model(model, seed)
+        name, label, needs = self._models[key]
+        return {
+            evaluation: self._evaluation(evaluation, name, label, needs, seed)
+            for evaluation in dict.fromkeys(column.evaluation for column in columns)
+        }
+
+    # ---- models
+
+    def _model(self, model: Model, seed: int) -> tuple[Callable[[], str], str, tuple[str, ...]]:
+        """(the model's name or folder, its label in folder names, the units that it needs)"""
+        base = _named(model.base, self.world.bases, "base model")
+        if model.training is not None and model.ablation is not None:
+            raise UserError(f"A row has both a training {model.training} and an ablation {model.ablation}. Give one.")
+        if model.training is not None:
+            unit = self._training(model, seed)
+            return str(self.output / unit.name / "last"), Path(unit.name).name, (unit.name,)
+        name = f"{base.model}:{base.pretrained}" if base.pretrained else base.model
+        if model.ablation is None:
+            return name, model.base, ()
+        unit = self._ablation(model, name, seed)
+        return str(self.output / unit.name), Path(unit.name).name, (unit.name,)
+
+    def _training(self, model: Model, seed: int) -> Unit:
+        settings = self.training_settings(model)
+        config = self._train_config(settings, seed, self.output)
+        # Equal methods have one folder, however they are spelled: long-clip is debias-clip with three options.
+        plain = {name: part for name, part in settings.items() if not hasattr(METHODS[config.recipe], name)}
+        plain.pop("recipe", None)
+        plain.pop("method", None)
+        identity = json_digest(
+            {"method": repr(config.make_method()), "base": asdict(self.world.bases[model.base]), **plain}
+        )
+        name = f"seed-{seed}/training/{config.recipe}-{identity[:12]}"
+        if name not in self.units:
+            needs = (self._pairs(),) if self.world.pairs is not None else ()
+            seconds = (self.world.seconds_per_step or 1.0) * (config.max_steps or 1000 * config.epochs)
+            title = f"train {describe(model)}, seed {seed}"
+            self.units[name] = Unit(name, title, partial(self._train, settings, seed), needs, seconds)
+        return self.units[name]
+
+    def training_name(self, model: Model, seed: int) -> str:
+        """The name of a model's training."""
+        return self._training(model, seed).name
+
+    def training_settings(self, model: Model) -> dict[str, Any]:
+        """Settings of `train` for a model in this world, with epochs turned into steps where the world does so."""
+        base, given = self.world.bases[model.base], model.training or {}
+        known = [part.name for part in fields(TrainConfig)]
+        for name in given:
+            if name not in known:
+                raise UserError(
+                    f"train has no setting {name!r}.{near_matches(name, known)} See `debias-diffusion train --help`."
+                )
+        settings = self.world.training | given | {"model": base.model, "pretrained": base.pretrained}
+        recipe = METHODS.get(settings.get("recipe", "debias-clip"))
+        for name, values in self.world.substitute.items():
+            value = settings.get(name, getattr(recipe, name, None))
+            if value in values:
+                settings[name] = values[value]
+        if self.world.steps_per_epoch is not None:
+            steps = self.world.steps_per_epoch * settings.get("epochs", TrainConfig.epochs)
+            settings |= {"max_steps": steps, "epochs": steps, "warmup": steps // 10, "eval_every": steps}
+        return settings
+
+    def _train_config(self, settings: dict, seed: int, folder: Path) -> TrainConfig:
+        values = self._filled(settings, seed) | {"output": str(folder), "seed": seed}
+        if self.world.pairs is not None:
+            data, images = self._pair_files()
+            values |= {"data": str(data), "images": str(images), "validation": HELD_OUT}
+        return _checked(TrainConfig, values)
+
+    def _train(self, settings: dict, seed: int, folder: Path) -> dict:
+        # A training that was begun continues with the spelling of the settings that it began with.
+        begun = read_json_object(folder / _SETTINGS) or settings
+        write_json(folder / _SETTINGS, begun)
+        if train(self._train_config(begun, seed, folder)) is None:
+            raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
+        if not self.world.keep_checkpoints:
+            for part in ("checkpoints", "best"):
+                shutil.rmtree(folder / part, ignore_errors=True)
+        return {"settings": begun}
+
+    def _pairs(self) -> str:
+        def work(folder: Path) -> dict:
+            write_pairs(folder / "data", HELD_OUT, self.world.pairs)
+            return {}
+
+        self.units.setdefault(PAIRS, Unit(PAIRS, f"draw {self.world.pairs} pairs to train on", work, (), 1e9))
+        return PAIRS
+
+    def _pair_files(self) -> tuple[Path, Path]:
+        folder = self.output / PAIRS / "data"
+        return folder / "data.json", folder / "images"
+
+    def _ablation(self, model: Model, name: str, seed: int) -> Unit:
+        known = [part.name for part in fields(AblateConfig)]
+        settings = self.world.ablation | model.ablation
+        for key in settings:
+            if key not in known:
+                raise UserError(
+                    f"ablate has no setting {key!r}.{near_matches(key, known)} See `debias-diffusion ablate --help`."
+                )
+        for key, values in self.world.substitute.items():
+            if key in known and settings.get(key) in values:
+                settings[key] = values[settings[key]]
+        settings |= {"model": name, "device": self.device}
+        unit = f"seed-{seed}/ablation/{settings.get('search', 'ga')}-{json_digest(settings)[:12]}"
+
+        def work(folder: Path) -> dict:
+            ablate(_checked(AblateConfig, self._filled(settings, seed) | {"output": str(folder), "seed": seed}))
+            return {}
+
+        self.units.setdefault(unit, Unit(unit, f"ablate {describe(model)}, seed {seed}", work, (), 60.0))
+        return self.units[unit]
+
+    # ---- evaluations
+
+    def _evaluation(self, evaluation: str, model: str, label: str, needs: tuple[str, ...], seed: int) -> str:
+        given = _named(evaluation, self.world.evaluations, "evaluation")
+        settings = {name: part for name, part in given.items() if name != "kind"}
+        kind = given["kind"]
+        if kind not in KINDS:
+            raise UserError(
+                f"The evaluation {evaluation!r} is of the kind {kind!r}, but must be one of {', '.join(KINDS)}."
+            )
+        # Benchmarks that are the same data in a small world are evaluated once.
+        name = f"seed-{seed}/{kind}-{json_digest(settings)[:8]}/{label}"
+
+        def work(folder: Path) -> dict:
+            filled = self._filled(settings, seed) | ({"device": self.device} if self.device else {})
+            return KINDS[kind](model, folder, filled)
+
+        title = f"evaluate {evaluation} ({kind}) of {label}, seed {seed}"
+        self.units.setdefault(name, Unit(name, title, work, needs, _EVALUATION_SECONDS))
+        return name
+
+    def _filled(self, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """Settings with places and seed filled in."""
+        return {name: fill(part, self.root, seed) for name, part in settings.items()}
+
+
+def fill(value: Any, root: Path, seed: int) -> Any:
+    """`value` with {root} and {seed} replaced, if it is text."""
+    return value.replace("{root}", str(root)).replace("{seed}", str(seed)) if isinstance(value, str) else value
+
+
+def describe(model: Model) -> str:
+    """A model's settings in a few words."""
+    settings = model.training if model.training is not None else model.ablation
+    if settings is None:
+        return model.base
+    return f"{model.base}, " + (", ".join(f"{name} {part}" for name, part in settings.items()) or "defaults")
+
+
+def _named(name: str, known: Mapping[str, Any], what_it_is: str) -> Any:
+    if name not in known:
+        raise UserError(
+            f"This world has no {what_it_is} {name!r}.{near_matches(name, known)} It has: {', '.join(known)}."
+        )
+    return known[name]
+
+
+@lru_cache
+def _parser(kind: type) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, as_group=False)
+    return parser
+
+
+def _checked(kind: type, values: dict[str, Any]) -> Any:
+    """An instance of a command's dataclass of options, its values checked as the command line checks them."""
+    try:
+        return kind(**_parser(kind).parse_object(values).as_dict())
+    except ArgumentError as error:
+        raise UserError(f"Settings of {kind.__name__} cannot be used: {reason(error)}") from error

@@ -1,0 +1,308 @@
+"""Tables, figures and claims of the papers, regenerated with real data or in the toy world."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from debias_diffusion.errors import UserError, near_matches
+from debias_diffusion.eval.common.inputs import check_output
+from debias_diffusion.eval.common.report import table as text_table
+from debias_diffusion.eval.common.report import versions
+from debias_diffusion.files import read_json_object, write_json, write_text
+from debias_diffusion.limits import check_seeds
+from debias_diffusion.training.plan import duration
+
+from .availability import missing_parts
+from .building import Work, describe
+from .claims import all_claims, budgets, decide, find_model, needed, with_epochs
+from .evidence import evidence_page
+from .papers import (
+    CLAIMS,
+    Claims,
+    Column,
+    Model,
+    PaperTable,
+    find_papers,
+    read_absent,
+    read_tables,
+    read_world,
+    read_yaml,
+)
+from .table_sheets import write_table
+from .units import is_done, result_of, run_units, unit_lock
+
+ALL, EVIDENCE = "all", "evidence"
+TFLOPS = 120e12  # FLOP a second of the GPU that hours are counted for: an A100 at two fifths of its bf16 peak
+PAIRS_OF_SHAREGPT4V = 1_245_901
+RESULTS, PAGE = "benchmarks/results/claims.json", "docs/evidence.md"
+
+
+@dataclass
+class ReproduceConfig:
+    """Regenerate a table or figure of the papers beside the published numbers, or test their claims.
+
+    Everything finished is kept: the same command continues. Several processes started with the same command on one
+    output folder share the work. Without a GPU, or for the toy world, --device cpu.
+
+    Attributes:
+        target: table-S4 and the like as --list names them, claims, or all; several with commas between them. evidence
+            only renders the page of the claims from --results, and trains nothing.
+        world: real, the papers' data and weights; or toy, the same comparisons in the toy world.
+        root: Folder of the real data, see docs/reproduce.md.
+        output: Folder for trainings, results and tables (table-S4.md, table-S4.json, claims.json).
+        seeds: How many seeds, from 0.
+        seed_list: The seeds instead, as 0,2.
+        papers: Folder of the tables' settings and published numbers.
+        device: Device to run on: cpu, or null for cuda where there is one.
+        results: JSON file of the claims' results: claims writes it, too, and evidence reads it (by default
+            benchmarks/results/claims.json).
+        write: Page that claims writes, too, and evidence writes (by default docs/evidence.md).
+        list: Name every table and figure, what it needs and whether it is here.
+        plan: Print what would run and what it costs, and do nothing.
+    """
+
+    target: str | None
+    world: str = "real"
+    root: str = "data"
+    output: str = "runs/papers"
+    seeds: int = 1
+    seed_list: str | None = None
+    papers: str = "configs/papers"
+    device: str | None = None
+    results: str | None = None
+    write: str | None = None
+    list: bool = False
+    plan: bool = False
+
+    def __post_init__(self):
+        check_output(self.output)
+        if self.seeds < 1:
+            raise UserError(f"seeds is {self.seeds}, but must be at least 1.")
+        check_seeds(min(self.numbers), max(self.numbers))
+        if self.target is None and not self.list:
+            raise UserError(
+                "Nothing is named. Give a table, such as `reproduce table-S4`, or `reproduce claims`; "
+                "`reproduce --list` names all."
+            )
+
+    @property
+    def numbers(self):
+        """The seeds, ascending."""
+        if self.seed_list is None:
+            return [*range(self.seeds)]
+        parts = [part.strip() for part in self.seed_list.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            raise UserError(f"seed_list is {self.seed_list!r}, but must be whole numbers with commas, such as 0,2.")
+        return sorted({int(part) for part in parts})
+
+
+def reproduce(config: ReproduceConfig) -> list[Path]:
+    """Trains and evaluates what is missing, and writes tables; or lists, or plans.
+
+    Returns:
+        The files written.
+
+    Raises:
+        UserError: a name is unknown, a setting cannot be used, or data or weights are missing.
+    """
+    if config.target == EVIDENCE:
+        return [render_evidence(Path(config.results or RESULTS), Path(config.write or PAGE))]
+    return _Reproduction(config).run()
+
+
+def render_evidence(results: Path, page: Path) -> Path:
+    """Writes the page of all claims from their results, and returns it.
+
+    Raises:
+        UserError: there are no results.
+    """
+    if not (content := read_json_object(results)):
+        raise UserError(f"There are no results in {str(results)!r}. `reproduce claims --results` writes them.")
+    write_text(page, evidence_page(content, RESULTS))
+    return page
+
+
+class _Reproduction:
+    """One call: `tables` are the tables wanted, `claims` the claims if they are."""
+
+    def __init__(self, config: ReproduceConfig):
+        self.config, self.folder = config, find_papers(config.papers)
+        self.world = read_world(self.folder, config.world)
+        self.output, self.root = Path(config.output) / config.world, Path(config.root)
+        self.all_tables = read_tables(self.folder)
+        wanted = [] if config.target is None else [name.strip() for name in config.target.split(",")]
+        self.tables = self._find_tables(wanted)
+        self.claims = read_yaml(self.folder / f"{CLAIMS}.yaml", Claims) if {CLAIMS, ALL} & set(wanted) else None
+        self.work = Work(self.world, self.root, self.output, config.device)
+        self._places: dict[str, str] = {}
+
+    def run(self) -> list[Path]:
+        if self.config.list:
+            print(self._list())
+            return []
+        self._add_units()
+        print(self._plan())
+        if self.config.plan:
+            return []
+        if missing := missing_parts(self.world, self.root, *self._rows_and_columns()):
+            raise UserError("Some of what this needs is not here:\n- " + "\n- ".join(missing))
+        if self.config.device == "cpu":
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # trainings have no option of their own for it
+        self.output.mkdir(parents=True, exist_ok=True)
+        run_units(self.work.units, self.output, lambda line: print(line, flush=True))
+        with unit_lock(self.output, "tables").acquire(timeout=600):  # each process writes the same
+            return self._write()
+
+    # ---- what is wanted
+
+    def _find_tables(self, wanted: list[str]) -> dict[str, PaperTable]:
+        if ALL in wanted:
+            return self.all_tables
+        absent = {entry.name: entry.reason for entry in read_absent(self.folder)}
+        for name in wanted:
+            if name in absent:
+                raise UserError(f"{name} cannot be reproduced here: {absent[name]} `reproduce --list` names what can.")
+            if name not in (*self.all_tables, CLAIMS):
+                known = [*self.all_tables, CLAIMS, ALL]
+                raise UserError(f"There is no {name!r}.{near_matches(name, known)} Choose from: {', '.join(known)}.")
+        return {name: self.all_tables[name] for name in wanted if name != CLAIMS}
+
+    def _pairs(self) -> Iterable[tuple[Model, Column]]:
+        """Every model wanted, with each column it is needed for."""
+        for table in self.tables.values():
+            yield from ((row, column) for row in table.rows.values() for column in table.columns.values())
+        if self.claims:
+            yield from needed(self.claims)
+
+    def _rows_and_columns(self) -> tuple[list[Model], list[Column]]:
+        pairs = list(self._pairs())
+        return [model for model, _ in pairs], [column for _, column in pairs]
+
+    def _add_units(self) -> None:
+        for seed in self.config.numbers:
+            for model, column in self._pairs():
+                [unit] = self.work.add(model, [column], seed).values()
+                self._places[_key(model, column.evaluation, seed)] = unit
+
+    # ---- the plan and the list
+
+    def _plan(self) -> str:
+        units = self.work.units
+        left = {name: unit for name, unit in units.items() if not is_done(self.output, name)}
+        trainings = [unit for name, unit in left.items() if "/training/" in name]
+        lines = [f"{len(units)} pieces of work, {len(units) - len(left)} done; in {self.output}"]
+        lines += [f"  {unit.title}" for unit in left.values()] if self.config.plan else []
+        lines.append(
+            f"to do: {len(trainings)} trainings, {len(left) - len(trainings)} other pieces; about {self._cost(left)}"
+        )
+        return "\n".join(lines)
+
+    def _cost(self, units: dict) -> str:
+        if self.world.seconds_per_step is not None:
+            seconds = sum(unit.cost for name, unit in units.items() if name != "pairs")
+            return f"{duration(seconds)} of one core"
+        hours = {}
+        for seed in self.config.numbers:
+            for model in self._rows_and_columns()[0]:
+                if model.training is not None and (name := self.work.training_name(model, seed)) in units:
+                    hours[name] = self._gpu_hours(model)
+        return f"{sum(hours.values()):.0f} GPU hours for the trainings (counted for {TFLOPS / 1e12:.0f} TFLOP/s)"
+
+    def _gpu_hours(self, model: Model) -> float:
+        """Of one training on ShareGPT4V, by count."""
+        if model.training is None or model.base not in self.world.bases:
+            return 0.0
+        pairs = PAIRS_OF_SHAREGPT4V * (model.training.get("epochs") or self.world.training.get("epochs", 3))
+        return pairs * self.world.bases[model.base].tflop * 1e12 / TFLOPS / 3600
+
+    def _list(self) -> str:
+        rows = []
+        for name, table in sorted(self.all_tables.items(), key=lambda pair: (pair[1].paper, pair[0])):
+            models = list(table.rows.values())
+            missing = missing_parts(self.world, self.root, models, table.columns.values())
+            state = "here" if not missing else f"missing {len(missing)}: {missing[0]}"
+            hours = sum({describe(model): self._gpu_hours(model) for model in models}.values())
+            needs = f"{hours:.0f} GPU hours" if hours else ("no training" if not self.world.pairs else "toy")
+            rows.append([name, table.paper, needs, table.title, state])
+        for entry in read_absent(self.folder):
+            rows.append([entry.name, entry.paper, "", entry.title, f"not here: {entry.reason}"])
+        return "\n".join(
+            "  ".join([row[0].ljust(22), row[1].ljust(12), row[2].ljust(14), f"{row[3]}\n{'':24}{row[4]}"])
+            for row in rows
+        )
+
+    # ---- results
+
+    def _scores(self, model: Model, evaluation: str, score: str) -> dict:
+        """{seed: values of the score}"""
+        values = {}
+        for seed in self.config.numbers:
+            scores = result_of(self.output, self._places[_key(model, evaluation, seed)])
+            if score not in scores:
+                raise UserError(
+                    f"{evaluation} has no score {score!r}.{near_matches(score, scores)} It has: {', '.join(scores)}."
+                )
+            values[seed] = scores[score]
+        return values
+
+    def _write(self) -> list[Path]:
+        files = [
+            write_table(name, table, self._scores, self.world.title, self.config.numbers, self.output)
+            for name, table in self.tables.items()
+        ]
+        for file in files:
+            print(f"\n{file.read_text(encoding='utf-8')}")
+        return files + (self._write_claims() if self.claims else [])
+
+    def _write_claims(self) -> list[Path]:
+        files = [self.output / "claims.json", *([Path(self.config.results)] if self.config.results else [])]
+        content = self._claims_content()
+        for file in files:
+            write_json(file, content)
+        page = evidence_page(content, RESULTS)
+        pages = [self.output / "claims.md", *([Path(self.config.write)] if self.config.write else [])]
+        for file in pages:
+            write_text(file, page)
+        verdicts = [[entry["claim"], entry["verdict"]] for group in content["claims"].values() for entry in group]
+        print("\n" + text_table(["claim", "verdict"], verdicts))
+        return files + pages
+
+    def _claims_content(self) -> dict:
+        groups = decide(self.claims, self._scores, self.folder.resolve().parents[1])
+        steps = self.world.steps_per_epoch
+        for entry in (entry for group in groups.values() for entry in group):
+            entry["steps"] = entry["epochs"] and steps and entry["epochs"] * steps
+        return {
+            "world": self.world.title,
+            "budget": self.world.budget,
+            "seeds": self.config.numbers,
+            "versions": versions(),
+            "claims": groups,
+            "scores": self._all_scores(),
+        }
+
+    def _all_scores(self) -> dict[str, dict]:
+        """{evaluation: {model: {score: {"mean", "deviation" over seeds}}}}"""
+        scores = {}
+        for claim in all_claims(self.claims):
+            for epochs in budgets(claim):
+                for comparison in claim.compare:
+                    for name in comparison.names:
+                        label = name if epochs is None else f"{name}, {epochs} epochs"
+                        model = with_epochs(find_model(self.claims, name), epochs)
+                        values = self._scores(model, comparison.evaluation, comparison.score)
+                        by_model = scores.setdefault(comparison.evaluation, {}).setdefault(label, {})
+                        by_model[comparison.score] = _summary([float(np.mean(part)) for part in values.values()])
+        return scores
+
+
+def _summary(by_seed: list[float]) -> dict:
+    deviation = float(np.std(by_seed, ddof=1)) if len(by_seed) > 1 else None
+    return {"mean": float(f"{np.mean(by_seed):.5g}"), "deviation": deviation and float(f"{deviation:.3g}")}
+
+
+def _key(model: Model, evaluation: str, seed: int) -> str:
+    return f"{seed}/{evaluation}/{describe(model)}"

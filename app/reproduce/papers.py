@@ -1,0 +1,330 @@
+"""The files under `configs/papers/`: tables, claims and worlds, read into dataclasses that name every allowed key."""
+
+import types
+import typing
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+from debias_diffusion.errors import UserError, near_matches, reason
+
+NOT_HERE, CLAIMS, WORLD = "not-here", "claims", "world-"
+_BESIDE_THE_PACKAGE = Path(__file__).parents[2] / "configs" / "papers"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: a score of one of the world's evaluations.
+
+    Attributes:
+        evaluation: a name in the world's `evaluations`.
+        score: one of its scores, see `measuring.KINDS`.
+    """
+
+    evaluation: str
+    score: str = "t2i"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that a table compares.
+
+    Attributes:
+        base: a name in the world's `bases`.
+        training: settings of `train` besides the world's; None for the base model itself.
+        ablation: settings of `ablate` besides the world's, of the base model.
+    """
+
+    base: str = "openai-b16"
+    training: dict[str, Any] | None = None
+    ablation: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Row(Model):
+    """A row of a table.
+
+    Attributes:
+        published: a number for each column, None where there is none.
+    """
+
+    published: list[float | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table or figure of a paper.
+
+    Attributes:
+        paper: its short name.
+        title: what it compares.
+        source: where the published numbers stand.
+        columns: by title.
+        rows: by name.
+        note: on what is compared or could not be read.
+    """
+
+    paper: str
+    title: str
+    source: str
+    columns: dict[str, Column]
+    rows: dict[str, Row]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A table or figure without a file of settings.
+
+    Attributes:
+        name: as other tables' files are named.
+        paper, title: as in `PaperTable`.
+        reason: why, in one line.
+    """
+
+    name: str
+    paper: str
+    title: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A score of one model less that of another, and the sign that is expected: a - b, or (a - b) - (c - d).
+
+    Attributes:
+        a, b, c, d: names of models.
+        evaluation, score: as in `Column`.
+        sign: above or below 0, or between -margin and margin.
+        margin: for "=".
+    """
+
+    a: str
+    b: str
+    evaluation: str
+    score: str = "t2i"
+    sign: Literal["+", "-", "="] = "+"
+    margin: float = 0.0
+    c: str | None = None
+    d: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The models that are compared."""
+        return [name for name in (self.a, self.b, self.c, self.d) if name is not None]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Differences in the results of a benchmark, a JSON file in the repository.
+
+    Attributes:
+        file: below the repository.
+        path: keys down to {"difference", "low", "high", "p"}, or, with `less`, to a number. "*" stands for every key:
+            each then is a seed.
+        less: keys to the number that is subtracted.
+        where: of a list at `path`, the values that name its entry; then `entry` are the keys below that.
+        entry: see `where`.
+        sign, margin: as in `Comparison`.
+        text: what is compared.
+    """
+
+    file: str
+    path: list[str]
+    text: str
+    less: list[str] | None = None
+    where: dict[str, Any] | None = None
+    entry: list[str] = field(default_factory=list)
+    sign: Literal["+", "-", "="] = "+"
+    margin: float = 0.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of a paper, and the differences that decide it: it holds if all of them have the expected sign.
+
+    Attributes:
+        claim: the statement.
+        source: where it stands.
+        published: the published numbers, in words.
+        compare: differences that this command measures.
+        recorded: differences from the results of benchmarks.
+        epochs: budgets: the comparison is made once for each, and overrides the epochs of every training.
+        note: on the claim.
+        not_tested: why it is not.
+    """
+
+    claim: str
+    source: str
+    published: str = ""
+    compare: list[Comparison] = field(default_factory=list)
+    recorded: list[Recorded] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    note: str = ""
+    not_tested: str = ""
+
+
+@dataclass(frozen=True)
+class Claims:
+    """All claims, and the models that they compare.
+
+    Attributes:
+        models: by name.
+        claims: in groups, by title.
+    """
+
+    models: dict[str, Model]
+    claims: dict[str, list[Claim]]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model.
+
+    Attributes:
+        model, pretrained: as `train` takes them.
+        tflop: counted TFLOP of a training step for each pair, forward and backward; for estimates.
+    """
+
+    model: str
+    pretrained: str | None = None
+    tflop: float = 0.0
+
+
+@dataclass(frozen=True)
+class World:
+    """Where data, base models and settings of all tables come from. "{root}", "{seed}" and "{output}" are filled in.
+
+    Attributes:
+        title: for pages.
+        bases: base models, by the names that tables use.
+        training: settings of `train`.
+        ablation: settings of `ablate`.
+        evaluations: by name: "kind", one of `measuring.KINDS`, and settings of that evaluation.
+        steps_per_epoch: of small worlds: an epoch of a table is so many steps here; None: a pass over the data.
+        substitute: {setting: {value: value here}}: what does not fit the world's models, in recipes and ablations.
+        pairs: training pairs to write before the first training; None: they are there.
+        seconds_per_step: of a training on one core, for estimates; None: count FLOP.
+        keep_checkpoints: whether a finished training keeps its checkpoints.
+        needs: {file or folder: the command that gets it}, what trainings and evaluations read besides benchmarks.
+        budget: of a training, in words.
+    """
+
+    title: str
+    bases: dict[str, Base]
+    training: dict[str, Any]
+    ablation: dict[str, Any]
+    evaluations: dict[str, dict[str, Any]]
+    steps_per_epoch: int | None = None
+    substitute: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    pairs: int | None = None
+    seconds_per_step: float | None = None
+    keep_checkpoints: bool = True
+    needs: dict[str, str] = field(default_factory=dict)
+    budget: str = ""
+
+
+# ---- reading
+
+
+def find_papers(folder: str) -> Path:
+    """The folder of the files: `folder`, or the repository's, where the package is installed from a clone.
+
+    Raises:
+        UserError: there is none.
+    """
+    for place in (Path(folder), _BESIDE_THE_PACKAGE):
+        if (place / f"{CLAIMS}.yaml").is_file():
+            return place
+    raise UserError(
+        f"The folder {folder!r} holds no {CLAIMS}.yaml. Run the command in a clone of the repository, or give its "
+        "folder configs/papers as --papers."
+    )
+
+
+def read_tables(folder: Path) -> dict[str, PaperTable]:
+    """Every table with a file of settings, by name."""
+    special = (NOT_HERE, CLAIMS)
+    names = [file.stem for file in sorted(folder.glob("*.yaml"))]
+    return {
+        name: read_yaml(folder / f"{name}.yaml", PaperTable)
+        for name in names
+        if name not in special and not name.startswith(WORLD)
+    }
+
+
+def read_absent(folder: Path) -> list[Absent]:
+    """The tables and figures without a file of settings."""
+    return read_yaml(folder / f"{NOT_HERE}.yaml", list[Absent])
+
+
+def read_world(folder: Path, name: str) -> World:
+    """The world of that name. Raises UserError for an unknown one."""
+    file = folder / f"{WORLD}{name}.yaml"
+    if not file.is_file():
+        known = [path.stem.removeprefix(WORLD) for path in sorted(folder.glob(f"{WORLD}*.yaml"))]
+        raise UserError(f"There is no world {name!r}.{near_matches(name, known)} Choose one of: {', '.join(known)}.")
+    return read_yaml(file, World)
+
+
+def read_yaml(file: Path, kind: Any) -> Any:
+    """The content of a YAML file as `kind`, a dataclass or a list of one.
+
+    Raises:
+        UserError: it is no YAML, has an unknown key, lacks one, or a value is of another type.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{str(file)!r} cannot be read as YAML: {reason(error)}.") from error
+    return _build(kind, content, str(file))
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """`value` of YAML as `kind`. `where` names the place for messages."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if is_dataclass(kind):
+        return _build_dataclass(kind, value, where)
+    if origin in (types.UnionType, typing.Union):
+        return (
+            None if value is None else _build(next(part for part in arguments if part is not type(None)), value, where)
+        )
+    if origin is Literal:
+        if value not in arguments:
+            raise UserError(f"{where} is {value!r}, but must be one of {', '.join(map(repr, arguments))}.")
+        return value
+    if origin is list and isinstance(value, list):
+        return [_build(arguments[0], part, f"{where}[{at}]") for at, part in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {
+            _build(arguments[0], key, where): _build(arguments[1], part, f"{where}: {key}")
+            for key, part in value.items()
+        }
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is (origin or kind):
+        return value
+    raise UserError(f"{where} is {value!r}, but must be of type {(origin or kind).__name__}.")
+
+
+def _build_dataclass(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is {value!r}, but must hold keys of {', '.join(_keys(kind))}.")
+    hints, known = typing.get_type_hints(kind), _keys(kind)
+    for key in value:
+        if key not in known:
+            raise UserError(
+                f"{where}: unknown key {key!r}.{near_matches(str(key), known)} Allowed are {', '.join(known)}."
+            )
+    for part in fields(kind):
+        if part.name not in value and part.default is MISSING and part.default_factory is MISSING:
+            raise UserError(f"{where}: the key {part.name!r} is missing. Allowed are {', '.join(known)}.")
+    return kind(**{key: _build(hints[key], part, f"{where}: {key}") for key, part in value.items()})
+
+
+def _keys(kind: type) -> list[str]:
+    return [part.name for part in fields(kind)]
