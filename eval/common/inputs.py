@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,29 @@ from debias_diffusion.errors import UserError
 from .encoders import check_encoders
 
 AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
+
+
+@dataclass
+class BenchmarkConfig:
+    """What evaluations of two-tower models on the files of one benchmark share.
+
+    Attributes:
+        encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
+            them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
+        output: Folder for the results, a JSON file and a figure. Finished results in it are reused.
+        batch_size: Images, or texts, encoded at once.
+        max_bad: Largest share of records or images that may be unusable before the evaluation stops, from 0 to 1.
+        device: Device to run on. The default is cuda where there is one, else cpu.
+    """
+
+    encoders: list[str]
+    output: str
+    batch_size: int = field(default=64, kw_only=True)
+    max_bad: float = field(default=0.01, kw_only=True)
+    device: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        check_settings(self)
 
 
 def check_settings(config: Any, with_encoders: bool = True, of_images: bool = False) -> None:

@@ -33,7 +33,7 @@ from debias_diffusion.retrieval import TIE, encode_texts
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import TwoTower, compare, of_each
-from ..common.inputs import check_settings
+from ..common.inputs import BenchmarkConfig
 from ..common.intervals import paired_difference
 from ..common.report import Table, compared_tables, interval, show, write_report
 from .image_features import ImageFeatures
@@ -60,31 +60,20 @@ CIFAR_SIDE = 32  # pixels
 
 
 @dataclass
-class ClassificationConfig:
+class ClassificationConfig(BenchmarkConfig):
     """Settings of a zero-shot classification.
 
     Attributes:
-        encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
-            them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
         dataset: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or cifar-100.
         data: Its folder, as its authors publish it: 1000 (A and O: 200) folders of images named by WordNet id, V2's
             named 0 to 999; of CIFAR the folder of the binary version.
-        output: Folder for the results, a JSON file and a figure. Finished results in it are reused.
-        batch_size: Images, or prompts, encoded at once.
-        max_bad: Largest share of images that may be unusable before the evaluation stops, from 0 to 1.
-        device: Device to run on. The default is cuda where there is one, else cpu.
     """
 
-    encoders: list[str]
     dataset: str
     data: str
-    output: str
-    batch_size: int = 64
-    max_bad: float = 0.01
-    device: str | None = None
 
     def __post_init__(self):
-        check_settings(self)
+        super().__post_init__()
         if self.dataset not in BENCHMARKS:
             raise UserError(
                 f"Unknown dataset {self.dataset!r}.{near_matches(self.dataset, BENCHMARKS)} Give one of "

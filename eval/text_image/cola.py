@@ -26,7 +26,7 @@ from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import TwoTower, compare, of_each
-from ..common.inputs import check_settings
+from ..common.inputs import BenchmarkConfig
 from ..common.intervals import mean_interval, paired_difference
 from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from .image_features import ImageFeatures
@@ -35,31 +35,17 @@ MULTI, SINGLE = "multi-object", "single-object"
 
 
 @dataclass
-class ColaConfig:
+class ColaConfig(BenchmarkConfig):
     """Settings of an evaluation on Cola.
 
     Attributes:
-        encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
-            them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
         data: A file of Cola's data/, COLA_multiobjects_matching_benchmark.json or
             COLA_singleobjects_benchmark_GQA.json, _CLEVR or _PACO.
         images: Folder with the images that it names, all in one.
-        output: Folder for the results, a JSON file and a figure. Finished results in it are reused.
-        batch_size: Images, or texts, encoded at once.
-        max_bad: Largest share of records or images that may be unusable before the evaluation stops, from 0 to 1.
-        device: Device to run on. The default is cuda where there is one, else cpu.
     """
 
-    encoders: list[str]
     data: str
     images: str
-    output: str
-    batch_size: int = 64
-    max_bad: float = 0.01
-    device: str | None = None
-
-    def __post_init__(self):
-        check_settings(self)
 
 
 @dataclass(frozen=True)
