@@ -21,7 +21,6 @@ from .papers import Column, Model, World
 from .units import Unit
 
 PAIRS = "pairs"
-HELD_OUT = 100  # of the pairs that a small world writes
 _SETTINGS = "reproduce.json"  # in a training's folder: the settings that it began with
 _EVALUATION_SECONDS = 15.0  # a guess, for the order of units
 
@@ -125,7 +124,7 @@ class Work:
         values = self._filled(settings, seed) | {"output": str(folder), "seed": seed}
         if self.world.pairs is not None:
             data, images = self._pair_files()
-            values |= {"data": str(data), "images": str(images), "validation": HELD_OUT}
+            values |= {"data": str(data), "images": str(images), "validation": self.world.held_out}
         return _checked(TrainConfig, values)
 
     def _train(self, settings: dict, seed: int, folder: Path) -> dict:
@@ -141,7 +140,7 @@ class Work:
 
     def _pairs(self) -> str:
         def work(folder: Path) -> dict:
-            write_pairs(folder / "data", HELD_OUT, self.world.pairs)
+            write_pairs(folder / "data", self.world.held_out, self.world.pairs)
             return {}
 
         self.units.setdefault(PAIRS, Unit(PAIRS, f"draw {self.world.pairs} pairs to train on", work, (), 1e9))

@@ -1,6 +1,6 @@
 """Claims of the papers, decided by differences between models."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from .differences import UNTESTED, Difference, joint_verdict, of_numbers, over_s
 from .papers import Claim, Claims, Column, Comparison, Model, Recorded
 
 # (model, evaluation, score) -> {seed: values of queries, or one number}
-Lookup = Any
+Lookup = Callable[[Model, str, str], dict[int, list[float] | float]]
 
 
 def with_epochs(model: Model, epochs: int | None) -> Model:

@@ -205,7 +205,8 @@ class World:
         evaluations: by name: "kind", one of `measuring.KINDS`, and settings of that evaluation.
         steps_per_epoch: of small worlds: an epoch of a table is so many steps here; None: a pass over the data.
         substitute: {setting: {value: value here}}: what does not fit the world's models, in recipes and ablations.
-        pairs: training pairs to write before the first training; None: they are there.
+        pairs: training pairs to draw before the first training; None: they are there.
+        held_out: of drawn pairs, how many more are held out.
         seconds_per_step: of a training on one core, for estimates; None: count FLOP.
         keep_checkpoints: whether a finished training keeps its checkpoints.
         needs: {file or folder: the command that gets it}, what trainings and evaluations read besides benchmarks.
@@ -220,6 +221,7 @@ class World:
     steps_per_epoch: int | None = None
     substitute: dict[str, dict[Any, Any]] = field(default_factory=dict)
     pairs: int | None = None
+    held_out: int = 100
     seconds_per_step: float | None = None
     keep_checkpoints: bool = True
     needs: dict[str, str] = field(default_factory=dict)

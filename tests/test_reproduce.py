@@ -1,0 +1,356 @@
+"""`reproduce`: every table's file from end to end on tiny data, shared and killed units, claims and their page."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import shared_units
+import yaml
+
+from debias_diffusion.app.reproduce import ReproduceConfig, reproduce
+from debias_diffusion.app.reproduce.building import Work
+from debias_diffusion.app.reproduce.claims import decide
+from debias_diffusion.app.reproduce.command import PAGE, RESULTS
+from debias_diffusion.app.reproduce.differences import FAILS, HOLDS, UNDECIDED, UNTESTED, of_numbers, over_seeds
+from debias_diffusion.app.reproduce.evidence import evidence_page
+from debias_diffusion.app.reproduce.measuring import attention_slope
+from debias_diffusion.app.reproduce.papers import (
+    Claim,
+    Claims,
+    Comparison,
+    Model,
+    PaperTable,
+    Recorded,
+    read_tables,
+    read_world,
+)
+from debias_diffusion.app.reproduce.papers import read_yaml as read
+from debias_diffusion.app.reproduce.units import result_of
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.intervals import paired_difference
+from debias_diffusion.files import read_json_object, write_json
+
+pytestmark = pytest.mark.usefixtures("one_thread", "coarse_results")
+ROOT = Path(__file__).parent.parent
+PAPERS = ROOT / "configs" / "papers"
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory):
+    """The repository's files, with the smallest of toy worlds."""
+    folder = tmp_path_factory.mktemp("repository") / "configs" / "papers"
+    shutil.copytree(PAPERS, folder)
+    world = yaml.safe_load((folder / "world-toy.yaml").read_text())
+    world |= {"steps_per_epoch": 1, "pairs": 16, "held_out": 2}
+    world["training"]["batch"] = 8
+    world["ablation"] |= {"limit": 22, "generations": 1, "batch": 8}
+    few = {"components": {32: 2, 4: 0}, "batch": {2048: 8}, "limit": dict.fromkeys((100, 200, 500, 1000), 22)}
+    few["epochs"] = dict.fromkeys((3, 5, 6, 7, 9, 10, 32, 64), 1)
+    world["substitute"] |= few
+    for evaluation in world["evaluations"].values():
+        evaluation["limit"] = 3
+    world["evaluations"]["sharegpt4v-generation"] |= {"limit": 2, "steps": 1}
+    (folder / "world-toy.yaml").write_text(yaml.safe_dump(world))
+    for name in read_tables(folder):  # the first and the last row of each; claims keep all their models
+        table = yaml.safe_load((folder / f"{name}.yaml").read_text())
+        rows = list(table["rows"])
+        table["rows"] = {row: table["rows"][row] for row in (rows[0], rows[-1])}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(table, sort_keys=False))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(papers, tmp_path_factory):
+    output = tmp_path_factory.mktemp("papers")
+    return {"world": "toy", "papers": str(papers), "output": str(output), "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def written(settings):
+    return reproduce(ReproduceConfig("all", **settings))
+
+
+def test_every_file_is_executed_from_end_to_end(written, papers, settings):
+    output = Path(settings["output"]) / "toy"
+    tables = read_tables(papers)
+    assert len(tables) > 25 and {file.name for file in written} == {f"{name}.md" for name in tables} | {
+        "claims.md",
+        "claims.json",
+    }
+    for name, table in tables.items():
+        content = read_json_object(output / f"{name}.json")
+        assert list(content["rows"]) == list(table.rows)
+        for label, cells in content["rows"].items():
+            for cell, number in zip(cells.values(), table.rows[label].published, strict=False):
+                assert cell["published"] == number
+                if number is not None:
+                    assert cell["difference"] == pytest.approx(cell["ours"] - number, abs=1e-3)
+    assert "| Shuffle |" in (output / "table-S4.md").read_text()
+
+
+def test_what_is_done_is_kept_and_shared(written, settings, capsys):
+    output = Path(settings["output"]) / "toy"
+    before = {file: file.stat().st_mtime_ns for file in output.rglob("done.json")}
+    assert len(before) > 100
+    capsys.readouterr()
+    reproduce(ReproduceConfig("table-S5,table-5", **settings))
+    assert {file: file.stat().st_mtime_ns for file in output.rglob("done.json")} == before
+    printed = capsys.readouterr().out
+    assert "to do: 0 trainings, 0 other pieces" in printed
+    trainings = list((output / "seed-0" / "training").iterdir())
+    assert all(not (folder / "checkpoints").exists() and (folder / "last").is_dir() for folder in trainings)
+    # Long-CLIP at w = 0.1 is DeBias-CLIP with another short caption: one method, however it is spelled.
+    work = Work(read_world(Path(settings["papers"]), "toy"), Path("data"), output)
+    spelled = [
+        {"recipe": "long-clip", "short_weight": 0.1},
+        {"recipe": "long-clip", "short_weight": 0.1, "sampling": "summary", "epochs": 3},
+    ]
+    assert len({work.training_name(Model(training=training), 0) for training in spelled}) == 1
+    assert work.training_name(Model(training=spelled[0]), 1) != work.training_name(Model(training=spelled[0]), 0)
+
+
+@pytest.mark.parametrize("world", ["toy", "real"])
+def test_every_row_has_settings_that_can_be_used(world, tmp_path, capsys):
+    reproduce(ReproduceConfig("all", world=world, papers=str(PAPERS), output=str(tmp_path / "new"), plan=True))
+    printed = capsys.readouterr().out
+    assert "to do: " in printed and ("of one core" if world == "toy" else "GPU hours") in printed
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, capsys):
+    reproduce(ReproduceConfig("table-S4", **settings | {"output": str(tmp_path / "new"), "seeds": 2, "plan": True}))
+    printed = capsys.readouterr().out
+    assert "to do: 4 trainings" in printed and "sampling shuffle, seed 1" in printed
+    assert not (tmp_path / "new").exists()
+    reproduce(ReproduceConfig(None, **settings | {"list": True, "world": "real", "root": str(tmp_path)}))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*read_tables(papers), "figure-S10", "aat-table-16"))
+    assert "share-captioner_coco_lcs_sam_1246k_1107.json' is not there. Get it with: hf download" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"target": None}, "Give a table, such as `reproduce table-S4`"),
+        ({"target": "table-S14"}, "There is no 'table-S14'. Did you mean table-S4"),
+        ({"target": "figure-S4"}, "figure-S4 cannot be reproduced here: TULIP's"),
+        ({"target": "table-S4", "world": "tiy"}, "There is no world 'tiy'. Did you mean toy"),
+        ({"target": "table-S4", "seed_list": "0,x"}, "seed_list is '0,x', but must be whole numbers"),
+        ({"target": "table-S4", "seeds": 0}, "seeds is 0"),
+        (
+            {"target": "table-S4", "world": "real", "root": "nowhere"},
+            "(?s)is not here.*1246k.*hf download.*docci is in none",
+        ),
+        ({"target": "evidence", "results": "nowhere.json"}, "There are no results in 'nowhere.json'"),
+    ],
+)
+def test_a_wrong_option_is_explained(settings, given, message):
+    with pytest.raises(UserError, match=message):
+        reproduce(ReproduceConfig(**settings | given))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rowz": {}}, "unknown key 'rowz'. Did you mean rows. Allowed are paper, title"),
+        ({"title": 3}, "title is 3, but must be of type str"),
+        ({"rows": {"a": {"published": ["x"]}}}, r"rows: a: published\[0\] is 'x', but must be of type float"),
+        ({"columns": None}, "columns is None, but must be of type dict"),
+        ({"rows": {"a": {"trainin": {}}}}, "rows: a: unknown key 'trainin'. Did you mean training"),
+    ],
+)
+def test_a_wrong_file_is_explained(tmp_path, change, message):
+    table = {"paper": "P", "title": "T", "source": "S", "columns": {"c": {"evaluation": "docci"}}, "rows": {}}
+    file = tmp_path / "table.yaml"
+    file.write_text(yaml.safe_dump(table))
+    assert read(file, PaperTable).columns["c"].score == "t2i"
+    file.write_text(yaml.safe_dump(table | change))
+    with pytest.raises(UserError, match=message):
+        read(file, PaperTable)
+    file.write_text(yaml.safe_dump({name: part for name, part in table.items() if name != "source"}))
+    with pytest.raises(UserError, match="the key 'source' is missing"):
+        read(file, PaperTable)
+    file.write_text("a: [")
+    with pytest.raises(UserError, match="cannot be read as YAML"):
+        read(file, PaperTable)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"training": {"samplin": "random"}}, "train has no setting 'samplin'. Did you mean sampling"),
+        ({"training": {"batch": "many"}}, "Settings of TrainConfig cannot be used"),
+        ({"training": {"sampling": "randm"}}, "Unknown sampling 'randm'"),
+        ({"base": "openai-b61"}, "This world has no base model 'openai-b61'. Did you mean openai-b16"),
+        ({"ablation": {"serch": "ga"}}, "ablate has no setting 'serch'. Did you mean search"),
+        ({"ablation": {}, "training": {}}, "both a training"),
+    ],
+)
+def test_wrong_settings_of_a_row_are_explained(papers, settings, tmp_path, row, message):
+    folder = tmp_path / "papers"
+    shutil.copytree(papers, folder)
+    table = {"paper": "P", "title": "T", "source": "S", "columns": {"c": {"evaluation": "docci"}}, "rows": {"r": row}}
+    (folder / "mine.yaml").write_text(yaml.safe_dump(table))
+    with pytest.raises(UserError, match=message):
+        reproduce(ReproduceConfig("mine", **settings | {"papers": str(folder)}))
+
+
+# ---- units
+
+
+def test_two_processes_do_each_unit_once(tmp_path):
+    screens = [tmp_path / "0", tmp_path / "1"]
+    output = tmp_path / "output"
+    output.mkdir()
+    processes = [shared_units.FORKS.Process(target=shared_units.do_all, args=(output, screen)) for screen in screens]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    lines = [screen.read_text().splitlines() for screen in screens]
+    assert all(lines) and sum(map(len, lines)) == shared_units.COUNT + 1
+    times = [(output / str(number) / "times.txt").read_text() for number in range(shared_units.COUNT)]
+    assert times == ["done\n"] * shared_units.COUNT
+    assert result_of(output, shared_units.SUM) == {"total": sum(range(shared_units.COUNT))}
+
+
+def test_a_killed_unit_is_done_again(tmp_path):
+    process = shared_units.FORKS.Process(target=shared_units.die_within, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9 and (tmp_path / "0" / "half.txt").exists() and result_of(tmp_path, "0") == {}
+    shared_units.do_all(tmp_path, tmp_path / "screen")
+    assert result_of(tmp_path, "0") == {"number": 0}
+
+
+# ---- claims
+
+UP = {seed: [60.0 + seed, 100.0, 80.0] for seed in range(3)}
+DOWN = {seed: [20.0 - seed, 40.0, 30.0] for seed in range(3)}
+NOISY = {0: [60.0, 100.0, 80.0], 1: [10.0, 40.0, 0.0], 2: [20.0, 40.0, 33.0]}
+
+
+def test_a_difference_over_seeds_is_students():
+    # Of 1, 2, 3: mean 2, standard error 1/sqrt(3), and Student's 97.5% point of 2 degrees is 4.302653.
+    difference = of_numbers([1.0, 2.0, 3.0])
+    assert difference.difference == 2 and difference.high - 2 == pytest.approx(4.302653 / 3**0.5, rel=1e-6)
+    assert difference.low == pytest.approx(2 - 4.302653 / 3**0.5, rel=1e-6)
+    # t = 2 sqrt(3); of 2 degrees p is 1 - t / sqrt(2 + t^2)
+    t = 2 * 3**0.5
+    assert difference.p == pytest.approx(1 - t / (2 + t * t) ** 0.5, rel=1e-6)
+    assert over_seeds(UP, DOWN).by_seed == pytest.approx([50.0, 50.0 + 2 / 3, 50.0 + 4 / 3])
+    assert of_numbers([0.0, 0.0]).p == 1 and of_numbers([1.0]).low is None
+
+
+def test_a_single_seed_has_the_interval_of_its_queries():
+    a, b = [100.0, 0.0, 100.0, 100.0] * 20, [0.0, 0.0, 100.0, 0.0] * 20
+    difference, expected = over_seeds({0: a}, {0: b}), paired_difference(a, b)
+    assert (difference.difference, difference.low, difference.high, difference.p) == tuple(
+        expected[name] for name in ("difference", "low", "high", "p")
+    )
+    assert over_seeds({0: 3.0}, {0: 1.0}).low is None
+    with pytest.raises(ValueError, match="the same"):
+        over_seeds({0: 1.0}, {1: 1.0})
+    with pytest.raises(ValueError, match="same queries"):
+        over_seeds({0: [1.0]}, {0: [1.0, 2.0]})
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "sign", "verdict"),
+    [
+        (1, 2, "+", HOLDS),
+        (-2, -1, "+", FAILS),
+        (-1, 2, "+", UNDECIDED),
+        (-2, -1, "-", HOLDS),
+        (1, 2, "-", FAILS),
+        (-1, 1, "=", HOLDS),
+        (3, 4, "=", FAILS),
+        (-4, -3, "=", FAILS),
+        (1, 4, "=", UNDECIDED),
+        (None, None, "+", UNDECIDED),
+    ],
+)
+def test_a_verdict_is_the_intervals(low, high, sign, verdict):
+    difference = of_numbers([0.0])
+    assert type(difference)(0.0, low, high, None, []).verdict(sign, margin=2.0) == verdict
+
+
+def test_claims_that_must_hold_must_not_and_are_open(tmp_path):
+    scores = {"up": UP, "down": DOWN, "noisy": NOISY}
+    models = {name: Model(base=name) for name in scores}
+
+    def decided(*compare, **more):
+        claims = Claims(models, {"group": [Claim("c", "s", compare=list(compare), **more)]})
+        return decide(claims, lambda model, evaluation, score: scores[model.base], tmp_path)["group"][0]
+
+    def part(a, b, **more):
+        return Comparison(a, b, "docci", **more)
+
+    assert decided(part("up", "down"))["verdict"] == HOLDS
+    assert decided(part("down", "up"))["verdict"] == FAILS
+    assert decided(part("up", "noisy"))["verdict"] == UNDECIDED
+    assert decided(part("up", "down"), part("up", "noisy"))["verdict"] == UNDECIDED
+    assert decided(part("up", "down"), part("up", "noisy"), part("down", "up"))["verdict"] == FAILS
+    assert decided(part("up", "down"), not_tested="because")["verdict"] == UNTESTED
+    # (up - down) - (up - down) is 0 for every query
+    assert decided(part("up", "down", c="up", d="down", sign="=", margin=0.1))["verdict"] == HOLDS
+    with pytest.raises(UserError, match="unknown model 'upp'. Did you mean up"):
+        decided(part("upp", "down"))
+
+
+def test_recorded_differences_are_read(tmp_path):
+    compared = [{"a": "x", "b": "y", "difference": 2.0, "low": 1.0, "high": 3.0, "p": 0.01}]
+    seeds = {"0": {"x": 5.0, "y": 1.0, "compared": compared}, "1": {"x": 6.0, "y": 1.5, "compared": compared}}
+    write_json(tmp_path / "results.json", {"rows": compared, "seeds": seeds})
+
+    def decided(**part):
+        recorded = Recorded(**{"file": "results.json", "text": "x - y"} | part)
+        [entry] = decide(Claims({}, {"g": [Claim("c", "s", recorded=[recorded])]}), None, tmp_path)["g"]
+        return entry
+
+    one = decided(path=["rows"], where={"a": "x"})
+    assert one["verdict"] == HOLDS and one["parts"][0]["low"] == 1.0 and one["parts"][0]["by_seed"] == []
+    two = decided(path=["seeds", "*", "x"], less=["seeds", "*", "y"])
+    assert two["parts"][0]["by_seed"] == [4.0, 4.5] and two["parts"][0]["difference"] == 4.25
+    three = decided(path=["seeds", "*", "compared"], where={"a": "x"})
+    assert three["parts"][0]["by_seed"] == [2.0, 2.0]
+    absent = decided(file="none.json", path=["rows"])
+    assert absent["verdict"] == UNTESTED and "none.json is not here" in absent["reason"]
+    for wrong, message in ((["rowz"], "has no rowz"), (["seeds", "2"], "has no seeds > 2")):
+        with pytest.raises(UserError, match=message):
+            decided(path=wrong)
+    with pytest.raises(UserError, match="0 entries"):
+        decided(path=["rows"], where={"a": "z"})
+
+
+def test_the_claims_file_finds_every_recorded_number():
+    claims = read(PAPERS / "claims.yaml", Claims)
+    only_recorded = {title: [claim for claim in group if claim.recorded] for title, group in claims.claims.items()}
+    entries = [entry for group in decide(Claims({}, only_recorded), None, ROOT).values() for entry in group]
+    tested = [entry for entry in entries if entry["verdict"] != UNTESTED]
+    assert len(tested) >= 10 and all(
+        entry["reason"].endswith("is not here.") for entry in entries if entry not in tested
+    )
+
+
+def test_the_slope_of_attention_is_that_of_the_line():
+    numbers = {"captions_at_position": [10, 10, 9, 5, 0], "before_softmax": {"positions": [3.0, 2.0, 1.0, 0.0, 90.0]}}
+    assert attention_slope(numbers) == pytest.approx(-100.0)
+
+
+def test_the_committed_page_is_a_rendering_of_the_committed_results(tmp_path):
+    if not (ROOT / RESULTS).exists():
+        pytest.skip("no results are committed yet")
+    page = reproduce(ReproduceConfig("evidence", results=str(ROOT / RESULTS), write=str(tmp_path / "page.md")))[0]
+    assert page.read_text() == (ROOT / PAGE).read_text()
+
+
+def test_a_page_has_every_claim_and_verdict(written, settings):
+    output = Path(settings["output"]) / "toy"
+    content = read_json_object(output / "claims.json")
+    page = (output / "claims.md").read_text()
+    assert page == evidence_page(content, RESULTS)
+    entries = [entry for group in content["claims"].values() for entry in group]
+    assert f"Of {len(entries)} claims: " in page
+    assert "Padding adds to both on long captions (1 steps)" in page
