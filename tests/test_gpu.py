@@ -46,7 +46,8 @@ def on_cpu(world, tmp_path_factory):
 def test_a_gpu_trains_as_a_cpu(world, on_cpu, precision, chunk, tmp_path):
     finish(start(config(world, tmp_path, precision=precision, chunk=chunk)))
     assert json.loads((tmp_path / "settings.json").read_text())["precision"] == precision
-    np.testing.assert_allclose(losses(tmp_path)[:3], on_cpu[:3], rtol=HOW_NEAR[precision])
+    steps = 1 if precision == "fp16" else 3  # its first steps find the scale, and are not applied
+    np.testing.assert_allclose(losses(tmp_path)[:steps], on_cpu[:steps], rtol=HOW_NEAR[precision])
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Where the tokens of a packed batch of captions stand, and their attention."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..tokens import TokenBatch
 from .ragged import Ragged, has_kernel, to_device
@@ -124,14 +126,22 @@ class Layout:
         return Group(slots.to(device), size, text, prefix, seen, mask)
 
 
+# Not cuDNN's, which a Hopper GPU prefers in half precision: it plans anew for every new shape, and groups have many.
+# With it a step took seconds, and under some masks the features were wrong.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _attention(query: torch.Tensor, *key_value: torch.Tensor, **options) -> torch.Tensor:
+    with sdpa_kernel(_BACKENDS) if query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(query, *key_value, **options)
+
+
 def attend_all(layout: Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention of packed rows [rows, heads, head_dim]: of the prefix, and of captions with the prefix."""
     if has_kernel(query):
         return layout.ragged.attend(query, key, value)
     prefix, captions = zip(*(x.tensor_split([layout.n_prefix]) for x in (query, key, value)), strict=True)
-    out = [
-        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in prefix), is_causal=True)[0].transpose(0, 1)
-    ]
+    out = [_attention(*(x.transpose(0, 1)[None] for x in prefix), is_causal=True)[0].transpose(0, 1)]
     for group, *packed in zip(layout.groups, *(x.split(layout.tokens) for x in captions), strict=True):
         group_query, *group_key_value = (group.pad(x) for x in packed)
         keys_values = [group.behind(*pair) for pair in zip(prefix[1:], group_key_value, strict=True)]
@@ -139,9 +149,9 @@ def attend_all(layout: Layout, query: torch.Tensor, key: torch.Tensor, value: to
             # Every caption sees the same before its text: the shared SOT, if any. With SOT as a query too, a causal
             # mask is enough, for which there are faster kernels; the output of SOT is dropped.
             queries = group.behind(prefix[0], group_query)
-            attended = F.scaled_dot_product_attention(queries, *keys_values, is_causal=True)[:, :, group.prefix :]
+            attended = _attention(queries, *keys_values, is_causal=True)[:, :, group.prefix :]
         else:
-            attended = F.scaled_dot_product_attention(group_query, *keys_values, attn_mask=group.mask)
+            attended = _attention(group_query, *keys_values, attn_mask=group.mask)
         out.append(group.unpad(attended))
     return torch.cat(out)
 
@@ -156,5 +166,5 @@ def attend_last(layout: Layout, query: torch.Tensor, key: torch.Tensor, value: t
     packed_groups = (x.split(layout.tokens) for x in captions)
     for group, group_query, *packed in zip(layout.groups, queries, *packed_groups, strict=True):
         keys_values = [group.behind(shared, group.pad(x)) for shared, x in zip(prefix, packed, strict=True)]
-        out.append(F.scaled_dot_product_attention(group_query[:, :, None], *keys_values, attn_mask=group.seen)[:, :, 0])
+        out.append(_attention(group_query[:, :, None], *keys_values, attn_mask=group.seen)[:, :, 0])
     return torch.cat(out)
