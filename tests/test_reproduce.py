@@ -9,7 +9,7 @@ import yaml
 
 from debias_diffusion.app.reproduce import ReproduceConfig, reproduce
 from debias_diffusion.app.reproduce.building import Work
-from debias_diffusion.app.reproduce.claims import decide
+from debias_diffusion.app.reproduce.claims import all_claims, decide, with_epochs
 from debias_diffusion.app.reproduce.command import PAGE, RESULTS
 from debias_diffusion.app.reproduce.differences import FAILS, HOLDS, UNDECIDED, UNTESTED, of_numbers, over_seeds
 from debias_diffusion.app.reproduce.evidence import evidence_page
@@ -107,6 +107,17 @@ def test_what_is_done_is_kept_and_shared(written, settings, capsys):
     ]
     assert len({work.training_name(Model(training=training), 0) for training in spelled}) == 1
     assert work.training_name(Model(training=spelled[0]), 1) != work.training_name(Model(training=spelled[0]), 0)
+
+
+@pytest.mark.parametrize("world", ["toy", "real"])
+def test_the_budgets_of_a_claim_are_different_trainings(world, tmp_path):
+    work, claims = Work(read_world(PAPERS, world), Path("data"), tmp_path), read(PAPERS / "claims.yaml", Claims)
+    tested = [claim for claim in all_claims(claims) if len(claim.epochs) > 1]
+    assert tested
+    for claim in tested:
+        for name in claim.compare[0].names:
+            models = [with_epochs(claims.models[name], epochs) for epochs in claim.epochs]
+            assert len({work.training_name(model, 0) for model in models}) == len(models)
 
 
 @pytest.mark.parametrize("world", ["toy", "real"])

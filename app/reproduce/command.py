@@ -273,9 +273,8 @@ class _Reproduction:
 
     def _claims_content(self) -> dict:
         groups = decide(self.claims, self._scores, self.folder.resolve().parents[1])
-        steps = self.world.steps_per_epoch
         for entry in (entry for group in groups.values() for entry in group):
-            entry["steps"] = entry["epochs"] and steps and entry["epochs"] * steps
+            entry["steps"] = self._steps(entry["epochs"])
         return {
             "world": self.world.title,
             "budget": self.world.budget,
@@ -284,6 +283,13 @@ class _Reproduction:
             "claims": groups,
             "scores": self._all_scores(),
         }
+
+    def _steps(self, epochs: int | None) -> int | None:
+        """The steps that trainings of so many epochs really took; None where the world counts epochs."""
+        if epochs is None:
+            return None
+        model = next(model for model in self.claims.models.values() if model.training is not None)
+        return self.work.training_settings(with_epochs(model, epochs)).get("max_steps")
 
     def _all_scores(self) -> dict[str, dict]:
         """{evaluation: {model: {score: {"mean", "deviation" over seeds}}}}"""
