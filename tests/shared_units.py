@@ -6,14 +6,14 @@ import time
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["debias_diffusion.app.reproduce.units"])
+FORKS.set_forkserver_preload(["debias_diffusion.app.units"])
 COUNT = 12
 SUM = "sum"
 
 
 def count_units(output):
     """`COUNT` units that note each time they are done, and one that needs them all."""
-    from debias_diffusion.app.reproduce.units import Unit, result_of
+    from debias_diffusion.app.units import Unit, result_of
 
     def note(folder: Path) -> dict:
         with open(folder / "times.txt", "a") as times:
@@ -31,7 +31,7 @@ def count_units(output):
 
 def do_all(output, screen):
     """The body of a process: all units, its lines in the file `screen`."""
-    from debias_diffusion.app.reproduce import units
+    from debias_diffusion.app import units
 
     units.PAUSE = 0.05
     with open(screen, "w") as lines:
@@ -40,7 +40,7 @@ def do_all(output, screen):
 
 def die_within(output):
     """The body of a process that is killed in the middle of its first unit."""
-    from debias_diffusion.app.reproduce.units import Unit, run_units
+    from debias_diffusion.app.units import Unit, run_units
 
     def die(folder: Path) -> dict:
         (folder / "half.txt").write_text("half")

@@ -16,9 +16,9 @@ from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import TrainConfig, train
 
 from ..ablate import AblateConfig, ablate
+from ..units import Unit
 from .measuring import KINDS
 from .papers import Column, Model, World
-from .units import Unit
 
 PAIRS = "pairs"
 _SETTINGS = "reproduce.json"  # in a training's folder: the settings that it began with

@@ -15,6 +15,7 @@ from debias_diffusion.files import read_json_object, write_json, write_text
 from debias_diffusion.limits import check_seeds
 from debias_diffusion.training.plan import duration
 
+from ..units import is_done, result_of, run_units, unit_lock
 from .availability import missing_parts
 from .building import Work, describe
 from .claims import all_claims, budgets, decide, find_model, needed, with_epochs
@@ -32,7 +33,6 @@ from .papers import (
     read_yaml,
 )
 from .table_sheets import write_table
-from .units import is_done, result_of, run_units, unit_lock
 
 ALL, EVIDENCE = "all", "evidence"
 TFLOPS = 120e12  # FLOP a second of the GPU that hours are counted for: an A100 at two fifths of its bf16 peak
@@ -204,10 +204,11 @@ class _Reproduction:
         if self.world.seconds_per_step is not None:
             seconds = sum(unit.cost for name, unit in units.items() if name != "pairs")
             return f"{duration(seconds)} of one core"
+        models = {describe(model): model for model in self._rows_and_columns()[0] if model.training is not None}
         hours = {}
         for seed in self.config.numbers:
-            for model in self._rows_and_columns()[0]:
-                if model.training is not None and (name := self.work.training_name(model, seed)) in units:
+            for model in models.values():
+                if (name := self.work.training_name(model, seed)) in units:
                     hours[name] = self._gpu_hours(model)
         return f"{sum(hours.values()):.0f} GPU hours for the trainings (counted for {TFLOPS / 1e12:.0f} TFLOP/s)"
 
@@ -272,9 +273,8 @@ class _Reproduction:
 
     def _claims_content(self) -> dict:
         groups = decide(self.claims, self._scores, self.folder.resolve().parents[1])
-        steps = self.world.steps_per_epoch
         for entry in (entry for group in groups.values() for entry in group):
-            entry["steps"] = entry["epochs"] and steps and entry["epochs"] * steps
+            entry["steps"] = self._steps(entry["epochs"])
         return {
             "world": self.world.title,
             "budget": self.world.budget,
@@ -283,6 +283,13 @@ class _Reproduction:
             "claims": groups,
             "scores": self._all_scores(),
         }
+
+    def _steps(self, epochs: int | None) -> int | None:
+        """The steps that trainings of so many epochs really took; None where the world counts epochs."""
+        if epochs is None:
+            return None
+        model = next(model for model in self.claims.models.values() if model.training is not None)
+        return self.work.training_settings(with_epochs(model, epochs)).get("max_steps")
 
     def _all_scores(self) -> dict[str, dict]:
         """{evaluation: {model: {score: {"mean", "deviation" over seeds}}}}"""

@@ -24,7 +24,7 @@ class Unit:
         title: for the console.
         work: fills the folder, continues there if it was killed, and returns JSON values to keep.
         needs: names of the units that must be done before.
-        cost: of the work, in seconds on one core; the dearest free unit is taken first.
+        cost: of the work, in seconds on one core; the dearest free unit of the first seed is taken first.
     """
 
     name: str
@@ -56,7 +56,7 @@ def run_units(units: Mapping[str, Unit], output: Path, say: Callable[[str], None
     """
     while missing := [unit for unit in units.values() if not is_done(output, unit.name)]:
         ready = [unit for unit in missing if all(is_done(output, name) for name in unit.needs)]
-        ready.sort(key=lambda unit: -unit.cost)
+        ready.sort(key=lambda unit: (unit.name.split("/")[0], -unit.cost))  # a seed is whole before the next begins
         if not any(_claim(unit, output, f"{len(missing)} of {len(units)} left", say) for unit in ready):
             time.sleep(PAUSE)
 
