@@ -310,6 +310,20 @@ def test_claims_that_must_hold_must_not_and_are_open(tmp_path):
         decided(part("upp", "down"))
 
 
+def test_a_claim_is_decided_by_the_seeds_that_all_its_models_have(tmp_path):
+    scores = {"up": UP, "down": {seed: DOWN[seed] for seed in [*DOWN][1:]}, "none": {}}
+    models = {name: Model(base=name) for name in scores}
+
+    def decided(b, fewest):
+        claims = Claims(models, {"group": [Claim("c", "s", compare=[Comparison("up", b, "docci")])]})
+        return decide(claims, lambda model, *_: scores[model.base], tmp_path, fewest)["group"][0]
+
+    entry = decided("down", len(DOWN) - 1)
+    assert entry["verdict"] == HOLDS and len(entry["parts"][0]["by_seed"]) == len(DOWN) - 1
+    for open_entry in (decided("down", len(DOWN)), decided("none", 1)):
+        assert open_entry["verdict"] == UNTESTED and open_entry["reason"] == "Not run yet." and not open_entry["parts"]
+
+
 def test_recorded_differences_are_read(tmp_path):
     compared = [{"a": "x", "b": "y", "difference": 2.0, "low": 1.0, "high": 3.0, "p": 0.01}]
     seeds = {"0": {"x": 5.0, "y": 1.0, "compared": compared}, "1": {"x": 6.0, "y": 1.5, "compared": compared}}

@@ -57,35 +57,45 @@ def find_model(claims: Claims, name: str) -> Model:
     return claims.models[name]
 
 
-def decide(claims: Claims, scores: Lookup, repository: Path) -> dict[str, list[dict]]:
+def decide(claims: Claims, scores: Lookup, repository: Path, fewest: int = 1) -> dict[str, list[dict]]:
     """Every claim's parts and verdict as JSON values, by group; a claim of several budgets is one entry for each.
 
     Args:
         scores: (model, evaluation, score) -> {seed: values}
         repository: the folder that recorded files are named from.
+        fewest: seeds that all models of a comparison must have, or it is not run yet.
     """
     return {
-        title: [_decide(claims, claim, epochs, scores, repository) for claim in group for epochs in budgets(claim)]
+        title: [
+            _decide(claims, claim, epochs, scores, repository, fewest) for claim in group for epochs in budgets(claim)
+        ]
         for title, group in claims.claims.items()
     }
 
 
-def _decide(claims: Claims, claim: Claim, epochs: int | None, scores: Lookup, repository: Path) -> dict:
-    parts = [_compared(claims, comparison, epochs, scores) for comparison in claim.compare]
+def _decide(claims: Claims, claim: Claim, epochs: int | None, scores: Lookup, repository: Path, fewest: int) -> dict:
+    compared = [_compared(claims, comparison, epochs, scores, fewest) for comparison in claim.compare]
+    parts = [part for part in compared if part is not None]
     absent = [part.file for part in claim.recorded if not (repository / part.file).is_file()]
     parts += [_recorded(part, repository) for part in claim.recorded if part.file not in absent]
     reasons = [claim.not_tested] if claim.not_tested else []
     reasons += [f"{file} is not here." for file in dict.fromkeys(absent)]
+    reasons += ["Not run yet."] * (len(parts) < len(compared) + len(claim.recorded) - len(absent))
     verdict = UNTESTED if reasons else joint_verdict([part["verdict"] for part in parts])
     entry = {"claim": claim.claim, "source": claim.source, "published": claim.published, "note": claim.note}
     return entry | {"epochs": epochs, "parts": parts, "verdict": verdict, "reason": " ".join(reasons)}
 
 
-def _compared(claims: Claims, comparison: Comparison, epochs: int | None, scores: Lookup) -> dict:
+def _compared(claims: Claims, comparison: Comparison, epochs: int | None, scores: Lookup, fewest: int) -> dict | None:
+    """A comparison over the seeds that all its models have; None where these are too few."""
     column, values = (comparison.evaluation, comparison.score), {}
     for name in comparison.names:
         model = with_epochs(find_model(claims, name), epochs)
         values[name] = {seed: np.asarray(part, dtype=float) for seed, part in scores(model, *column).items()}
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in values.values())))
+    if len(seeds) < fewest:
+        return None
+    values = {name: {seed: by_seed[seed] for seed in seeds} for name, by_seed in values.items()}
     a, b = values[comparison.a], values[comparison.b]
     text = f"{comparison.a} − {comparison.b}"
     if comparison.c is not None:

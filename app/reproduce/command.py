@@ -37,6 +37,7 @@ from .table_sheets import write_table
 ALL, EVIDENCE = "all", "evidence"
 TFLOPS = 120e12  # FLOP a second of the GPU that hours are counted for: an A100 at two fifths of its bf16 peak
 PAIRS_OF_SHAREGPT4V = 1_245_901
+_FEWEST = 3  # seeds that decide a claim while others are still to be run
 RESULTS, PAGE = "benchmarks/results/claims.json", "docs/evidence.md"
 
 
@@ -62,6 +63,8 @@ class ReproduceConfig:
         write: Page that claims writes, too, and evidence writes (by default docs/evidence.md).
         list: Name every table and figure, what it needs and whether it is here.
         plan: Print what would run and what it costs, and do nothing.
+        finished: Decide the claims by what is finished, and run nothing: each by the seeds that all its
+            models have, at least three if so many are wanted.
     """
 
     target: str | None
@@ -76,6 +79,7 @@ class ReproduceConfig:
     write: str | None = None
     list: bool = False
     plan: bool = False
+    finished: bool = False
 
     def __post_init__(self):
         check_output(self.output)
@@ -87,6 +91,8 @@ class ReproduceConfig:
                 "Nothing is named. Give a table, such as `reproduce table-S4`, or `reproduce claims`; "
                 "`reproduce --list` names all."
             )
+        if self.finished and self.target != CLAIMS:
+            raise UserError(f"--finished is for `reproduce claims`, but the target is {self.target}. Leave it out.")
 
     @property
     def numbers(self):
@@ -152,7 +158,8 @@ class _Reproduction:
         if self.config.device == "cpu":
             os.environ["ACCELERATE_USE_CPU"] = "true"  # trainings have no option of their own for it
         self.output.mkdir(parents=True, exist_ok=True)
-        run_units(self.work.units, self.output, lambda line: print(line, flush=True))
+        if not self.config.finished:
+            run_units(self.work.units, self.output, lambda line: print(line, flush=True))
         with unit_lock(self.output, "tables").acquire(timeout=600):  # each process writes the same
             return self._write()
 
@@ -241,7 +248,10 @@ class _Reproduction:
         """{seed: values of the score}"""
         values = {}
         for seed in self.config.numbers:
-            scores = result_of(self.output, self._places[_key(model, evaluation, seed)])
+            unit = self._places[_key(model, evaluation, seed)]
+            if self.config.finished and not is_done(self.output, unit):
+                continue
+            scores = result_of(self.output, unit)
             if score not in scores:
                 raise UserError(
                     f"{evaluation} has no score {score!r}.{near_matches(score, scores)} It has: {', '.join(scores)}."
@@ -272,7 +282,8 @@ class _Reproduction:
         return files + pages
 
     def _claims_content(self) -> dict:
-        groups = decide(self.claims, self._scores, self.folder.resolve().parents[1])
+        fewest = min(_FEWEST, len(self.config.numbers))
+        groups = decide(self.claims, self._scores, self.folder.resolve().parents[1], fewest)
         for entry in (entry for group in groups.values() for entry in group):
             entry["steps"] = self._steps(entry["epochs"])
         return {
@@ -301,6 +312,8 @@ class _Reproduction:
                         label = name if epochs is None else f"{name}, {epochs} epochs"
                         model = with_epochs(find_model(self.claims, name), epochs)
                         values = self._scores(model, comparison.evaluation, comparison.score)
+                        if not values:
+                            continue
                         by_model = scores.setdefault(comparison.evaluation, {}).setdefault(label, {})
                         by_model[comparison.score] = _summary([float(np.mean(part)) for part in values.values()])
         return scores
