@@ -11,7 +11,7 @@ test: .venv/installed  ## the tests, except those marked slow; files of tests si
 	$(BIN)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 4 --dist loadfile
 
 slow: .venv/installed  ## the tests marked slow
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --numprocesses logical --maxprocesses 4 --dist load
 
 # Searches for faults with new examples each time; SECONDS for each of its searches, an hour in all.
 SECONDS ?= 200
