@@ -91,6 +91,7 @@ MORE = {
 }
 DRAWN = ("0", "1 DB", "7 all", "states kept")  # rows whose encoders draw,
 DRAWN_SEEDS = 2  # with so many of the seeds, the first
+ONLY_DRAWN = ("states kept",)  # trained with these seeds alone
 BASE = "base"
 COLUMNS = {
     "long": "long captions",
@@ -424,10 +425,9 @@ def _draw(folders: dict[str, Path], seed: int, prompts: int, output: Path) -> di
 
 
 def difference(seeds: dict[int, dict], name: str, a: str, b: str) -> dict[str, float]:
-    """The mean of a score of row `a` less that of row `b`, paired by query over all seeds."""
-    values = [
-        np.concatenate([np.asarray(result["rows"][row]["scores"][name]) for result in seeds.values()]) for row in (a, b)
-    ]
+    """The mean of a score of row `a` less that of row `b`, paired by query over all seeds that have both."""
+    results = [result["rows"] for result in seeds.values() if {a, b} <= result["rows"].keys()]
+    values = [np.concatenate([np.asarray(rows[row]["scores"][name]) for rows in results]) for row in (a, b)]
     return paired_difference(*values)
 
 
@@ -453,7 +453,8 @@ def tables(seeds: dict[int, dict]) -> str:
 
 
 def _mean(seeds: dict[int, dict], row: str, name: str) -> float:
-    return float(np.mean([np.mean(result["rows"][row]["scores"][name]) for result in seeds.values()]))
+    results = [result["rows"][row] for result in seeds.values() if row in result["rows"]]
+    return float(np.mean([np.mean(result["scores"][name]) for result in results]))
 
 
 def _score_table(seeds: dict[int, dict], rows: Sequence[str]) -> str:
@@ -479,7 +480,7 @@ def _group_table(seeds: dict[int, dict], rows: Sequence[str]) -> str:
     numbers = list(Hierarchy(GROUPS, FIRST).numbers)
     lines = []
     for row in rows:
-        losses = [result["rows"][row]["log"] for result in seeds.values()]
+        losses = [result["rows"][row]["log"] for result in seeds.values() if row in result["rows"]]
         has_heads = all(f"group_{numbers[0]}" in line for line in losses)
         cells = [f"{_mean(seeds, row, f'start {group}'):.1f}" for group in numbers]
         cells += [f"{_mean(seeds, row, f'group {group}'):.1f}" if has_heads else "" for group in numbers]
@@ -543,8 +544,9 @@ def main() -> None:
         return
     seeds = {}
     for number, seed in enumerate(arguments.seeds):
-        prompts = arguments.prompts if number < DRAWN_SEEDS else 0
-        seeds[seed] = run_seed(base, rows, seed, arguments.steps, prompts, output)
+        draws = number < DRAWN_SEEDS
+        of_seed = {row: flags for row, flags in rows.items() if draws or row not in ONLY_DRAWN}
+        seeds[seed] = run_seed(base, of_seed, seed, arguments.steps, arguments.prompts if draws else 0, output)
         print("\n" + tables(seeds))
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     machines = sorted({row["machine"] for result in seeds.values() for row in result["rows"].values()})
