@@ -25,7 +25,7 @@ from debias_diffusion.app.align import command as align_command
 from debias_diffusion.app.align.command import Alignment
 from debias_diffusion.app.align.samples import PART, Sample
 from debias_diffusion.app.generate.command import generate
-from debias_diffusion.app.generate.config import GenerateConfig
+from debias_diffusion.app.generate.options import GenerateConfig
 from debias_diffusion.data import Record
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.processes import Processes

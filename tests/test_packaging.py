@@ -31,7 +31,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
 
     program = tmp_path / "venv" / "bin" / "debias-diffusion"
     assert "evaluate" in run(program, "--help")
-    assert "--check_data" in run(program, "train", "--help")
+    assert "--check-data" in run(program, "train", "--help")
     modules = "debias_diffusion.app.cli as cli, debias_diffusion.eval.text_image.retrieval"
     where = run(python, "-c", f"import {modules}; print(cli.__file__)")
     assert str(tmp_path / "venv") in where
