@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import NamedTuple
 
-from debias_diffusion.errors import UserError, near_matches, reason
+from debias_diffusion.errors import EXTRAS, UserError, missing_library, near_matches, reason
 from debias_diffusion.files import explain_full_disk
 
 from .arguments import asks_for_help, parse
@@ -121,7 +121,7 @@ COMMANDS = {
         "app.options:QuickstartConfig",
         "app.quickstart:quickstart",
         "--output runs/quickstart",
-        "all",
+        "eval",
     ),
     "train": Command(
         "fine-tune CLIP so that its text encoder reads long captions to the end",
@@ -142,7 +142,7 @@ COMMANDS = {
         "app.ablate.options:AblateConfig",
         "app.ablate.command:ablate",
         "--model toy/clip --data toy/validation --output runs/ablation",
-        "all",
+        "eval",
     ),
     "export": Command(
         "write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers",
@@ -168,14 +168,14 @@ COMMANDS = {
         "app.synthesize.options:SynthesizeConfig",
         "app.synthesize.command:synthesize",
         "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
-        "all",
+        "eval",
     ),
     "reproduce": Command(
         "regenerate a table of the papers, or test their claims, with real data or in the toy world",
         "app.reproduce.options:ReproduceConfig",
         "app.reproduce.command:reproduce",
         "table-S4 --world toy --device cpu",
-        "all",
+        "eval",
     ),
     "app": Command(
         "a page for trying encoders: what each makes of a prompt, and what it reads of it",
@@ -270,7 +270,9 @@ def _run_command(program: str, command: Command, arguments: list[str]) -> None:
         _quiet_transformers()
         function(options(**values))
     except ModuleNotFoundError as error:
-        raise _missing_extra(error, command.extra) from error
+        if (error.name or "").partition(".")[0] not in EXTRAS:
+            raise
+        raise UserError(f"{missing_library(error, command.extra)}.") from error
 
 
 def _import(name: str):
@@ -321,17 +323,6 @@ def _quiet_transformers() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-
-
-def _missing_extra(error: ModuleNotFoundError, extra: str) -> Exception:
-    """The error in words that say what to install, if a library is missing; else as it is."""
-    library = (error.name or "").partition(".")[0]
-    if library in ("", "debias_diffusion"):
-        return error
-    return UserError(
-        f"{library} is not installed, and this command needs it. Install it with "
-        f'`pip install "debias-diffusion[{extra or "all"}]"`.'
-    )
 
 
 if __name__ == "__main__":

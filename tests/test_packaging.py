@@ -22,7 +22,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
 
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", f"{wheel}[eval]"], check=True)
 
     def run(*command):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

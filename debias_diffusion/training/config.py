@@ -31,6 +31,7 @@ RECIPE_OPTIONS = (
     *FIX_CLIP_OPTIONS,
 )
 TRACKERS = ("tensorboard", "wandb")
+CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose the best model
 # Options in the order of `train --help`.
 _GROUPS = {
     "Data and model": (

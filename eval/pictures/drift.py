@@ -22,7 +22,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
-from debias_diffusion.models.weights import weights_digest
+from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.long_prompt import encode_tokens
 from debias_diffusion.tokens import clean
 

@@ -25,7 +25,7 @@ from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.backbone import CONFIG_FILE, Backbone
 from debias_diffusion.models.model_files import explain_failure
 from debias_diffusion.models.shipped import shipped
-from debias_diffusion.models.weights import weights_digest
+from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.tokens import CaptionTokenizer
 
 from ..common.cache import FOLDER, ResultCache
