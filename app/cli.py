@@ -4,102 +4,190 @@ Each command's options are the fields of one dataclass; its docstring is their h
 (`--config file.yaml`) and from the command line; the last one given counts.
 """
 
-import argparse
-import dataclasses
 import errno
 import io
 import os
-import re
 import sys
 import warnings
 from importlib import import_module
 from importlib.metadata import version
+from typing import NamedTuple
 
-from debias_diffusion.errors import UserError, near_matches, reason
+from debias_diffusion.errors import EXTRAS, UserError, missing_library, near_matches, reason
 from debias_diffusion.files import explain_full_disk
 
-# command: (summary, "module:dataclass of options:function"), or (summary, further commands). Modules are named, not
-# imported, because an import takes seconds and only one command runs.
+from .arguments import asks_for_help, parse
+from .command_help import help_page
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Modules are named, not imported, because an import takes seconds: help needs those of the options alone, which
+    import no large library.
+
+    Attributes:
+        summary: for the list of commands.
+        options: "module:dataclass", with the module's name in the package.
+        function: "module:function", which takes the options.
+        example: arguments that a user may start from.
+        extra: the optional dependencies that it needs, as in pyproject.toml; "" for none.
+    """
+
+    summary: str
+    options: str
+    function: str
+    example: str
+    extra: str = ""
+
+
+_ENCODERS = "--encoders toy/clip toy/debias-clip"
 EVALUATIONS = {
-    "all": ("every evaluation that the options allow, and one page of all", "eval.everything:AllConfig:evaluate_all"),
-    "retrieval": (
+    "all": Command(
+        "every evaluation that the options allow, and one page of all",
+        "eval.options:AllConfig",
+        "eval.everything:evaluate_all",
+        f"{_ENCODERS} --data toy/test --output scores",
+        "eval",
+    ),
+    "retrieval": Command(
         "retrieval recall with whole captions",
-        "eval.text_image.retrieval:RetrievalConfig:evaluate_retrieval",
+        "eval.text_image.options:RetrievalConfig",
+        "eval.text_image.retrieval:evaluate_retrieval",
+        f"{_ENCODERS} --data toy/test --output scores",
+        "eval",
     ),
-    "robustness": (
+    "robustness": Command(
         "how shortsighted? Recall when sentences are moved, removed or come late",
-        "eval.text_image.robustness:RobustnessConfig:evaluate_robustness",
+        "eval.text_image.options:RobustnessConfig",
+        "eval.text_image.robustness:evaluate_robustness",
+        f"{_ENCODERS} --data toy/test --output scores",
+        "eval",
     ),
-    "attention": (
+    "attention": Command(
         "how much EOT attends to each position of a text",
-        "eval.text_image.attention:AttentionConfig:evaluate_attention",
+        "eval.text_image.options:AttentionConfig",
+        "eval.text_image.attention:evaluate_attention",
+        f"{_ENCODERS} --data toy/test --output scores",
+        "eval",
     ),
-    "classification": (
+    "classification": Command(
         "zero-shot top-1 on ImageNet, its variants and CIFAR",
-        "eval.text_image.classification:ClassificationConfig:evaluate_classification",
+        "eval.text_image.options:ClassificationConfig",
+        "eval.text_image.classification:evaluate_classification",
+        "--encoders ViT-B-16-quickgelu:openai --dataset cifar-10 --data cifar-10-batches-bin --output scores",
+        "eval",
     ),
-    "cola": (
+    "cola": Command(
         "do objects keep their own attributes? Cola's pairs of images, and its classes",
-        "eval.text_image.cola:ColaConfig:evaluate_cola",
+        "eval.text_image.options:ColaConfig",
+        "eval.text_image.cola:evaluate_cola",
+        "--encoders ViT-B-16-quickgelu:openai --data COLA_multiobjects_matching_benchmark.json --images images "
+        "--output scores",
+        "eval",
     ),
-    "dpg-bench": (
+    "dpg-bench": Command(
         "how much of DPG-Bench's dense prompts the generated images show",
-        "eval.pictures.dpg_bench:DpgBenchConfig:evaluate_dpg_bench",
+        "eval.pictures.options:DpgBenchConfig",
+        "eval.pictures.dpg_bench.command:evaluate_dpg_bench",
+        "--data dpg_bench --vqa blip-vqa-base --base sdxl --encoders original runs/a --output scores",
+        "eval",
     ),
-    "generation": (
+    "generation": Command(
         "FID, DINO score and others of images generated from captions",
-        "eval.pictures.generation:GenerationConfig:evaluate_generation",
+        "eval.pictures.options:GenerationConfig",
+        "eval.pictures.generation:evaluate_generation",
+        f"{_ENCODERS} --base toy/sdxl --data toy/test --output scores",
+        "eval",
     ),
-    "drift": (
+    "drift": Command(
         "how far hidden states have moved from those that SDXL's UNet was trained on",
-        "eval.pictures.drift:DriftConfig:evaluate_drift",
+        "eval.pictures.options:DriftConfig",
+        "eval.pictures.drift:evaluate_drift",
+        "--encoders toy/debias-clip --base toy/sdxl --data toy/test --output scores",
+        "eval",
     ),
-    "report": ("one page of any number of results", "eval.merged_report:ReportConfig:evaluate_report"),
+    "report": Command(
+        "one page of any number of results",
+        "eval.options:ReportConfig",
+        "eval.merged_report:evaluate_report",
+        "scores",
+        "eval",
+    ),
 }
 COMMANDS = {
-    "quickstart": (
+    "quickstart": Command(
         "train, generate and compare in a toy world: minutes, no downloads",
-        "app.quickstart:QuickstartConfig:quickstart",
+        "app.options:QuickstartConfig",
+        "app.quickstart:quickstart",
+        "--output runs/quickstart",
+        "eval",
     ),
-    "train": (
+    "train": Command(
         "fine-tune CLIP so that its text encoder reads long captions to the end",
-        "training:TrainConfig:train",
+        "training.config:TrainConfig",
+        "training.loop:train",
+        "--config configs/debias-clip-vit-b16.yaml --data captions.json --images images --output runs/a",
+        "train",
     ),
-    "align": (
+    "align": Command(
         "fit text encoders to the frozen UNet of an SDXL that reads them",
-        "app.align:AlignConfig:align",
+        "app.align.options:AlignConfig",
+        "app.align.command:align",
+        "--base sdxl --encoder runs/a --data captions.json --images images --output runs/b",
+        "train",
     ),
-    "ablate": ("find the attention heads of a CLIP that hurt, and quiet them", "app.ablate:AblateConfig:ablate"),
-    "export": (
+    "ablate": Command(
+        "find the attention heads of a CLIP that hurt, and quiet them",
+        "app.ablate.options:AblateConfig",
+        "app.ablate.command:ablate",
+        "--model toy/clip --data toy/validation --output runs/ablation",
+        "eval",
+    ),
+    "export": Command(
         "write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers",
-        "app.export.command:ExportConfig:export",
+        "app.export.options:ExportConfig",
+        "app.export.command:export",
+        "--model runs/a --output my-encoder",
     ),
-    "generate": ("generate images from prompts of any length", "app.generate.command:GenerateConfig:generate"),
-    "shards": (
+    "generate": Command(
+        "generate images from prompts of any length",
+        "app.generate.options:GenerateConfig",
+        "app.generate.command:generate",
+        "'A red star above a blue ring.' --base toy/sdxl --encoder toy/debias-clip --output star.png",
+    ),
+    "shards": Command(
         "write pairs as WebDataset shards of small images, which train faster",
-        "app.shards:ShardsConfig:write_shards",
+        "app.options:ShardsConfig",
+        "app.shards:write_shards",
+        "--data captions.json --images images --output shards",
+        "train",
     ),
-    "synthesize": (
+    "synthesize": Command(
         "write long captions for a folder of images with a multimodal model, and clean them",
-        "app.synthesize:SynthesizeConfig:synthesize",
+        "app.synthesize.options:SynthesizeConfig",
+        "app.synthesize.command:synthesize",
+        "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
+        "eval",
     ),
-    "reproduce": (
+    "reproduce": Command(
         "regenerate a table of the papers, or test their claims, with real data or in the toy world",
-        "app.reproduce:ReproduceConfig:reproduce",
+        "app.reproduce.options:ReproduceConfig",
+        "app.reproduce.command:reproduce",
+        "table-S4 --world toy --device cpu",
+        "eval",
     ),
-    "app": (
+    "app": Command(
         "a page for trying encoders: what each makes of a prompt, and what it reads of it",
-        "app.demo.launch:AppConfig:run_app",
+        "app.demo.options:AppConfig",
+        "app.demo.launch:run_app",
+        f"--base toy/sdxl {_ENCODERS}",
+        "app",
     ),
-    "evaluate": ("measure what an encoder reads: " + ", ".join(EVALUATIONS), EVALUATIONS),
+    "evaluate": EVALUATIONS,
 }
-
-# Options without a default that may be given without a flag, and their help.
-POSITIONAL = {
-    "prompt": "what to generate, in up to 20,000 characters",
-    "folder": "folder with what `evaluate` wrote",
-    "target": "table-S4 and the like as --list names them; claims; all; several with commas",
-}
+# Of a group of commands.
+_SUMMARIES = {"evaluate": "measure what an encoder reads: " + ", ".join(EVALUATIONS)}
 
 # Errors of the path that the user gave, not of the program.
 _PATH_ERRORS = {
@@ -143,100 +231,53 @@ def _run(program: str, commands: dict, arguments: list[str]) -> None:
     """Runs the command named by the first argument, or lists the commands."""
     first = arguments[0] if arguments else "--help"
     if first in ("-h", "--help"):
-        print(f"usage: {program} COMMAND [options]\n")
-        width = max(map(len, commands)) + 2
-        print("\n".join(f"  {name:<{width}}{summary}" for name, (summary, _) in commands.items()))
-        print(f"\n`{program} COMMAND --help` lists a command's options.")
+        print(_list_commands(program, commands))
     elif first == "--version":
         print(f"debias-diffusion {version('debias-diffusion')}")
     elif first not in commands:
         raise UserError(
             f"Unknown command {first!r}.{near_matches(first, commands)} Choose one of: {', '.join(commands)}."
         )
-    elif isinstance(commands[first][1], dict):
-        _run(f"{program} {first}", commands[first][1], arguments[1:])
+    elif isinstance(commands[first], dict):
+        _run(f"{program} {first}", commands[first], arguments[1:])
     else:
-        summary, (module, options, function) = commands[first][0], commands[first][1].split(":")
-        module = import_module(f"debias_diffusion.{module}")
-        _quiet_libraries()
-        getattr(module, function)(_parse(f"{program} {first}", summary, getattr(module, options), arguments[1:]))
+        _run_command(f"{program} {first}", commands[first], arguments[1:])
 
 
-def _parse(program: str, summary: str, options: type, arguments: list[str]):
-    """Reads the command line into the dataclass `options`."""
-    from jsonargparse import ActionConfigFile, ArgumentParser
-
-    class Parser(ArgumentParser):
-        def error(self, message: str, ex: Exception | None = None):
-            _fail(_explain(str(message), program, [option[2:] for a in self._actions for option in a.option_strings]))
-
-    fields = {field.name: field for field in dataclasses.fields(options)}
-    parser = Parser(prog=program, description=summary[0].upper() + summary[1:] + ".")
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
-    positional = {name for name in POSITIONAL if name in fields and fields[name].default is dataclasses.MISSING}
-    for name in positional:
-        # A default would replace the value from YAML.
-        parser.add_argument(name, type=str, nargs="?", default=argparse.SUPPRESS, help=POSITIONAL[name])
-    parser.add_class_arguments(options, as_group=False, skip=positional)
-    flags = [name for name, field in fields.items() if field.type in (bool, "bool")]
-    lists = [name for name, field in fields.items() if field.type in (list[str], "list[str]")]
-    try:
-        values = parser.parse_args(_normalise(arguments, flags, lists)).as_dict()
-    except (ValueError, OverflowError, RecursionError) as error:  # from files and numbers that break the parsers
-        _fail(f"The options cannot be read: {reason(error)}. `{program} --help` lists them.")
-    for name in positional:
-        if values.get(name) is None and fields[name].type in (str, "str"):
-            _fail(f"{name} is missing: give `{program} {name.upper()}`, the {POSITIONAL[name]}.")
-    return options(**{name: values.get(name) for name in fields})
-
-
-def _explain(message: str, program: str, known: list[str]) -> str:
-    """Rewrites a parser's message as one line that names the nearest option, or the expected type."""
-    message = re.sub(r"\s+", " ", message).strip()
-    patterns = (
-        r"[Uu]nrecognized arguments: --([\w-]+)",
-        r"[Kk]ey ['\"]([\w.-]+)['\"] is not",
-        r"Option '([\w.-]+)' is not",
+def _list_commands(program: str, commands: dict) -> str:
+    width = max(map(len, commands)) + 2
+    summaries = {name: _SUMMARIES.get(name) or command.summary for name, command in commands.items()}
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [options]\n",
+            *(f"  {name:<{width}}{summary}" for name, summary in summaries.items()),
+            f"\n`{program} COMMAND --help` lists a command's options.",
+        ]
     )
-    unknown = next((match for pattern in patterns if (match := re.search(pattern, message))), None)
-    if unknown:
-        hint = near_matches(unknown[1].replace("-", "_"), known, most=2)
-        return f"Unknown option {unknown[1]!r}.{hint} `{program} --help` lists all."
-    literals = re.search(r"typing\.Literal\[(.*?)\]", message)
-    types = re.findall(r"Expected an? <class '(\w+)'>", message)
-    types += literals[1].replace("'", "").split(", ") if literals else []
-    wrong = re.search(r'Parser key "(\w+)".*(?:Given|Got) value: (.*)', message)
-    if wrong and "list" in types:
-        return (
-            f"{wrong[1]} must be names with commas between them, got {wrong[2]!r}. Quote a name that contains a comma "
-            f"or bracket: --{wrong[1]} '[\"a,b\"]'."
-        )
-    if wrong and types:
-        expected = " or ".join("null" if name == "NoneType" else name for name in types)
-        return f"{wrong[1]} must be {expected}, got {wrong[2]!r}. `{program} --help` says more."
-    return f"{message} (`{program} --help` lists the options)"
 
 
-def _normalise(arguments: list[str], flags: list[str], lists: list[str]) -> list[str]:
-    """Turns `--check-data` into `--check_data=true`, and the list `--encoders a,b` into `--encoders=[a,b]`."""
-    normalised, is_list = [], False  # is_list: this argument is the value of a list option
-    for position, argument in enumerate(arguments):
-        if argument.startswith("--"):
-            name, equals, value = argument[2:].partition("=")
-            name = name.replace("-", "_")
-            following = arguments[position + 1] if position + 1 < len(arguments) else ""
-            if name in flags and not equals and following.lower() not in ("true", "false"):
-                equals, value = "=", "true"
-            is_list = name in lists
-            argument = f"--{name}{equals}{_bracketed(value) if is_list and equals else value}"
-        elif is_list:
-            argument, is_list = _bracketed(argument), False
-        normalised.append(argument)
-    return normalised
+def _run_command(program: str, command: Command, arguments: list[str]) -> None:
+    options = _import(command.options)
+    if asks_for_help(arguments):
+        print(help_page(program, command.summary, options, command.example))
+        return
+    values = parse(program, options, arguments, command.example)
+    # Before the options are made, because their checks import what warns.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    try:
+        function = _import(command.function)
+        _quiet_transformers()
+        function(options(**values))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRAS:
+            raise
+        raise UserError(f"{missing_library(error, command.extra)}.") from error
 
 
-def _bracketed(value: str) -> str:
-    return value if value.startswith("[") else f"[{value}]"
+def _import(name: str):
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(f"debias_diffusion.{module}"), attribute)
 
 
 def _fail(message: str, exit_code: int = 2):
@@ -276,12 +317,10 @@ def _survive_closed_pipes() -> None:
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, None, stream.line_buffering))
 
 
-def _quiet_libraries() -> None:
-    """Hides the libraries' warnings and progress bars; our messages and progress bars stay."""
+def _quiet_transformers() -> None:
+    """Hides the library's warnings and progress bars; our messages and progress bars stay."""
     import transformers
 
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.encoders import OVERLAP
 from debias_diffusion.eval.common.report import digest, table, versions
-from debias_diffusion.eval.everything import EVALUATE, AllConfig, settings_of_all
-from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
+from debias_diffusion.eval.common.settings import OVERLAP
+from debias_diffusion.eval.everything import EVALUATE, settings_of_all
+from debias_diffusion.eval.merged_report import evaluate_report
+from debias_diffusion.eval.options import AllConfig, ReportConfig
 from debias_diffusion.eval.story import EDITS, SHORT_FOLDER, SHORT_PROMPTS, claims, numbers
 from debias_diffusion.files import folder_lock, read_json_object, write_json
 from debias_diffusion.limits import check_seeds, check_steps
@@ -27,7 +28,9 @@ from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_trai
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import train
 
-from .export.command import ExportConfig, export
+from .export.command import export
+from .export.options import ExportConfig
+from .options import QuickstartConfig
 
 MOST_SCENES = 1000  # of a split of the toy world
 MOST_SHORT_PROMPTS = 60
@@ -36,40 +39,6 @@ _SPLITS = ("development", "test")
 _MARKER = "quickstart.json"
 RESULTS_FOLDER = "evaluation"
 _EARLIER_RELEASES = ("stages", "retrieval", "pictures")
-
-
-@dataclass
-class QuickstartConfig:
-    """Train DeBias-CLIP, as it is and for SDXL, and Long-CLIP in a toy world; compare images with the original CLIP's.
-
-    Attributes:
-        output: Folder for everything: data, training runs, exported encoders (long-clip/, debias-clip/ and
-            debias-clip-sdxl/), results with generated images (evaluation/), report.json and report.html. A run that was
-            stopped continues there; only what a changed setting affects is made anew.
-        seed: Of the training, and of the noise that images start from.
-        split: Scenes for retrieval and prompts: test, or development to choose settings by; test-2 and the like are
-            more of them.
-        scenes: Scenes that retrieval searches among, at most 1000.
-        prompts: Long prompts drawn with each encoder, from 2 to 1000.
-        trained_on: Pairs of image and long caption in the training.
-        steps: Training steps.
-        learning_rate: Peak learning rate of the training.
-        batch: Pairs a step, at least 4.
-        short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1, for both recipes. null leaves each its own.
-        drawing_steps: Denoising steps of an image.
-    """
-
-    output: str = "runs/quickstart"
-    seed: int = 0
-    split: str = "test"
-    scenes: int = 1000
-    prompts: int = 200
-    trained_on: int = 4000
-    steps: int = 150
-    learning_rate: float = 5e-4
-    batch: int = 128
-    short_weight: float | None = None
-    drawing_steps: int = 20
 
 
 @dataclass(frozen=True)

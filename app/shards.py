@@ -6,8 +6,7 @@ import json
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from math import inf
+from dataclasses import asdict
 from pathlib import Path
 
 from PIL import Image
@@ -15,44 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data
-from debias_diffusion.data.bad_records import BAD_RECORDS, check_max_bad, check_share, read_or_bad, report_bad
+from debias_diffusion.data.bad_records import BAD_RECORDS, check_share, read_or_bad, report_bad
 from debias_diffusion.data.shards import MANIFEST, read_manifest
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import describe_changes, folder_lock, hidden_sibling, new_file, sha256, write_json
 
-
-@dataclass
-class ShardsConfig:
-    """Write image-caption pairs as WebDataset shards of small JPEGs, for `train --data`.
-
-    Attributes:
-        data: JSON file in ShareGPT4V's layout, or any other data that `train` reads.
-        output: Folder to write. A stopped run continues there with the same settings.
-        images: Folder that image paths in the data file start from.
-        size: Pixels of each image's shorter side. Smaller images are not enlarged.
-        per_shard: Pairs in a shard.
-        quality: JPEG quality, from 1 to 100.
-        workers: Processes that read and shrink images; 0 uses the main process.
-        max_bad: Largest share of bad records, from 0 to 1.
-    """
-
-    data: str
-    output: str
-    images: str | None = None
-    size: int = 256
-    per_shard: int = 5000
-    quality: int = 95
-    workers: int = 2
-    max_bad: float = 0.01
-
-    def __post_init__(self):
-        for name, least, most in (("size", 1, 65500), ("per_shard", 1, inf), ("quality", 1, 100), ("workers", 0, inf)):
-            value = getattr(self, name)
-            if not least <= value <= most:
-                limit = f"at least {least}" if most == inf else f"from {least} to {most}"
-                raise UserError(f"{name} is {value}, but must be {limit}.")
-        check_max_bad(self.max_bad)
+from .options import ShardsConfig
 
 
 def write_shards(config: ShardsConfig) -> Path:

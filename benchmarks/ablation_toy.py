@@ -32,9 +32,9 @@ from debias_diffusion.ablation.saved import is_ablation, read_ablation, write_ab
 from debias_diffusion.ablation.search import KS, TextProblem, every_mask
 from debias_diffusion.app.ablate.command import AblateConfig, ablate
 from debias_diffusion.data import open_data
-from debias_diffusion.eval.common.encoders import OVERLAP
 from debias_diffusion.eval.common.intervals import paired_difference
 from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.eval.common.settings import OVERLAP
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.text_image.retrieval import hits
 from debias_diffusion.eval.text_image.robustness import edit_caption

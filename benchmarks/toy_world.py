@@ -24,8 +24,8 @@ from machine import machine
 
 from debias_diffusion.app.align import AlignConfig, align
 from debias_diffusion.app.quickstart import RESULTS_FOLDER, Models, QuickstartConfig, quickstart
-from debias_diffusion.eval.common.encoders import CHUNKS, OVERLAP
 from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.pictures.reading import ALL, READERS
 from debias_diffusion.eval.pictures.toy_objects import BY_TELLING, TELLING_TITLES, TELLINGS

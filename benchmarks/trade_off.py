@@ -16,8 +16,8 @@ from machine import machine
 from matplotlib.figure import Figure
 
 from debias_diffusion.app.quickstart import IMAGES_AT_ONCE
-from debias_diffusion.eval.common.encoders import OVERLAP
 from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.eval.common.settings import OVERLAP
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.story import EDITS
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness

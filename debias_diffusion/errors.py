@@ -3,6 +3,19 @@
 import difflib
 from collections.abc import Iterable
 
+# Optional libraries, by the name of their import: the extra of this package that installs them.
+EXTRAS = {
+    "open_clip": "train",
+    "timm": "train",
+    "torchvision": "train",
+    "matplotlib": "eval",
+    "scipy": "eval",
+    "torch_fidelity": "eval",
+    "torchmetrics": "eval",
+    "gradio": "app",
+    "orjson": "app",
+}
+
 
 class UserError(ValueError):
     """Something the user gave cannot be used.
@@ -34,5 +47,18 @@ def near_matches(name: str, allowed: Iterable[str], most: int = 3) -> str:
 
 
 def reason(error: Exception) -> str:
-    """An error of a library in a line."""
+    """An error of a library in a line; of an optional one that is missing, what to install."""
+    library = error.name if isinstance(error, ModuleNotFoundError) else None
+    if (library or "").partition(".")[0] in EXTRAS:
+        return missing_library(error)
     return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+
+
+def missing_library(error: ModuleNotFoundError, extra: str = "") -> str:
+    """What to install where one of `EXTRAS` is missing.
+
+    Args:
+        extra: to install, in place of the library's own.
+    """
+    library = (error.name or "").partition(".")[0]
+    return f'{library} is not installed: run `pip install "debias-diffusion[{extra or EXTRAS[library]}]"`'

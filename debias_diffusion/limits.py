@@ -1,6 +1,13 @@
-"""Limits for generated images: larger values can only be mistakes, and are refused before anything is loaded."""
+"""What options may be, checked before anything is loaded; larger values can only be mistakes."""
+
+from typing import Literal
 
 from .errors import UserError
+
+Tower = Literal["image", "text"]
+Layer = Literal["penultimate", "last"]
+KEEP = 20  # Long-CLIP: the first 20 positions are well trained and are kept
+FACTOR = 4  # positions that each of the others is stretched to
 
 MOST_STEPS = 1000  # the noise levels that models are trained with
 MOST_GUIDANCE = 1000.0
@@ -46,3 +53,9 @@ def check_seeds(first: int, last: int) -> None:
             f"Seeds from {first} to {last} are needed, and a generator takes those from -2^63 to 2^64 - 1. Give a "
             "smaller seed."
         )
+
+
+def check_max_bad(max_bad: float) -> None:
+    """Raises UserError unless `max_bad` is a share from 0 to 1."""
+    if not 0 <= max_bad <= 1:
+        raise UserError(f"max_bad is {max_bad}, but must be in [0, 1].")

@@ -14,6 +14,7 @@ MOVED = {
     "app.demo.requests": "app.demo.checks",
     "app.demo.scenes": "app.demo.toy_scenes",
     "app.demo.waiting": "app.demo.fair_queue",
+    "app.generate.config": "app.generate.options",
     "app.drawing": "app.generate.rendering",
     "app.hub": "app.export.hub",
     "app.model_card": "app.export.model_card",

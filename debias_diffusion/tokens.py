@@ -21,6 +21,7 @@ PAD = 0  # the id that pads CLIP's training captions, before the text and after 
 _SPECIAL = re.compile(r"<(\|startoftext\||\|endoftext\||start_of_text|end_of_text)>", re.IGNORECASE)
 
 
+_MERGES = Path(__file__).parent / "clip_merges.txt.gz"
 _MOST_NESTED = 50  # HTML entities in each other, such as &amp;amp;, that are unescaped
 
 
@@ -55,16 +56,22 @@ def _is_deeply_nested(text: str) -> bool:
     return True
 
 
+def byte_symbols() -> list[str]:
+    """The characters that stand for the 256 bytes in CLIP's and GPT-2's vocabularies, in the order of their ids.
+
+    Bytes that print as Latin-1 stand for themselves; the others for the characters from 256 on.
+    """
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    return [chr(code) for code in (*printed, *range(256, 512 - len(printed)))]
+
+
 @lru_cache
 def _clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """CLIP's vocabulary and merges, from the file inside open_clip: 256 bytes, each also as a word's end, the merges,
-    then SOT and EOT under the names that transformers gives them."""
-    from open_clip.tokenizer import bytes_to_unicode, default_bpe
-
-    with gzip.open(default_bpe(), "rt", encoding="utf-8") as file:
-        lines = file.read().split("\n")
-    merges = [tuple(line.split()) for line in lines[1 : 49152 - 256 - 2 + 1]]
-    symbols = list(bytes_to_unicode().values())
+    """CLIP's vocabulary and merges: 256 bytes, each also as a word's end, the merges, then SOT and EOT under the names
+    that transformers gives them."""
+    with gzip.open(_MERGES, "rt", encoding="utf-8") as file:
+        merges = [tuple(line.split()) for line in file.read().splitlines()[1:]]
+    symbols = byte_symbols()
     words = [*symbols, *(symbol + "</w>" for symbol in symbols), *("".join(merge) for merge in merges)]
     words += ["<|startoftext|>", "<|endoftext|>"]
     return {word: index for index, word in enumerate(words)}, merges

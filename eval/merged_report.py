@@ -13,9 +13,10 @@ from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import atomic_file, write_text
 
-from .common.inputs import check_output
 from .common.pages import png_url, write_page
 from .common.report import Table, escaped, save_picture
+from .common.settings import check_output
+from .options import ReportConfig
 from .pictures import dpg_bench, drift, generation
 from .story import tell
 from .text_image import attention, classification, cola, retrieval, robustness
@@ -47,19 +48,6 @@ _IGNORED = (
     "examples",
 )
 _COUNTS = ("images", "captions", "items", "classes", "prompts", "propositions")
-
-
-@dataclass
-class ReportConfig:
-    """Settings of a report.
-
-    Attributes:
-        folder: Folder with results of `evaluate`, at any depth.
-        output: Folder for the pages, `report.md` and `report.html`. The default is the folder itself.
-    """
-
-    folder: str
-    output: str | None = None
 
 
 @dataclass(frozen=True)

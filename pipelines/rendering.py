@@ -8,12 +8,13 @@ import gc
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
 from tqdm import tqdm
+
+from debias_diffusion.limits import Layer
 
 from .checked import EMBEDDINGS, generate_images
 from .loading import Part
@@ -21,7 +22,6 @@ from .long_prompt import LongPromptMixin, PromptLayout
 from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
-Layer = Literal["penultimate", "last"]
 Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument, on the CPU
 
 

@@ -30,6 +30,7 @@ from debias_diffusion.eval.text_image.classification import (
     top1,
     wilson_interval,
 )
+from debias_diffusion.eval.text_image.options import CLASSIFICATIONS
 from debias_diffusion.models.backbone import load_backbone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -385,3 +386,7 @@ def test_classify_refuses_nan():
 def test_wilson_interval_of_known_counts():
     assert wilson_interval(8, 10) == pytest.approx((49.02, 94.33), abs=0.01)  # Wilson 1927's formula, by hand
     assert wilson_interval(0, 10)[0] == 0 and wilson_interval(10, 10)[1] == 100
+
+
+def test_the_options_name_every_benchmark():
+    assert tuple(BENCHMARKS) == CLASSIFICATIONS

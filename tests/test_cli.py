@@ -1,7 +1,9 @@
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import yaml
@@ -9,7 +11,9 @@ from diffusers import AutoencoderKL
 from tiny_clip import save_tiny_clip
 from tiny_data import make_tiny_data
 
-from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, main
+from debias_diffusion.app.align import AlignConfig
+from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command, main
+from debias_diffusion.app.generate import GenerateConfig
 from debias_diffusion.training import TrainConfig
 
 
@@ -87,8 +91,8 @@ def test_every_training_option_is_explained():
         (["train", "--precision=fp8"], "precision must be auto or fp32 or bf16 or fp16, got 'fp8'"),
         (["train", "--initial-scale=ten"], "initial_scale must be float or null or auto, got 'ten'"),
         (["train", "--config=/nowhere.yaml"], "/nowhere.yaml"),
-        (["train"], "required: data, output, model"),
-        (["generate"], "required: base"),
+        (["train"], "--data, --output and --model are missing. For example: debias-diffusion train --config configs/"),
+        (["generate"], "--base is missing. For example: debias-diffusion generate 'A red star"),
         (["generate", " ", "--base=/nowhere"], "The prompt is empty"),
         (["generate", "x" * 100_000, "--base=/nowhere"], "has 100,000 characters; at most 20,000"),
         (
@@ -117,6 +121,9 @@ def test_an_unknown_key_in_yaml_is_an_error(capsys, tmp_path):
     (tmp_path / "c.yaml").write_text("epochz: 7\n")
     message = error(capsys, "train", "--config", tmp_path / "c.yaml")
     assert "Unknown option 'epochz'. Did you mean epochs" in message
+    (tmp_path / "c.yaml").write_text("lr: 7\n")
+    message = error(capsys, "train", "--config", tmp_path / "c.yaml")
+    assert "Unknown option 'lr'. In a file it is learning_rate." in message
 
 
 def test_train_then_export_then_evaluate(capsys, tmp_path, world):
@@ -220,7 +227,7 @@ def work(settings):
     Path(settings.folder, "result").touch()
 
 sys.modules["debias_diffusion.work"] = sys.modules["__main__"]
-cli.COMMANDS["work"] = ("work", "work:Settings:work")
+cli.COMMANDS["work"] = cli.Command("work", "work:Settings", "work:work", "")
 cli.main()
 """
     )
@@ -244,7 +251,94 @@ def test_help_ends_quietly_when_nobody_reads(closing):
 
 
 def test_a_list_of_commands_imports_no_large_library():
-    code = (
-        "import sys; from debias_diffusion.app.cli import main; main(['evaluate']); assert 'torch' not in sys.modules"
-    )
+    """Neither does any command's help: torch alone takes seconds."""
+    code = """
+import sys
+from debias_diffusion.app.align import AlignConfig
+from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command, main
+from debias_diffusion.app.generate import GenerateConfig
+main(["evaluate"])
+for command in [*([name] for name in COMMANDS), *(["evaluate", name] for name in EVALUATIONS)]:
+    main([*command, "--help"])
+large = {"torch", "numpy", "PIL", "transformers", "matplotlib", "scipy", "gradio", "jsonargparse"} & set(sys.modules)
+assert not large, large
+"""
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=120)
+
+
+def test_every_command_names_what_exists():
+    for command in (*COMMANDS.values(), *EVALUATIONS.values()):
+        if isinstance(command, Command):
+            for place in (command.options, command.function):
+                module, _, name = place.partition(":")
+                assert callable(getattr(import_module(f"debias_diffusion.{module}"), name))
+
+
+@pytest.mark.parametrize("options", [TrainConfig, AlignConfig, GenerateConfig])
+def test_every_option_is_in_one_group_of_the_help(options):
+    grouped = [name for group in options.GROUPS.values() for name in group]
+    assert sorted(grouped) == sorted(options.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("command", [["train"], ["generate"], ["app"], ["evaluate", "generation"]])
+def test_help_shows_options_as_they_are_typed(capsys, command):
+    out = run(capsys, *command, "--help")[1]
+    assert "_" not in "".join(re.findall(r"^  (--[\w-]+)", out, re.MULTILINE))
+    assert not re.search(r"Union\[|Literal\[|Optional\[|--encoders\+", out)
+    assert out.count("  --batch N, --batch-size\n") == (command != ["app"])
+
+
+def test_help_lists_groups_flags_types_and_defaults(capsys):
+    out = run(capsys, "generate", "--help")[1]
+    titles = ["Prompts:", "Models:", "Images:", "Speed and memory:", "Of every command:", "Example:"]
+    assert re.findall(r"^\w.*:$", out, re.MULTILINE) == titles
+    assert "usage: debias-diffusion generate [PROMPT] --base BASE [options]\n" in out
+    assert "  --low-memory, --no-low-memory\n" in out and "  --precision {fp32,fp16,bf16}, --dtype\n" in out
+    assert "  --steps N, --num-inference-steps\n" in out and "default: 30" in out
+    words = " ".join(run(capsys, "evaluate", "retrieval", "--help")[1].split())
+    assert "Give either `data` (with `images`), your" in words and "--limit N|auto" in words  # of a base class too
+
+
+SAME = [
+    ("train", ["--learning-rate=1e-3"], ["--lr", "1e-3"]),
+    ("train", ["--batch", "9"], ["--batch-size=9"]),
+    ("train", ["--batch", "9"], ["--batch_size", "9"]),
+    ("train", ["--precision", "fp16"], ["--dtype", "float16"]),
+    ("train", ["--check-data", "--compile"], ["--check_data=true", "--compile", "true"]),
+    ("train", ["--no-check-data"], ["--check-data", "false"]),
+    ("generate", ["--dtype", "float16"], ["--precision", "fp16"]),
+    ("generate", [], ["--precision", "auto"]),
+    ("generate", ["--steps", "5"], ["--num-inference-steps", "5"]),
+    ("generate", ["--overlap", "false"], ["--no-overlap"]),
+    ("generate", ["--guidance_scale", "-1"], ["--guidance-scale", "-1"]),
+    ("evaluate attention", ["--batch-size", "9"], ["--batch", "9"]),
+    ("evaluate attention", ["--encoders", "a,b"], ["--encoders", "a", "b"]),
+    ("evaluate attention", ["--encoders", "a,b,c"], ["--encoders=a,b", "--encoders", "a,b", "c"]),
+    ("evaluate attention", ["--encoders", '["a,b"]'], ['--encoders=["a,b"]']),
+]
+
+
+@pytest.mark.parametrize(("command", "one", "other"), SAME)
+def test_options_are_written_in_several_ways(capsys, command, one, other):
+    runs = [run(capsys, *command.split(), *options, "--print-config") for options in (one, other)]
+    assert runs[0] == runs[1] and runs[0][0] == 0
+    if one:
+        assert runs[0][1] != run(capsys, *command.split(), "--print-config")[1] or one[0].startswith("--no-")
+
+
+def test_ablate_has_two_sizes_of_batches(capsys):
+    out = run(capsys, "ablate", "--batch=7", "--batch-size=9", "--print-config")[1]
+    assert (yaml.safe_load(out)["batch"], yaml.safe_load(out)["batch_size"]) == (7, 9)
+
+
+@pytest.mark.parametrize("module", ["debias_diffusion", "debias_diffusion.app.cli"])
+def test_python_m(module):
+    command = [sys.executable, "-m", module, "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("debias-diffusion 0")
+
+
+def test_accelerate_launch_m():
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"]
+    launch += ["--mixed_precision=no", "--dynamo_backend=no", "-m", "debias_diffusion", "--version"]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("debias-diffusion "), done.stderr

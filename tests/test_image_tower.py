@@ -15,7 +15,7 @@ from debias_diffusion.interchange import export_clip_model
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.blocks import full_attention
 from debias_diffusion.models.image_tower import ImageTower
-from debias_diffusion.models.weights import weights_digest
+from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.training.feature_cache import cache_key
 
 pytestmark = pytest.mark.usefixtures("one_thread")

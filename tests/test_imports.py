@@ -16,7 +16,7 @@ PACKAGE = "debias_diffusion"
 ROOMS = ("app", "eval", "pipelines")
 # Each layer may import those before it. A name stands for a module, or for a package with all that is in it.
 LAYERS = (
-    ("moved", "errors", "limits", "png", "devices", "process_group"),
+    ("lazy", "moved", "errors", "limits", "png", "devices", "process_group"),
     ("files",),
     ("sentences", "tokens", "chunks"),
     ("toyworld",),
@@ -34,6 +34,7 @@ LAYERS = (
     ("eval.text_image", "eval.pictures"),
     ("eval",),
     ("app",),
+    ("__main__",),
 )
 
 

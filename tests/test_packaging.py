@@ -22,7 +22,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
 
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", f"{wheel}[eval]"], check=True)
 
     def run(*command):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -31,7 +31,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
 
     program = tmp_path / "venv" / "bin" / "debias-diffusion"
     assert "evaluate" in run(program, "--help")
-    assert "--check_data" in run(program, "train", "--help")
+    assert "--check-data" in run(program, "train", "--help")
     modules = "debias_diffusion.app.cli as cli, debias_diffusion.eval.text_image.retrieval"
     where = run(python, "-c", f"import {modules}; print(cli.__file__)")
     assert str(tmp_path / "venv") in where

@@ -36,7 +36,7 @@ def work(_):
 
 
 sys.modules["debias_diffusion.work"] = sys.modules["__main__"]
-cli.COMMANDS["work"] = ("work", "work:Nothing:work")
+cli.COMMANDS["work"] = cli.Command("work", "work:Nothing", "work:work", "")
 cli.main(["work"])
 """
 

@@ -18,8 +18,8 @@ from tiny_data import make_tiny_data
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.encoders import labels
-from debias_diffusion.eval.common.inputs import check_output
 from debias_diffusion.eval.common.report import Table, digest, table, weights_digest
+from debias_diffusion.eval.common.settings import check_output
 from debias_diffusion.eval.text_image import image_features, retrieval
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval, figures
 from debias_diffusion.models.backbone import Backbone, load_backbone
@@ -480,7 +480,7 @@ def test_settings_check_themselves_before_anything_is_read():
     with pytest.raises(UserError, match="batch_size=0"):
         RetrievalConfig(["toy/clip"], "out", data="nowhere.json", batch_size=0)
     config = RetrievalConfig(["toy/clip"], "out", data="nowhere.json")
-    with pytest.raises(UserError, match="dataset is 'coco' with root None"):
+    with pytest.raises(UserError, match="The benchmark 'coco' needs the folder"):
         replace(config, data=None, dataset="coco")
 
 

@@ -570,7 +570,7 @@ def test_a_benchmark_s_robustness(tiny_clip, tmp_path):
         ({"data": "x.json", "dataset": "coco"}, "Give either --data"),
         ({"data": "x.json", "root": "."}, "Give either --data"),
         ({"dataset": "coco", "root": ".", "images": "."}, "Give either --data"),
-        ({"dataset": "coco"}, "with root None"),
+        ({"dataset": "coco"}, "needs the folder that it lies in"),
         ({"dataset": "coco", "root": ".", "max_bad": 2}, "max_bad is 2"),
         ({"dataset": "coco", "root": ".", "output": ""}, "--output"),
         ({"dataset": "coco", "root": ".", "limit": 0}, "limit=0"),

@@ -12,8 +12,8 @@ from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
 
 # Pronouns and participles that could name anything.
 BANNED = {"its", "found", "told", "own", "what", "others"}
-# Every folder of a command has these.
-REPEATED = {"__init__", "command"}
+# A folder of commands has these.
+REPEATED = {"__init__", "command", "options"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

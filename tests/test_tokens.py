@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from open_clip.tokenizer import bytes_to_unicode
 
 from debias_diffusion import tokens
-from debias_diffusion.tokens import PAD, CaptionTokenizer, Markers, clean, clip_tokenizer, save_tokenizer
+from debias_diffusion.tokens import PAD, CaptionTokenizer, Markers, byte_symbols, clean, clip_tokenizer, save_tokenizer
 
 WINDOW = 248
 TOKENIZER = CaptionTokenizer(clip_tokenizer(WINDOW), WINDOW)
@@ -189,3 +190,10 @@ def test_eot_must_be_the_highest_id():
         CaptionTokenizer(tokenizer, 77)
     with pytest.raises(ValueError, match="a context length of 2 leaves no room"):
         CaptionTokenizer(clip_tokenizer(77), 2)
+
+
+def test_the_vocabulary_is_open_clips_own():
+    ours, theirs = clip_tokenizer(77).get_vocab(), OPEN_CLIP.encoder
+    names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
+    assert ours == {names.get(token, token): index for token, index in theirs.items()}
+    assert byte_symbols() == list(bytes_to_unicode().values())

@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision.transforms.v2 import CenterCrop, Compose, InterpolationMode, PILToTensor, Resize
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.models.weights import weights_digest
+from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.training.feature_cache import FrozenEncoder, check_features
 from debias_diffusion.training.plan import GB
 

@@ -8,6 +8,20 @@ from typing import Literal
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import RunConfig
 
+# Options in the order of `align --help`.
+_GROUPS = {
+    "Data and models": ("base", "data", "images", "output", "encoder", "encoder_2", "overlap", "pixels"),
+    "Loss": ("denoising", "keep_states", "keep_features"),
+    "Optimization": (
+        *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
+    ),
+    "Speed and memory": ("precision", "chunk", "checkpoint_activations", "workers", "latent_cache"),
+    "Validation, checkpoints and logs": (
+        *("validation", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
+    ),
+    "Bad records": ("max_bad",),
+}
+
 
 @dataclass
 class AlignConfig(RunConfig):
@@ -32,7 +46,7 @@ class AlignConfig(RunConfig):
         keep_features: Weight of the term that keeps the pooled features: the first encoder's where training has put
             them, so that retrieval stays, the second's near the checkpoint's own, which the UNet reads.
         overlap: Encoders of 77 positions read long prompts in chunks that overlap, as the pipelines do; false, each by
-            itself, as with `generate --overlap false`.
+            itself, as with `generate --no-overlap`.
         pixels: Images are scaled and cropped to squares of this side, a multiple of 8; null is the checkpoint's own.
         validation: How many of the first pairs are held out, and measured on, at most 64 of them. auto is 1000, and a
             tenth of fewer than 10,000 pairs.
@@ -60,6 +74,8 @@ class AlignConfig(RunConfig):
         max_bad: Largest share of bad records before the run stops, from 0 to 1. The same share of each epoch is its
             reserve, which replaces them. A stopped run may resume with another value, and keeps its reserve.
     """
+
+    GROUPS = _GROUPS  # without an annotation, so no option
 
     base: str
     data: str

@@ -4,54 +4,19 @@ import ipaddress
 import os
 import socket
 import sys
-from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.models.shipped import TWO_TOWERS
 
 from .models import DemoModels
-from .request import BUDGET
+from .options import AppConfig
 
 MOST_WAITING = 100  # requests in the queue
 PASSWORD = "DEBIAS_DIFFUSION_PASSWORD"  # environment variable
 _MOST_PASSWORD = 1000  # characters
 _PORTS = 100  # tried in turn
-
-
-@dataclass
-class AppConfig:
-    """Models of the demo, and access to it.
-
-    Attributes:
-        base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
-        encoders: Text encoders to compare, up to four: folders written by `export`, any transformers CLIPTextModel
-            folder, toy/clip, toy/long-clip, toy/debias-clip, or original, the checkpoint's own.
-        host: Address to listen on. The default is this machine only; 0.0.0.0 or :: lets others in.
-        port: Port to listen on, or the next free one.
-        user: User name for the login, with a password.
-        password: Password for the login. Other users of this machine can read it in the process list; password_file or
-            the environment variable DEBIAS_DIFFUSION_PASSWORD hides it.
-        password_file: File whose first line is the password.
-        budget: Denoising steps of one request, over all its images and encoders. Images larger than the SDXL
-            checkpoint's native size, and prompts beyond the longest context length, count more.
-        device: cpu, cuda, cuda:1, mps; by default the fastest available.
-        dtype: Precision of the models; by default float16 on an accelerator and float32 on the CPU.
-    """
-
-    base: str = "toy/sdxl"
-    encoders: list[str] = field(default_factory=lambda: list(TWO_TOWERS))
-    host: str = "127.0.0.1"
-    port: int = 7860
-    user: str | None = None
-    password: str | None = None
-    password_file: str | None = None
-    budget: int = BUDGET
-    device: str | None = None
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None
 
 
 def run_app(config: AppConfig) -> None:

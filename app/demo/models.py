@@ -9,7 +9,8 @@ from diffusers import SchedulerMixin
 from transformers import CLIPTokenizer
 
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.eval.common.encoders import check_encoders, labels
+from debias_diffusion.eval.common.encoders import labels
+from debias_diffusion.eval.common.settings import check_encoders
 from debias_diffusion.eval.pictures.drawing import ORIGINAL
 from debias_diffusion.eval.text_image.attention import Reader
 from debias_diffusion.interchange import load_text_encoder

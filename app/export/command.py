@@ -4,69 +4,33 @@ import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
-import open_clip
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-from debias_diffusion.ablation.folding import fold_text_heads, soft_heads
-from debias_diffusion.ablation.heads import noted
 from debias_diffusion.ablation.saved import is_ablation
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder
 from debias_diffusion.interchange import (
-    export_clip_model,
     load_text_encoder,
-    load_two_tower,
     model_of_run,
     to_transformers,
     write_file,
     write_text_encoder,
 )
-from debias_diffusion.interchange.clip_model import MODELING_FILE
+from debias_diffusion.interchange.places import MODELING_FILE
 from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, written_metadata
 from debias_diffusion.interchange.text_encoders import TextEncoder, is_bigg, keeps_projection, text_config
-from debias_diffusion.models.backbone import CONFIG_FILE, WEIGHTS_FILE, Backbone, load_backbone
+from debias_diffusion.models.model_files import CONFIG_FILE, WEIGHTS_FILE
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
 
 from .hub import check_repository, push_folder
 from .model_card import MARK, OPEN_CLIP_UNABLATED, Exported, model_card
+from .options import ExportConfig
 
-
-@dataclass
-class ExportConfig:
-    """Export a text encoder, or both towers, for other programs.
-
-    Attributes:
-        model: Folder of a training run (its model after the last step is exported) or of `ablate`, an open_clip
-            folder, or an open_clip model name.
-            For transformers and comfyui also any other text encoder: a transformers folder, a weights file such as
-            longclip-L.pt or clip_l.safetensors, or a hub id.
-        output: Folder to write; for comfyui a file that ends in .safetensors. Files of other programs are never
-            overwritten.
-        to: transformers writes a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which diffusers
-            loads too; comfyui writes one file for ComfyUI; open_clip and clip write folders with both towers, for
-            open_clip and for transformers' CLIPModel. Suppressed text heads become ordinary weights; plain open_clip
-            ignores suppressed image heads, and transformers runs them by code in the folder.
-        pretrained: Tag or file of the weights, for a model given by name.
-        positions: long reads up to 248 tokens; short writes the encoder of 77 tokens with the rows of positions that
-            Fix-CLIP's short captions were trained with (train --recipe fix-clip).
-        projection: Export a CLIPTextModelWithProjection, whose text_embeds are the trained features. SDXL's first
-            encoder must not have it; its second, bigG, always has.
-        scores: Folder with results of `evaluate` for this model, for the model card (README.md).
-        push_to_hub: owner/name of the Hugging Face repository to upload the folder to. A new repository is private.
-            null uploads nothing.
-    """
-
-    model: str
-    output: str
-    to: Literal["transformers", "comfyui", "open_clip", "clip"] = "transformers"
-    pretrained: str | None = None
-    positions: Literal["long", "short"] = "long"
-    projection: bool = False
-    scores: str | None = None
-    push_to_hub: str | None = None
+if TYPE_CHECKING:
+    from debias_diffusion.models.backbone import Backbone
 
 
 def export(config: ExportConfig) -> Path:
@@ -142,7 +106,7 @@ class _Source:
         digest: of the two towers as evaluations read them; None if no scores are wanted.
     """
 
-    backbone: Backbone | None = None
+    backbone: "Backbone | None" = None
     alone: tuple[TextEncoder, CLIPTokenizer] | None = None
     digest: str | None = None
 
@@ -164,6 +128,9 @@ def _load(config: ExportConfig) -> _Source:
     if config.positions == "short":
         _read_short(config, source)
     if backbone := source.backbone:
+        from debias_diffusion.ablation.folding import fold_text_heads, soft_heads
+        from debias_diffusion.ablation.heads import noted
+
         source.digest = backbone.digest() if config.scores else None
         text = noted(backbone, "text")
         # Soft heads stay in the configuration, which open_clip's format has.
@@ -192,21 +159,29 @@ def _read(config: ExportConfig) -> _Source:
     if is_ablation(model):
         if config.pretrained is not None:
             raise UserError(f"{config.model!r} names its weights. Leave out pretrained={config.pretrained!r}.")
-        return _Source(load_two_tower(model))
+        return _Source(_load_two_tower(model))
     is_two_tower = (
         config.pretrained is not None
         or (Path(model) / CONFIG_FILE).is_file()
         or model.startswith(("hf-hub:", "local-dir:"))
-        or (not Path(model).exists() and (model in open_clip.list_models() or "/" not in model))
+        or (not Path(model).exists() and "/" not in model)
     )
     if is_two_tower:
+        from debias_diffusion.models.backbone import load_backbone
+
         return _Source(backbone=load_backbone(model, config.pretrained).eval())
     if config.to not in _BOTH_TOWERS:
         return _Source(alone=load_text_encoder(model))
     try:
-        return _Source(backbone=load_two_tower(model))
+        return _Source(backbone=_load_two_tower(model))
     except UserError as error:
         raise UserError(f"--to {config.to} needs both towers. {error}") from error
+
+
+def _load_two_tower(model: str) -> "Backbone":
+    from debias_diffusion.interchange import load_two_tower  # open_clip is optional
+
+    return load_two_tower(model)
 
 
 def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:
@@ -280,6 +255,8 @@ def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
 
 
 def _clip(config: ExportConfig, source: _Source, output: Path) -> None:
+    from debias_diffusion.interchange import export_clip_model
+
     backbone = source.backbone
     with atomic_folder(output) as folder:
         export_clip_model(backbone, folder)

@@ -14,23 +14,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import open_clip
 from huggingface_hub import ModelCardData
 
 import debias_diffusion
-from debias_diffusion.ablation.heads import ABLATED, TOWERS, Ablation, noted
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.ablation.saved import is_ablation, read_ablation
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.report import escaped
 from debias_diffusion.files import read_json_object
-from debias_diffusion.interchange.places import MODELS_OF_RUN, model_and_weights
-from debias_diffusion.methods import find_method
-from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.interchange.places import MODELS_OF_RUN, is_open_clip_name, model_and_weights
 from debias_diffusion.training import TrainConfig
-from debias_diffusion.training.config import method_settings
-from debias_diffusion.training.loop import CHOOSING
+from debias_diffusion.training.config import CHOOSING, method_settings
+
+if TYPE_CHECKING:
+    from debias_diffusion.ablation.heads import Ablation
+    from debias_diffusion.models.backbone import Backbone
 
 # Marks a folder as written by an export, so a later export may replace it.
 MARK = "exported by debias-diffusion"
@@ -60,7 +59,7 @@ class Exported:
     task: str
     model: str
     pretrained: str | None = None
-    backbone: Backbone | None = None
+    backbone: "Backbone | None" = None
     digest: str | None = None
 
 
@@ -122,14 +121,13 @@ def _line(exported: Exported) -> str:
 def _made(exported: Exported, run: "_Run | None", search: "_Search | None", base: tuple[str | None, str | None]) -> str:
     rows = {}
     backbone = exported.backbone
-    if run or search or _hub_repository(*base) or base[0] in open_clip.list_models():
+    if run or search or _hub_repository(*base) or is_open_clip_name(base[0]):
         rows["base model"] = code(_public(base[0])) + (f", weights {code(_public(base[1]))}" if base[1] else "")
-        if base[0] in open_clip.list_models() and base[1] in (None, "none"):
+        if is_open_clip_name(base[0]) and base[1] in (None, "none"):
             rows["base model"] += ", **random weights**: not pretrained"
     if run:
         rows |= run.rows()
-    noted_ablations = [noted(backbone, tower) for tower in TOWERS if backbone]
-    for ablation in filter(None, [search.ablation] if search else noted_ablations):
+    for ablation in [search.ablation] if search else _noted_ablations(backbone):
         rows |= _ablated_heads(ablation, with_images=exported.task != "feature-extraction")
     positions = backbone.config.get(_KEY, {}) if backbone else {}
     if "keep" in positions and "factor" in positions:
@@ -145,12 +143,23 @@ def _made(exported: Exported, run: "_Run | None", search: "_Search | None", base
     return table if made is None else f"{table}\n\n```bash\n{made.command()}\n```"
 
 
-def _ablated_heads(ablation: Ablation, with_images: bool) -> dict[str, str]:
+def _noted_ablations(backbone: "Backbone | None") -> "list[Ablation]":
+    """The ablations that a two-tower's configuration notes."""
+    if backbone is None:
+        return []
+    from debias_diffusion.ablation.heads import TOWERS, noted
+
+    return [ablation for tower in TOWERS if (ablation := noted(backbone, tower))]
+
+
+def _ablated_heads(ablation: "Ablation", with_images: bool) -> dict[str, str]:
     """The table's row of a tower's ablated heads. Where each has a beta of its own, those below 0.5 are named.
 
     Args:
         with_images: whether the image tower is exported, too.
     """
+    from debias_diffusion.ablation.heads import ABLATED
+
     verb = "suppressed" if ablation.means is None else "replaced"
     betas = sorted({beta for row in ablation.beta for beta in row if beta < 1})
     if ablation.means is not None:
@@ -176,7 +185,7 @@ class _Search:
     """
 
     model: str
-    ablation: Ablation
+    ablation: "Ablation"
     settings: Mapping
 
     @classmethod
@@ -211,6 +220,8 @@ class _Run:
 
     def rows(self) -> dict[str, str]:
         """The table of how it was trained: name to Markdown."""
+        from debias_diffusion.methods import find_method
+
         settings = self.settings
         changes = method_settings(settings)
         changed = ", ".join(f"{name} {value}" for name, value in changes.items())
@@ -254,6 +265,7 @@ def _chosen(scores: dict) -> str:
 
 def _read_scores(folder: str, digest: str | None) -> list[str]:
     """The results of `evaluate` in `folder` as Markdown, each with its command."""
+    from debias_diffusion.eval.common.report import escaped
     from debias_diffusion.eval.merged_report import EVALUATIONS
 
     sections = []
@@ -332,7 +344,9 @@ def _hub_repository(model: str | None, pretrained: str | None) -> str | None:
         return None
     if model.startswith("hf-hub:"):
         return model.removeprefix("hf-hub:")
-    if model in open_clip.list_models() and pretrained:
+    if is_open_clip_name(model) and pretrained:
+        import open_clip
+
         return (open_clip.get_pretrained_cfg(model, pretrained) or {}).get("hf_hub", "").strip("/") or None
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not Path(model).exists() and not model.startswith("toy/")
     return model if is_id else None

@@ -20,8 +20,8 @@ from debias_diffusion.pipelines.loading import SDXL
 from debias_diffusion.pipelines.memory import explain_memory
 from debias_diffusion.png import png_damage
 
-from .config import GenerateConfig
 from .contact_sheet import write_contact_sheets
+from .options import GenerateConfig
 from .png_settings import first_difference, read_settings
 from .prompts import (
     MAX_PROMPTS,

@@ -33,7 +33,7 @@ from debias_diffusion.pipelines.rendering import (
     runtime_settings,
 )
 
-from .config import GenerateConfig
+from .options import GenerateConfig
 from .png_settings import UNRECORDED, settings_text, write_png
 from .prompts import LeftOut, Prompt, cleaned, print_left_out
 

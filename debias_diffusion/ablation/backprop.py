@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ..files import atomic_file
 from ..methods.objectives import contrastive_loss
-from ..models.weights import save_tensors
+from ..models.weight_files import save_tensors
 from ..training.schedule import learning_rate
 from .search import ImageProblem
 

@@ -4,17 +4,17 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UserError, reason
+from ..limits import Tower
 from ..models.backbone import Backbone
 from .means import fold_means
 from .suppression import Suppressed
 
-Tower = Literal["image", "text"]
 TOWERS: tuple[Tower, ...] = get_args(Tower)
 ABLATED = 0.5  # where each head has a beta of its own, those below it count as ablated
 KIND = "suppression"  # of attention, in a model's configuration

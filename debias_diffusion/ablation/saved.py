@@ -2,20 +2,23 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..errors import UserError, reason
 from ..files import read_json_object, write_json
-from ..models.backbone import Backbone
-from ..models.weights import save_tensors, weights_digest
-from .heads import MEAN, Ablation
+from ..models.weight_files import save_tensors, weights_digest
+
+if TYPE_CHECKING:
+    from ..models.backbone import Backbone
+    from .heads import Ablation
 
 FILE, MEANS_FILE = "ablation.json", "means.safetensors"
 
 
-def write_ablation(folder: Path, model: str, backbone: Backbone, ablation: Ablation, **more) -> None:
+def write_ablation(folder: Path, model: str, backbone: "Backbone", ablation: "Ablation", **more) -> None:
     """Writes `ablation.json`: the model's name and digest, the tower, beta, the suppressed heads' names, and `more`."""
     if ablation.means is not None:
         save_tensors({"means": ablation.means}, folder / MEANS_FILE)
@@ -28,12 +31,14 @@ def is_ablation(folder: str | os.PathLike) -> bool:
     return (Path(folder) / FILE).is_file()
 
 
-def read_ablation(folder: str | os.PathLike) -> tuple[str, str, Ablation]:
+def read_ablation(folder: str | os.PathLike) -> tuple[str, str, "Ablation"]:
     """(name of the base model, sha256 of its weights, the suppressed heads).
 
     Raises:
         UserError: the file cannot be read, or is no such file.
     """
+    from .heads import MEAN, Ablation  # open_clip is optional
+
     file = Path(folder) / FILE
     try:
         content = read_json_object(file)
@@ -47,7 +52,7 @@ def read_ablation(folder: str | os.PathLike) -> tuple[str, str, Ablation]:
         ) from error
 
 
-def check_base(folder: str | os.PathLike, model: str, digest: str, backbone: Backbone) -> None:
+def check_base(folder: str | os.PathLike, model: str, digest: str, backbone: "Backbone") -> None:
     """Raises UserError unless the model is the one whose heads were searched."""
     if weights_digest(backbone.model) != digest:
         raise UserError(

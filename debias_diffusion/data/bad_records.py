@@ -100,12 +100,6 @@ class BadRecordsFile:
             file.write(b"".join(line + b"\n" for line in new))
 
 
-def check_max_bad(max_bad: float) -> None:
-    """Raises UserError unless `max_bad` is a share from 0 to 1."""
-    if not 0 <= max_bad <= 1:
-        raise UserError(f"max_bad is {max_bad}, but must be in [0, 1].")
-
-
 def too_many(bad: int, count: int, max_bad: float) -> bool:
     """Whether more than one of `count` records, and more than the share `max_bad`, are bad. A share of 0 allows none.
 

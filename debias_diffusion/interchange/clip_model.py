@@ -19,6 +19,7 @@ from ..models.model_files import build_empty, check_finite, check_state, explain
 from . import modeling_ablated_clip
 from .modeling_ablated_clip import AblatedCLIPConfig
 from .names import State, text_from_transformers, text_to_transformers, vision_from_transformers, vision_to_transformers
+from .places import MODELING_FILE
 from .text_encoders import activation, check_plain_text, text_config, text_state
 from .transformers_folder import (
     check_depth,
@@ -73,7 +74,6 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
     return folder
 
 
-MODELING_FILE = "modeling_ablated_clip.py"
 _AUTO_MAP = {
     "AutoConfig": "modeling_ablated_clip.AblatedCLIPConfig",
     "AutoModel": "modeling_ablated_clip.AblatedCLIPModel",

@@ -3,21 +3,16 @@
 import os
 from pathlib import Path
 
-import open_clip
 from transformers import CLIPTokenizer
 
-from ..ablation.folding import fold_text_heads
 from ..ablation.saved import is_ablation
 from ..errors import UserError
-from ..models.backbone import CONFIG_FILE, Backbone, load_backbone
-from ..models.model_files import explain_failure, may_be_hub_id
+from ..models.model_files import CONFIG_FILE, DIFFERENCE, explain_failure, may_be_hub_id
 from ..models.shipped import shipped
-from ..models.weight_difference import DIFFERENCE, load_fine_tuned
-from .places import model_and_weights, model_of_run
+from .places import is_open_clip_name, model_and_weights, model_of_run
 from .single_file import read_file
-from .text_encoders import TextEncoder, keeps_projection, to_transformers
+from .text_encoders import TextEncoder
 from .transformers_folder import read_folder, read_hub
-from .two_tower import load_two_tower
 
 
 def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokenizer]:
@@ -51,13 +46,11 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
 
 def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
     place = Path(name.removeprefix("local-dir:"))
-    if is_ablation(place):
-        return _from_two_tower(load_two_tower(name))
-    if (place / DIFFERENCE).is_file():
-        return to_transformers(load_fine_tuned(place))
-    parts = model_and_weights(name)
-    if parts or (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:"):
-        return _from_two_tower(load_backbone(*parts or (name,)))
+    is_open_clip = model_and_weights(name) or (place / CONFIG_FILE).is_file() or name.startswith("hf-hub:")
+    if is_open_clip or is_ablation(place) or (place / DIFFERENCE).is_file():
+        from .two_tower import load_text_half  # open_clip is optional
+
+        return load_text_half(name)
     if place.is_file():
         return read_file(place)
     if place.exists():
@@ -66,7 +59,7 @@ def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
         known = f" {name!r} is an open_clip model: `debias-diffusion export --model {name}` makes a folder of it."
         raise UserError(
             f"{name!r} is not there. Give a folder with a text encoder, a file of weights, or a hub id (owner/name)."
-            + (known if name in open_clip.list_models() else "")
+            + (known if is_open_clip_name(name) else "")
         )
     try:
         return read_hub(name)
@@ -74,9 +67,3 @@ def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
         raise UserError(
             f"{name!r} is not a folder or file here, and as a hub id it gives no text encoder. {error}"
         ) from error
-
-
-def _from_two_tower(backbone: Backbone) -> tuple[TextEncoder, CLIPTokenizer]:
-    """Its text encoder; suppressed text heads become ordinary weights, and those of the image tower do not matter."""
-    fold_text_heads(backbone)
-    return to_transformers(backbone, keeps_projection(backbone))

@@ -1,10 +1,11 @@
 """Where models lie: in the folders of runs, and under the names that open_clip knows."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import UserError
-from ..models.backbone import CONFIG_FILE
+from ..models.model_files import CONFIG_FILE
 
 
 def model_and_weights(name: str) -> tuple[str, str] | None:
@@ -14,11 +15,22 @@ def model_and_weights(name: str) -> tuple[str, str] | None:
     return (model, weights) if is_one else None
 
 
+def is_open_clip_name(name: str | None) -> bool:
+    """Whether open_clip, which is optional, is here and has a model of this name."""
+    if find_spec("open_clip") is None:
+        return False
+    import open_clip
+
+    return name in open_clip.list_models()
+
+
 # Folders that `train` writes models to, the result first.
 MODELS_OF_RUN = ("last", "best")
 
 # Folders that `align` writes encoders to, as `export` would.
 FIRST, SECOND = "encoder", "encoder_2"
+
+MODELING_FILE = "modeling_ablated_clip.py"  # beside a CLIPModel whose image tower has suppressed heads
 
 
 def fitted_second(model: str | os.PathLike) -> str | None:

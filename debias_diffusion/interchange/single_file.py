@@ -28,9 +28,8 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 
 from ..errors import UserError, reason
 from ..files import atomic_file, read_json_object
-from ..models.backbone import CONFIG_FILE
-from ..models.model_files import check_finite, check_state, explain_failure
-from ..models.weights import fold_long_clip, is_long_clip, read_state, save_tensors
+from ..models.model_files import CONFIG_FILE, check_finite, check_state, explain_failure
+from ..models.weight_files import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
 from .names import State, text_to_transformers
 from .text_encoders import TextEncoder, expected_state, is_bigg, make_encoder, prefixed_state

@@ -1,16 +1,18 @@
 """A text tower as a standard transformers text encoder, in memory, and back."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from open_clip.transformer import QuickGELU
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..errors import UserError
-from ..models.backbone import Backbone
 from ..models.model_files import build_empty
 from .names import State, text_from_transformers, text_to_transformers
+
+if TYPE_CHECKING:
+    from ..models.backbone import Backbone
 
 TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
 
@@ -24,13 +26,13 @@ def is_bigg(config: CLIPTextConfig) -> bool:
     return config.num_hidden_layers == _BIGG_LAYERS
 
 
-def keeps_projection(backbone: Backbone) -> bool:
+def keeps_projection(backbone: "Backbone") -> bool:
     """Whether the backbone's text tower is loaded and exported with its projection by default."""
     config = text_config(backbone)
     return is_bigg(config) and config.projection_dim is not None and backbone.pooling == "eot"
 
 
-def text_config(backbone: Backbone) -> CLIPTextConfig:
+def text_config(backbone: "Backbone") -> CLIPTextConfig:
     """The configuration of the backbone's text tower in transformers.
 
     Raises:
@@ -62,7 +64,7 @@ def text_config(backbone: Backbone) -> CLIPTextConfig:
     )
 
 
-def check_plain_text(backbone: Backbone) -> None:
+def check_plain_text(backbone: "Backbone") -> None:
     """Raises UserError if the attention in the text tower was replaced: weights alone would lose it."""
     if backbone.text_attention is not None:
         raise UserError(
@@ -73,6 +75,8 @@ def check_plain_text(backbone: Backbone) -> None:
 
 def activation(block: nn.Module) -> str:
     """transformers' name of the activation of open_clip's block."""
+    from open_clip.transformer import QuickGELU  # optional
+
     return "quick_gelu" if isinstance(block.mlp.gelu, QuickGELU) else "gelu"
 
 
@@ -126,7 +130,7 @@ def prefixed_state(encoder: TextEncoder) -> State:
     }
 
 
-def to_transformers(backbone: Backbone, projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
+def to_transformers(backbone: "Backbone", projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text tower as a transformers model with copies of its weights.
 
     Args:
@@ -151,7 +155,7 @@ def to_transformers(backbone: Backbone, projection: bool = False) -> tuple[TextE
     return make_encoder(config, copies, projection), backbone.tokenizer.tokenizer
 
 
-def import_text_encoder(backbone: Backbone, text_encoder: TextEncoder) -> None:
+def import_text_encoder(backbone: "Backbone", text_encoder: TextEncoder) -> None:
     """Copies a transformers text encoder's weights into a backbone of the same sizes, in place.
 
     The backbone keeps its projection if the encoder has none.

@@ -6,25 +6,28 @@ The folder holds `text_encoder/` and `tokenizer/`, as in diffusers' pipelines.
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import CLIPTextConfig, CLIPTokenizer, CLIPVisionConfig, PretrainedConfig
 
 from ..errors import UserError
-from ..models.backbone import CONFIG_FILE, Backbone
-from ..models.model_files import check_finite, check_state, explain_failure, find_file, read_config
-from ..models.weights import save_tensors
+from ..models.model_files import CONFIG_FILE, check_finite, check_state, explain_failure, find_file, read_config
+from ..models.weight_files import save_tensors
 from ..tokens import count_ids, save_tokenizer
 from .modeling_ablated_clip import AblatedCLIPConfig
 from .names import State
 from .single_file import below_prefix, read_tensors
 from .text_encoders import TextEncoder, expected_state, make_encoder, prefixed_state, to_transformers
 
+if TYPE_CHECKING:
+    from ..models.backbone import Backbone
+
 # The model_type in the config.json of a CLIP text encoder.
 _CLIPS = ("clip", AblatedCLIPConfig.model_type, "clip_text_model")
 
 
-def export_text_encoder(backbone: Backbone, folder: str | os.PathLike, projection: bool = False) -> Path:
+def export_text_encoder(backbone: "Backbone", folder: str | os.PathLike, projection: bool = False) -> Path:
     """Writes `text_encoder/` and `tokenizer/` below `folder`; see `to_transformers`. Returns the folder."""
     return write_text_encoder(*to_transformers(backbone, projection), folder)
 

@@ -5,7 +5,9 @@ import warnings
 from pathlib import Path
 
 import open_clip
+from transformers import CLIPTokenizer
 
+from ..ablation.folding import fold_text_heads
 from ..ablation.heads import apply_saved
 from ..ablation.saved import check_base, is_ablation, read_ablation
 from ..errors import UserError, near_matches
@@ -14,12 +16,14 @@ from ..models.chinese_clip import is_chinese_clip
 from ..models.model_files import explain_failure, may_be_hub_id
 from ..models.shipped import shipped
 from ..models.weight_difference import DIFFERENCE, load_fine_tuned
-from ..models.weights import find_weights, plain_text_names
+from ..models.weight_files import plain_text_names
+from ..models.weights import find_weights
 from .chinese_clip_model import read_chinese_clip
 from .clip_model import read_clip_model, text_encoder_alone
 from .names import State
 from .places import model_and_weights, model_of_run
 from .single_file import read_tensors, sidecar_config, text_part, usual_activation
+from .text_encoders import TextEncoder, keeps_projection, to_transformers
 
 
 def load_two_tower(name: str | os.PathLike) -> Backbone:
@@ -54,6 +58,22 @@ def load_two_tower(name: str | os.PathLike) -> Backbone:
     backbone = backbone.float().eval()
     apply_saved(backbone)
     return backbone
+
+
+def load_text_half(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
+    """The text encoder of an open_clip folder, of `MODEL:WEIGHTS`, of an ablation or of a difference from a base model.
+
+    Suppressed text heads become ordinary weights, and those of the image tower do not matter. See `load_text_encoder`.
+    """
+    place = Path(name.removeprefix("local-dir:"))
+    if is_ablation(place):
+        backbone = load_two_tower(name)
+    elif (place / DIFFERENCE).is_file():
+        return to_transformers(load_fine_tuned(place))
+    else:
+        backbone = load_backbone(*model_and_weights(name) or (name,))
+    fold_text_heads(backbone)
+    return to_transformers(backbone, keeps_projection(backbone))
 
 
 def _load(name: str) -> Backbone:

@@ -28,15 +28,23 @@ from .blocks import Attention, block_numbers
 from .chinese_clip import NOT_TRAINED, BertTower
 from .families import CHINESE_CLIP, Family, find_family
 from .image_tower import PROMPTS_AND_ATTENTION, ImageTower
-from .model_files import build_empty, check_bounds, check_finite, explain_failure, find_file, read_config
+from .model_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    build_empty,
+    check_bounds,
+    check_finite,
+    explain_failure,
+    find_file,
+    read_config,
+)
 from .positions import FACTOR, KEEP, stretch_positions
 from .regional_prompts import PromptSettings, RegionalPrompts
 from .shipped import shipped
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions, set_short_positions
-from .weights import count_numbers, find_weights, load_weights, read_state, read_weights, save_tensors, weights_digest
+from .weight_files import read_state, save_tensors, weights_digest
+from .weights import count_numbers, find_weights, load_weights, read_weights
 
-CONFIG_FILE = "open_clip_config.json"
-WEIGHTS_FILE = "open_clip_model.safetensors"
 SHORT_POSITIONS_FILE = (
     "short_positions.safetensors"  # beside the weights, where short captions had a table of their own
 )

@@ -16,6 +16,10 @@ from transformers.utils import cached_file
 
 from ..errors import UserError, reason
 
+# In folders of two-towers: open_clip's configuration and weights; the difference from a base model.
+CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"
+DIFFERENCE = "difference.safetensors"
+
 # Far above any model's, and far below anything that costs minutes or gigabytes before the weights are checked.
 _MOST_BYTES = 16 << 20  # of a configuration
 _DEEPEST = 30  # objects and lists inside each other

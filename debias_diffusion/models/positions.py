@@ -2,8 +2,7 @@
 
 import torch
 
-KEEP = 20  # Long-CLIP: the first 20 positions are well trained and are kept
-FACTOR = 4
+from ..limits import FACTOR, KEEP
 
 
 def stretched_length(length: int, keep: int = KEEP, factor: int = FACTOR) -> int:

@@ -8,10 +8,9 @@ import torch
 
 from ..errors import UserError
 from .backbone import Backbone, load_backbone
-from .model_files import check_finite, explain_failure
-from .weights import read_state, save_tensors
+from .model_files import DIFFERENCE, check_finite, explain_failure
+from .weight_files import read_state, save_tensors
 
-DIFFERENCE = "difference.safetensors"
 _STEPS = "steps"
 _MOST = 127  # of 8 bits with a sign
 

@@ -3,11 +3,10 @@
 import json
 from collections.abc import Iterable
 
-from open_clip.tokenizer import bytes_to_unicode
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTokenizer
 
-from ..tokens import clean, clip_tokenizer
+from ..tokens import byte_symbols, clean, clip_tokenizer
 
 
 def learn_tokenizer(captions: Iterable[str], merges: int, context_length: int = 77) -> CLIPTokenizer:
@@ -16,7 +15,7 @@ def learn_tokenizer(captions: Iterable[str], merges: int, context_length: int = 
     Ids 0 to 511 are the bytes, inside a word and at its end, so no word is unknown. The merges follow, then SOT and
     EOT, the highest id. PAD is id 0, as in CLIP.
     """
-    symbols = list(bytes_to_unicode().values())
+    symbols = byte_symbols()
     model = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     # The same pieces as CLIPTokenizer cuts text into.
     model.pre_tokenizer = clip_tokenizer(context_length).backend_tokenizer.pre_tokenizer

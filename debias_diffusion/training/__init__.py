@@ -1,6 +1,8 @@
 """Training: configuration, order of samples, one exact step, checkpoints, the loop."""
 
+from ..lazy import lazy_names
 from .config import TrainConfig
-from .loop import train
 
 __all__ = ["TrainConfig", "train"]
+
+__getattr__ = lazy_names(__name__, {"train": ".loop"})

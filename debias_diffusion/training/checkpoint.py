@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import UserError, reason
 from ..files import atomic_folder, remove_folder, restore_folder, sha256, write_json, write_text
-from ..models.weights import save_tensors
+from ..models.weight_files import save_tensors
 from .step import AdamW
 
 CHECKSUMS = "SHA256SUMS"  # as sha256sum writes and checks them

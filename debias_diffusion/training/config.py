@@ -4,15 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from ..data.bad_records import check_max_bad
-from ..devices import pick_precision
 from ..errors import UserError, near_matches
-from ..methods import Method, find_method
-from ..models.positions import FACTOR, KEEP
+from ..limits import FACTOR, KEEP, check_max_bad
+
+if TYPE_CHECKING:
+    from ..methods import Method
 
 # A run may resume with other values of these: they change how it runs, but not (beyond rounding) its result.
 _WITHOUT_EFFECT = (
@@ -33,6 +31,27 @@ RECIPE_OPTIONS = (
     *FIX_CLIP_OPTIONS,
 )
 TRACKERS = ("tensorboard", "wandb")
+CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose the best model
+# Options in the order of `train --help`.
+_GROUPS = {
+    "Data and model": (
+        *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
+        "freeze_image_tower",
+    ),
+    "Recipe": (
+        *("recipe", "method", "sampling", "padding", "short_weight", "components", "label_smoothing", "pooling"),
+        "keep_states",
+    ),
+    "Recipe: the parts of Fix-CLIP": FIX_CLIP_OPTIONS,
+    "Optimization": (
+        *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
+    ),
+    "Speed and memory": ("precision", "chunk", "checkpoint_activations", "compile", "workers", "feature_cache"),
+    "Validation, checkpoints and logs": (
+        *("validation", "keep_best", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
+    ),
+    "Bad records": ("max_bad", "whole_epochs", "check_data"),
+}
 
 
 class RunConfig:
@@ -87,10 +106,6 @@ class RunConfig:
 
     def tracker_names(self) -> list[str]:
         return [name.strip() for name in (self.trackers or "").split(",") if name.strip()]
-
-    def resolved_precision(self, device: torch.device) -> str:
-        """`precision`, or for auto the device's fastest safe one."""
-        return pick_precision(self.precision, device)
 
     def settings(self) -> dict:
         """All settings that decide the result, as plain JSON values; `ADDED` only where they are given."""
@@ -183,6 +198,8 @@ class TrainConfig(RunConfig):
         check_data: Read all images and captions, report the bad records, and train nothing.
     """
 
+    GROUPS = _GROUPS  # without an annotation, so no option
+
     data: str
     output: str
     model: str
@@ -245,8 +262,10 @@ class TrainConfig(RunConfig):
         self.require("initial_scale", scale in (None, "auto") or 0 < scale <= 100, "in (0, 100], auto, or null")
         self.make_method()
 
-    def make_method(self) -> Method:
+    def make_method(self) -> "Method":
         """The method that `recipe` names, with the settings given."""
+        from ..methods import find_method  # takes seconds, which help need not wait for
+
         return find_method(self.recipe, method_settings(vars(self)))
 
     def feature_folder(self) -> Path:

@@ -14,7 +14,7 @@ from ..methods import Batch
 from ..retrieval import encode_images, encode_texts, recall_at_k
 from .check import check_data, look_for_short_captions
 from .checkpoint import TrainState
-from .config import TrainConfig
+from .config import CHOOSING, TrainConfig
 from .feature_cache import FrozenTower, cached_images
 from .folder import RunFolder
 from .plan import PROBE, print_plan
@@ -23,8 +23,6 @@ from .setup import base_model_digest, load_base_model, make_modules, prepare_bac
 from .step import Optimizer, autocast, backward
 from .stop import StopRequest
 from .trackers import make_accelerator
-
-CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose the best model
 
 
 def train(config: TrainConfig) -> Path | None:

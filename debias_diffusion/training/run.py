@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..data import BadRecord, data_digest, open_data
 from ..data.bad_records import FEWEST, BadRecordsFile, check_count, check_share, printable, report_bad
 from ..data.workers import load_batches
+from ..devices import pick_precision
 from ..errors import UserError
 from .batches import GlobalBatches
 from .check import continue_hint, look_for_images
@@ -64,7 +65,7 @@ class Run(ABC):
     def __init__(self, config: RunConfig, accelerator: Accelerator, folder: RunFolder):
         self.config, self.accelerator, self.folder = config, accelerator, folder
         self.main = accelerator.is_main_process
-        self.precision = config.resolved_precision(accelerator.device)
+        self.precision = pick_precision(config.precision, accelerator.device)
         if config.batch % accelerator.num_processes:
             raise UserError(
                 f"batch is {config.batch}, but must be a multiple of the {accelerator.num_processes} processes."

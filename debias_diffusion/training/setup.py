@@ -19,7 +19,7 @@ from ..methods import Method
 from ..models.backbone import Backbone, load_backbone
 from ..models.chinese_clip import NOT_TRAINED, is_chinese_clip
 from ..models.families import CHINESE_CLIP
-from ..models.weights import weights_digest
+from ..models.weight_files import weights_digest
 from .config import RunConfig, TrainConfig
 from .step import MAX_LOGIT_SCALE
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from debias_diffusion.files import atomic_file, json_digest, read_json_object, sha256, write_json
-from debias_diffusion.models.weights import save_tensors
+from debias_diffusion.models.weight_files import save_tensors
 
 from .report import versions
 

@@ -11,15 +11,11 @@ from typing import TypeVar
 
 import torch
 
-from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest
 from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.shipped import shipped
 
-CHUNKS, OVERLAP = "chunks:", "overlap:"
-# How an encoder of 77 positions reads long prompts for images, by the prefix of its name; without one it cuts them.
-READINGS = {CHUNKS: "in chunks", OVERLAP: "in overlapping chunks"}
+from .settings import READINGS, split_reading
 
 Result = TypeVar("Result")
 
@@ -56,40 +52,6 @@ def how_used(backbone: Backbone) -> dict:
         "tokenizer": json_digest(rules),
         "markers": asdict(backbone.tokenizer.markers),
     }
-
-
-def split_reading(name: str) -> tuple[str, str]:
-    """The prefix of an encoder's name, one of `READINGS` or "" for none, and the name of the model."""
-    reading = next(filter(name.startswith, READINGS), "")
-    return reading, name.removeprefix(reading)
-
-
-def check_encoders(names: Sequence[str], of_images: bool = False) -> None:
-    """Checks the names of encoders.
-
-    Args:
-        of_images: one of `READINGS` may stand before a name.
-
-    Raises:
-        UserError: there are none, one is named twice, a name is misspelt, or one of `READINGS` stands where it has no
-            meaning.
-    """
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"encoders={list(names)} is not allowed. Name at least one encoder, and none twice.")
-    for name in names:
-        reading, model = split_reading(name)
-        if reading and not of_images:
-            raise UserError(
-                f"The encoder {name!r} reads prompts {READINGS[reading]}, which only `evaluate generation` and "
-                f"`evaluate dpg-bench` do. Give {model!r}."
-            )
-        prefix, colon, rest = model.partition(":")
-        if not model or (colon and near_matches(prefix, READINGS) and not os.path.exists(model)):
-            allowed = [f"{known + (rest or 'NAME')!r} to read long prompts {how}" for known, how in READINGS.items()]
-            raise UserError(
-                f"There is no encoder {name!r}. Give {', '.join(allowed)}, or the encoder's name alone to cut them."
-            )
-        shipped(model)
 
 
 def of_each(names: Sequence[str], device: torch.device, evaluate: Callable[[TwoTower], Result]) -> dict[str, Result]:

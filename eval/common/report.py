@@ -16,7 +16,7 @@ from matplotlib.text import Text
 from debias_diffusion.data import BadRecord
 from debias_diffusion.files import atomic_file, write_json
 from debias_diffusion.files import path_digest as digest  # noqa: F401 (as earlier releases name it)
-from debias_diffusion.models.weights import weights_digest  # noqa: F401
+from debias_diffusion.models.weight_files import weights_digest  # noqa: F401
 
 PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
 PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of generated images

@@ -24,7 +24,7 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.places import fitted_second
-from debias_diffusion.limits import check_guidance, check_pixels, check_seeds, check_side, check_steps
+from debias_diffusion.limits import Layer, check_guidance, check_pixels, check_seeds, check_side, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import (
@@ -41,7 +41,6 @@ from debias_diffusion.pipelines.loading import (
 from debias_diffusion.pipelines.memory import check_memory, explain_memory
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
-    Layer,
     Sampling,
     plan_batches,
     read_layout,
@@ -54,8 +53,8 @@ from debias_diffusion.pipelines.schedulers import check_scheduler, make_schedule
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 
-from ..common.encoders import CHUNKS, READINGS, split_reading
 from ..common.processes import Processes
+from ..common.settings import CHUNKS, READINGS, split_reading
 
 ORIGINAL = "original"  # instead of an encoder: the checkpoint's own
 _SETTINGS, _DRAWN = "settings.json", "drawn.json"

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -23,58 +22,20 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
-from debias_diffusion.models.weights import weights_digest
+from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.long_prompt import encode_tokens
 from debias_diffusion.tokens import clean
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import compare, labels
-from ..common.inputs import Pairs, check_settings, check_source, read_source
+from ..common.inputs import Pairs, read_source
 from ..common.intervals import mean_interval, paired_difference
 from ..common.report import Table, compared_tables, draw_by_position, interval, show, write_report
+from .options import DriftConfig
 
 PADS = 24  # after EOT, whose states are compared
 PARTS = {"text": "text", "sot": "SOT", "eot": "EOT", "pads": f"{PADS} pads"}
 _RIDGE = 1e-3  # of the mean variance of the encoder's channels
-
-
-@dataclass
-class DriftConfig:
-    """Settings of a measurement of drift.
-
-    Give `data`, or a benchmark (`dataset` with `root`).
-
-    Attributes:
-        encoders: Text encoders to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
-            them, toy/long-clip, toy/debias-clip.
-        base: The encoder that the UNet was trained with: an SDXL checkpoint (its first encoder is read), or any text
-            encoder as in encoders; FOLDER/text_encoder_2 is SDXL's second one.
-        output: Folder for the results, drift.json and drift.png. Finished results in it are reused.
-        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
-            beside them, or toy/test, scenes of the toy world. Only captions are read; images may be missing.
-        dataset: A retrieval benchmark in place of data, all captions of each image, as `evaluate retrieval` names it.
-        root: Folder that the benchmark lies in, as its authors publish it.
-        limit: Use only the captions of the first so many images. null uses all; auto is 1000 of the data and all of a
-            benchmark.
-        batch_size: Captions encoded at once.
-        max_bad: Largest share of captions that may be unusable before the evaluation stops, from 0 to 1.
-        device: Device to run on. The default is cuda where there is one, else cpu.
-    """
-
-    encoders: list[str]
-    base: str
-    output: str
-    data: str | None = None
-    dataset: str | None = None
-    root: str | None = None
-    limit: int | Literal["auto"] | None = "auto"
-    batch_size: int = 16
-    max_bad: float = 0.01
-    device: str | None = None
-
-    def __post_init__(self):
-        check_settings(self)
-        check_source(self)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """Images generated from captions with several text encoders, and their scores (Table S7)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cache, cached_property, partial
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
 
 import torch
 from matplotlib.figure import Figure
@@ -17,18 +16,18 @@ from debias_diffusion.data.bad_records import check_share, print_left_out, read_
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.loading import first_tokenizer
-from debias_diffusion.pipelines.rendering import Layer
 from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import labels
-from ..common.inputs import check_settings, read_pairs
+from ..common.inputs import read_pairs
 from ..common.processes import Processes
 from ..common.report import Table, compared_tables, show, write_report
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .figures import plot, plot_examples
+from .options import GenerationConfig
 from .reading import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
 from .scores import ImageNumbers, ImageScores, References, compare, score_cell, score_titles
 from .toy_objects import (
@@ -47,86 +46,6 @@ NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
 PICTURES = ("examples.png",)
 EXAMPLES = 6  # prompts
 NAME = "generation"
-
-
-@dataclass
-class GenerationConfig:
-    """Settings of an evaluation of generated images.
-
-    Attributes:
-        encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
-            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
-            cuts prompts at 77 tokens, as in stock SDXL; named overlap:NAME (overlap:original), it reads long prompts in
-            overlapping chunks, as this package's pipelines do, and named chunks:NAME, in chunks that do not overlap.
-            SDXL's second encoder beside a longer one reads overlapping chunks, and with chunks:NAME such.
-        base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
-        output: Folder for the results, `generation.json`, `generation.png` and `examples.png`, and for the generated
-            images, `pictures/ENCODER/000000.png` and so on. Finished images of the same settings are kept.
-        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
-            beside them, or toy/test, scenes of the toy world. Captions are the prompts, images the references.
-        images: Folder that the data file's image paths start from; only for JSON and JSONL.
-        limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
-        seed: Image i starts from noise seeded with this number + i, the same for every encoder and on every device.
-        steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
-        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, as in `generate`, and 3 for
-            toy/sdxl.
-        images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
-            20 for toy/sdxl.
-        encoder_2: Text encoder in the place of SDXL's second one, for all encoders but alignments that fitted one;
-            stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
-        layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
-            last one after the final norm, as in Long-CLIP's code.
-        scheduler: diffusers' class in the place of the checkpoint's scheduler: EulerDiscreteScheduler,
-            EulerAncestralDiscreteScheduler, DPMSolverMultistepScheduler, DDIMScheduler or UniPCMultistepScheduler. null
-            keeps it.
-        height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
-        width: Likewise.
-        prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
-        windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
-        inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
-            the one that torch-fidelity has downloaded. Without it these scores are skipped.
-        dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
-            Without it the DINO score is skipped.
-        dinov2: Folder or hub id of a DINOv2 in transformers' layout (facebook/dinov2-small), for the DINOv2 score.
-        own_features: Another network for FID, KID, precision and recall, on its CLS features: a folder of a
-            transformers vision model, or toy/features. Its scores compare with nothing published.
-        clip_score: CLIP model for CLIPScore, of the whole caption and sentence by sentence: a folder, file, hub id, or
-            MODEL:PRETRAINED as open_clip names them.
-        batch_size: Images scored at once.
-        max_bad: Largest share of reference images that may be unreadable before the evaluation stops, from 0 to 1.
-        device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
-            process has its own.
-    """
-
-    encoders: list[str]
-    base: str
-    output: str
-    data: str
-    images: str | None = None
-    limit: int | None = 1000
-    seed: int = 0
-    steps: int | Literal["auto"] = "auto"
-    guidance_scale: float | Literal["auto"] = "auto"
-    images_at_once: int | Literal["auto"] = "auto"
-    prefix: str = ""
-    windows: bool = False
-    encoder_2: str | None = None
-    layer: Layer = "penultimate"
-    scheduler: str | None = None
-    height: int | None = None
-    width: int | None = None
-    inception_weights: str | None = None
-    dino: str | None = None
-    dinov2: str | None = None
-    own_features: str | None = None
-    clip_score: str | None = None
-    batch_size: int = 32
-    max_bad: float = 0.01
-    device: str | None = None
-
-    def __post_init__(self):
-        check_settings(self, of_images=True)
-        DrawingSettings.of(self)
 
 
 def evaluate_generation(config: GenerationConfig) -> dict:

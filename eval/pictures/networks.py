@@ -26,7 +26,7 @@ from debias_diffusion.models.model_files import (
     read_config,
 )
 from debias_diffusion.models.shipped import shipped
-from debias_diffusion.models.weights import read_state
+from debias_diffusion.models.weight_files import read_state
 from debias_diffusion.retrieval import encode_texts
 
 # Of generated and reference images alike.

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest
-from debias_diffusion.models.weights import weights_digest
+from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.sentences import split_sentences
 
 from ..common.encoders import how_used

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -26,14 +25,15 @@ from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.backbone import CONFIG_FILE, Backbone
 from debias_diffusion.models.model_files import explain_failure
 from debias_diffusion.models.shipped import shipped
-from debias_diffusion.models.weights import weights_digest
+from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.tokens import CaptionTokenizer
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import labels
-from ..common.inputs import Pairs, check_settings, check_source, read_source
+from ..common.inputs import Pairs, read_source
 from ..common.intervals import mean_interval
 from ..common.report import FEW, Table, draw_by_position, show, write_report
+from .options import AttentionConfig
 from .robustness import edit_caption
 
 # By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
@@ -41,59 +41,6 @@ EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}
 QUANTITIES = {"before_softmax": "before the softmax", "after_softmax": "after the softmax"}
 # First and last position, SOT being 0. On DOCCI the summary ends at about the 25th (section E.3).
 BANDS = ((1, 25), (26, 50), (51, 100), (101, None))
-
-
-@dataclass
-class AttentionConfig:
-    """Settings of an evaluation of the attention from EOT.
-
-    Give `data`, or a benchmark (`dataset` with `root`), or a prompt, or captions and a prompt.
-
-    Attributes:
-        encoders: Text encoders to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
-            them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
-        output: Folder for the results, a JSON file and figures. Finished results in it are reused.
-        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
-            beside them, or toy/test, scenes of the toy world. Only captions are read; images may be missing.
-        dataset: A retrieval benchmark in place of data, all captions of each image, as `evaluate retrieval` names it.
-        root: Folder that the benchmark lies in, as its authors publish it.
-        prompt: A prompt to show word by word.
-        scale: Of the attention before the softmax: head, the mean over heads of q k / sqrt(head width), as the softmax
-            sees it; or hidden, q k / sqrt(hidden dimension) over all heads, as in the paper's equations 1 and 2, which
-            is sqrt(heads) times that.
-        limit: Use only the captions of the first so many images. null uses all; auto is 1000 of the data and all of a
-            benchmark.
-        batch_size: Captions encoded at once.
-        max_bad: Largest share of captions that may be unusable before the evaluation stops, from 0 to 1.
-        device: Device to run on. The default is cuda where there is one, else cpu.
-    """
-
-    encoders: list[str]
-    output: str
-    data: str | None = None
-    dataset: str | None = None
-    root: str | None = None
-    prompt: str | None = None
-    scale: Literal["head", "hidden"] = "head"
-    limit: int | Literal["auto"] | None = "auto"
-    batch_size: int = 64
-    max_bad: float = 0.01
-    device: str | None = None
-
-    def __post_init__(self):
-        check_settings(self)
-        if self.has_captions:
-            check_source(self)
-        elif self.prompt is None:
-            raise UserError(
-                "There is nothing to read: no data, no dataset and no prompt is given. Give --data, --dataset with "
-                "--root, or --prompt."
-            )
-
-    @property
-    def has_captions(self) -> bool:
-        """Whether captions are to be read."""
-        return any(given is not None for given in (self.data, self.dataset, self.root))
 
 
 @dataclass(frozen=True)

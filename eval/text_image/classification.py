@@ -26,17 +26,17 @@ from debias_diffusion.data import BadRecord, Record
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.devices import pick_device
-from debias_diffusion.errors import UserError, near_matches
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.retrieval import TIE, encode_texts
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import TwoTower, compare, of_each
-from ..common.inputs import BenchmarkConfig
 from ..common.intervals import paired_difference
 from ..common.report import Table, compared_tables, interval, show, write_report
 from .image_features import ImageFeatures
+from .options import ClassificationConfig
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
@@ -57,28 +57,6 @@ CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
 IMAGENET_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(open_clip.OPENAI_IMAGENET_TEMPLATES)
 
 CIFAR_SIDE = 32  # pixels
-
-
-@dataclass
-class ClassificationConfig(BenchmarkConfig):
-    """Settings of a zero-shot classification.
-
-    Attributes:
-        dataset: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or cifar-100.
-        data: Its folder, as its authors publish it: 1000 (A and O: 200) folders of images named by WordNet id, V2's
-            named 0 to 999; of CIFAR the folder of the binary version.
-    """
-
-    dataset: str
-    data: str
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.dataset not in BENCHMARKS:
-            raise UserError(
-                f"Unknown dataset {self.dataset!r}.{near_matches(self.dataset, BENCHMARKS)} Give one of "
-                f"{', '.join(BENCHMARKS)}."
-            )
 
 
 @dataclass(frozen=True)

@@ -26,26 +26,12 @@ from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import TwoTower, compare, of_each
-from ..common.inputs import BenchmarkConfig
 from ..common.intervals import mean_interval, paired_difference
 from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from .image_features import ImageFeatures
+from .options import ColaConfig
 
 MULTI, SINGLE = "multi-object", "single-object"
-
-
-@dataclass
-class ColaConfig(BenchmarkConfig):
-    """Settings of an evaluation on Cola.
-
-    Attributes:
-        data: A file of Cola's data/, COLA_multiobjects_matching_benchmark.json or
-            COLA_singleobjects_benchmark_GQA.json, _CLEVR or _PACO.
-        images: Folder with the images that it names, all in one.
-    """
-
-    data: str
-    images: str
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,77 +19,15 @@ from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import TwoTower, compare, of_each
-from ..common.inputs import check_settings, check_source, read_source
+from ..common.inputs import read_source
 from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from .image_features import ImageFeatures
+from .options import PairsConfig, RetrievalConfig
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
-
-
-@dataclass
-class PairsConfig:
-    """Settings of an evaluation of two-towers on image-caption pairs.
-
-    Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
-
-    Attributes:
-        encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
-            them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
-        output: Folder for the results, a JSON file and a figure. Finished results in it are reused.
-        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
-            beside them, or toy/test, scenes of the toy world.
-        images: Folder that the data file's image paths start from; only for JSON and JSONL.
-        dataset: A retrieval benchmark in place of data. One of urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
-            coco-five, coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test,
-            coco-cn-all, flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
-        root: Folder that the benchmark lies in, as its authors publish it.
-        limit: Use only the first so many images. null uses all; auto is 1000 of the data, as ShareGPT4V's validation
-            split has, and all of a benchmark.
-        batch_size: Images, or captions, encoded at once.
-        max_bad: Largest share of images or records that may be unreadable before the evaluation stops, from 0 to 1.
-        device: Device to run on. The default is cuda where there is one, else cpu.
-    """
-
-    encoders: list[str]
-    output: str
-    data: str | None = None
-    images: str | None = None
-    dataset: str | None = None
-    root: str | None = None
-    limit: int | Literal["auto"] | None = "auto"
-    batch_size: int = 64
-    max_bad: float = 0.01
-    device: str | None = None
-
-    def __post_init__(self):
-        check_settings(self)
-        check_source(self)
-
-
-@dataclass
-class RetrievalConfig(PairsConfig):
-    """Settings of a retrieval evaluation.
-
-    `dataset` may name several benchmarks, with commas between them: each is then evaluated into a folder of its name
-    in `output`, and lies in a folder of its name, or of its data set's, in `root`.
-
-    Attributes:
-        examples: Also write a page with so many captions for every two encoders whose image one of them finds first
-            and the other does not.
-    """
-
-    examples: int = 0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.examples < 0 or (self.examples and len(self.encoders) < 2):
-            raise UserError(
-                f"examples is {self.examples} with {len(self.encoders)} encoders. Give a number from 0, and at least "
-                "two encoders: examples are captions that one of them gets right and another wrong."
-            )
 
 
 @dataclass(frozen=True)

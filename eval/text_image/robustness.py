@@ -22,16 +22,12 @@ from debias_diffusion.sentences import split_sentences
 from ..common.encoders import TwoTower, compare
 from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from ..common.report import Table, compared_tables, draw_bars, error_lengths, interval, show
-from .retrieval import DIRECTIONS, Evaluation, PairsConfig, Readable, hits
+from .options import RobustnessConfig
+from .retrieval import DIRECTIONS, Evaluation, Readable, hits
 
 PADDING = "This is a photo."  # Figures 2 and S2
 MOST_PADDING = 5
 SHUFFLES = 3  # random orders of every caption
-
-
-@dataclass
-class RobustnessConfig(PairsConfig):
-    """Settings of a robustness evaluation."""
 
 
 def keep(sentences: list[str]) -> list[str]:

@@ -3,30 +3,26 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from matplotlib.figure import Figure
 
 from debias_diffusion.data.bad_records import print_left_out
-from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, path_digest, sha256
-from debias_diffusion.pipelines.rendering import Layer
 from debias_diffusion.tokens import clip_tokenizer
 
 from ...common.encoders import labels
-from ...common.inputs import check_settings
 from ...common.processes import Processes
 from ...common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from ..drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
+from ..options import DpgBenchConfig
 from .answering import Answers, Ask, Key, VqaModel, ask_missing, find_pictures
 from .questions import band, read_dpg_bench, token_position
 from .scoring import compare_outcomes, outcomes, score
 
 NAME = "dpg_bench"
-MOST_IMAGES = 1000  # of a prompt
 NOTES = (
     "The published numbers are of mPLUG-large. Another model gives another scale: compare only runs of the same VQA "
     "model.",
@@ -35,86 +31,6 @@ NOTES = (
     "A proposition holds if its answer is yes and all propositions it depends on hold. The published categories ignore "
     "dependencies and use only the last image of a prompt; yes_percent ignores dependencies too, but is of all images.",
 )
-
-
-@dataclass
-class DpgBenchConfig:
-    """Settings of a DPG-Bench evaluation.
-
-    Give either `images`, a folder of images, or `base` and `encoders` to generate them with.
-
-    Attributes:
-        data: Folder of the published `dpg_bench`: `dpg_bench.csv`, and `prompts` with a text file a prompt.
-        vqa: VQA model that answers: folder or hub id of a ViLT or BLIP in transformers' layout.
-        output: Folder for the results, `dpg_bench.json` and `dpg_bench.png`, for the answers, and for the generated
-            images, `pictures/ENCODER/12/0.png` and so on for the prompt `12.txt`. Finished images and answers of the
-            same settings are kept.
-        images: Folder of existing images. For the prompt `12.txt` either the folder `12` with a file for each image, or
-            the file `12.png` (or .jpg, .jpeg, .webp): a grid of 2 x 2 as the authors publish, or, with one image for
-            each prompt, the image.
-        base: SDXL checkpoint to generate with: a folder in diffusers' layout, a hub id, or toy/sdxl.
-        encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
-            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
-            cuts prompts at 77 tokens, as in stock SDXL; named overlap:NAME (overlap:original), it reads long prompts in
-            overlapping chunks, as this package's pipelines do, and named chunks:NAME, in chunks that do not overlap.
-            SDXL's second encoder beside a longer one reads overlapping chunks, and with chunks:NAME such.
-        images_per_prompt: Images for each prompt.
-        seed: Image i of each prompt starts from noise seeded with this number + i.
-        steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
-        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, and 3 for toy/sdxl.
-        images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
-            20 for toy/sdxl.
-        encoder_2: Text encoder in the place of SDXL's second one, for all encoders but alignments that fitted one;
-            stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
-        layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
-            last one after the final norm, as in Long-CLIP's code.
-        scheduler: diffusers' class in the place of the checkpoint's scheduler: EulerDiscreteScheduler,
-            EulerAncestralDiscreteScheduler, DPMSolverMultistepScheduler, DDIMScheduler or UniPCMultistepScheduler. null
-            keeps it.
-        height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
-        width: Likewise.
-        prefix: Text before each prompt.
-        windows: The old way to name every encoder of 77 positions chunks:NAME; goes with the next release.
-        batch_size: Questions asked at once.
-        device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
-            process has its own.
-    """
-
-    data: str
-    vqa: str
-    output: str
-    images: str | None = None
-    base: str | None = None
-    encoders: list[str] = field(default_factory=list)
-    images_per_prompt: int = 4
-    seed: int = 0
-    steps: int | Literal["auto"] = "auto"
-    guidance_scale: float | Literal["auto"] = "auto"
-    images_at_once: int | Literal["auto"] = "auto"
-    prefix: str = ""
-    windows: bool = False
-    encoder_2: str | None = None
-    layer: Layer = "penultimate"
-    scheduler: str | None = None
-    height: int | None = None
-    width: int | None = None
-    batch_size: int = 16
-    device: str | None = None
-
-    def __post_init__(self):
-        if (self.images is None) == (self.base is None) or (self.base is None) != (not self.encoders):
-            raise UserError(
-                f"images is {self.images!r}, base {self.base!r} and encoders {self.encoders}. Give either --images, a "
-                "folder of images, or --base and --encoders to generate them with."
-            )
-        check_settings(self, with_encoders=self.base is not None, of_images=True)
-        if not 1 <= self.images_per_prompt <= MOST_IMAGES:
-            raise UserError(
-                f"images_per_prompt={self.images_per_prompt} is not allowed. Give a whole number from 1 to "
-                f"{MOST_IMAGES}."
-            )
-        if self.base is not None:
-            DrawingSettings.of(self)
 
 
 def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:

@@ -3,6 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
+# Options in the order of `generate --help`.
+_GROUPS = {
+    "Prompts": ("prompt", "prompts", "negative_prompt", "weighting", "strict", "overlap"),
+    "Models": ("base", "encoder", "encoder_2"),
+    "Images": ("output", "images_per_prompt", "seed", "steps", "guidance_scale", "height", "width"),
+    "Speed and memory": ("batch", "low_memory", "device", "dtype"),
+}
+
 
 @dataclass
 class GenerateConfig:
@@ -43,6 +51,8 @@ class GenerateConfig:
         device: cpu, cuda, cuda:1, mps; the fastest available by default.
         dtype: precision of the models; by default float16 on an accelerator and float32 on the CPU.
     """
+
+    GROUPS = _GROUPS  # without an annotation, so no option
 
     prompt: str | None
     base: str
