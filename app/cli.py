@@ -1,4 +1,4 @@
-"""`debias-diffusion`: quickstart, train, align, export, generate, shards, synthesize, reproduce, evaluate, app.
+"""`debias-diffusion`: its commands are those of `COMMANDS`.
 
 Each command's options are the fields of one dataclass; its docstring is their help. Values come from YAML
 (`--config file.yaml`) and from the command line; the last one given counts.
@@ -74,6 +74,7 @@ COMMANDS = {
         "write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers",
         "app.export.command:ExportConfig:export",
     ),
+    "comfyui": ("write ComfyUI's node for long prompts", "app.comfyui.command:ComfyUIConfig:write_node"),
     "generate": ("generate images from prompts of any length", "app.generate.command:GenerateConfig:generate"),
     "shards": (
         "write pairs as WebDataset shards of small images, which train faster",
