@@ -124,20 +124,25 @@ def token_weights(text, weight):
 
 
 def comfyui_clip(models, embeddings=None):
-    """ComfyUI's own CLIP with the weights of `models`: SDXL's, or Stable Diffusion 1.5's if there is one."""
+    """ComfyUI's own CLIP with the weights of `models`: both of SDXL, bigG of its refiner, or that of SD 1.5."""
     from comfy import sd, sd1_clip, sdxl_clip
 
-    if len(models) == 2:
-        target = SimpleNamespace(params={}, clip=sdxl_clip.SDXLClipModel, tokenizer=sdxl_clip.SDXLTokenizer)
-    else:
-        target = SimpleNamespace(params={}, clip=sd1_clip.SD1ClipModel, tokenizer=sd1_clip.SD1Tokenizer)
+    encoders = ("clip_l", "clip_g")
+    if len(models) == 1:
+        encoders = ("clip_g",) if hasattr(models[0], "text_projection") else ("clip_l",)
+    model, tokenizer = {
+        ("clip_l", "clip_g"): (sdxl_clip.SDXLClipModel, sdxl_clip.SDXLTokenizer),
+        ("clip_g",): (sdxl_clip.SDXLRefinerClipModel, sdxl_clip.SDXLTokenizer),
+        ("clip_l",): (sd1_clip.SD1ClipModel, sd1_clip.SD1Tokenizer),
+    }[encoders]
+    target = SimpleNamespace(params={}, clip=model, tokenizer=tokenizer)
     options, tokenizer = {"dtype": torch.float32}, {}
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    for name, model in zip(("clip_l", "clip_g"), models, strict=False):
+    for name, model in zip(encoders, models, strict=True):
         options[f"{name}_model_config"] = {key: getattr(model.config, key) for key in names}
         tokenizer[f"{name}_max_length"] = model.config.max_position_embeddings
     clip = sd.CLIP(target, embedding_directory=embeddings, tokenizer_data=tokenizer, model_options=options)
-    for name, model in zip(("clip_l", "clip_g"), models, strict=False):
+    for name, model in zip(encoders, models, strict=True):
         state = prefixed_state(model)
         state.setdefault("text_projection.weight", torch.eye(model.config.hidden_size))
         missing, unexpected = getattr(clip.cond_stage_model, name).load_sd(state)
@@ -161,9 +166,9 @@ def comfyui():
 @pytest.fixture(scope="module", params=["stand-in", "ComfyUI"])
 def load(request):
     """(a function from models to a CLIP, widths of the models)"""
-    if request.param == "ComfyUI":
+    if COMFYUI or request.param == "ComfyUI":
         request.getfixturevalue("comfyui")
-        yield comfyui_clip, (768, 1280)
+        yield (comfyui_clip, (768, 1280)) if request.param == "ComfyUI" else (StandIn, (32, 64))
         return
     module = ModuleType("comfy.sd1_clip")
     module.escape_important, module.unescape_important, module.token_weights = escape, unescape, token_weights
@@ -294,6 +299,30 @@ def test_other_encoders_are_refused(tokenizing):
         encode_long_prompt(flux, SHORT)
     with pytest.raises(RuntimeError, match="the clip input is None"):
         long_prompt_node.LongPromptEncode().encode(None, SHORT)
+
+
+def test_the_refiner(comfyui):
+    model = encoders(768, 1280, 77)[1]
+    pipe = sdxl_pipeline([None, model])
+    embeds, _, pooled, _ = pipe.encode_prompt(LONG.replace("(and birds)", ""), negative_prompt="")
+    ours = encode_long_prompt(comfyui_clip([model]), LONG.replace("(and birds)", ""))
+    assert ours[0][0].shape[-1] == 1280 and difference(ours, embeds, pooled) < 1e-4
+
+
+def test_patches_and_clip_skip_of_comfyui_count(comfyui):
+    models = encoders(768, 1280, 77)
+    name = "encoder.layers.0.mlp.fc1.weight"
+    change = 0.05 * torch.randn_like(models[0].state_dict()[name])
+    clip = comfyui_clip(models).clone()
+    clip.add_patches({f"clip_l.transformer.text_model.{name}": ("diff", (change,))})  # as a LoRA does
+    clip.clip_layer(-3)
+    plain = encode_long_prompt(comfyui_clip(models), WEIGHTED.replace("(small:1)", "small"))[0][0]
+    models[0].state_dict()[name] += change
+    embeds, _, pooled, _ = sdxl_pipeline(models).encode_prompt(
+        WEIGHTED.replace("(small:1)", "small"), negative_prompt="", clip_skip=1
+    )
+    ours = encode_long_prompt(clip, WEIGHTED.replace("(small:1)", "small"))
+    assert difference(ours, embeds, pooled) < 1e-4 and (ours[0][0] - plain).abs().mean() > 0.01
 
 
 def test_textual_inversions_stay_whole(comfyui, tmp_path):
