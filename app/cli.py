@@ -1,4 +1,4 @@
-"""`debias-diffusion`: quickstart, train, align, export, generate, shards, synthesize, reproduce, evaluate, app.
+"""`debias-diffusion`: its commands are those of `COMMANDS`.
 
 Each command's options are the fields of one dataclass; its docstring is their help. Values come from YAML
 (`--config file.yaml`) and from the command line; the last one given counts.
@@ -149,6 +149,12 @@ COMMANDS = {
         "app.export.options:ExportConfig",
         "app.export.command:export",
         "--model runs/a --output my-encoder",
+    ),
+    "comfyui": Command(
+        "write ComfyUI's node for long prompts",
+        "app.options:ComfyUIConfig",
+        "app.comfyui.command:write_node",
+        "--output ComfyUI/custom_nodes/long_prompt",
     ),
     "generate": Command(
         "generate images from prompts of any length",

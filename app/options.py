@@ -72,3 +72,14 @@ class ShardsConfig:
                 limit = f"at least {least}" if most == inf else f"from {least} to {most}"
                 raise UserError(f"{name} is {value}, but must be {limit}.")
         check_max_bad(self.max_bad)
+
+
+@dataclass
+class ComfyUIConfig:
+    """Write the node "CLIP Text Encode (long prompt)" for ComfyUI.
+
+    Attributes:
+        output: Folder to write, in ComfyUI's `custom_nodes`. An earlier copy of the node is replaced.
+    """
+
+    output: str

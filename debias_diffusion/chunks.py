@@ -164,6 +164,13 @@ def split_overlapping(tokens: Tokens, slots: int) -> list[Chunk]:
     return chunks
 
 
+def split_text(tokens: Tokens, slots: int, overlap: bool) -> list[Chunk]:
+    """The chunks of at most `slots` tokens that an encoder reads, with or without the end of the text before each."""
+    if overlap:
+        return split_overlapping(tokens, slots)
+    return [Chunk(chunk, chunk) for chunk in split_chunks(tokens, slots)]
+
+
 def _best_start(cuts: Sequence[Cut], first: int, least: int, most: int) -> int:
     """Where to begin to read, between `least` and `most`: at `first` if possible, else after the best cut, early."""
     if least <= first:
@@ -179,6 +186,11 @@ def _best_end(cuts: list[Cut], start: int, slots: int) -> int:
         return cuts[end - 1] > Cut.NEVER, end >= half, cuts[end - 1], end
 
     return max(range(start + 1, start + slots + 1), key=goodness)
+
+
+def lacks_pads(chunks: Sequence[Chunk], context_length: int, length: int) -> bool:
+    """Whether a sequence of `length` positions needs more pads than a text's last chunk has, from an empty chunk."""
+    return context_length - chunks[-1].again + sum(len(chunk.kept) for chunk in chunks[:-1]) < length
 
 
 def join_chunks(states: torch.Tensor, chunks: Sequence[Chunk], empty: torch.Tensor | None, length: int) -> torch.Tensor:

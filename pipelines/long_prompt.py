@@ -23,9 +23,9 @@ from debias_diffusion.chunks import (
     Cut,
     Tokens,
     join_chunks,
+    lacks_pads,
     positions_for,
-    split_chunks,
-    split_overlapping,
+    split_text,
     tokenize_text,
     weigh,
 )
@@ -133,9 +133,7 @@ class LongPromptMixin:
 
     def _split(self, text: Tokens, slots: int) -> list[Chunk]:
         """The chunks that an encoder reads, of at most `slots` tokens."""
-        if self._long_prompt.overlap:
-            return split_overlapping(text, slots)
-        return [Chunk(chunk, chunk) for chunk in split_chunks(text, slots)]
+        return split_text(text, slots, self._long_prompt.overlap)
 
     def _tokenize(self, *texts: str | list[str] | None, batch_size: int | None = None) -> list[list[Tokens]]:
         """[encoders][batch] tokens. An encoder without a text of its own reads the first one.
@@ -225,9 +223,7 @@ class LongPromptMixin:
         weights = [[text.weights[at] for at in chunk.read] for text, chunk in chunks]
         weighted = any(weight != 1 for row in weights for weight in row)
         # The pads of one empty chunk serve all texts whose last chunk has too few.
-        lacking = any(
-            context - parts[-1].again + sum(len(chunk.kept) for chunk in parts[:-1]) < length for parts in split
-        )
+        lacking = any(lacks_pads(parts, context, length) for parts in split)
         ids = _chunk_ids(rows + [[]] * (lacking or weighted), context, tokenizer)
         inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
         states, pooled = self._states(encoder, ids.to(inputs), clip_skip)

@@ -236,8 +236,8 @@ _COMFYUI_ENCODERS = {
     (1280, 32): ("clip_g", "gelu"),
 }
 _COMFYUI_NOTE = (
-    "ComfyUI's SDXL cuts the states of both text encoders to the shorter of the two, so its images differ from those "
-    "of debias-diffusion's pipelines."
+    "ComfyUI's own CLIP Text Encode does not align a CLIP-L of 248 positions with clip_g past 75 tokens. The node that "
+    "`debias-diffusion comfyui` writes does, and gives the conditioning of debias-diffusion's pipelines."
 )
 
 

@@ -1,0 +1,449 @@
+"""The ComfyUI node against our pipelines on the same weights.
+
+With a checkout of ComfyUI, named by the environment variable COMFYUI, whose requirements are installed beside ours, its
+own text encoders run; the slow tests load files of true size, in its server too. Everywhere, the same tests run with a
+stand-in for its CLIP: real transformers encoders behind the two calls that the node makes, and as much of its syntax of
+weights as the prompts need.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny_sdxl
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from debias_diffusion import load_text_encoder
+from debias_diffusion.app.cli import main
+from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS, long_prompt_node
+from debias_diffusion.app.comfyui.command import WORKFLOW
+from debias_diffusion.app.comfyui.long_prompt_node import encode_long_prompt, read_text, weighted_words
+from debias_diffusion.chunks import TRAINED_POSITIONS, tokenize_text
+from debias_diffusion.interchange.text_encoders import prefixed_state
+from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline, StableDiffusionXLLongPromptPipeline
+from debias_diffusion.tokens import clip_tokenizer
+
+COMFYUI = os.environ.get("COMFYUI")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+
+SHORT = "A red cat sleeps on a blue sofa."
+SENTENCE = "A small red cat sleeps on a blue sofa, next to a window with white curtains. "
+LONG = "  " + SENTENCE * 7 + "It dreams of fish (and birds)?\nThe moon is up; 3.5 stars"  # 142 tokens
+LONGER = LONG.replace("(and birds)", "and birds") * 2  # 280 tokens: more than 248 positions
+WEIGHTED = SENTENCE * 5 + "A (green (small:1) tree:1.3), and (a dog:0.6)."
+BOS, EOS = 49406, 49407
+
+
+def encoders(width, width_2, window):
+    """CLIP-L and bigG with three blocks: the activations, pads and projection of SDXL's."""
+
+    def config(width, window, **settings):
+        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 3, "vocab_size": EOS + 1}
+        heads = {"num_attention_heads": width // 64 or 1, "max_position_embeddings": window}
+        return CLIPTextConfig(**sizes, **heads, bos_token_id=BOS, eos_token_id=EOS, **settings)
+
+    torch.manual_seed(0)
+    first = CLIPTextModel(config(width, window, hidden_act="quick_gelu", pad_token_id=EOS))
+    second = config(width_2, TRAINED_POSITIONS, hidden_act="gelu", pad_token_id=0, projection_dim=width_2)
+    models = first.eval(), CLIPTextModelWithProjection(second).eval()
+    for model in models:  # of CLIP's size, or positions would hardly count
+        for name, weight in model.named_parameters():
+            if "position_embedding" in name or "token_embedding" in name:
+                weight.data.normal_(std=0.5)
+    return models
+
+
+class StandIn:
+    """What the node calls of ComfyUI's CLIP, with transformers' encoders."""
+
+    def __init__(self, models):
+        self.models = dict(zip("lg", models, strict=False))
+        self.cond_stage_model = SimpleNamespace(**{f"clip_{name}": model for name, model in self.models.items()})
+        self.tokenizer = clip_tokenizer(TRAINED_POSITIONS)
+
+    def tokenize(self, text, return_word_ids=False):
+        parts = [(unescape(part), weight) for part, weight in token_weights(escape(text), 1.0)]
+        words = [
+            (token, weight, 1)
+            for part, weight in parts
+            for token in self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        ]
+        rows = {}
+        for name, model in self.models.items():
+            slots, pad = model.config.max_position_embeddings - 2, {"l": EOS, "g": 0}[name]
+            chunks = [words[start : start + slots] for start in range(0, max(1, len(words)), slots)]
+            padded = [[(BOS, 1.0, 0), *c, (EOS, 1.0, 0), *[(pad, 1.0, 0)] * (slots - len(c))] for c in chunks]
+            rows[name] = padded if return_word_ids else [[pair[:2] for pair in row] for row in padded]
+        return rows
+
+    def encode_from_tokens_scheduled(self, rows):
+        outputs = {name: self.encode(model, rows[name]) for name, model in self.models.items()}
+        shortest = min(states.shape[1] for states, _ in outputs.values())
+        states = torch.cat([states[:, :shortest] for states, _ in outputs.values()], dim=-1)
+        return [[states, {"pooled_output": list(outputs.values())[-1][1]}]]
+
+    def encode(self, model, rows):
+        empty = [[(BOS, 1.0), (EOS, 1.0), *[rows[0][-1]] * (len(rows[0]) - 2)]]
+        ids = torch.tensor([[token for token, _ in row] for row in rows + empty])
+        weights = torch.tensor([[weight for _, weight in row] for row in rows])[..., None]
+        output = model(ids, output_hidden_states=True)
+        states = output.hidden_states[-2] if len(self.models) == 2 else output.last_hidden_state
+        states, empty = states[:-1], states[-1]
+        states = torch.where(weights == 1, states, empty + weights * (states - empty))
+        pooled = output.text_embeds if "text_embeds" in output else output.pooler_output
+        return states.reshape(1, -1, states.shape[-1]), pooled[:1]
+
+
+def escape(text):
+    return text.replace("\\(", "\0").replace("\\)", "\1")
+
+
+def unescape(text):
+    return text.replace("\0", "(").replace("\1", ")")
+
+
+def token_weights(text, weight):
+    """As in ComfyUI, for brackets that are closed and, if they stand in each other, have numbers."""
+    parts = []
+    for inner, number, plain in re.findall(r"\(((?:[^()]|\([^()]*\))*?)(?::([\d.]+))?\)|([^()]+)", text):
+        parts += [(plain, weight)] if plain else token_weights(inner, float(number or 1.1 * weight))
+    return parts
+
+
+def comfyui_clip(models, embeddings=None):
+    """ComfyUI's own CLIP with the weights of `models`: both of SDXL, bigG of its refiner, or that of SD 1.5."""
+    from comfy import sd, sd1_clip, sdxl_clip
+
+    encoders = ("clip_l", "clip_g")
+    if len(models) == 1:
+        encoders = ("clip_g",) if hasattr(models[0], "text_projection") else ("clip_l",)
+    model, tokenizer = {
+        ("clip_l", "clip_g"): (sdxl_clip.SDXLClipModel, sdxl_clip.SDXLTokenizer),
+        ("clip_g",): (sdxl_clip.SDXLRefinerClipModel, sdxl_clip.SDXLTokenizer),
+        ("clip_l",): (sd1_clip.SD1ClipModel, sd1_clip.SD1Tokenizer),
+    }[encoders]
+    target = SimpleNamespace(params={}, clip=model, tokenizer=tokenizer)
+    options, tokenizer = {"dtype": torch.float32}, {}
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    for name, model in zip(encoders, models, strict=True):
+        options[f"{name}_model_config"] = {key: getattr(model.config, key) for key in names}
+        tokenizer[f"{name}_max_length"] = model.config.max_position_embeddings
+    clip = sd.CLIP(target, embedding_directory=embeddings, tokenizer_data=tokenizer, model_options=options)
+    for name, model in zip(encoders, models, strict=True):
+        state = prefixed_state(model)
+        state.setdefault("text_projection.weight", torch.eye(model.config.hidden_size))
+        missing, unexpected = getattr(clip.cond_stage_model, name).load_sd(state)
+        assert not missing and not unexpected
+    return clip
+
+
+@pytest.fixture(scope="module")
+def comfyui():
+    """Makes ComfyUI importable, on the CPU."""
+    if not COMFYUI:
+        pytest.skip("COMFYUI names no checkout of ComfyUI: its own text encoders were NOT run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(COMFYUI)
+        from comfy.cli_args import args
+
+        args.cpu = True
+        yield
+
+
+@pytest.fixture(scope="module", params=["stand-in", "ComfyUI"])
+def load(request):
+    """(a function from models to a CLIP, widths of the models)"""
+    if COMFYUI or request.param == "ComfyUI":
+        request.getfixturevalue("comfyui")
+        yield (comfyui_clip, (768, 1280)) if request.param == "ComfyUI" else (StandIn, (32, 64))
+        return
+    module = ModuleType("comfy.sd1_clip")
+    module.escape_important, module.unescape_important, module.token_weights = escape, unescape, token_weights
+    with pytest.MonkeyPatch.context() as patch:
+        for name, part in (("comfy", ModuleType("comfy")), ("comfy.sd1_clip", module)):
+            patch.setitem(sys.modules, name, part)
+        yield StandIn, (32, 64)
+
+
+@pytest.fixture(scope="module", params=[77, 248])
+def sdxl(load, request):
+    """(CLIP, pipeline) of the same weights, with CLIP-L of 77 or 248 positions."""
+    make, widths = load
+    models = encoders(*widths, window=request.param)
+    return make(models), sdxl_pipeline(models)
+
+
+@pytest.fixture(scope="module")
+def tokenizing(load):
+    """A CLIP of SDXL for tests that encode nothing."""
+    make, widths = load
+    return make(encoders(*widths, window=77))
+
+
+def sdxl_pipeline(models):
+    parts = tiny_sdxl.sdxl_parts() | {"text_encoder": models[0], "text_encoder_2": models[1]}
+    return tiny_sdxl.assemble(StableDiffusionXLLongPromptPipeline, parts).set_long_prompt(weighting=True)
+
+
+def difference(conditioning, embeds, pooled=None):
+    ((states, extras),) = conditioning
+    assert states.shape == embeds.shape
+    worst = (states - embeds).abs().max().item()
+    return worst if pooled is None else max(worst, (extras["pooled_output"] - pooled).abs().max().item())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("prompt", [SHORT, LONG, LONGER, WEIGHTED, ""], ids=["short", "long", "longer", "weighted", ""])
+def test_conditioning_is_that_of_our_pipeline(sdxl, prompt, overlap):
+    clip, pipe = sdxl
+    pipe.set_long_prompt(weighting=True, overlap=overlap)
+    plain = prompt.replace("(and birds)", "\\(and birds\\)")
+    # ComfyUI's inner weight replaces the outer one, and ours multiply
+    embeds, _, pooled, _ = pipe.encode_prompt(plain.replace("(small:1)", f"(small:{1 / 1.3})"), negative_prompt="")
+    node = NODE_CLASS_MAPPINGS["DebiasLongPromptEncode"]()
+    (conditioning,) = getattr(node, node.FUNCTION)(clip, plain, overlap)
+    assert embeds.std() > 0.1
+    assert difference(conditioning, embeds, pooled) < 1e-4
+    if prompt == WEIGHTED:
+        pipe.set_long_prompt(overlap=overlap)
+        unweighted = pipe.encode_prompt(re.sub(r"[()]|:[\d.]+", "", plain), negative_prompt="")[0]
+        assert difference(conditioning, unweighted) > 0.01
+
+
+def test_a_negative_prompt_matches_the_positive_one(sdxl):
+    clip, pipe = sdxl
+    pipe.set_long_prompt()
+    node = NODE_CLASS_MAPPINGS["DebiasLongPromptEncode"]()
+    (positive,) = node.encode(clip, LONG.replace("(", "").replace(")", ""))
+    (negative,) = node.encode(clip, SHORT, match=positive)
+    _, embeds, _, pooled = pipe.encode_prompt(LONG.replace("(", "").replace(")", ""), negative_prompt=SHORT)
+    assert difference(negative, embeds, pooled) < 1e-4
+    assert node.encode(clip, SHORT)[0][0][0].shape[1] == TRAINED_POSITIONS
+
+
+def test_a_short_prompt_is_read_as_by_comfyui(sdxl):
+    clip, _ = sdxl
+    ((theirs, extras),) = clip.encode_from_tokens_scheduled(clip.tokenize("a (red:1.2) cat"))
+    assert difference(encode_long_prompt(clip, "a (red:1.2) cat"), theirs, extras["pooled_output"]) == 0
+
+
+def test_sd15(load):
+    make, (width, _) = load
+    model = encoders(width, 64, 77)[0]
+    parts = tiny_sdxl.sd15_parts() | {"text_encoder": model}
+    pipe = tiny_sdxl.assemble(StableDiffusionLongPromptPipeline, parts).set_long_prompt(weighting=True)
+    embeds, _ = pipe.encode_prompt(WEIGHTED.replace("(small:1)", "small"), "cpu", 1, True)
+    clip = make([model])
+    assert difference(encode_long_prompt(clip, WEIGHTED.replace("(small:1)", "small")), embeds) < 1e-4
+
+
+TEXTS = [
+    SHORT,
+    LONG,
+    "",
+    " \n",
+    "Mr. Lee's cat, at 3.5 m: (\"Hello!\" he said.) état—naïve Straße\n\n- 5,000 it's; #1 \\o/ 😀😀",
+    "一只红猫。它睡在沙发上，旁边有窗户。你好 three，four five",
+    "x" * 300 + "antidisestablishmentarianism " * 3,
+]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_tokens_and_cuts_are_those_of_our_pipeline(tokenizing, text):
+    words = text.replace("(", "\\(").replace(")", "\\)")
+    tokens, _ = tokenize_text(text, clip_tokenizer(TRAINED_POSITIONS))
+    for read in read_text(tokenizing, words, ("l", "g")).values():
+        assert read == tokens
+
+
+def test_diffusers_reads_an_exclamation_mark_as_a_pad_of_the_second_encoder(sdxl):
+    # its name is that of the pad token; the docs say so
+    clip, pipe = sdxl
+    first, second = (tokens[0].ids for tokens in pipe._tokenize("a cat!", None))
+    assert (first[-1], second[-1]) == (256, pipe.tokenizer_2.pad_token_id)
+    assert [read.ids[-1] for read in read_text(clip, "a cat!", ("l", "g")).values()] == [256, 256]
+
+
+def test_tokens_are_those_of_comfyui(tokenizing):
+    for text in (LONG, WEIGHTED, "(a) b(c:1.2)d, ((e:1.3)) \\(f\\)"):
+        for name, read in read_text(tokenizing, text, ("l", "g")).items():
+            rows = tokenizing.tokenize(text, return_word_ids=True)[name]
+            theirs = [pair[:2] for row in rows for pair in row if pair[2]]
+            assert list(zip(read.ids, read.weights, strict=True)) == theirs
+
+
+def test_words_keep_their_places_and_weights(load):
+    words, plain = weighted_words("a (red  cat:1.5)s\\(now\\)")
+    assert plain == "a red  cats(now)"
+    assert [(plain[start:end], weight) for start, end, weight in words] == [
+        ("a", 1.0), ("red", 1.5), ("cat", 1.5), ("s(now)", 1.0)
+    ]  # fmt: skip
+
+
+def test_other_encoders_are_refused(tokenizing):
+    flux = SimpleNamespace(tokenize=lambda text: tokenizing.tokenize(text) | {"t5xxl": [[(1, 1.0)]]})
+    with pytest.raises(ValueError, match="g, l, t5xxl, and the long-prompt node reads"):
+        encode_long_prompt(flux, SHORT)
+    with pytest.raises(RuntimeError, match="the clip input is None"):
+        long_prompt_node.LongPromptEncode().encode(None, SHORT)
+
+
+def test_the_refiner(comfyui):
+    model = encoders(768, 1280, 77)[1]
+    pipe = sdxl_pipeline([None, model])
+    embeds, _, pooled, _ = pipe.encode_prompt(LONG.replace("(and birds)", ""), negative_prompt="")
+    ours = encode_long_prompt(comfyui_clip([model]), LONG.replace("(and birds)", ""))
+    assert ours[0][0].shape[-1] == 1280 and difference(ours, embeds, pooled) < 1e-4
+
+
+def test_patches_and_clip_skip_of_comfyui_count(comfyui):
+    models = encoders(768, 1280, 77)
+    name = "encoder.layers.0.mlp.fc1.weight"
+    change = 0.05 * torch.randn_like(models[0].state_dict()[name])
+    clip = comfyui_clip(models).clone()
+    clip.add_patches({f"clip_l.transformer.text_model.{name}": ("diff", (change,))})  # as a LoRA does
+    clip.clip_layer(-3)
+    plain = encode_long_prompt(comfyui_clip(models), WEIGHTED.replace("(small:1)", "small"))[0][0]
+    models[0].state_dict()[name] += change
+    embeds, _, pooled, _ = sdxl_pipeline(models).encode_prompt(
+        WEIGHTED.replace("(small:1)", "small"), negative_prompt="", clip_skip=1
+    )
+    ours = encode_long_prompt(clip, WEIGHTED.replace("(small:1)", "small"))
+    assert difference(ours, embeds, pooled) < 1e-4 and (ours[0][0] - plain).abs().mean() > 0.01
+
+
+def test_textual_inversions_stay_whole(comfyui, tmp_path):
+    torch.manual_seed(3)
+    models = encoders(768, 1280, window=77)
+    vectors = {"clip_l": torch.randn(30, 768), "clip_g": torch.randn(30, 1280)}
+    save_file(vectors, tmp_path / "style.safetensors")
+    clip = comfyui_clip(models, embeddings=str(tmp_path))
+    prompt = "A red cat on a blue sofa, " * 8 + "in the style of {}, with a tree. " + SENTENCE * 4
+    ours = encode_long_prompt(clip, prompt.format("embedding:style"))
+    tokens = read_text(clip, prompt.format("embedding:style"), ("l", "g"))
+    assert tokens["l"].cuts == tokens["g"].cuts and tokens["l"].cuts.count(0) == 29
+
+    pipe = sdxl_pipeline(models).set_long_prompt()
+    pipe.tokenizer, pipe.tokenizer_2 = clip_tokenizer(77), clip_tokenizer(77, pad_token="!")
+    for tokenizer, encoder, name in (
+        (pipe.tokenizer, models[0], "clip_l"),
+        (pipe.tokenizer_2, models[1], "clip_g"),
+    ):
+        weights = {"<style>": vectors[name]}
+        pipe.load_textual_inversion(weights, token="<style>", tokenizer=tokenizer, text_encoder=encoder)
+    embeds, _, pooled, _ = pipe.encode_prompt(prompt.format("<style>"), negative_prompt="")
+    assert difference(ours, embeds, pooled) < 1e-4
+
+
+def test_a_written_folder_works_without_the_package(tmp_path, capsys):
+    folder, lacking = tmp_path / "long_prompt", tmp_path / "lacking"
+    for copy in (folder, lacking):
+        main(["comfyui", "--output", str(copy)])
+    assert "restart ComfyUI" in capsys.readouterr().out
+    (lacking / "chunks.py").unlink()
+    code = f"""
+import importlib.util, sys
+sys.modules["debias_diffusion"] = None  # as if it were not installed
+for path in {[str(folder), str(lacking)]}:
+    spec = importlib.util.spec_from_file_location(path, path + "/__init__.py")  # as ComfyUI does
+    sys.modules[path] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    print(list(module.NODE_DISPLAY_NAME_MAPPINGS.values()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "['CLIP Text Encode (long prompt)']\n"
+    assert "ImportError: the long-prompt node lacks `chunks.py`" in done.stderr
+    main(["comfyui", "--output", str(lacking)])  # an earlier copy is replaced
+    assert (lacking / "chunks.py").exists()
+    (folder / "mine.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        main(["comfyui", "--output", str(folder)])
+    assert "no earlier copy of the node" in capsys.readouterr().err and (folder / "mine.txt").exists()
+
+
+def test_the_workflow_names_the_node_and_its_inputs():
+    workflow = json.loads(Path(long_prompt_node.__file__).with_name(WORKFLOW).read_text())
+    nodes = [node for node in workflow.values() if node["class_type"] in NODE_CLASS_MAPPINGS]
+    inputs = long_prompt_node.LongPromptEncode.INPUT_TYPES()
+    assert [set(node["inputs"]) - set(inputs["required"]) for node in nodes] == [set(), {"match"}]
+    assert all(set(inputs["required"]) <= set(node["inputs"]) for node in nodes) and set(inputs["optional"]) == {
+        "match"
+    }
+
+
+@pytest.fixture(scope="module")
+def true_size(comfyui, tmp_path_factory):
+    """ComfyUI's folder with the node and random models of true size, 2 GB."""
+    folder = tmp_path_factory.mktemp("comfyui")
+    path = os.pathsep.join([COMFYUI, os.environ.get("PYTHONPATH", "")])
+    maker = [sys.executable, Path(__file__).with_name("comfyui_models.py"), folder / "models"]
+    subprocess.run(maker, env=os.environ | {"PYTHONPATH": path}, check=True)
+    main(["comfyui", "--output", str(folder / "custom_nodes" / "long_prompt")])
+    return folder
+
+
+@pytest.mark.slow
+def test_files_of_true_size(true_size):
+    from comfy import sd
+
+    files = [
+        str(true_size / "models" / "text_encoders" / f"{name}.safetensors") for name in ("debias_clip_l", "clip_g")
+    ]
+    pipe = sdxl_pipeline([load_text_encoder(file)[0] for file in files])
+    embeds, _, pooled, _ = pipe.encode_prompt(LONG.replace("(and birds)", "and (birds:1.2)"), negative_prompt="")
+    pipe.text_encoder = pipe.text_encoder_2 = None
+    clip = sd.load_clip(files, clip_type=sd.CLIPType.STABLE_DIFFUSION)
+    ours = encode_long_prompt(clip, LONG.replace("(and birds)", "and (birds:1.2)"))
+    assert ours[0][0].shape == (1, 152, 2048) and embeds.std() > 0.1
+    assert difference(ours, embeds, pooled) < 1e-4
+
+
+@pytest.mark.slow
+def test_the_workflow_in_comfyuis_server(true_size):
+    workflow = json.loads((true_size / "custom_nodes" / "long_prompt" / WORKFLOW).read_text())
+    workflow["5"]["inputs"] |= {"width": 64, "height": 64}
+    workflow["6"]["inputs"]["steps"] = 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "main.py", "--cpu", "--disable-api-nodes", "--base-directory", true_size]
+    command += ["--database-url", "sqlite:///:memory:", "--listen", "127.0.0.1", "--port", str(port)]
+    with (true_size / "log").open("w") as log, subprocess.Popen(command, cwd=COMFYUI, stdout=log, stderr=log) as server:
+        try:
+            prompt = json.dumps({"prompt": workflow}).encode()
+            queued = ask(f"http://127.0.0.1:{port}/prompt", prompt, server)["prompt_id"]
+            while not (history := ask(f"http://127.0.0.1:{port}/history/{queued}", None, server)):
+                time.sleep(1)
+        finally:
+            server.terminate()
+    assert history[queued]["status"]["status_str"] == "success"
+    (image,) = history[queued]["outputs"]["8"]["images"]
+    pixels = np.asarray(Image.open(true_size / "output" / image["filename"]))
+    assert pixels.shape == (64, 64, 3) and pixels.std() > 10
+
+
+def ask(address, data, server, seconds=300):
+    """The JSON that ComfyUI's server answers, once it does."""
+    for _ in range(seconds):
+        try:
+            with urllib.request.urlopen(urllib.request.Request(address, data)) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError:
+            raise
+        except OSError:
+            assert server.poll() is None, "the server has ended"
+            time.sleep(1)
+    pytest.fail(f"{address} does not answer")
