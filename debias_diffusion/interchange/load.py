@@ -13,6 +13,7 @@ from ..models.backbone import CONFIG_FILE, Backbone, load_backbone
 from ..models.model_files import explain_failure, may_be_hub_id
 from ..models.shipped import shipped
 from ..models.weight_difference import DIFFERENCE, load_fine_tuned
+from .hub_file import find_hub_file
 from .places import model_and_weights, model_of_run
 from .single_file import read_file
 from .text_encoders import TextEncoder, keeps_projection, to_transformers
@@ -34,7 +35,8 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
             - a file of weights (safetensors, or a torch file without code): open_clip's or OpenAI's two-tower,
               Long-CLIP's `.pt`, ComfyUI's `clip_l` and `clip_g`, a Stable Diffusion checkpoint. A rule decides the
               activation if the file does not name it (see `single_file`);
-            - a hub id (`owner/name`) of a transformers repository, or `hf-hub:owner/name` of an open_clip one;
+            - a hub id (`owner/name`) of a transformers repository, or of one that holds such a file and nothing else to
+              load ("BeichenZhang/LongCLIP-L"); `hf-hub:owner/name` of an open_clip one;
             - "toy/debias-clip" and the like.
 
     Returns:
@@ -68,6 +70,8 @@ def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
             f"{name!r} is not there. Give a folder with a text encoder, a file of weights, or a hub id (owner/name)."
             + (known if name in open_clip.list_models() else "")
         )
+    if file := find_hub_file(name):
+        return read_file(file)
     try:
         return read_hub(name)
     except UserError as error:
