@@ -15,6 +15,7 @@ BANNED = {"its", "found", "told", "own", "what", "others"}
 # A folder of commands has these.
 REPEATED = {"__init__", "command", "options"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 def bound_names(tree: ast.AST) -> set[str]:
@@ -54,7 +55,9 @@ def test_a_name_of_a_module_stands_once_in_its_room(room):
 
 def missing_paths(text: str, folder: Path) -> set[str]:
     """Paths from the root of the repository, and targets of links from `folder`, that are not there."""
-    paths = re.findall(rf"(?<![\w/.-])(?:{PACKAGE}|{'|'.join(ROOMS)}|tests|benchmarks|configs|docs)/[\w./-]*\w", text)
+    paths = re.findall(
+        rf"(?<![\w/.-])(?:{PACKAGE}|{'|'.join(ROOMS)}|tests|benchmarks|configs|docs|examples)/[\w./-]*\w", text
+    )
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     return {path for path in paths if not (ROOT / path).exists()} | {
         link for link in links if not (folder / link).exists()

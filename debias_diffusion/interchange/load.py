@@ -9,6 +9,7 @@ from ..ablation.saved import is_ablation
 from ..errors import UserError
 from ..models.model_files import CONFIG_FILE, DIFFERENCE, explain_failure, may_be_hub_id
 from ..models.shipped import shipped
+from .hub_file import find_hub_file
 from .places import is_open_clip_name, model_and_weights, model_of_run
 from .single_file import read_file
 from .text_encoders import TextEncoder
@@ -29,7 +30,8 @@ def load_text_encoder(path: str | os.PathLike) -> tuple[TextEncoder, CLIPTokeniz
             - a file of weights (safetensors, or a torch file without code): open_clip's or OpenAI's two-tower,
               Long-CLIP's `.pt`, ComfyUI's `clip_l` and `clip_g`, a Stable Diffusion checkpoint. A rule decides the
               activation if the file does not name it (see `single_file`);
-            - a hub id (`owner/name`) of a transformers repository, or `hf-hub:owner/name` of an open_clip one;
+            - a hub id (`owner/name`) of a transformers repository, or of one that holds such a file and nothing else to
+              load ("BeichenZhang/LongCLIP-L"); `hf-hub:owner/name` of an open_clip one;
             - "toy/debias-clip" and the like.
 
     Returns:
@@ -61,6 +63,8 @@ def _load(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
             f"{name!r} is not there. Give a folder with a text encoder, a file of weights, or a hub id (owner/name)."
             + (known if is_open_clip_name(name) else "")
         )
+    if file := find_hub_file(name):
+        return read_file(file)
     try:
         return read_hub(name)
     except UserError as error:

@@ -137,7 +137,12 @@ def read_model_config(source: str | Path, subfolder: str = "") -> dict:
 
 
 # The files of weights of a transformers model, in transformers' order of search.
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHTS_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 def read_weights(source: str | Path, subfolder: str = "") -> State:
@@ -146,10 +151,10 @@ def read_weights(source: str | Path, subfolder: str = "") -> State:
     Raises:
         UserError: there are none, or they cannot be read.
     """
-    files = (file for name in _WEIGHTS if (file := find_file(source, name, subfolder)))
+    files = (file for name in WEIGHTS_FILES if (file := find_file(source, name, subfolder)))
     first = next(files, None)
     if first is None:
-        raise UserError(f"{os.fspath(source)!r} holds no weights: none of {', '.join(_WEIGHTS)}.")
+        raise UserError(f"{os.fspath(source)!r} holds no weights: none of {', '.join(WEIGHTS_FILES)}.")
     if first.suffix != ".json":
         return read_tensors(first)
     tensors = {}

@@ -20,6 +20,7 @@ from ..models.weight_files import plain_text_names
 from ..models.weights import find_weights
 from .chinese_clip_model import read_chinese_clip
 from .clip_model import read_clip_model, text_encoder_alone
+from .hub_file import find_hub_file
 from .names import State
 from .places import model_and_weights, model_of_run
 from .single_file import read_tensors, sidecar_config, text_part, usual_activation
@@ -42,7 +43,8 @@ def load_two_tower(name: str | os.PathLike) -> Backbone:
               does not name it (see `single_file`);
             - a transformers folder of a ChineseCLIPModel, or the hub id of a published one
               ("OFA-Sys/chinese-clip-vit-base-patch16"), which is evaluated and ablated, but not trained;
-            - a hub id (`owner/name`) of a CLIPModel, or `hf-hub:owner/name` of an open_clip repository;
+            - a hub id (`owner/name`) of a CLIPModel, or of a repository that holds such a file and nothing else to load
+              ("BeichenZhang/LongCLIP-L"); `hf-hub:owner/name` of an open_clip repository;
             - "toy/clip", "toy/long-clip" or "toy/debias-clip".
 
     Returns:
@@ -94,6 +96,8 @@ def _load(name: str) -> Backbone:
         return load_backbone(*parts)
     if not may_be_hub_id(name):
         raise UserError(_unknown(name))
+    if file := find_hub_file(name):
+        return _load_file(file)
     return read_clip_model(name)
 
 
