@@ -5,8 +5,7 @@ from pathlib import Path, PurePosixPath
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
 from ..errors import UserError
-from ..models.backbone import CONFIG_FILE
-from ..models.model_files import explain_failure
+from ..models.model_files import CONFIG_FILE, explain_failure
 from .transformers_folder import WEIGHTS_FILES
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
