@@ -4,9 +4,11 @@ import math
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import convert_slow_tokenizer
 
 TRAINED_POSITIONS = 77  # what UNets for CLIP encoders are trained with, BOS and EOS included
 
@@ -74,12 +76,29 @@ def positions_for(n_tokens: int, context_lengths: list[int]) -> int:
 
 def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list[tuple[int, int]]]:
     """The tokens of a text, all of weight 1, and their spans (start and end in `text`, in characters)."""
+    tokenizer = fast_tokenizer(tokenizer)
     # verbose=False: transformers' warning about texts beyond the context length does not apply
     batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, spans = batch["input_ids"], batch["offset_mapping"]
     added = tokenizer.added_tokens_encoder
     names = [name if name in added else None for name in tokenizer.convert_ids_to_tokens(ids)]
     return Tokens(ids, rate_cuts(text, spans, names), [1.0] * len(ids)), spans
+
+
+_FAST = WeakKeyDictionary()  # by tokenizer of transformers 4: the number of its tokens, and its fast twin
+
+
+def fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, or one of the same tokens that gives spans, where it is one of transformers 4 that does not."""
+    if tokenizer.is_fast:
+        return tokenizer
+    count, fast = _FAST.get(tokenizer, (None, None))
+    if count != len(tokenizer):  # textual inversions add tokens
+        special = tokenizer.special_tokens_map_extended
+        fast = PreTrainedTokenizerFast(tokenizer_object=convert_slow_tokenizer(tokenizer), **special)
+        fast.add_tokens([token for _, token in sorted(tokenizer.added_tokens_decoder.items())])
+        _FAST[tokenizer] = (len(tokenizer), fast)
+    return fast
 
 
 def rate_cuts(text: str, spans: list[tuple[int, int]], added_tokens: list[str | None]) -> list[Cut]:

@@ -44,6 +44,9 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
+LARGE = 200 << 20  # bytes of a file that take a while to read
+
+
 def bytes_digest(parts: Iterable) -> str:
     """sha256, in hexadecimal, of bytes (or memory that holds them), one part after the other."""
     total = hashlib.sha256()
@@ -53,9 +56,21 @@ def bytes_digest(parts: Iterable) -> str:
 
 
 def sha256(path: str | os.PathLike) -> str:
-    """sha256, in hexadecimal, of a file."""
+    """sha256, in hexadecimal, of a file; on a terminal with a progress bar for a large one."""
     with open(path, "rb") as file:
-        return bytes_digest(iter(lambda: file.read(1 << 20), b""))
+        parts = iter(lambda: file.read(1 << 20), b"")
+        size = os.fstat(file.fileno()).st_size
+        return bytes_digest(parts if size < LARGE else _with_bar(parts, f"sha256 of {Path(path).name}", size))
+
+
+def _with_bar(parts: Iterable[bytes], title: str, size: int) -> Iterator[bytes]:
+    """The parts, while a progress bar counts their bytes; disable=None leaves it out unless stderr is a terminal."""
+    from tqdm import tqdm  # not for every help
+
+    with tqdm(desc=title, total=size, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        for part in parts:
+            yield part
+            bar.update(len(part))
 
 
 def path_digest(path: str | os.PathLike) -> str:

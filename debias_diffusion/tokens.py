@@ -2,6 +2,7 @@
 
 import gzip
 import html
+import json
 import os
 import re
 import unicodedata
@@ -9,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import ftfy
 import torch
 from ftfy.fixes import unescape_html
-from transformers import CLIPTokenizer, PreTrainedTokenizerBase
+from transformers import CLIPTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD = 0  # the id that pads CLIP's training captions, before the text and after EOT; never EOT itself
 
@@ -85,9 +87,19 @@ def clip_tokenizer(context_length: int, pad_token: str = "<|endoftext|>") -> CLI
         pad_token: what `padding=...` adds after EOT: EOT for SDXL's first encoder, "!" (id 0) for its second.
     """
     vocabulary, merges = _clip_vocabulary()
-    return CLIPTokenizer(
-        vocab=dict(vocabulary), merges=list(merges), pad_token=pad_token, model_max_length=context_length
-    )
+    return make_clip_tokenizer(vocabulary, merges, pad_token=pad_token, model_max_length=context_length)
+
+
+def make_clip_tokenizer(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **settings) -> CLIPTokenizer:
+    """A CLIPTokenizer of a vocabulary, {symbol: id}, and its merges; `settings` as transformers names them."""
+    if issubclass(CLIPTokenizer, PreTrainedTokenizerFast):  # transformers 5
+        return CLIPTokenizer(vocab=dict(vocabulary), merges=list(merges), **settings)
+    with TemporaryDirectory() as folder:
+        files = Path(folder, "vocab.json"), Path(folder, "merges.txt")
+        files[0].write_text(json.dumps(vocabulary), encoding="utf-8")
+        lines = ["#version: 0.2", *map(" ".join, merges)]
+        files[1].write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return CLIPTokenizer(*map(str, files), **settings)
 
 
 def load_tokenizer(folder: str | os.PathLike) -> CLIPTokenizer:
@@ -97,9 +109,9 @@ def load_tokenizer(folder: str | os.PathLike) -> CLIPTokenizer:
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> None:
     """Writes a tokenizer for `load_tokenizer`: the same files whatever it was last called with."""
-    # Each call sets these two anew, and leaves them.
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
+    if tokenizer.is_fast:  # each call sets these two anew, and leaves them
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
 
 

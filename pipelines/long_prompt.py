@@ -22,6 +22,7 @@ from debias_diffusion.chunks import (
     Chunk,
     Cut,
     Tokens,
+    fast_tokenizer,
     join_chunks,
     lacks_pads,
     positions_for,
@@ -159,7 +160,9 @@ class LongPromptMixin:
         # Only inversions of several vectors need converting.
         converts = isinstance(self, TextualInversionLoaderMixin) and any(name.endswith("_1") for name in added)
         # verbose=False: transformers' warning about texts beyond the context length does not apply
-        quiet = SimpleNamespace(tokenize=partial(tokenizer.tokenize, verbose=False), added_tokens_encoder=added)
+        quiet = SimpleNamespace(
+            tokenize=partial(fast_tokenizer(tokenizer).tokenize, verbose=False), added_tokens_encoder=added
+        )
         tokens = []
         for text in texts:
             parts = parse_weights(text) if self._long_prompt.weighting else [[(text, 1.0)]]

@@ -1,9 +1,11 @@
 """Files and folders that are written whole, whatever stands where they are written."""
 
 import hashlib
+import io
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -129,3 +131,20 @@ def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):
     (tmp_path / ".best.old" / "file").write_text("old")
     files.restore_folder(tmp_path / "best")
     assert (tmp_path / "best" / "file").read_text() == "old"
+
+
+def test_a_large_file_is_hashed_with_a_progress_bar_on_a_terminal(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    (tmp_path / "weights.safetensors").write_bytes(content := bytes(range(256)) * 20_000)
+    digest = hashlib.sha256(content).hexdigest()
+    shown = {}
+    for stream, least in ((Terminal, 0), (Terminal, files.LARGE), (io.StringIO, 0)):
+        monkeypatch.setattr(sys, "stderr", printed := stream())
+        monkeypatch.setattr(files, "LARGE", least)
+        assert files.sha256(tmp_path / "weights.safetensors") == digest
+        shown[stream.__name__, least > 0] = printed.getvalue()
+    assert "sha256 of weights.safetensors" in shown["Terminal", False] and "5.12M" in shown["Terminal", False]
+    assert shown["Terminal", True] == shown["StringIO", False] == ""

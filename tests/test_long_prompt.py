@@ -473,7 +473,7 @@ def test_no_warning_of_texts_that_are_read_in_full(inverted, caplog):
         inverted.set_long_prompt(weighting=True).encode_prompt(prompt)
         inverted.prompt_layout(prompt)
         assert caplog.records == []
-        inverted.tokenizer.tokenize(prompt)
+        inverted.tokenizer(prompt)
         assert "indexing errors" in caplog.text
     finally:
         logger.removeHandler(caplog.handler)

@@ -16,7 +16,7 @@ from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerBase,
 
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.families import find_family
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer, make_clip_tokenizer
 
 CONFIG = {
     "embed_dim": 24,
@@ -128,7 +128,7 @@ def byte_tokenizer(context_length: int) -> CLIPTokenizer:
     """A CLIPTokenizer without merges: 512 symbols, then SOT (512) and EOT (513)."""
     symbols = list(bytes_to_unicode().values())
     words = [*symbols, *(f"{symbol}</w>" for symbol in symbols), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=context_length)
+    return make_clip_tokenizer({word: i for i, word in enumerate(words)}, [], model_max_length=context_length)
 
 
 def save_tiny_clip(folder: Path, **settings) -> str:

@@ -56,7 +56,8 @@ def write_weights(state: dict, config: PretrainedConfig, architecture: str, fold
 
 def write_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
     save_tokenizer(tokenizer, folder)
-    tokenizer.backend_tokenizer.model.save(os.fspath(folder))  # vocab.json, merges.txt: for older loaders
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.model.save(os.fspath(folder))  # vocab.json, merges.txt: for older loaders
 
 
 def read_folder(folder: Path) -> tuple[TextEncoder, CLIPTokenizer]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTokenizer
 
-from ..tokens import byte_symbols, clean, clip_tokenizer
+from ..tokens import byte_symbols, clean, clip_tokenizer, make_clip_tokenizer
 
 
 def learn_tokenizer(captions: Iterable[str], merges: int, context_length: int = 77) -> CLIPTokenizer:
@@ -31,4 +31,4 @@ def learn_tokenizer(captions: Iterable[str], merges: int, context_length: int = 
     words = [*symbols, *(f"{symbol}</w>" for symbol in symbols), *("".join(pair) for pair in learned)]
     words += ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
-    return CLIPTokenizer(vocab=vocabulary, merges=learned, model_max_length=context_length)
+    return make_clip_tokenizer(vocabulary, learned, model_max_length=context_length)
