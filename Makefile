@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test slow fuzz lint format clean
+.PHONY: quickstart test slow fuzz docs lint format clean
 
 quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
 	$(BIN)/debias-diffusion quickstart
@@ -18,6 +18,9 @@ SECONDS ?= 200
 fuzz: .venv/installed  ## damaged data, models and folders, kills, and rude clients, for an hour or as long as you like
 	FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -s -m slow tests/adversarial
 
+docs: .venv/installed-docs  ## the documentation site in build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: .venv/installed  ## what ruff has to say of style and form
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,6 +33,10 @@ format: .venv/installed  ## rewrite the code in the form that lint asks for
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
 clean:

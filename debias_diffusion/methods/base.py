@@ -109,7 +109,8 @@ class Method(ABC):
         """Raises UserError when the method cannot train this base model, which nothing has changed yet.
 
         Args:
-            keep_positions, freeze_image_tower: the run's.
+            keep_positions: the run's `--keep-positions`, the first positions that are not stretched.
+            freeze_image_tower: the run's `--freeze-image-tower`.
         """
 
     def bind(self, backbone: Backbone) -> "Method":

@@ -1,0 +1,112 @@
+"""The memory that an image by SDXL takes, counted without weights: parameters, and the most each part holds at once.
+
+    python benchmarks/sdxl_memory.py
+
+SDXL's true configuration at 1024 x 1024 in half precision, one image with guidance (two rows), on the meta device: each
+tensor made while a part runs is counted for as long as it lives. Attention is counted as a fused kernel, which holds no
+scores. A GPU takes more: the allocator rounds and keeps gaps, convolutions may use workspaces, CUDA itself needs some.
+Prints Markdown, and writes benchmarks/results/sdxl-memory-counted.json.
+"""
+
+import json
+import weakref
+from collections.abc import Callable
+from unittest.mock import patch
+
+import torch
+from generate import COUNTED, RESULTS, WINDOW, random_sdxl, unet_inputs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PARTS = ("text_encoder", "text_encoder_2", "unet", "vae")
+GB = 1e9
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made in this block that are alive, and the most there were at once, in `peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: set[int] = set()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        for leaf in tree_leaves(outputs):
+            if torch.is_tensor(leaf) and leaf.untyped_storage()._cdata not in self.alive | inputs:
+                self.add(leaf.untyped_storage())
+        return outputs
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self.alive.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.remove, key, size)
+
+    def remove(self, key: int, size: int) -> None:
+        self.alive.discard(key)
+        self.now -= size
+
+
+def fused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_, **__) -> torch.Tensor:
+    """The output of a kernel that holds no scores, without values."""
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+@torch.no_grad()
+def peak_bytes(run: Callable[[], object]) -> int:
+    with patch("torch.nn.functional.scaled_dot_product_attention", fused_attention), LiveBytes() as live:
+        run()
+    return live.peak
+
+
+def count() -> dict:
+    pipe = random_sdxl("sdxl", torch.device("meta"), torch.float16)
+    weights = {part: sum(p.numel() for p in getattr(pipe, part).parameters()) for part in PARTS}
+    rows = {}
+    for positions in COUNTED:
+        one_row = unet_inputs(pipe, positions)
+        conditions = one_row.pop("added_cond_kwargs")
+        inputs = {name: tensor.half() for name, tensor in one_row.items() if tensor.dim()}
+        inputs = {name: tensor.repeat(2, *(tensor.dim() - 1) * [1]) for name, tensor in inputs.items()}
+        conditions = {name: tensor.half().repeat(2, 1) for name, tensor in conditions.items()}
+
+        def step(inputs=inputs, conditions=conditions, timestep=one_row["timestep"]):
+            return pipe.unet(**inputs, timestep=timestep, added_cond_kwargs=conditions)
+
+        rows[positions] = {
+            "unet_peak": peak_bytes(step),
+            "embeddings": inputs["encoder_hidden_states"].nbytes,
+        }
+    ids = torch.empty(2, WINDOW, dtype=torch.long, device="meta")
+    chunks = torch.empty(2 * 6, 77, dtype=torch.long, device="meta")
+    latents = torch.empty(1, 4, 128, 128, dtype=torch.float16, device="meta")
+    peaks = {
+        "text_encoder": peak_bytes(lambda: pipe.text_encoder(ids, output_hidden_states=True)),
+        "text_encoder_2": peak_bytes(lambda: pipe.text_encoder_2(chunks, output_hidden_states=True)),
+        "vae": peak_bytes(lambda: pipe.vae.decode(latents)),
+    }
+    pipe.vae.float()
+    peaks["vae, fp32"] = peak_bytes(lambda: pipe.vae.decode(latents.float()))
+    return {"torch": torch.__version__, "parameters": weights, "rows": rows, "peaks": peaks}
+
+
+def print_counted(result: dict) -> None:
+    print("| part | parameters, millions | fp16 GB | most at once beside weights, GB |\n|---|---|---|---|")
+    for part, parameters in result["parameters"].items():
+        peak = result["rows"][77]["unet_peak"] if part == "unet" else result["peaks"][part]
+        print(f"| {part} | {parameters / 1e6:,.1f} | {2 * parameters / GB:.2f} | {peak / GB:.2f} |")
+    print(f"| vae in fp32 | | | {result['peaks']['vae, fp32'] / GB:.2f} |")
+    print("\n| positions | most at once in a step, MB | to 77 | embeddings, MB |\n|---|---|---|---|")
+    stock = result["rows"][77]["unet_peak"]
+    for positions, row in result["rows"].items():
+        change = f"{100 * (row['unet_peak'] / stock - 1):+.2f}%"
+        print(f"| {positions} | {row['unet_peak'] / 1e6:,.0f} | {change} | {row['embeddings'] / 1e6:.1f} |")
+
+
+if __name__ == "__main__":
+    counted = count()
+    print_counted(counted)
+    (RESULTS / "sdxl-memory-counted.json").write_text(json.dumps(counted, indent=2) + "\n")

@@ -1,0 +1,130 @@
+"""The documentation site: every page in the navigation, every public name in the reference, every link alive."""
+
+import importlib.util
+import logging
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_sdxl
+import torch
+from accelerate.commands.launch import launch_command_parser
+from diffusers import StableDiffusionXLPipeline
+from torch.distributed.run import get_args_parser
+
+import debias_diffusion
+from debias_diffusion import interchange, methods, pipelines
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+SETTINGS = (ROOT / "mkdocs.yml").read_text()
+REFERENCE = {
+    "api": debias_diffusion,
+    "api-pipelines": pipelines,
+    "api-methods": methods,
+    "api-interchange": interchange,
+}
+
+
+def site_hooks():
+    pytest.importorskip("mkdocs", reason="the site is tested where `make docs` has installed MkDocs")
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_navigation_has_every_page_once():
+    listed = re.findall(r"^ +- (?:[\w ]+: )?([\w./-]+\.md)$", SETTINGS.partition("\nnav:\n")[2], re.MULTILINE)
+    assert sorted(page for page in listed if "/" not in page) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", REFERENCE)
+def test_the_reference_has_every_public_name(page):
+    names = re.findall(r"^::: (debias_diffusion[\w.]*)\.(\w+)$", (DOCS / f"{page}.md").read_text(), re.MULTILINE)
+    elsewhere = {"load_text_encoder"} if page == "api-interchange" else set()
+    assert {name for _, name in names} == set(REFERENCE[page].__all__) - elsewhere
+    for module, name in names:
+        assert hasattr(importlib.import_module(module), name)
+
+
+def test_links_out_of_the_docs_lead_to_pages_of_the_site():
+    rewrite = site_hooks().rewrite_links
+    page = "[a](training.md#memory) [b](../README.md#use) [c](../configs) `x[0](y)` [d](https://example.org/README.md)"
+    assert rewrite(page, "docs/faq.md") == (
+        "[a](training.md#memory) [b](repository/README.md#use) [c](repository/configs/index.md) `x[0](y)` "
+        "[d](https://example.org/README.md)"
+    )
+    assert rewrite("[e](docs/faq.md) [f](eval/page.html.j2) [g](app/cli.py)", "README.md") == (
+        "[e](../faq.md) [f](eval/page.html.j2) [g](app/cli.py.md)"
+    )
+    assert rewrite("[h](../generate.py)", "benchmarks/results/policies.md") == "[h](../generate.py.md)"
+    assert rewrite('<img src="docs/drift.png">', "README.md") == '<img src="../drift.png">'
+    assert rewrite("[i](../missing.py)", "docs/faq.md") == "[i](../missing.py)"  # MkDocs reports it
+
+
+def test_the_site_builds_and_a_broken_link_is_the_only_warning(tmp_path, caplog):
+    site_hooks()
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    shutil.copytree(DOCS, tmp_path / "docs")
+    with open(tmp_path / "docs" / "classification.md", "a") as page:
+        page.write("\n[gone](../benchmarks/gone.py)\n")
+    config = load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(tmp_path / "docs"), site_dir=str(tmp_path / "site"))
+    config.plugins.on_startup(command="build", dirty=False)
+    with caplog.at_level(logging.WARNING, "mkdocs"):
+        build(config)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "'classification.md'" in warning and "'../benchmarks/gone.py'" in warning
+    reference = (tmp_path / "site" / "api-pipelines.html").read_text()
+    assert "Lets an existing pipeline read prompts of any length." in reference
+    assert "read each chunk but the first together with the end of the text before it" in reference
+    source = (tmp_path / "site" / "repository" / "benchmarks" / "sdxl_memory.py.html").read_text()
+    assert "class LiveBytes" in re.sub("<[^>]+>", "", source)
+
+
+def test_the_answers_run(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "faq.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    pipe = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl.build_tiny_sdxl(tmp_path), add_watermarker=False)
+    names = {"pipe": pipe, "long_prompt": "A street at night. " * 30}
+    for block in blocks:
+        exec(compile(block, "faq.md", "exec"), names)
+    assert names["image"].size and names["layout"].tokens == 150 and names["layout"].windows[0] > 1
+
+
+def test_the_launchers_have_the_options_of_the_examples():
+    """As `accelerate launch` and `torchrun` parse them; the shell's variables stand for numbers and names."""
+    page = (DOCS / "clusters.md").read_text()
+    parsers = {"accelerate launch": launch_command_parser(), "torchrun": get_args_parser()}
+    commands = re.findall(r"(accelerate launch|torchrun) (--.*?-m debias_diffusion\.app\.cli train)", page, re.DOTALL)
+    assert [launcher for launcher, _ in commands] == ["accelerate launch", "accelerate launch", "torchrun"]
+    for launcher, options in commands:
+        words = re.sub(r"\$\(\(.*?\)\)|\$\w+", "2", options.replace("\\\n", " ")).replace('"', "").split()
+        parsed = parsers[launcher].parse_args(words)
+        assert parsed.module and parsed.training_script == "debias_diffusion.app.cli"
+        assert parsed.training_script_args == ["train"]
+
+
+def test_memory_is_counted_while_it_lives():
+    sys.path.append(str(ROOT / "benchmarks"))
+    try:
+        from sdxl_memory import LiveBytes, peak_bytes
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    given = torch.empty(1000, device="meta")
+
+    def chain() -> None:
+        first = given + 1  # 4,000 bytes; what is given does not count
+        second = first.view(10, 100) * 2  # 8,000: a view holds nothing of its own
+        del first  # the view is gone too
+        second.add_(1)
+        torch.cat([second, second])  # 4,000 + 8,000
+
+    assert peak_bytes(chain) == 12_000
+    with LiveBytes() as live:
+        chain()
+    assert live.now == 0
