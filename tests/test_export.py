@@ -68,7 +68,7 @@ def test_a_run_leaves_in_every_format(tmp_path, world, trained, capsys):
     export(ExportConfig(world.run, str(tmp_path / "clip_l.safetensors"), "comfyui"))
     expected.check(*load_text_encoder(tmp_path / "clip_l.safetensors"))
     printed = capsys.readouterr().out
-    assert "cuts the states of both text encoders to the shorter" in printed
+    assert "does not align a CLIP-L of 248 positions with clip_g past 75 tokens" in printed
     assert "ComfyUI has no text encoder of width 32 and 3 blocks" in printed
 
     export(ExportConfig(world.run, str(tmp_path / "open_clip"), "open_clip"))
@@ -115,7 +115,7 @@ def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
     for name in ("clip_l.safetensors", "folder", "again.safetensors"):
         expected.check(*load_text_encoder(tmp_path / name))
     with safe_open(tmp_path / "again.safetensors", framework="pt") as file:
-        assert "cuts the states of both text encoders" in file.metadata()["note"]
+        assert "does not align a CLIP-L of 248 positions" in file.metadata()["note"]
     for to in ("open_clip", "clip"):
         with pytest.raises(UserError, match=f"--to {to} needs both towers.*longclip.pt"):
             export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "x"), to))
