@@ -1,32 +1,20 @@
 """Training on an NVIDIA GPU: its losses against a CPU's, every precision, chunks, and a run that is killed."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from test_training import config, losses, same_weights, wait_for_step
+from test_training import config, losses, run_in_a_process, same_weights, wait_for_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU on this machine")
 HOW_NEAR = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}  # losses, in relation to a CPU's in fp32
 
 
-def start(settings, **environment) -> subprocess.Popen:
+def start(settings, on_cpu="false"):
     """`train` in a process that may use the GPU, whatever this one has decided."""
-    values = {key: value for key, value in vars(settings).items() if value is not None}
-    code = f"from debias_diffusion.training import *\ntrain(TrainConfig(**{values!r}))"
-    inherited = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=inherited | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return run_in_a_process(settings, ACCELERATE_USE_CPU=on_cpu)
 
 
 def finish(process) -> None:
@@ -37,7 +25,7 @@ def finish(process) -> None:
 @pytest.fixture(scope="module")
 def on_cpu(world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cpu")
-    finish(start(config(world, folder), ACCELERATE_USE_CPU="true"))
+    finish(start(config(world, folder), on_cpu="true"))
     return losses(folder)
 
 

@@ -170,10 +170,11 @@ def test_training_learns_and_keeps_the_kept_rows(world, finished):
     assert sum(losses(finished)[-2:]) < sum(losses(finished)[:2])
 
 
-def run_in_a_process(settings: TrainConfig) -> subprocess.Popen:
+def run_in_a_process(settings: TrainConfig, **environment: str) -> subprocess.Popen:
     values = {key: value for key, value in vars(settings).items() if value is not None}
     code = f"from debias_diffusion.training import *\ntrain(TrainConfig(**{values!r}))"
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([sys.executable, "-c", code], env=os.environ | environment, **output)
 
 
 def wait_for_step(output, step, process, patience=120):
