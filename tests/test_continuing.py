@@ -1,6 +1,7 @@
 """Runs that continue from what was changed, damaged or left unfinished since they stopped."""
 
 import json
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -51,6 +52,19 @@ def flip(file: Path, place: float) -> None:
 
 def continue_run(world, output, **settings):
     return train(config(world, output, **{"max_steps": STEPS} | settings))
+
+
+# ---- the same files under another path
+
+
+def test_a_relative_path_and_an_absolute_one_are_the_same_setting(world, finished, stopped, monkeypatch):
+    monkeypatch.chdir(Path(world[1]).parent)
+    relative = [os.path.relpath(path) for path in world]
+    assert continue_run(relative, stopped)
+    is_the_same_run(stopped, finished)
+    folder = RunFolder(stopped)
+    with pytest.raises(UserError, match=r"other settings \(images: '.*' there, '.*elsewhere' here\)"):
+        folder.check_settings(folder.settings() | {"images": relative[2] + "/elsewhere"})
 
 
 # ---- another base model

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from .checkpoint import restore_checkpoints
 from .config import ADDED
 
 NOT_FINITE = "not-finite.jsonl"
+_PATHS = ("data", "images", "base", "model")  # settings that may be paths: relative or absolute is the same
 
 
 class RunFolder:
@@ -92,7 +94,8 @@ class RunFolder:
     def check_settings(self, settings: dict) -> None:
         """Raises UserError that names the differing settings if the folder belongs to a run with others."""
         begun = self.settings()
-        differing = [key for key in dict.fromkeys([*settings, *ADDED]) if settings.get(key) != begun.get(key)]
+        keys = dict.fromkeys([*settings, *ADDED])
+        differing = [key for key in keys if not _is_same(key, settings.get(key), begun.get(key))]
         if "base_model_sha256" not in begun:  # written by an earlier version
             differing = [key for key in differing if key != "base_model_sha256"]
         if begun and differing:
@@ -129,6 +132,12 @@ class RunFolder:
         with atomic_folder(folder) as temporary:
             backbone.save(temporary)
             write_json(temporary / "scores.json", scores)
+
+
+def _is_same(key: str, a, b) -> bool:
+    if key in _PATHS and isinstance(a, str) and isinstance(b, str):
+        return a == b or os.path.realpath(a) == os.path.realpath(b)
+    return a == b
 
 
 def _step_of(line: bytes) -> float:
