@@ -1,8 +1,9 @@
 # Every target makes the virtual environment it needs. PYTHON names another interpreter (3.10 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
+LOWEST := .venv-lowest/bin
 
-.PHONY: quickstart test slow fuzz docs lint format clean
+.PHONY: quickstart test slow lowest fuzz docs lint format clean
 
 quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
 	$(BIN)/debias-diffusion quickstart
@@ -12,6 +13,10 @@ test: .venv/installed  ## the tests, except those marked slow; files of tests si
 
 slow: .venv/installed  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow --numprocesses logical --maxprocesses 4 --dist load
+
+lowest: .venv-lowest/installed  ## pipelines, loading and export with the oldest diffusers and transformers that may be installed
+	$(LOWEST)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 4 \
+		tests/test_long_prompt.py tests/test_interchange.py tests/test_light_install.py
 
 # Searches for faults with new examples each time; SECONDS for each of its searches, an hour in all.
 SECONDS ?= 200
@@ -39,5 +44,13 @@ format: .venv/installed  ## rewrite the code in the form that lint asks for
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
+# Only what is older: the rest, torch above all, is read from .venv.
+.venv-lowest/installed: .venv/installed .ci/lowest.txt
+	$(PYTHON) -m venv --clear .venv-lowest
+	$(LOWEST)/python -m pip install --quiet --no-deps --requirement .ci/lowest.txt
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(LOWEST)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newer.pth"
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info runs
+	rm -rf .venv .venv-lowest build dist *.egg-info runs

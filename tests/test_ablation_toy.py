@@ -1,7 +1,6 @@
 """Harm planted into one head of the toy CLIP: every search must find it, and unseen scenes must profit."""
 
 import copy
-import itertools
 from pathlib import Path
 
 import pytest
@@ -122,6 +121,7 @@ def check_planted_harm(world: tuple[Backbone, dict[str, Data]], block: int, seed
 
 
 ONE_A_LAYER = [(0, 0), (1, 1), (2, 3)]
+ANOTHER = [(0, 4), (1, 2), (2, 0)]  # of (block, seed) with block 0 to 2 and seed 0 to 4, all of which pass
 
 
 @pytest.mark.parametrize(("block", "seed"), ONE_A_LAYER)
@@ -130,6 +130,6 @@ def test_planted_harm_is_found_and_quieting_it_helps_unseen_scenes(world, block,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("block", "seed"), sorted({*itertools.product(range(3), range(5))} - {*ONE_A_LAYER}))
-def test_planted_harm_is_found_with_five_seeds_in_every_layer(world, block, seed, tmp_path):
+@pytest.mark.parametrize(("block", "seed"), ANOTHER)
+def test_planted_harm_is_found_in_another_head_of_every_layer(world, block, seed, tmp_path):
     check_planted_harm(world, block, seed, tmp_path)

@@ -1,5 +1,6 @@
-"""The wheel, in an environment of its own, outside the checkout."""
+"""The wheel, in an environment of its own, outside the checkout, and the libraries that may be installed."""
 
+import re
 import subprocess
 import sys
 import venv
@@ -9,6 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+
+
+def test_the_oldest_libraries_that_are_tried_are_the_oldest_admitted():
+    pins = dict(re.findall(r"^(\w+)==([\d.]+)", (ROOT / ".ci" / "lowest.txt").read_text(), re.MULTILINE))
+    core = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[0]
+    admitted = dict(re.findall(r'"(\w+)>=([\d.]+)"', core))
+    for name in ("diffusers", "huggingface_hub", "transformers"):
+        assert pins[name] in (admitted[name], f"{admitted[name]}.0")
 
 
 @pytest.mark.slow
