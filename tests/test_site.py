@@ -8,11 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_sdxl
 import torch
-from accelerate.commands.launch import launch_command_parser
-from diffusers import StableDiffusionXLPipeline
-from torch.distributed.run import get_args_parser
 
 import debias_diffusion
 from debias_diffusion import interchange, methods, pipelines
@@ -84,29 +80,6 @@ def test_the_site_builds_and_a_broken_link_is_the_only_warning(tmp_path, caplog)
     assert "read each chunk but the first together with the end of the text before it" in reference
     source = (tmp_path / "site" / "repository" / "benchmarks" / "sdxl_memory.py.html").read_text()
     assert "class LiveBytes" in re.sub("<[^>]+>", "", source)
-
-
-def test_the_answers_run(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "faq.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    pipe = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl.build_tiny_sdxl(tmp_path), add_watermarker=False)
-    names = {"pipe": pipe, "long_prompt": "A street at night. " * 30}
-    for block in blocks:
-        exec(compile(block, "faq.md", "exec"), names)
-    assert names["image"].size and names["layout"].tokens == 150 and names["layout"].windows[0] > 1
-
-
-def test_the_launchers_have_the_options_of_the_examples():
-    """As `accelerate launch` and `torchrun` parse them; the shell's variables stand for numbers and names."""
-    page = (DOCS / "clusters.md").read_text()
-    parsers = {"accelerate launch": launch_command_parser(), "torchrun": get_args_parser()}
-    commands = re.findall(r"(accelerate launch|torchrun) (--.*?-m debias_diffusion\.app\.cli train)", page, re.DOTALL)
-    assert [launcher for launcher, _ in commands] == ["accelerate launch", "accelerate launch", "torchrun"]
-    for launcher, options in commands:
-        words = re.sub(r"\$\(\(.*?\)\)|\$\w+", "2", options.replace("\\\n", " ")).replace('"', "").split()
-        parsed = parsers[launcher].parse_args(words)
-        assert parsed.module and parsed.training_script == "debias_diffusion.app.cli"
-        assert parsed.training_script_args == ["train"]
 
 
 def test_memory_is_counted_while_it_lives():
