@@ -46,7 +46,7 @@ format: .venv/installed  ## rewrite the code in the form that lint asks for
 
 # Only what is older: the rest, torch above all, is read from .venv.
 .venv-lowest/installed: .venv/installed .ci/lowest.txt
-	$(PYTHON) -m venv --clear .venv-lowest
+	$(BIN)/python -m venv --clear .venv-lowest
 	$(LOWEST)/python -m pip install --quiet --no-deps --requirement .ci/lowest.txt
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(LOWEST)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newer.pth"
