@@ -271,6 +271,16 @@ def test_a_visitor_cannot_fill_the_queue_and_others_come_in_between(busy):
     assert waiting_names == [a, b, c, a, b, a, a]
 
 
+def test_a_visitor_with_many_tabs_has_one_share(busy):
+    """Of drawings and analyses together, as the page's tabs ask for them: each with a session and a connection."""
+    _, url = busy
+    named = Visitor(url).number
+    functions = {named("generate"): drawing(), named("attention"): [LONG, None]}
+    tabs = [(tab, *item) for tab, item in enumerate(list(functions.items()) * 3)]
+    answers = [Visitor(url, "203.0.113.1").join(number, data, f"tab {tab}") for tab, number, data in tabs]
+    assert [answer.status_code for answer in answers] == [200] * 4 + [429] * 2
+
+
 def test_tokens_and_settings_are_answered_while_the_queue_is_full(busy):
     page, url = busy
     visitors = [Visitor(url, f"203.0.113.{number}") for number in range(8)]
