@@ -82,17 +82,18 @@ def theme() -> gr.themes.Base:
     )
 
 
-def build(models: DemoModels, most_waiting: int, budget: int) -> gr.Blocks:
+def build(models: DemoModels, most_waiting: int, budget: int, notice: str = "") -> gr.Blocks:
     """The page and its endpoints for these models.
 
     Args:
         models: the demo's models.
         most_waiting: requests in the queue; further ones are refused.
         budget: denoising steps of one request.
+        notice: what the status line says at first.
     """
     with Blocks(title=TITLE, analytics_enabled=False) as page:
         device = Device(models, budget)
-        _Page(device)
+        _Page(device, notice)
         add_endpoints(device)
     # api_open=True would let direct calls pass the queue.
     return page.queue(max_size=most_waiting, api_open=False)
@@ -101,8 +102,8 @@ def build(models: DemoModels, most_waiting: int, budget: int) -> gr.Blocks:
 class _Page:
     """The components of the page and their events."""
 
-    def __init__(self, device: Device):
-        self.models, self.device = device.models, device
+    def __init__(self, device: Device, notice: str):
+        self.models, self.device, self.notice = device.models, device, notice
         self.scene = gr.State(None)  # number of the scene that the prompt describes, or None
         self._head()
         with gr.Row(elem_classes="columns"):
@@ -140,7 +141,7 @@ class _Page:
         with gr.Row(elem_classes="run"):
             self.draw = gr.Button("Generate", variant="primary", scale=3, min_width=120, elem_id="draw")
             self.stop = gr.Button("Stop", variant="stop", interactive=False, scale=1, min_width=80, elem_id="stop")
-        self.status = _html("status")
+        self.status = _html("status", markup.note(self.notice) if self.notice else "")
         gr.Markdown("### Tokens", elem_classes="heading")
         self.tokens = _html("tokens", self._count("", False))
         self.paused = gr.Textbox("", visible="hidden")  # changes whenever typing pauses
