@@ -26,7 +26,8 @@ from transformers import CLIPTextModelWithProjection
 from debias_diffusion.app.demo.analysis import attention, movement, tokens
 from debias_diffusion.app.demo.checks import check, unweighted
 from debias_diffusion.app.demo.live_generation import Drawn, Step, as_png, check_budget, draw, settings_of
-from debias_diffusion.app.demo.models import DemoModels
+from debias_diffusion.app.demo.models import DemoModels, _check_names
+from debias_diffusion.app.demo.options import AppConfig
 from debias_diffusion.app.demo.request import BUDGET
 from debias_diffusion.app.demo.restore import MOST_PNG, request_of_png
 from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, mark, random_scene
@@ -34,6 +35,7 @@ from debias_diffusion.app.generate.command import GenerateConfig, generate
 from debias_diffusion.app.generate.png_settings import parameters, read_settings
 from debias_diffusion.app.generate.prompts import cleaned
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.encoders import labels
 from debias_diffusion.eval.text_image.attention import load_reader, look_at_prompt
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.loading import load_sdxl
@@ -113,6 +115,39 @@ def test_models_know_what_they_are(toy, tiny, folders):
     assert tiny.encoders["original"].context_length == 77 and tiny.longest_context == 248
 
 
+def test_names_say_how_an_encoder_reads(toy):
+    names = ["toy/clip", "overlap:toy/clip", "chunks:toy/clip"]
+    models = DemoModels("toy/sdxl", names, CPU)
+    cut, overlapping, separate = models.labels
+    assert models.labels == ["toy/clip", "toy/clip in overlapping chunks", "toy/clip in chunks"]
+    assert len({id(encoder.model) for encoder in models.encoders.values()}) == 1  # loaded once
+    drawn = {item.label: item for item in pictures(models)}
+    for label, long_prompts in ((cut, "cut"), (overlapping, "chunks"), (separate, "separate")):
+        (policy,) = pictures(toy, encoders=("toy/clip",), long_prompts=long_prompts)
+        assert same(drawn[label].image, policy.image), label
+        assert request_of_png(policy.png, toy)[0].long_prompts == long_prompts
+        # Whatever the others do.
+        for other in ("auto", "chunks", "separate", "cut"):
+            if label != cut:
+                (again,) = pictures(models, encoders=(label,), long_prompts=other)
+                assert same(again.image, drawn[label].image)
+                assert request_of_png(again.png, models)[0] == ask(models, encoders=(label,), long_prompts=other)
+    assert not same(drawn[cut].image, drawn[overlapping].image)
+    assert not same(drawn[separate].image, drawn[overlapping].image)
+
+
+def test_the_toy_world_opens_with_the_quickstarts_encoders():
+    config = AppConfig()
+    assert labels(config.encoders) == [
+        "toy/clip",
+        "toy/clip in overlapping chunks",
+        "toy/long-clip",
+        "toy/debias-clip",
+        "toy/debias-clip-sdxl",
+    ]
+    _check_names(config.encoders)
+
+
 def test_original_is_the_base_as_it_is(folders, tiny):
     pipe = load_sdxl(folders["base"], None, CPU)
     pipe.set_progress_bar_config(disable=True)
@@ -128,7 +163,8 @@ def test_original_is_the_base_as_it_is(folders, tiny):
     [
         ("base", [], "at least one"),
         ("base", ["short"] * 2, "none twice"),
-        ("base", ["original", "short", "long", "wide", "base"], "at most 4"),
+        ("base", ["original", "overlap:original", "chunks:original", "short", "long", "wide"], "at most 5"),
+        ("base", ["overlaps:original"], "'overlap:original' to read long prompts in overlapping chunks"),
         ("base", ["wide"], "width 64, and the encoder of .* has width 32"),
         ("base", ["nowhere/at/all"], "not there"),
         ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
@@ -150,6 +186,7 @@ LONG_NEGATIVE = f"Not: {PROMPT}"
     "encoder, changes",
     [
         ("toy/debias-clip", {}),
+        ("toy/clip", {"long_prompts": "separate"}),
         ("toy/clip", {"long_prompts": "chunks", "prompt": f"A &lt; B &amp; C. {PROMPT}"}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": LONG_NEGATIVE}),
         (
@@ -167,6 +204,7 @@ def test_pictures_are_those_that_generate_draws(toy, tmp_path, encoder, changes)
         base="toy/sdxl",
         encoder=encoder,
         negative_prompt=request.negative_prompt or None,
+        overlap=request.long_prompts != "separate",
         output=str(tmp_path / "picture.png"),
         device="cpu",
         **{name: getattr(request, name) for name in names},
@@ -180,7 +218,7 @@ def test_pictures_are_those_that_generate_draws(toy, tmp_path, encoder, changes)
         name: value for name, value in theirs.items() if "sha256" not in name
     }
     restored, notes = request_of_png(str(path), toy)
-    expected = replace(request, encoders=(encoder,), long_prompts="chunks")
+    expected = replace(request, encoders=(encoder,), long_prompts=changes.get("long_prompts", "chunks"))
     assert restored == expected and not notes
 
 
@@ -420,7 +458,7 @@ def test_nothing_grows_with_requests(tiny):
         ({"encoders": ("long", "long")}, "named twice"),
         ({"scheduler": "euler"}, "no scheduler 'euler'. Did you mean Euler"),
         ({"scheduler": None}, "no scheduler None"),
-        ({"long_prompts": "all"}, "Choose one of: auto, chunks, cut"),
+        ({"long_prompts": "all"}, "Choose one of: auto, chunks, separate, cut"),
         ({"weighting": "yes"}, "weighting must be true or false"),
         ({"weighting": True, "prompt": "a (red"}, r"bracket '\(' of the prompt is never closed"),
         ({"weighting": True, "prompt": "a red) cat"}, r"bracket '\)' of the prompt at character 6 has no opening one"),
@@ -473,7 +511,7 @@ def requests(draw_, models: DemoModels):
         width=draw_(st.integers(2, 8)) * 8,
         images=draw_(st.integers(1, 8)),
         scheduler=draw_(st.sampled_from(models.schedulers)),
-        long_prompts=draw_(st.sampled_from(["auto", "chunks", "cut"])),
+        long_prompts=draw_(st.sampled_from(["auto", "chunks", "separate", "cut"])),
     )
 
 
@@ -604,13 +642,14 @@ def test_the_picture_itself_is_never_decoded(tiny):
 def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
     encoders, unused = ["/home/me/long", "gone"], {"prompt_2": "a dog", "windows": [1, 3]}
     request, notes = request_of_png(settings_with(encoders=encoders, base="other", scheduler="PLMS", **unused), tiny)
-    assert request.encoders == ("long",) and request.scheduler == "Euler"
-    assert len(notes) == 5
+    assert request.encoders == ("long",) and request.scheduler == "Euler" and request.long_prompts == "separate"
+    assert len(notes) == 4
     for note, words in zip(
-        notes, ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2", "not overlap"), strict=True
+        notes, ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2"), strict=True
     ):
         assert words in note
-    assert request_of_png(settings_with(windows=[1, 3], overlap=True), tiny)[1] == []
+    request, notes = request_of_png(settings_with(windows=[1, 3], overlap=True), tiny)
+    assert request.long_prompts == "chunks" and not notes
     request, notes = request_of_png(settings_with(height=1024, width=768), toy)
     assert request.encoders == tuple(TOYS) and (request.height, request.width) == (48, 48) and len(notes) == 3
 

@@ -41,7 +41,7 @@ from debias_diffusion.errors import UserError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICK = {"encoders": ["toy/clip"], "steps": 2}
-LENGTHY = {"steps": 100}  # by three encoders: 300 steps
+LENGTHY = {"steps": 100}  # by five encoders: 500 steps
 SPACE = Path(__file__).parents[1] / "app" / "space"
 HOSTILE = "<img src=x onerror=\"alert('a')\">${alert(1)}{{x}}"
 
@@ -439,7 +439,7 @@ def test_a_password_and_a_full_queue(files, monkeypatch, models):
         ({"host": "no such host"}, "no such host"),
         ({"host": "192.0.2.1"}, "192.0.2.1"),
         ({"encoders": ["toy/none"]}, "toy/none"),
-        ({"encoders": ["toy/clip"] * 5}, "at most 4|twice"),
+        ({"encoders": ["toy/clip"] * 6}, "at most 5|twice"),
     ],
 )
 def test_settings_that_cannot_be_used(settings, message):

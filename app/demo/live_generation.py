@@ -210,7 +210,7 @@ def _read(models: DemoModels, request: Request, label: str, layout: PromptLayout
     encoder, text = models.encoders[label], unweighted(request.prompt, request.weighting)
     total = len(encoder.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     room = min(encoder.context_length, models.stock_context) - 2
-    if total > room and models.cuts(label, request.long_prompts):
+    if total > room and models.how_read(label, request.long_prompts) == "cut":
         return f"reads the first {room:,} of {total:,} tokens"
     chunks = layout.windows[0]
     return f"reads all {total:,} tokens" + (f" in {chunks} chunks" if chunks > 1 else " at once")
@@ -255,7 +255,7 @@ def settings_of(models: DemoModels, request: Request, label: str, picture: int, 
         "encoder": label,
         "encoders": list(request.encoders),
         "encoder_2": None,
-        "overlap": True,
+        "overlap": models.how_read(label, request.long_prompts) != "separate",
         **runtime_settings(models.device, models.dtype),
         **layout._asdict(),
     }

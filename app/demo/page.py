@@ -41,7 +41,8 @@ _WHEN_TYPING_PAUSES = """async () => {
 }"""
 POLICIES = [
     ("Default: 77-token encoders cut the prompt, longer ones read on", "auto"),
-    ("Chunks: every encoder reads everything, in chunks if needed", "chunks"),
+    ("Overlapping chunks: every encoder reads everything, each chunk with the end of the text before it", "chunks"),
+    ("Separate chunks: every encoder reads everything, each chunk by itself", "separate"),
     ("Cut: every encoder stops at 77 tokens", "cut"),
 ]
 _STOPPED = "Stopped."
@@ -164,7 +165,12 @@ class _Page:
                 parts[name] = gr.Number(getattr(defaults, name), label=f"{name.capitalize()} in pixels", precision=0)
         parts["images"] = gr.Slider(1, MOST_IMAGES, defaults.images, step=1, label="Images per encoder")
         parts["scheduler"] = gr.Dropdown(self.models.schedulers, value=defaults.scheduler, label="Scheduler")
-        parts["long_prompts"] = gr.Radio(POLICIES, value=defaults.long_prompts, label="Prompts of more than 77 tokens")
+        parts["long_prompts"] = gr.Radio(
+            POLICIES,
+            value=defaults.long_prompts,
+            label="Prompts of more than 77 tokens",
+            info="An encoder that is named after its chunks always reads in them.",
+        )
         parts["weighting"] = gr.Checkbox(defaults.weighting, label="Read weights: (word:1.3), [word], BREAK")
         return parts
 

@@ -42,8 +42,6 @@ def request_of_png(file: str | bytes, models: DemoModels) -> tuple[Request, list
     request = _fitted(_request(settings, models), settings.get("base"), models, notes)
     unused = [name for name in ("prompt_2", "encoder_2") if settings.get(name) is not None]
     notes += [f"Its {name} is not used here." for name in unused]
-    if _in_chunks(settings) and not settings.get("overlap", UNRECORDED["overlap"]):
-        notes.append("It was read in chunks that did not overlap; here they do.")
     return check(request, models), notes
 
 
@@ -90,6 +88,10 @@ def _request(settings: dict, models: DemoModels) -> Request:
     values = {"long_prompts": "chunks"} | {name: settings[name] for name in SHARED_SETTINGS if name in settings}
     if values["long_prompts"] == "windows":  # PNGs of earlier releases
         values["long_prompts"] = "chunks"
+    recorded = "long_prompts" in settings and "overlap" in settings
+    if values["long_prompts"] == "chunks" and not recorded and _in_chunks(settings):
+        overlap = settings.get("overlap", UNRECORDED["overlap"])
+        values["long_prompts"] = "chunks" if overlap else "separate"
     negative, encoder = settings.get("negative_prompt"), settings.get("encoder")
     values["negative_prompt"] = "" if negative is None else negative
     values["encoders"] = settings.get("encoders", ["original" if encoder is None else encoder])
