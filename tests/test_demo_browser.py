@@ -133,13 +133,19 @@ def test_tokens_are_counted_while_typing(page):
     assert len(asked) < 9  # and not one for each of 18 keys
     prompt.fill(LONG)
     expect(page.locator("#tokens")).to_contain_text("93 tokens in 9 sentences")
-    expect(page.locator("ol.sentences .token.original")).to_have_count(75)
-    expect(page.locator("ol.sentences .token.long")).to_have_count(18)
+    expect(page.locator("ol.sentences .token.all")).to_have_count(75)
+    expect(page.locator("ol.sentences .token.some")).to_have_count(18)
     expect(page.locator("ol.sentences > li")).to_have_count(9)
-    for words in ("read by every encoder", "read by long encoders only", "beyond every context length"):
+    for words in ("read by every encoder", "read by some encoders only", "read by no encoder"):
         expect(page.locator("ul.legend")).to_contain_text(words)
-    prompt.fill("word " * 300)
-    expect(page.locator("ol.sentences .token.further").first).to_be_visible()
+    # They follow the chosen encoders and how these read.
+    page.get_by_role("button", name="Advanced settings").click()
+    page.get_by_label("Cut: every encoder stops at 77 tokens").check()
+    page.get_by_label("toy/clip in overlapping chunks", exact=True).uncheck()
+    expect(page.locator("ol.sentences .token.none")).to_have_count(18)
+    page.get_by_label("Overlapping chunks").check()
+    expect(page.locator("ol.sentences .token.all")).to_have_count(93)
+    expect(page.locator("ol.sentences .token.chunk")).to_have_count(1)
     prompt.fill("")
     expect(page.locator("#tokens .hint")).to_be_visible()
 
@@ -241,8 +247,14 @@ def test_what_is_read_is_shown(page):
     expect(page.locator("table.movement tbody tr")).to_have_count(10)
     expect(page.locator(".look h4")).to_have_text(LABELS)
     expect(page.locator(".look").nth(0)).to_contain_text("reads the first 75 of 93 tokens")
-    expect(page.locator(".look").nth(1)).to_contain_text("reads all 93 tokens")
-    assert page.locator(".look").nth(1).locator("ol.words li").count() > 80
+    expect(page.locator(".look").nth(1)).to_contain_text("reads all 93 tokens in 2 chunks")
+    assert page.locator(".look").nth(1).locator("ol.words li.again").count() > 5
+    expect(page.locator(".look").nth(2)).to_contain_text("reads all 93 tokens.")
+    assert page.locator(".look").nth(2).locator("ol.words li").count() > 80
+    page.get_by_role("button", name="Advanced settings").click()
+    page.get_by_label("Cut: every encoder stops at 77 tokens").check()
+    page.get_by_role("button", name="Analyse this prompt").click()
+    expect(page.locator(".look").nth(2)).to_contain_text("reads the first 75 of 93 tokens")
     page.get_by_label("Prompt", exact=True).fill("A red ring.")
     page.get_by_role("button", name="Analyse this prompt").click()
     expect(page.locator("#movement [role=alert]")).to_contain_text("one sentence")

@@ -261,9 +261,9 @@ def test_what_was_read_is_said(toy):
     }
     several = pictures(toy, steps=1, prompt=f"{PROMPT} {PROMPT} {PROMPT}", long_prompts="chunks")
     assert [item.read for item in several] == [
-        "reads all 279 tokens in 8 chunks",
-        "reads all 279 tokens in 2 chunks",
-        "reads all 279 tokens in 2 chunks",
+        "reads all 279 tokens in 8 overlapping chunks",
+        "reads all 279 tokens in 2 overlapping chunks",
+        "reads all 279 tokens in 2 overlapping chunks",
     ]
     brief = pictures(toy, steps=1, prompt="(a red circle:1.2)", weighting=True, encoders=("toy/clip",))
     assert brief[0].read == "reads all 3 tokens at once"
@@ -712,14 +712,46 @@ def test_what_is_mended_across_sentences_has_those_of_the_cleaned_text(tiny):
     assert texts_by_sentence(tiny, prompt) == sentences and len(sentences) > 1
 
 
-def test_windows_say_who_reads_a_token(toy, tiny):
+def read_by(models: DemoModels, prompt: str, **how) -> list[str]:
+    return [token.read_by for token in tokens(models, prompt, **how).tokens]
+
+
+def test_colours_follow_the_encoders_and_how_they_read(toy):
     prompt = " ".join(["red"] * 300)
-    for models in (toy, tiny):
-        readers = [token.window for token in tokens(models, prompt).tokens]
-        assert readers == ["original"] * 75 + ["long"] * 171 + ["further"] * 54
-    only = DemoModels("toy/sdxl", ["toy/clip"], CPU)
-    readers = [token.window for token in tokens(only, prompt).tokens]
-    assert readers == ["original"] * 75 + ["further"] * 225
+    assert read_by(toy, prompt) == ["all"] * 75 + ["some"] * 225
+    assert read_by(toy, prompt, labels=["toy/clip"]) == ["all"] * 75 + ["none"] * 225
+    assert read_by(toy, prompt, labels=TOYS[1:]) == ["all"] * 300
+    for long_prompts in ("chunks", "separate"):
+        assert read_by(toy, prompt, long_prompts=long_prompts) == ["all"] * 300
+    assert read_by(toy, prompt, long_prompts="cut") == ["all"] * 75 + ["none"] * 225
+    for how, message in (({"labels": []}, "No encoder"), ({"long_prompts": "all"}, "Choose one of")):
+        with pytest.raises(UserError, match=message):
+            tokens(toy, prompt, **how)
+
+
+@pytest.mark.parametrize("long_prompts", ["auto", "chunks", "separate", "cut"])
+@pytest.mark.parametrize(
+    "prompt, weighting",
+    [(PROMPT, False), (f"{PROMPT} {PROMPT} {PROMPT}", False), (f"A (red:1.3) ring BREAK {PROMPT} [cross]", True)],
+)
+def test_readings_are_those_of_the_drawing(toy, long_prompts, prompt, weighting):
+    """By the ids that the first encoder gets while its pipeline encodes the prompt."""
+    readings = tokens(toy, prompt, weighting, long_prompts=long_prompts).readings
+    request = ask(toy, prompt=prompt, weighting=weighting, long_prompts=long_prompts)
+    for label, reading in readings.items():
+        encoder, rows = toy.encoders[label], []
+        hook = encoder.model.register_forward_pre_hook(lambda _, given, rows=rows: rows.extend(given[0].tolist()))
+        try:
+            toy.pipeline(label, request).encode_prompt(cleaned(prompt, weighting), do_classifier_free_guidance=False)
+        finally:
+            hook.remove()
+        ids = encoder.tokenizer(unweighted(prompt, weighting), add_special_tokens=False, verbose=False)["input_ids"]
+        eos, sot = encoder.tokenizer.eos_token_id, encoder.tokenizer.bos_token_id
+        read = [row[1 : row.index(eos)] for row in rows if row[0] == sot]
+        expected = [ids[chunk.first : chunk.end] for chunk in reading.chunks]
+        assert read[: len(expected)] == expected and not any(read[len(expected) :])  # an empty chunk may follow
+        assert reading.tokens == len(ids) and reading.read == reading.chunks[-1].end
+        assert [chunk.new for chunk in reading.chunks] == [0, *(chunk.end for chunk in reading.chunks[:-1])]
 
 
 def test_counts_are_those_of_the_pipeline(toy):
@@ -751,11 +783,75 @@ def test_attention_is_that_of_the_evaluation(toy):
     shares = attention(toy, PROMPT, ["toy/debias-clip", "toy/clip"])
     assert list(shares) == ["toy/debias-clip", "toy/clip"]
     for label, share in shares.items():
-        assert share == look_at_prompt(load_reader(label, CPU), PROMPT)
+        expected = look_at_prompt(load_reader(label, CPU), PROMPT)
+        (chunk,) = share["chunks"]
+        assert {name: chunk[name] for name in ("sot", "eot", "words")} == {
+            name: expected[name] for name in ("sot", "eot", "words")
+        }
+        assert share["tokens"] == 93 and share["read"] == chunk["end"] == min(93, expected["window"] - 2)
     with pytest.raises(UserError, match="empty"):
         attention(toy, " ", TOYS)
     with pytest.raises(UserError, match="no encoder"):
         attention(toy, PROMPT, ["toy/sdxl"])
+    with pytest.raises(UserError, match="holds no words"):
+        attention(toy, "(:1.3)", TOYS, weighting=True)
+
+
+def test_attention_and_movement_follow_the_chunks(toy):
+    sentences = split_sentences(PROMPT)
+    label, reader = "toy/clip", load_reader("toy/clip", CPU)
+    moved = {}
+    for long_prompts in ("chunks", "separate", "cut"):
+        share = attention(toy, PROMPT, [label], long_prompts=long_prompts)[label]
+        moved[long_prompts] = [row.distance[label] for row in movement(toy, PROMPT, [label], long_prompts=long_prompts)]
+        if long_prompts == "cut":
+            assert share["read"] == 75 and len(share["chunks"]) == 1
+            continue
+        chunks = tokens(toy, PROMPT, labels=[label], long_prompts=long_prompts).readings[label].chunks
+        assert share["read"] == 93 and len(chunks) == 2
+        overlaps = [chunk["first"] < chunk["new"] for chunk in share["chunks"]]
+        assert overlaps == [False, long_prompts == "chunks"]
+        for chunk, place in zip(share["chunks"], chunks, strict=True):
+            words = chunk["words"]
+            assert words[0]["position"] == place.first + 1
+            assert words[-1]["position"] + words[-1]["tokens"] == place.end + 1
+            text = " ".join(word["word"] for word in words)
+            expected = look_at_prompt(reader, text)
+            assert [word["after_softmax"] for word in words] == pytest.approx(
+                [word["after_softmax"] for word in expected["words"]], abs=1e-6
+            )
+    # The last sentence is read in chunks alone.
+    assert moved["cut"][-1] == 0.0 and moved["chunks"][-1] > 1e-4 and moved["separate"][-1] > 1e-4
+    assert moved["chunks"] != moved["separate"] and len(moved["cut"]) == len(sentences) + 1
+    long = movement(toy, PROMPT, ["toy/long-clip"], long_prompts="cut")
+    assert long[-1].distance["toy/long-clip"] == 0.0
+
+
+def test_movement_of_chunks_is_that_of_the_mean_of_their_embeddings(toy):
+    sentences = split_sentences(PROMPT)
+    encoder = toy.encoders["toy/clip"]
+
+    def mean(parts: list[str]) -> torch.Tensor:
+        prompt = " ".join(parts)
+        ids = encoder.tokenizer(clean(prompt), add_special_tokens=False)["input_ids"]
+        chunks = tokens(toy, prompt, labels=["toy/clip"], long_prompts="chunks").readings["toy/clip"].chunks
+        bos, eos = encoder.tokenizer.bos_token_id, encoder.tokenizer.eos_token_id
+        with torch.no_grad():
+            rows = [torch.tensor([[bos, *ids[chunk.first : chunk.end], eos]]) for chunk in chunks]
+            parts = [encoder.model(row).pooler_output[0].double() for row in rows]
+        return sum(part / part.norm() for part in parts) / len(parts)
+
+    whole = mean(sentences)
+    for number, row in enumerate(movement(toy, PROMPT, ["toy/clip"], long_prompts="chunks")[1:]):
+        edited = mean(sentences[:number] + sentences[number + 1 :])
+        expected = 1 - float(whole @ edited / whole.norm() / edited.norm())
+        assert row.distance["toy/clip"] == pytest.approx(expected, abs=2e-6)
+
+
+def test_weights_are_no_text_for_attention_and_movement(toy):
+    plain, weighted = "A red ring. A blue star.", "A (red:1.3) ring. A [blue] star."
+    for look in (attention, movement):
+        assert look(toy, weighted, TOYS, weighting=True) == look(toy, plain, TOYS) != look(toy, weighted, TOYS)
 
 
 def test_reading_uses_the_models_that_draw(toy):

@@ -33,6 +33,7 @@ from debias_diffusion.app.demo import device, launch, markup
 from debias_diffusion.app.demo.analysis import Movement, PromptTokens, Token, attention, movement, tokens
 from debias_diffusion.app.demo.live_generation import Drawn, Step, draw
 from debias_diffusion.app.demo.models import DemoModels
+from debias_diffusion.app.demo.prompt_reading import PromptChunk, PromptReading
 from debias_diffusion.app.demo.request import Request
 from debias_diffusion.app.demo.restore import request_of_png
 from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, random_scene
@@ -150,6 +151,9 @@ def test_tokens_are_counted(visitor, models):
     found = visitor.ask("tokens", [LONG, False])[0]
     assert found["count"] == len(found["tokens"]) == tokens(models, LONG).count
     assert [Token(**token) for token in found["tokens"]] == list(tokens(models, LONG).tokens)
+    assert found["readings"]["toy/clip"] == {"tokens": 93, "read": 75, "chunks": [{"first": 0, "new": 0, "end": 75}]}
+    cut = visitor.ask("tokens", [LONG, False, ["toy/debias-clip"], "cut"])[0]
+    assert list(cut["readings"]) == ["toy/debias-clip"] and cut["tokens"][80]["read_by"] == "none"
     assert visitor.ask("tokens", ["", False])[0]["count"] == 0
 
 
@@ -158,6 +162,8 @@ def test_what_is_read_is_told(visitor, models):
     expected = attention(models, LONG, ["toy/clip", "toy/debias-clip"])
     assert found["attention"] == expected
     assert [Movement(**row) for row in found["movement"]] == movement(models, LONG, ["toy/clip", "toy/debias-clip"])
+    chunks = visitor.ask("attention", [LONG, ["toy/clip"], False, "chunks"])[0]
+    assert chunks["attention"] == attention(models, LONG, ["toy/clip"], long_prompts="chunks") != expected
     single = visitor.ask("attention", ["A red ring.", None])[0]
     assert single["movement"] == [] and list(single["attention"]) == models.labels
 
@@ -473,12 +479,14 @@ def shown() -> dict[str, str]:
     picture = Drawn(HOSTILE, 1, 0, Image.new("RGB", (8, 8)), b"png", HOSTILE)
     word = {"word": HOSTILE, "position": 1, "tokens": 1, "before_softmax": 0.0, "after_softmax": 0.5}
     end = {"before_softmax": 0.0, "after_softmax": 0.1}
-    looked = {"window": 77, "tokens": 3, "sot": end, "eot": end, "words": [word]}
+    chunk = {"first": 0, "new": 0, "end": 1, "sot": end, "eot": end, "words": [word]}
+    looked = {"tokens": 3, "read": 1, "chunks": [chunk]}
+    reading = PromptReading(1, 1, (PromptChunk(0, 0, 1),))
     request = Request(prompt=HOSTILE, encoders=(HOSTILE,))
     return {
         "message": markup.message(HOSTILE),
         "note": markup.note(HOSTILE),
-        "tokens": markup.token_list(PromptTokens((Token(HOSTILE, 1, "further"),), 75, 246, 1)),
+        "tokens": markup.token_list(PromptTokens((Token(HOSTILE, 1, "none"),), 1, {HOSTILE: reading})),
         "progress": markup.progress(Step(HOSTILE, 1, 1, 2, 0.5), request),
         "original": markup.original(scene, b"png"),
         "drawn": markup.drawn(picture, Marks((ObjectMark(HOSTILE, True, HOSTILE),), (HOSTILE,), HOSTILE)),
@@ -516,12 +524,38 @@ def test_marks_are_said_in_words_and_signs():
     assert "right" not in Parsed(markup.drawn(picture)).text
 
 
-def test_tokens_are_shown_by_sentence_and_window():
-    its = PromptTokens((Token("a ", 1, "original"), Token("b", 1, "long"), Token("c", 2, "further")), 75, 246, 2)
-    html = markup.token_list(its)
+def test_tokens_are_shown_by_sentence_and_reader():
+    some = PromptReading(3, 2, (PromptChunk(0, 0, 1), PromptChunk(0, 1, 2)))
+    readings = {"clip": PromptReading(3, 1, (PromptChunk(0, 0, 1),)), "long": some, "longer": some}
+    prompt = PromptTokens((Token("a ", 1, "all"), Token("b", 1, "some"), Token("c", 2, "none")), 2, readings)
+    html = markup.token_list(prompt)
     assert "<strong>3 tokens</strong> in 2 sentences" in html
-    assert '<li value="1"><span class="token original">a </span><span class="token long">b</span></li>' in html
-    assert '<li value="2"><span class="token further">c</span></li>' in html
+    assert '<li value="1"><span class="token all">a </span><span class="token some chunk">b</span></li>' in html
+    assert '<li value="2"><span class="token none">c</span></li>' in html
+    text = Parsed(html).text
+    assert "1 read by every encoder1 read by some encoders only1 read by no encoder" in text
+    assert "clip: reads the first 1 of 3 tokens" in text
+    assert "long, longer: reads the first 2 of 3 tokens: 1 to 1, 1 to 2" in text
+    assert "next chunk" in text
+    whole = replace(prompt, readings={"clip": PromptReading(3, 3, (PromptChunk(0, 0, 3),))})
+    assert "next chunk" not in markup.token_list(whole)
+    assert "clip: reads all 3 tokens at once" in Parsed(markup.token_list(whole)).text
+
+
+def test_words_are_shown_by_chunk():
+    end = {"before_softmax": 0.0, "after_softmax": 0.1}
+    words = [{"word": word, "position": place, "after_softmax": 0.2} for place, word in enumerate("abc", 1)]
+    chunks = [
+        {"first": 0, "new": 0, "end": 2, "sot": end, "eot": end, "words": words[:2]},
+        {"first": 1, "new": 2, "end": 3, "sot": end, "eot": end, "words": words[1:]},
+    ]
+    html = markup.attention({"clip": {"tokens": 3, "read": 3, "chunks": chunks}})
+    text = Parsed(html).text
+    assert "reads all 3 tokens in 2 chunks." in text
+    assert "Chunk 2, tokens 2 to 3. Grey words, up to token 2, are read again for their context." in text
+    assert html.count('<li class="again"') == 1 and html.count("<tr><td>b</td>") == 1
+    alone = Parsed(markup.attention({"clip": {"tokens": 9, "read": 2, "chunks": chunks[:1]}})).text
+    assert "reads the first 2 of 9 tokens." in alone and "Chunk" not in alone
 
 
 def test_progress_says_which_encoder_and_step():

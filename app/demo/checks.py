@@ -44,8 +44,8 @@ def check(request: Request, models: DemoModels) -> Request:
         # The name of earlier releases.
         warnings.warn('long_prompts="windows" is now "chunks"; the old name goes', FutureWarning, stacklevel=2)
         request = replace(request, long_prompts="chunks")
-    for name, allowed in (("scheduler", models.schedulers), ("long_prompts", get_args(LongPrompts))):
-        _check_one_of(name, getattr(request, name), allowed)
+    _check_one_of("scheduler", request.scheduler, models.schedulers)
+    check_long_prompts(request.long_prompts)
     if not isinstance(request.weighting, bool):
         raise UserError(f"weighting must be true or false, got {shown(request.weighting)}.")
     numbers = {
@@ -150,6 +150,11 @@ def _size(height: Any, width: Any, models: DemoModels) -> tuple[int, int]:
             f"model's native {models.size[0]} x {models.size[1]}. Make the height or the width smaller."
         )
     return int(height), int(width)
+
+
+def check_long_prompts(value: Any) -> None:
+    """Raises UserError unless `value` is a way to read long prompts."""
+    _check_one_of("long_prompts", value, get_args(LongPrompts))
 
 
 def check_labels(value: Any, models: DemoModels) -> tuple[str, ...]:

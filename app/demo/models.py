@@ -9,6 +9,7 @@ import torch
 from diffusers import SchedulerMixin
 from transformers import CLIPTokenizer
 
+from debias_diffusion.chunks import Tokens
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.common.encoders import labels
 from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP, check_encoders, split_reading
@@ -122,9 +123,9 @@ class DemoModels:
         self._shared = pipe
         native = _scheduler_name(pipe.scheduler)
         self.schedulers = [native, *(name for name in _SCHEDULERS if name != native)]
-        self.counter = deepcopy(next(iter(self.encoders.values())).tokenizer).backend_tokenizer
-        self.counter.no_truncation()
-        self.counter.no_padding()
+        self.counter = deepcopy(next(iter(self.encoders.values())).tokenizer)
+        self.counter.backend_tokenizer.no_truncation()
+        self.counter.backend_tokenizer.no_padding()
 
     @property
     def labels(self) -> list[str]:
@@ -188,8 +189,13 @@ class _CutPipeline(StableDiffusionXLLongPromptPipeline):
     """Cuts prompts to the shorter context length of the two encoders, as stock SDXL does; weights are read too."""
 
     def _tokens(self, texts, tokenizer):
-        room = min(encoder.config.max_position_embeddings for encoder in (self.text_encoder, self.text_encoder_2)) - 2
-        return [type(text)(*(column[:room] for column in text)) for text in super()._tokens(texts, tokenizer)]
+        length = min(encoder.config.max_position_embeddings for encoder in (self.text_encoder, self.text_encoder_2))
+        return [first_tokens(text, length) for text in super()._tokens(texts, tokenizer)]
+
+
+def first_tokens(tokens: Tokens, context_length: int) -> Tokens:
+    """The tokens of a text that fit a context length together with BOS and EOS."""
+    return Tokens(*(column[: context_length - 2] for column in tokens))
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from .example_prompts import examples
 from .guard import INTERNAL_ERROR, Blocks
 from .live_generation import Step
 from .models import DemoModels
-from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request
+from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, LongPrompts, Request
 from .restore import request_of_png
 from .toy_scenes import ToyScene, mark, random_scene
 
@@ -144,7 +144,7 @@ class _Page:
             self.stop = gr.Button("Stop", variant="stop", interactive=False, scale=1, min_width=80, elem_id="stop")
         self.status = _html("status", markup.note(self.notice) if self.notice else "")
         gr.Markdown("### Tokens", elem_classes="heading")
-        self.tokens = _html("tokens", self._count("", False))
+        self.tokens = _html("tokens", markup.token_list(tokens(self.models, "")))
         self.paused = gr.Textbox("", visible="hidden")  # changes whenever typing pauses
         with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
             self.settings = self._advanced(defaults)
@@ -197,10 +197,12 @@ class _Page:
 
     def _wire(self) -> None:
         weighting = self.settings["weighting"]
-        changes = [self.prompt.change, weighting.change]
+        policy = self.settings["long_prompts"]
+        reading = [self.prompt, weighting, self.encoders, policy]
+        changes = [component.change for component in reading]
         pauses = {"js": _WHEN_TYPING_PAUSES, "trigger_mode": "multiple", "api_visibility": "private"}
         gr.on(changes, None, None, self.paused, **pauses)
-        self.paused.change(self._count, [self.prompt, weighting], self.tokens, trigger_mode="always_last", **BESIDE)
+        self.paused.change(self._count, reading, self.tokens, trigger_mode="always_last", **BESIDE)
         start = [self.draw.click, self.prompt.submit]
         gr.on(start, lambda: gr.Button(interactive=True), None, self.stop, **BESIDE)
         drawing = gr.on(
@@ -225,7 +227,7 @@ class _Page:
         self.restore.chosen(self._restore, None, everything, **BESIDE)
         self.look.click(
             self._look,
-            [self.prompt, self.encoders],
+            reading,
             [self.read, self.attention, self.movement],
             show_progress="minimal",
             show_progress_on=self.read,
@@ -233,9 +235,10 @@ class _Page:
             **TURN,
         )
 
-    def _count(self, prompt: str, weighting: bool) -> str:
+    def _count(self, prompt: str, weighting: bool, encoders: list[str] | None, long_prompts: LongPrompts) -> str:
         try:
-            return markup.token_list(tokens(self.models, prompt or "", weighting))
+            # Without any encoder, as all read it.
+            return markup.token_list(tokens(self.models, prompt or "", weighting, encoders or None, long_prompts))
         except UserError as error:
             return markup.message(str(error))
 
@@ -320,13 +323,13 @@ class _Page:
             **{component: values[name] for name, component in self.settings.items()},
         }
 
-    def _look(self, prompt: str, encoders: list[str]) -> dict:
+    def _look(self, prompt: str, weighting: bool, encoders: list[str], long_prompts: LongPrompts) -> dict:
         try:
             with self.device.alone():
-                shares = attention(self.models, prompt, encoders)
+                shares = attention(self.models, prompt, encoders, weighting, long_prompts)
                 shown = {self.read: "", self.attention: markup.attention(shares)}
                 try:
-                    rows = movement(self.models, prompt, encoders)
+                    rows = movement(self.models, prompt, encoders, weighting, long_prompts)
                 except UserError as error:  # a single sentence still has attention
                     return shown | {self.movement: markup.message(str(error))}
             return shown | {self.movement: markup.movement(rows)}
