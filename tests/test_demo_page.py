@@ -179,6 +179,52 @@ def test_documentation_works_as_it_stands(url):
     assert found["images"][0]["label"] == "toy/clip" and found["counted"]["count"] > 5
 
 
+# ---- each image is sent once
+
+
+def stream(visitor: Visitor, function: int, data: list, session: str) -> str:
+    """All that a page gets until its request is answered."""
+    visitor.join(function, data, session).raise_for_status()
+    with visitor.http.stream("GET", "gradio_api/queue/data", params={"session_hash": session}) as stream:
+        return "\n".join(stream.iter_lines())
+
+
+def test_the_page_gets_each_image_once(demo, models):
+    page, url = demo
+    visitor = Visitor(url)
+    functions = visitor.http.get("config").json()["dependencies"]
+    (button,) = [block._id for block in page.blocks.values() if getattr(block, "value", None) == "Example 1"]
+    example = next(each for each in functions if [button, "click"] in each["targets"])
+    body = {"data": [], "fn_index": example["id"], "session_hash": "once"}
+    scene = visitor.http.post(f"gradio_api/run/{example['api_name']}", json=body).text
+    assert scene.count("data:image/png") == 1  # the reference image
+    encoders, images = ["toy/clip", "toy/debias-clip"], 2
+    values = replace(models.defaults, prompt=LONG, steps=1, images=images)
+    drawing = next(each for each in functions if each["api_name"] == "_draw")
+    labels = [part["props"].get("label") for part in visitor.http.get("config").json()["components"]]
+    assert {"Prompt", "Negative prompt", "Seed", "Steps"} <= set(labels)
+    names = ("negative_prompt", "seed", "steps", "guidance_scale", "height", "width", "images", "scheduler")
+    settings = [getattr(values, name) for name in (*names, "long_prompts", "weighting")]
+    settings[1] = str(settings[1])
+    sent = stream(visitor, drawing["id"], [None, None, LONG, encoders, *settings], "once")
+    expected = alone(models, encoders=encoders, steps=1, images=images)
+    assert "Done: seed 0, 1 steps." in sent and len(expected) == 4
+    # The reference image is on the page already.
+    assert sent.count("data:image/png") == len(expected)
+    for png in {*map(len, expected)} and expected:
+        assert sent.count(base64.b64encode(png).decode()[-200:]) == 1
+    # Another prompt takes the reference image away.
+    sent = stream(visitor, drawing["id"], [None, None, "A red ring.", encoders, *settings], "once")
+    assert sent.count("data:image/png") == 4
+
+
+def test_a_program_gets_each_image_once(visitor, models):
+    event = visitor.call("generate", drawing(**QUICK)).json()["event_id"]
+    sent = visitor.http.get(f"gradio_api/call/generate/{event}").text
+    (png,) = alone(models)
+    assert sent.count(base64.b64encode(png).decode()) == 1 and "event: generating" in sent
+
+
 # ---- the queue
 
 

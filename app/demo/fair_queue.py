@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 from gradio import queueing
-from gradio.server_messages import HeartbeatMessage
+from gradio.server_messages import HeartbeatMessage, ProcessGeneratingMessage
 from gradio.utils import run_coro_in_background
 from starlette.exceptions import HTTPException
 
@@ -149,6 +149,9 @@ class Queue(queueing.Queue):
         return _WholeAnswer(answer, events, self.event_ids_to_events)
 
     def send_message(self, event, event_message) -> None:
+        is_part = isinstance(event_message, ProcessGeneratingMessage) and event.fn.api_visibility == "public"
+        if is_part and any(event_message.output["data"]):
+            return  # a program gets the whole answer at its end, and would get its images twice
         super().send_message(event, event_message)
         self._make_room(event.session_hash)
 

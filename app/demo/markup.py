@@ -119,11 +119,6 @@ def waiting(label: str) -> str:
     return f'<figure class="card waiting"><div class="blank"></div><figcaption>{_title(label)}</figcaption></figure>'
 
 
-def cards(figures: Sequence[str]) -> str:
-    """Cards side by side, as many as fit."""
-    return f'<div class="cards">{"".join(figures)}</div>'
-
-
 def _title(label: str, more: str = "") -> str:
     return f"<strong>{escape(label)}</strong>" + (f" <small>{escape(more)}</small>" if more else "")
 
@@ -135,7 +130,7 @@ def _card(label: str, png: bytes, file: str, text: str, kind: str, more: str = "
         f'<figure class="card {kind}"><button type="button" class="zoom" aria-label="Enlarge: {name}">'
         f'<img src="{source}" alt="Image: {name}"></button>'
         f"<figcaption>{_title(label, more)}{text}"
-        f'<a class="download" href="{source}" download="{escape(file)}" aria-label="Download PNG: {name}">'
+        f'<a class="download" href="#" download="{escape(file)}" aria-label="Download PNG: {name}">'
         "Download PNG</a></figcaption></figure>"
     )
 

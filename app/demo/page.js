@@ -18,3 +18,11 @@ document.addEventListener("click", (event) => {
   document.body.append(dialog);
   dialog.showModal();
 });
+
+// A download takes the image that the page has already: in the link too, it would be sent twice.
+for (const kind of ["click", "contextmenu"]) {
+  document.addEventListener(kind, (event) => {
+    const link = event.target.closest?.(".card .download");
+    if (link) link.href = link.closest(".card").querySelector("img").src;
+  }, true);
+}

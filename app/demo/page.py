@@ -3,7 +3,7 @@
 import io
 import random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -106,6 +106,7 @@ class _Page:
     def __init__(self, device: Device, notice: str):
         self.models, self.device, self.notice = device.models, device, notice
         self.scene = gr.State(None)  # number of the scene that the prompt describes, or None
+        self.shown = gr.State(None)  # number of the scene whose reference image is on the page, or None
         self._head()
         with gr.Row(elem_classes="columns"):
             with gr.Column(scale=5, min_width=320):
@@ -177,9 +178,15 @@ class _Page:
     def _pictures(self) -> None:
         gr.Markdown("### Images", elem_classes="heading")
         hint = '<p class="hint">Choose an example or write a prompt, then press <b>Generate</b>.</p>'
-        # One row per seed, so that finished images are not sent again with every further one.
-        with gr.Column(elem_classes="rows"):
-            self.rows = [_html(f"row-{row}", hint if row == 0 else "") for row in range(MOST_IMAGES)]
+        self.hint = _html("hint", hint)
+        # A component for each card, so that finished images are not sent again with every further one.
+        self.cards: list[dict[str, gr.HTML]] = []  # by seed and label
+        for row in range(MOST_IMAGES):
+            with gr.Row(elem_classes="cards"):
+                if row == 0:
+                    self.original = _html("original")
+                cards = {label: _html(f"card-{row}-{place}") for place, label in enumerate(self.models.labels)}
+            self.cards.append(cards)
 
     def _reading(self) -> None:
         gr.Markdown(
@@ -203,13 +210,14 @@ class _Page:
         pauses = {"js": _WHEN_TYPING_PAUSES, "trigger_mode": "multiple", "api_visibility": "private"}
         gr.on(changes, None, None, self.paused, **pauses)
         self.paused.change(self._count, reading, self.tokens, trigger_mode="always_last", **BESIDE)
+        pictures = [self.shown, self.hint, self.original, *(card for row in self.cards for card in row.values())]
         start = [self.draw.click, self.prompt.submit]
         gr.on(start, lambda: gr.Button(interactive=True), None, self.stop, **BESIDE)
         drawing = gr.on(
             start,
             self._draw,
-            [self.scene, self.prompt, self.encoders, *self.settings.values()],
-            [self.status, *self.rows],
+            [self.scene, self.shown, self.prompt, self.encoders, *self.settings.values()],
+            [self.status, *pictures],
             show_progress="minimal",
             show_progress_on=self.status,
             api_visibility="private",
@@ -218,7 +226,7 @@ class _Page:
         drawing.then(self._ended, self.status, [self.status, self.stop], **BESIDE)
         stopped = self.stop.click(None, cancels=[drawing], api_visibility="private")
         stopped.then(lambda: markup.note(_STOPPED), None, self.status, **BESIDE)
-        scene = [self.prompt, self.scene, self.status, *self.rows]
+        scene = [self.prompt, self.scene, self.status, *pictures]
         self.new_scene.click(lambda: self._set_scene(random.randrange(MOST_SCENES)), None, scene, **BESIDE)
         for button, example in self.examples:
             button.click(lambda example=example: self._set_example(example), None, scene, **BESIDE)
@@ -242,14 +250,17 @@ class _Page:
         except UserError as error:
             return markup.message(str(error))
 
-    def _draw(self, number: int | None, prompt: str, encoders: list[str], *values: Any) -> Iterator[dict]:
+    def _draw(
+        self, number: int | None, shown: int | None, prompt: str, encoders: list[str], *values: Any
+    ) -> Iterator[dict]:
         named = dict(zip(self.settings, values, strict=True))
-        scene = None if number is None else random_scene(number)
+        if number is not None and random_scene(number).caption != prompt:
+            number = None
         try:
             # In the page's order, whatever order they were chosen in.
             chosen = tuple(label for label in self.models.labels if label in (encoders or ()))
             request = Request(prompt=prompt, encoders=chosen, **named)
-            yield from self._drawn(request, scene if scene and scene.caption == prompt else None)
+            yield from self._drawn(request, number, shown)
         except UserError as error:
             yield {self.status: markup.message(str(error))}
         except Exception:
@@ -261,45 +272,45 @@ class _Page:
         """The status after a drawing: the last step of a stopped one may arrive late."""
         return markup.note(_STOPPED) if "<progress" in (status or "") else gr.skip(), gr.Button(interactive=False)
 
-    def _drawn(self, request: Request, scene: ToyScene | None) -> Iterator[dict]:
-        figures: list[list[str]] = []
-        drawing = self.device.draw(request)
+    def _drawn(self, request: Request, number: int | None, shown: int | None) -> Iterator[dict]:
+        scene = None if number is None else random_scene(number)
+        started, drawing = False, self.device.draw(request)
         try:
             for item in drawing:
                 if isinstance(item, Step):
                     change = {self.status: markup.progress(item, request)}
-                    if not figures:
-                        figures = self._places(request, scene)
-                        change |= self._filled(figures)
+                    if not started:
+                        started, labels = True, list(request.encoders)
+                        change |= self._reference(number, shown) | self._places(labels, int(request.images))
                     yield change
                 else:
-                    row = item.picture - 1
                     marks = mark(scene, item.image) if scene else None
-                    place = -len(request.encoders) + request.encoders.index(item.label)
-                    figures[row][place] = markup.drawn(item, marks)
-                    yield {self.rows[row]: markup.cards(figures[row])}
+                    yield {self.cards[item.picture - 1][item.label]: markup.drawn(item, marks)}
         finally:
             drawing.close()
         yield {self.status: markup.note(f"Done: seed {request.seed}, {request.steps} steps.")}
 
-    def _places(self, request: Request, scene: ToyScene | None) -> list[list[str]]:
-        """Rows of placeholders, after the scene's reference image if there is a scene."""
-        rows = [[markup.waiting(label) for label in request.encoders] for _ in range(int(request.images))]
-        if scene:
-            rows[0].insert(0, _original(scene))
-        return rows
+    def _reference(self, number: int | None, shown: int | None) -> dict:
+        """The reference image of the scene, or none, if the page shows another one."""
+        if number == shown:
+            return {}
+        return {self.shown: number, self.original: "" if number is None else _original(random_scene(number))}
 
-    def _filled(self, figures: list[list[str]]) -> dict:
-        rows = [markup.cards(row) for row in figures]
-        return dict(zip(self.rows, rows + [""] * (len(self.rows) - len(rows)), strict=True))
+    def _places(self, labels: Sequence[str], images: int) -> dict:
+        """A placeholder for each image, and nothing in the other places."""
+        return {self.hint: ""} | {
+            card: markup.waiting(label) if row < images and label in labels else ""
+            for row, cards in enumerate(self.cards)
+            for label, card in cards.items()
+        }
 
     def _set_scene(self, number: int) -> dict:
-        scene = random_scene(number)
         return {
-            self.prompt: scene.caption,
+            self.prompt: random_scene(number).caption,
             self.scene: number,
             self.status: "",
-            **self._filled([[_original(scene), *map(markup.waiting, self.models.labels)]]),
+            **self._reference(number, None),
+            **self._places(self.models.labels, 1),
         }
 
     def _set_example(self, example: str | int) -> dict:
