@@ -29,7 +29,7 @@ from debias_diffusion.app.demo.live_generation import Drawn, Step, as_png, check
 from debias_diffusion.app.demo.models import DemoModels, _check_names
 from debias_diffusion.app.demo.options import AppConfig
 from debias_diffusion.app.demo.request import BUDGET
-from debias_diffusion.app.demo.restore import MOST_PNG, request_of_png
+from debias_diffusion.app.demo.restore import MOST_PNG, image_of_png, request_of_png
 from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, mark, random_scene
 from debias_diffusion.app.generate.command import GenerateConfig, generate
 from debias_diffusion.app.generate.png_settings import parameters, read_settings
@@ -652,6 +652,43 @@ def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
     assert request.long_prompts == "chunks" and not notes
     request, notes = request_of_png(settings_with(height=1024, width=768), toy)
     assert request.encoders == tuple(TOYS) and (request.height, request.width) == (48, 48) and len(notes) == 3
+
+
+def scene_png(toy: DemoModels, **changes) -> bytes:
+    """A PNG as the page writes it for the scene: its reference image, so that everything is right."""
+    request = check(ask(toy, scene=3, **changes), toy)
+    return as_png(SCENE.original, settings_of(toy, request, "toy/clip", 1, layouts), "EulerDiscreteScheduler")
+
+
+def test_a_scenes_png_brings_its_marks_back(toy, tiny):
+    (drawn,) = pictures(toy, encoders=("toy/clip",), steps=1, scene=3)
+    assert drawn.png != pictures(toy, encoders=("toy/clip",), steps=1)[0].png
+    request, notes = request_of_png(drawn.png, toy)
+    assert request == ask(toy, encoders=("toy/clip",), steps=1, scene=3) and not notes
+    again = image_of_png(drawn.png, request, toy)
+    assert mark(SCENE, again.image) == mark(SCENE, drawn.image) != mark(SCENE, SCENE.original)
+    assert (again.label, again.seed, again.read, again.png) == (drawn.label, drawn.seed, drawn.read, drawn.png)
+    # Of other images there is nothing to mark.
+    other = pictures(toy, encoders=("toy/clip",), steps=1)[0].png
+    assert image_of_png(other, request_of_png(other, toy)[0], toy) is None
+    request, _ = request_of_png(drawn.png, tiny)
+    assert request.scene is None and image_of_png(drawn.png, request, tiny) is None
+
+
+@pytest.mark.parametrize("scene", [4, -1, 2**31, 1.5, "3", [3], True])
+def test_a_prompt_is_its_scenes_caption(toy, scene):
+    with pytest.raises(UserError, match="scene"):
+        check(ask(toy, scene=scene), toy)
+
+
+def test_hostile_images_of_scenes_are_refused(toy):
+    whole = scene_png(toy)
+    request, _ = request_of_png(whole, toy)
+    assert all(item.correct for item in mark(SCENE, image_of_png(whole, request, toy).image).objects)
+    text = whole[whole.index(b"tEXt") - 4 : whole.index(b"IDAT") - 4]
+    with pytest.raises(UserError, match="image cannot be read"):
+        image_of_png(png_with(text, size=(48, 48)), request, toy)  # almost all of its pixels are missing
+    assert image_of_png(png_with(text, size=(8000, 8000)), request, toy) is None  # without decoding it
 
 
 # Tokens

@@ -48,6 +48,7 @@ def add_endpoints(device: Device) -> None:
         scheduler: str | None = None,
         weighting: bool = False,
         long_prompts: LongPrompts = "auto",
+        scene: int | None = None,
     ) -> list[dict]:
         """Generates images of a prompt with each encoder. Each image is a dict: label, seed, read (what the encoder
         read, in words) and png, the file in base64 with its settings inside. None stands for the page's default.
@@ -64,7 +65,8 @@ def add_endpoints(device: Device) -> None:
             images: images by each encoder, with this seed, the next one, and so on
             scheduler: one of those on the page
             weighting: read (word:1.3), [word] and BREAK in prompts as weights
-            long_prompts: auto, chunks or cut
+            long_prompts: auto, chunks, separate or cut
+            scene: number of the toy world's scene that has this caption, kept in the PNG to mark the image again
         """
         settings = {
             "encoders": tuple(encoders) if isinstance(encoders, list) else encoders,
@@ -82,6 +84,7 @@ def add_endpoints(device: Device) -> None:
             images=images,
             weighting=weighting,
             long_prompts=long_prompts,
+            scene=scene,
             **{name: value for name, value in settings.items() if value is not None},
         )
         pictures = []

@@ -238,19 +238,24 @@ def settings_of(models: DemoModels, request: Request, label: str, picture: int, 
         picture: number of the image among those of the encoder, from 1.
         layout: how the prompt was encoded.
     """
-    return {name: getattr(request, name) for name in SHARED_SETTINGS} | {
-        "negative_prompt": request.negative_prompt or None,
-        "prompt_2": None,
-        "seed": request.seed + picture - 1,
-        "picture": picture,
-        "base": models.base,
-        "encoder": label,
-        "encoders": list(request.encoders),
-        "encoder_2": None,
-        "overlap": models.how_read(label, request.long_prompts) != "separate",
-        **runtime_settings(models.device, models.dtype),
-        **layout._asdict(),
-    }
+    scene = {} if request.scene is None else {"scene": request.scene}
+    return (
+        {name: getattr(request, name) for name in SHARED_SETTINGS}
+        | scene
+        | {
+            "negative_prompt": request.negative_prompt or None,
+            "prompt_2": None,
+            "seed": request.seed + picture - 1,
+            "picture": picture,
+            "base": models.base,
+            "encoder": label,
+            "encoders": list(request.encoders),
+            "encoder_2": None,
+            "overlap": models.how_read(label, request.long_prompts) != "separate",
+            **runtime_settings(models.device, models.dtype),
+            **layout._asdict(),
+        }
+    )
 
 
 def as_png(image: Image.Image, settings: dict, scheduler: str) -> bytes:

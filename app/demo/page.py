@@ -19,17 +19,16 @@ from .device import Device
 from .endpoints import TURN, add_endpoints, decoded
 from .example_prompts import examples
 from .guard import INTERNAL_ERROR, Blocks
-from .live_generation import Step
+from .live_generation import Drawn, Step
 from .models import DemoModels
-from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, LongPrompts, Request
-from .restore import request_of_png
+from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_SCENES, MOST_STEPS, LongPrompts, Request
+from .restore import image_of_png, request_of_png
 from .toy_scenes import ToyScene, mark, random_scene
 
 TITLE = "See what your encoder reads"
 _HERE = Path(__file__).parent
 STYLE = (_HERE / "style.css").read_text()
 SCRIPT = (_HERE / "page.js").read_text()
-MOST_SCENES = 2**31
 # Outside the queue: answered while something is drawn.
 BESIDE = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 # Counts tokens when typing pauses, not at every key: each change waits, and only the last one returns a new number.
@@ -231,7 +230,7 @@ class _Page:
         for button, example in self.examples:
             button.click(lambda example=example: self._set_example(example), None, scene, **BESIDE)
         self.new_seed.click(lambda: str(random.randrange(2**32)), None, self.settings["seed"], **BESIDE)
-        everything = [self.scene, self.status, self.prompt, self.encoders, *self.settings.values()]
+        everything = [*scene, self.encoders, *self.settings.values()]
         self.restore.chosen(self._restore, None, everything, **BESIDE)
         self.look.click(
             self._look,
@@ -259,8 +258,7 @@ class _Page:
         try:
             # In the page's order, whatever order they were chosen in.
             chosen = tuple(label for label in self.models.labels if label in (encoders or ()))
-            request = Request(prompt=prompt, encoders=chosen, **named)
-            yield from self._drawn(request, number, shown)
+            yield from self._drawn(Request(prompt=prompt, encoders=chosen, scene=number, **named), shown)
         except UserError as error:
             yield {self.status: markup.message(str(error))}
         except Exception:
@@ -272,8 +270,8 @@ class _Page:
         """The status after a drawing: the last step of a stopped one may arrive late."""
         return markup.note(_STOPPED) if "<progress" in (status or "") else gr.skip(), gr.Button(interactive=False)
 
-    def _drawn(self, request: Request, number: int | None, shown: int | None) -> Iterator[dict]:
-        scene = None if number is None else random_scene(number)
+    def _drawn(self, request: Request, shown: int | None) -> Iterator[dict]:
+        scene = None if request.scene is None else random_scene(request.scene)
         started, drawing = False, self.device.draw(request)
         try:
             for item in drawing:
@@ -281,7 +279,7 @@ class _Page:
                     change = {self.status: markup.progress(item, request)}
                     if not started:
                         started, labels = True, list(request.encoders)
-                        change |= self._reference(number, shown) | self._places(labels, int(request.images))
+                        change |= self._reference(request.scene, shown) | self._places(labels, int(request.images))
                     yield change
                 else:
                     marks = mark(scene, item.image) if scene else None
@@ -322,17 +320,25 @@ class _Page:
         except (AttributeError, TypeError):  # not a request from the page
             png = None
         try:
-            request, notes = request_of_png(decoded(png), self.models)
+            file = decoded(png)
+            request, notes = request_of_png(file, self.models)
+            picture = image_of_png(file, request, self.models)
         except UserError as error:
             return {self.status: markup.message(str(error))}
         values = {field.name: getattr(request, field.name) for field in fields(request)}
         return {
-            self.scene: None,
+            **({} if picture is None else self._restored(picture, request.scene)),
+            self.scene: request.scene,
             self.status: markup.note(" ".join(["All settings are restored.", *notes])),
             self.prompt: values["prompt"],
             self.encoders: list(values["encoders"]),
             **{component: values[name] for name, component in self.settings.items()},
         }
+
+    def _restored(self, picture: Drawn, number: int) -> dict:
+        """The image of a scene beside its reference image, marked again."""
+        card = markup.drawn(picture, mark(random_scene(number), picture.image))
+        return self._reference(number, None) | self._places([], 0) | {self.cards[0][picture.label]: card}
 
     def _look(self, prompt: str, weighting: bool, encoders: list[str], long_prompts: LongPrompts) -> dict:
         try:

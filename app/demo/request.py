@@ -7,6 +7,7 @@ LongPrompts = Literal["auto", "chunks", "separate", "cut"]
 MOST_STEPS = 100
 MOST_GUIDANCE = 30.0
 MOST_IMAGES = 8
+MOST_SCENES = 2**31
 BUDGET = 1000  # denoising steps of one request: 6 images by 5 encoders in 30 steps
 # Settings of a PNG that have the same name and meaning in a request.
 SHARED_SETTINGS = (
@@ -34,6 +35,8 @@ class Request:
             ones read everything, in overlapping chunks if one does not suffice; "chunks": all read everything in
             overlapping chunks; "separate": in chunks that do not overlap; "cut": all cut there. Encoders whose name
             says how they read (overlap:NAME, chunks:NAME) always read so.
+        scene: number of the toy world's scene that has the prompt as its caption, below MOST_SCENES. It changes no
+            image; what an image shows of it is marked.
     """
 
     prompt: str
@@ -48,3 +51,4 @@ class Request:
     scheduler: str = "Euler"
     weighting: bool = False
     long_prompts: LongPrompts = "auto"
+    scene: int | None = None
