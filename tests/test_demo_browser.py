@@ -5,6 +5,7 @@
 writes the screenshots of the documentation.
 """
 
+import base64
 import os
 import re
 import shutil
@@ -77,7 +78,7 @@ def visited(
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(url)
-    expect(ready(page)).to_be_visible()
+    expect(ready(page)).to_be_visible(timeout=90_000)  # the first page of a browser has an empty cache
     yield page
     assert said == []
     assert asked and all(address.startswith((url, "data:", "blob:")) for address in asked)
@@ -144,7 +145,7 @@ def test_tokens_are_counted_while_typing(page):
     page.get_by_label("Cut: every encoder stops at 77 tokens").check()
     page.get_by_label("toy/clip in overlapping chunks", exact=True).uncheck()
     expect(page.locator("ol.sentences .token.none")).to_have_count(18)
-    page.get_by_label("Overlapping chunks").check()
+    page.get_by_role("radio", name="Overlapping chunks").check()
     expect(page.locator("ol.sentences .token.all")).to_have_count(93)
     expect(page.locator("ol.sentences .token.chunk")).to_have_count(1)
     prompt.fill("")
@@ -239,6 +240,33 @@ def test_a_picture_sets_everything_again(demo, page, tmp_path):
         fresh.get_by_role("button", name="Generate").click()
         finished(fresh)
         expect(fresh.locator(".card")).to_have_count(len(LABELS) - 1)
+        assert downloaded(fresh, "toy/debias-clip", tmp_path / "again.png") == png
+
+
+def test_a_scenes_png_that_is_dropped_shows_its_marks_again(demo, page, tmp_path):
+    page.get_by_role("button", name="Example 1").click()
+    set_steps(page, 2)
+    page.get_by_role("button", name="Generate").click()
+    finished(page)
+    png = downloaded(page, "toy/debias-clip", tmp_path / "picture.png")
+    card = page.locator(".card").filter(has=page.get_by_text("toy/debias-clip", exact=True))
+    score, objects = card.locator(".score").inner_text(), card.locator("li").all_inner_texts()
+    with visited(*demo) as fresh:
+        # Anywhere: on the heading.
+        dropped = fresh.evaluate_handle(
+            """png => {
+                const bytes = Uint8Array.from(atob(png), (letter) => letter.charCodeAt(0));
+                const transfer = new DataTransfer();
+                transfer.items.add(new File([bytes], "picture.png", { type: "image/png" }));
+                return transfer;
+            }""",
+            base64.b64encode(png).decode(),
+        )
+        fresh.dispatch_event("h1", "drop", {"dataTransfer": dropped})
+        expect(fresh.locator("#status")).to_contain_text("All settings are restored")
+        expect(fresh.locator(".card figcaption > strong")).to_have_text(["Reference image", "toy/debias-clip"])
+        expect(fresh.locator(".card .score")).to_have_text(score)
+        assert fresh.locator(".card").nth(1).locator("li").all_inner_texts() == objects
         assert downloaded(fresh, "toy/debias-clip", tmp_path / "again.png") == png
 
 
@@ -425,14 +453,16 @@ def write_screenshots(folder: Path) -> None:
     with opened() as demo:
         demo[0].set_default_timeout(300_000)
         for name, settings in {
-            "desktop": {"viewport": {"width": 1280, "height": 1180}},
+            "desktop": {"viewport": {"width": 1280, "height": 1400}},
             "phone": {"viewport": {"width": 390, "height": 1500}, "color_scheme": "dark"},
         }.items():
             with visited(*demo, **settings) as page:
                 show(page, steps=20, example="Example 3")  # where the encoders differ as on average: docs/app.md
-                page.evaluate("scrollTo(0, 0)")
+                # On a phone the images stand below the prompt.
+                first = page.get_by_role("heading", name="Images" if name == "phone" else "See what your encoder reads")
+                first.evaluate("heading => heading.scrollIntoView()")
                 picture = Image.open(BytesIO(page.screenshot()))
-                picture.quantize(128, dither=Image.Dither.NONE).save(folder / f"app-{name}.png", optimize=True)
+                picture.quantize(256, dither=Image.Dither.NONE).save(folder / f"app-{name}.png", optimize=True)
 
 
 if __name__ == "__main__":
