@@ -157,6 +157,20 @@ def test_what_lets_others_in_is_warned_of(capsys, monkeypatch):
         launch._check(launch.AppConfig(host=""))
 
 
+@pytest.mark.parametrize(
+    "settings, warned",
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "user": "ann", "password": "secret"}, False),
+        ({"host": "127.0.0.2"}, False),
+    ],
+)
+def test_the_page_says_that_it_has_no_password(settings, warned):
+    with opened_page(encoders=["toy/clip"], **settings) as (page, _):
+        (status,) = [block for block in page.blocks.values() if block.elem_id == "status"]
+    assert ("Anyone who can reach this machine can use the demo. It has no password." in status.value) is warned
+
+
 def routes(some: list) -> list[Route]:
     """Those of nested routers too."""
     found = []

@@ -26,14 +26,16 @@ from transformers import CLIPTextModelWithProjection
 from debias_diffusion.app.demo.analysis import attention, movement, tokens
 from debias_diffusion.app.demo.checks import check, unweighted
 from debias_diffusion.app.demo.live_generation import Drawn, Step, as_png, check_budget, draw, settings_of
-from debias_diffusion.app.demo.models import DemoModels
+from debias_diffusion.app.demo.models import DemoModels, _check_names
+from debias_diffusion.app.demo.options import AppConfig
 from debias_diffusion.app.demo.request import BUDGET
-from debias_diffusion.app.demo.restore import MOST_PNG, request_of_png
+from debias_diffusion.app.demo.restore import MOST_PNG, image_of_png, request_of_png
 from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, mark, random_scene
 from debias_diffusion.app.generate.command import GenerateConfig, generate
 from debias_diffusion.app.generate.png_settings import parameters, read_settings
 from debias_diffusion.app.generate.prompts import cleaned
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.encoders import labels
 from debias_diffusion.eval.text_image.attention import load_reader, look_at_prompt
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.loading import load_sdxl
@@ -113,6 +115,39 @@ def test_models_know_what_they_are(toy, tiny, folders):
     assert tiny.encoders["original"].context_length == 77 and tiny.longest_context == 248
 
 
+def test_names_say_how_an_encoder_reads(toy):
+    names = ["toy/clip", "overlap:toy/clip", "chunks:toy/clip"]
+    models = DemoModels("toy/sdxl", names, CPU)
+    cut, overlapping, separate = models.labels
+    assert models.labels == ["toy/clip", "toy/clip in overlapping chunks", "toy/clip in chunks"]
+    assert len({id(encoder.model) for encoder in models.encoders.values()}) == 1  # loaded once
+    drawn = {item.label: item for item in pictures(models)}
+    for label, long_prompts in ((cut, "cut"), (overlapping, "chunks"), (separate, "separate")):
+        (policy,) = pictures(toy, encoders=("toy/clip",), long_prompts=long_prompts)
+        assert same(drawn[label].image, policy.image), label
+        assert request_of_png(policy.png, toy)[0].long_prompts == long_prompts
+        # Whatever the others do.
+        for other in ("auto", "chunks", "separate", "cut"):
+            if label != cut:
+                (again,) = pictures(models, encoders=(label,), long_prompts=other)
+                assert same(again.image, drawn[label].image)
+                assert request_of_png(again.png, models)[0] == ask(models, encoders=(label,), long_prompts=other)
+    assert not same(drawn[cut].image, drawn[overlapping].image)
+    assert not same(drawn[separate].image, drawn[overlapping].image)
+
+
+def test_the_toy_world_opens_with_the_quickstarts_encoders():
+    config = AppConfig()
+    assert labels(config.encoders) == [
+        "toy/clip",
+        "toy/clip in overlapping chunks",
+        "toy/long-clip",
+        "toy/debias-clip",
+        "toy/debias-clip-sdxl",
+    ]
+    _check_names(config.encoders)
+
+
 def test_original_is_the_base_as_it_is(folders, tiny):
     pipe = load_sdxl(folders["base"], None, CPU)
     pipe.set_progress_bar_config(disable=True)
@@ -128,7 +163,8 @@ def test_original_is_the_base_as_it_is(folders, tiny):
     [
         ("base", [], "at least one"),
         ("base", ["short"] * 2, "none twice"),
-        ("base", ["original", "short", "long", "wide", "base"], "at most 4"),
+        ("base", ["original", "overlap:original", "chunks:original", "short", "long", "wide"], "at most 5"),
+        ("base", ["overlaps:original"], "'overlap:original' to read long prompts in overlapping chunks"),
         ("base", ["wide"], "width 64, and the encoder of .* has width 32"),
         ("base", ["nowhere/at/all"], "not there"),
         ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
@@ -150,6 +186,7 @@ LONG_NEGATIVE = f"Not: {PROMPT}"
     "encoder, changes",
     [
         ("toy/debias-clip", {}),
+        ("toy/clip", {"long_prompts": "separate"}),
         ("toy/clip", {"long_prompts": "chunks", "prompt": f"A &lt; B &amp; C. {PROMPT}"}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": LONG_NEGATIVE}),
         (
@@ -167,6 +204,7 @@ def test_pictures_are_those_that_generate_draws(toy, tmp_path, encoder, changes)
         base="toy/sdxl",
         encoder=encoder,
         negative_prompt=request.negative_prompt or None,
+        overlap=request.long_prompts != "separate",
         output=str(tmp_path / "picture.png"),
         device="cpu",
         **{name: getattr(request, name) for name in names},
@@ -180,7 +218,7 @@ def test_pictures_are_those_that_generate_draws(toy, tmp_path, encoder, changes)
         name: value for name, value in theirs.items() if "sha256" not in name
     }
     restored, notes = request_of_png(str(path), toy)
-    expected = replace(request, encoders=(encoder,), long_prompts="chunks")
+    expected = replace(request, encoders=(encoder,), long_prompts=changes.get("long_prompts", "chunks"))
     assert restored == expected and not notes
 
 
@@ -223,9 +261,9 @@ def test_what_was_read_is_said(toy):
     }
     several = pictures(toy, steps=1, prompt=f"{PROMPT} {PROMPT} {PROMPT}", long_prompts="chunks")
     assert [item.read for item in several] == [
-        "reads all 279 tokens in 8 chunks",
-        "reads all 279 tokens in 2 chunks",
-        "reads all 279 tokens in 2 chunks",
+        "reads all 279 tokens in 8 overlapping chunks",
+        "reads all 279 tokens in 2 overlapping chunks",
+        "reads all 279 tokens in 2 overlapping chunks",
     ]
     brief = pictures(toy, steps=1, prompt="(a red circle:1.2)", weighting=True, encoders=("toy/clip",))
     assert brief[0].read == "reads all 3 tokens at once"
@@ -420,7 +458,7 @@ def test_nothing_grows_with_requests(tiny):
         ({"encoders": ("long", "long")}, "named twice"),
         ({"scheduler": "euler"}, "no scheduler 'euler'. Did you mean Euler"),
         ({"scheduler": None}, "no scheduler None"),
-        ({"long_prompts": "all"}, "Choose one of: auto, chunks, cut"),
+        ({"long_prompts": "all"}, "Choose one of: auto, chunks, separate, cut"),
         ({"weighting": "yes"}, "weighting must be true or false"),
         ({"weighting": True, "prompt": "a (red"}, r"bracket '\(' of the prompt is never closed"),
         ({"weighting": True, "prompt": "a red) cat"}, r"bracket '\)' of the prompt at character 6 has no opening one"),
@@ -473,7 +511,7 @@ def requests(draw_, models: DemoModels):
         width=draw_(st.integers(2, 8)) * 8,
         images=draw_(st.integers(1, 8)),
         scheduler=draw_(st.sampled_from(models.schedulers)),
-        long_prompts=draw_(st.sampled_from(["auto", "chunks", "cut"])),
+        long_prompts=draw_(st.sampled_from(["auto", "chunks", "separate", "cut"])),
     )
 
 
@@ -604,15 +642,53 @@ def test_the_picture_itself_is_never_decoded(tiny):
 def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
     encoders, unused = ["/home/me/long", "gone"], {"prompt_2": "a dog", "windows": [1, 3]}
     request, notes = request_of_png(settings_with(encoders=encoders, base="other", scheduler="PLMS", **unused), tiny)
-    assert request.encoders == ("long",) and request.scheduler == "Euler"
-    assert len(notes) == 5
+    assert request.encoders == ("long",) and request.scheduler == "Euler" and request.long_prompts == "separate"
+    assert len(notes) == 4
     for note, words in zip(
-        notes, ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2", "not overlap"), strict=True
+        notes, ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2"), strict=True
     ):
         assert words in note
-    assert request_of_png(settings_with(windows=[1, 3], overlap=True), tiny)[1] == []
+    request, notes = request_of_png(settings_with(windows=[1, 3], overlap=True), tiny)
+    assert request.long_prompts == "chunks" and not notes
     request, notes = request_of_png(settings_with(height=1024, width=768), toy)
     assert request.encoders == tuple(TOYS) and (request.height, request.width) == (48, 48) and len(notes) == 3
+
+
+def scene_png(toy: DemoModels, **changes) -> bytes:
+    """A PNG as the page writes it for the scene: its reference image, so that everything is right."""
+    request = check(ask(toy, scene=3, **changes), toy)
+    return as_png(SCENE.original, settings_of(toy, request, "toy/clip", 1, layouts), "EulerDiscreteScheduler")
+
+
+def test_a_scenes_png_brings_its_marks_back(toy, tiny):
+    (drawn,) = pictures(toy, encoders=("toy/clip",), steps=1, scene=3)
+    assert drawn.png != pictures(toy, encoders=("toy/clip",), steps=1)[0].png
+    request, notes = request_of_png(drawn.png, toy)
+    assert request == ask(toy, encoders=("toy/clip",), steps=1, scene=3) and not notes
+    again = image_of_png(drawn.png, request, toy)
+    assert mark(SCENE, again.image) == mark(SCENE, drawn.image) != mark(SCENE, SCENE.original)
+    assert (again.label, again.seed, again.read, again.png) == (drawn.label, drawn.seed, drawn.read, drawn.png)
+    # Of other images there is nothing to mark.
+    other = pictures(toy, encoders=("toy/clip",), steps=1)[0].png
+    assert image_of_png(other, request_of_png(other, toy)[0], toy) is None
+    request, _ = request_of_png(drawn.png, tiny)
+    assert request.scene is None and image_of_png(drawn.png, request, tiny) is None
+
+
+@pytest.mark.parametrize("scene", [4, -1, 2**31, 1.5, "3", [3], True])
+def test_a_prompt_is_its_scenes_caption(toy, scene):
+    with pytest.raises(UserError, match="scene"):
+        check(ask(toy, scene=scene), toy)
+
+
+def test_hostile_images_of_scenes_are_refused(toy):
+    whole = scene_png(toy)
+    request, _ = request_of_png(whole, toy)
+    assert all(item.correct for item in mark(SCENE, image_of_png(whole, request, toy).image).objects)
+    text = whole[whole.index(b"tEXt") - 4 : whole.index(b"IDAT") - 4]
+    with pytest.raises(UserError, match="image cannot be read"):
+        image_of_png(png_with(text, size=(48, 48)), request, toy)  # almost all of its pixels are missing
+    assert image_of_png(png_with(text, size=(8000, 8000)), request, toy) is None  # without decoding it
 
 
 # Tokens
@@ -673,14 +749,46 @@ def test_what_is_mended_across_sentences_has_those_of_the_cleaned_text(tiny):
     assert texts_by_sentence(tiny, prompt) == sentences and len(sentences) > 1
 
 
-def test_windows_say_who_reads_a_token(toy, tiny):
+def read_by(models: DemoModels, prompt: str, **how) -> list[str]:
+    return [token.read_by for token in tokens(models, prompt, **how).tokens]
+
+
+def test_colours_follow_the_encoders_and_how_they_read(toy):
     prompt = " ".join(["red"] * 300)
-    for models in (toy, tiny):
-        readers = [token.window for token in tokens(models, prompt).tokens]
-        assert readers == ["original"] * 75 + ["long"] * 171 + ["further"] * 54
-    only = DemoModels("toy/sdxl", ["toy/clip"], CPU)
-    readers = [token.window for token in tokens(only, prompt).tokens]
-    assert readers == ["original"] * 75 + ["further"] * 225
+    assert read_by(toy, prompt) == ["all"] * 75 + ["some"] * 225
+    assert read_by(toy, prompt, labels=["toy/clip"]) == ["all"] * 75 + ["none"] * 225
+    assert read_by(toy, prompt, labels=TOYS[1:]) == ["all"] * 300
+    for long_prompts in ("chunks", "separate"):
+        assert read_by(toy, prompt, long_prompts=long_prompts) == ["all"] * 300
+    assert read_by(toy, prompt, long_prompts="cut") == ["all"] * 75 + ["none"] * 225
+    for how, message in (({"labels": []}, "No encoder"), ({"long_prompts": "all"}, "Choose one of")):
+        with pytest.raises(UserError, match=message):
+            tokens(toy, prompt, **how)
+
+
+@pytest.mark.parametrize("long_prompts", ["auto", "chunks", "separate", "cut"])
+@pytest.mark.parametrize(
+    "prompt, weighting",
+    [(PROMPT, False), (f"{PROMPT} {PROMPT} {PROMPT}", False), (f"A (red:1.3) ring BREAK {PROMPT} [cross]", True)],
+)
+def test_readings_are_those_of_the_drawing(toy, long_prompts, prompt, weighting):
+    """By the ids that the first encoder gets while its pipeline encodes the prompt."""
+    readings = tokens(toy, prompt, weighting, long_prompts=long_prompts).readings
+    request = ask(toy, prompt=prompt, weighting=weighting, long_prompts=long_prompts)
+    for label, reading in readings.items():
+        encoder, rows = toy.encoders[label], []
+        hook = encoder.model.register_forward_pre_hook(lambda _, given, rows=rows: rows.extend(given[0].tolist()))
+        try:
+            toy.pipeline(label, request).encode_prompt(cleaned(prompt, weighting), do_classifier_free_guidance=False)
+        finally:
+            hook.remove()
+        ids = encoder.tokenizer(unweighted(prompt, weighting), add_special_tokens=False, verbose=False)["input_ids"]
+        eos, sot = encoder.tokenizer.eos_token_id, encoder.tokenizer.bos_token_id
+        read = [row[1 : row.index(eos)] for row in rows if row[0] == sot]
+        expected = [ids[chunk.first : chunk.end] for chunk in reading.chunks]
+        assert read[: len(expected)] == expected and not any(read[len(expected) :])  # an empty chunk may follow
+        assert reading.tokens == len(ids) and reading.read == reading.chunks[-1].end
+        assert [chunk.new for chunk in reading.chunks] == [0, *(chunk.end for chunk in reading.chunks[:-1])]
 
 
 def test_counts_are_those_of_the_pipeline(toy):
@@ -712,11 +820,75 @@ def test_attention_is_that_of_the_evaluation(toy):
     shares = attention(toy, PROMPT, ["toy/debias-clip", "toy/clip"])
     assert list(shares) == ["toy/debias-clip", "toy/clip"]
     for label, share in shares.items():
-        assert share == look_at_prompt(load_reader(label, CPU), PROMPT)
+        expected = look_at_prompt(load_reader(label, CPU), PROMPT)
+        (chunk,) = share["chunks"]
+        assert {name: chunk[name] for name in ("sot", "eot", "words")} == {
+            name: expected[name] for name in ("sot", "eot", "words")
+        }
+        assert share["tokens"] == 93 and share["read"] == chunk["end"] == min(93, expected["window"] - 2)
     with pytest.raises(UserError, match="empty"):
         attention(toy, " ", TOYS)
     with pytest.raises(UserError, match="no encoder"):
         attention(toy, PROMPT, ["toy/sdxl"])
+    with pytest.raises(UserError, match="holds no words"):
+        attention(toy, "(:1.3)", TOYS, weighting=True)
+
+
+def test_attention_and_movement_follow_the_chunks(toy):
+    sentences = split_sentences(PROMPT)
+    label, reader = "toy/clip", load_reader("toy/clip", CPU)
+    moved = {}
+    for long_prompts in ("chunks", "separate", "cut"):
+        share = attention(toy, PROMPT, [label], long_prompts=long_prompts)[label]
+        moved[long_prompts] = [row.distance[label] for row in movement(toy, PROMPT, [label], long_prompts=long_prompts)]
+        if long_prompts == "cut":
+            assert share["read"] == 75 and len(share["chunks"]) == 1
+            continue
+        chunks = tokens(toy, PROMPT, labels=[label], long_prompts=long_prompts).readings[label].chunks
+        assert share["read"] == 93 and len(chunks) == 2
+        overlaps = [chunk["first"] < chunk["new"] for chunk in share["chunks"]]
+        assert overlaps == [False, long_prompts == "chunks"]
+        for chunk, place in zip(share["chunks"], chunks, strict=True):
+            words = chunk["words"]
+            assert words[0]["position"] == place.first + 1
+            assert words[-1]["position"] + words[-1]["tokens"] == place.end + 1
+            text = " ".join(word["word"] for word in words)
+            expected = look_at_prompt(reader, text)
+            assert [word["after_softmax"] for word in words] == pytest.approx(
+                [word["after_softmax"] for word in expected["words"]], abs=1e-6
+            )
+    # The last sentence is read in chunks alone.
+    assert moved["cut"][-1] == 0.0 and moved["chunks"][-1] > 1e-4 and moved["separate"][-1] > 1e-4
+    assert moved["chunks"] != moved["separate"] and len(moved["cut"]) == len(sentences) + 1
+    long = movement(toy, PROMPT, ["toy/long-clip"], long_prompts="cut")
+    assert long[-1].distance["toy/long-clip"] == 0.0
+
+
+def test_movement_of_chunks_is_that_of_the_mean_of_their_embeddings(toy):
+    sentences = split_sentences(PROMPT)
+    encoder = toy.encoders["toy/clip"]
+
+    def mean(parts: list[str]) -> torch.Tensor:
+        prompt = " ".join(parts)
+        ids = encoder.tokenizer(clean(prompt), add_special_tokens=False)["input_ids"]
+        chunks = tokens(toy, prompt, labels=["toy/clip"], long_prompts="chunks").readings["toy/clip"].chunks
+        bos, eos = encoder.tokenizer.bos_token_id, encoder.tokenizer.eos_token_id
+        with torch.no_grad():
+            rows = [torch.tensor([[bos, *ids[chunk.first : chunk.end], eos]]) for chunk in chunks]
+            parts = [encoder.model(row).pooler_output[0].double() for row in rows]
+        return sum(part / part.norm() for part in parts) / len(parts)
+
+    whole = mean(sentences)
+    for number, row in enumerate(movement(toy, PROMPT, ["toy/clip"], long_prompts="chunks")[1:]):
+        edited = mean(sentences[:number] + sentences[number + 1 :])
+        expected = 1 - float(whole @ edited / whole.norm() / edited.norm())
+        assert row.distance["toy/clip"] == pytest.approx(expected, abs=2e-6)
+
+
+def test_weights_are_no_text_for_attention_and_movement(toy):
+    plain, weighted = "A red ring. A blue star.", "A (red:1.3) ring. A [blue] star."
+    for look in (attention, movement):
+        assert look(toy, weighted, TOYS, weighting=True) == look(toy, plain, TOYS) != look(toy, weighted, TOYS)
 
 
 def test_reading_uses_the_models_that_draw(toy):

@@ -245,20 +245,54 @@ def test_the_budget_is_an_option_and_nothing_is_drawn_beyond_it(small, monkeypat
         launch.open_app(launch.AppConfig(budget=0))
 
 
-def test_a_visitor_cannot_fill_the_queue_and_others_come_in_between(small):
+@pytest.fixture
+def busy(small):
+    """(page, address) of a demo that draws for a visitor who does not wait for it, and at the end draws no more."""
     page, url = small
-    one, other, third = Visitor(url, "203.0.113.1"), Visitor(url, "203.0.113.2"), Visitor(url, "2001:db8::1")
-    one.call("generate", drawing(steps=100)).raise_for_status()
+    Visitor(url, "203.0.113.99").call("generate", drawing(steps=100)).raise_for_status()
     wait_until(lambda: page.app.iterators)
+    yield page, url
+    for session in list(page._queue.pending_messages_per_session):
+        page._queue.forget(session)
+    settle(page)
+
+
+def test_a_visitor_cannot_fill_the_queue_and_others_come_in_between(busy):
+    page, url = busy
+    one, other, third = Visitor(url, "203.0.113.1"), Visitor(url, "203.0.113.2"), Visitor(url, "2001:db8::1")
     statuses = [one.abandon("generate", drawing()) for _ in range(5)]
     assert statuses == [200] * 4 + [429]
     refused = one.call("generate", drawing())
     assert "4 waiting requests, and the 4 places left" in refused.json()["detail"]
     assert [other.abandon("generate", drawing()) for _ in range(3)] == [200, 200, 429]
     assert third.abandon("generate", drawing()) == 200
-    waiting_names = [visitor(event.request.client) for event in page._queue._waiting()]
+    waiting_names = [visitor(event.request.client) for event in page._queue._line("device")]
     a, b, c = "203.0.113.1", "203.0.113.2", "2001:db8::"
     assert waiting_names == [a, b, c, a, b, a, a]
+
+
+def test_a_visitor_with_many_tabs_has_one_share(busy):
+    """Of drawings and analyses together, as the page's tabs ask for them: each with a session and a connection."""
+    _, url = busy
+    named = Visitor(url).number
+    functions = {named("generate"): drawing(), named("attention"): [LONG, None]}
+    tabs = [(tab, *item) for tab, item in enumerate(list(functions.items()) * 3)]
+    answers = [Visitor(url, "203.0.113.1").join(number, data, f"tab {tab}") for tab, number, data in tabs]
+    assert [answer.status_code for answer in answers] == [200] * 4 + [429] * 2
+
+
+def test_tokens_and_settings_are_answered_while_the_queue_is_full(busy):
+    page, url = busy
+    visitors = [Visitor(url, f"203.0.113.{number}") for number in range(8)]
+    assert [each.abandon("generate", drawing()) for each in visitors] == [200] * 8
+    newcomer = Visitor(url, "203.0.113.50")
+    refused = newcomer.call("generate", drawing())
+    assert refused.status_code == 503 and "full" in refused.json()["detail"]
+    for each in (visitors[0], newcomer):  # who waits for a drawing, and who may not
+        assert each.ask("tokens", [LONG, False])[0]["count"] == 93
+        with pytest.raises(RuntimeError, match="cannot be read as a PNG"):
+            each.ask("settings", [""])
+    assert len(page._queue._line("device")) == 8
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,16 @@ from debias_diffusion.app.demo import device, launch, markup
 from debias_diffusion.app.demo.analysis import Movement, PromptTokens, Token, attention, movement, tokens
 from debias_diffusion.app.demo.live_generation import Drawn, Step, draw
 from debias_diffusion.app.demo.models import DemoModels
+from debias_diffusion.app.demo.prompt_reading import PromptChunk, PromptReading
 from debias_diffusion.app.demo.request import Request
 from debias_diffusion.app.demo.restore import request_of_png
-from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, random_scene
+from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, mark, random_scene
 from debias_diffusion.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICK = {"encoders": ["toy/clip"], "steps": 2}
-LENGTHY = {"steps": 100}  # by three encoders: 300 steps
+LENGTHY = {"steps": 100}  # by five encoders: 500 steps
 SPACE = Path(__file__).parents[1] / "app" / "space"
 HOSTILE = "<img src=x onerror=\"alert('a')\">${alert(1)}{{x}}"
 
@@ -150,6 +151,9 @@ def test_tokens_are_counted(visitor, models):
     found = visitor.ask("tokens", [LONG, False])[0]
     assert found["count"] == len(found["tokens"]) == tokens(models, LONG).count
     assert [Token(**token) for token in found["tokens"]] == list(tokens(models, LONG).tokens)
+    assert found["readings"]["toy/clip"] == {"tokens": 93, "read": 75, "chunks": [{"first": 0, "new": 0, "end": 75}]}
+    cut = visitor.ask("tokens", [LONG, False, ["toy/debias-clip"], "cut"])[0]
+    assert list(cut["readings"]) == ["toy/debias-clip"] and cut["tokens"][80]["read_by"] == "none"
     assert visitor.ask("tokens", ["", False])[0]["count"] == 0
 
 
@@ -158,8 +162,67 @@ def test_what_is_read_is_told(visitor, models):
     expected = attention(models, LONG, ["toy/clip", "toy/debias-clip"])
     assert found["attention"] == expected
     assert [Movement(**row) for row in found["movement"]] == movement(models, LONG, ["toy/clip", "toy/debias-clip"])
+    chunks = visitor.ask("attention", [LONG, ["toy/clip"], False, "chunks"])[0]
+    assert chunks["attention"] == attention(models, LONG, ["toy/clip"], long_prompts="chunks") != expected
     single = visitor.ask("attention", ["A red ring.", None])[0]
     assert single["movement"] == [] and list(single["attention"]) == models.labels
+
+
+def test_a_dropped_png_brings_its_marks_back(visitor, models):
+    functions = visitor.http.get("config").json()["dependencies"]
+    restore = next(each for each in functions if each["api_name"] == "_restore")
+    request = replace(models.defaults, prompt=LONG, encoders=("toy/clip",), steps=1, scene=3)
+    (drawn,) = [item for item in draw(models, request, lambda: False) if isinstance(item, Drawn)]
+    event = {"png": base64.b64encode(drawn.png).decode()}
+    body = {"data": [], "fn_index": restore["id"], "session_hash": "dropped", "event_data": event}
+    shown = str(visitor.http.post("gradio_api/run/_restore", json=body).json()["data"])
+    marks = mark(random_scene(3), drawn.image)
+    right = sum(item.correct for item in marks.objects)
+    assert "All settings are restored." in shown and f"<b>{right} of {len(marks.objects)}</b> right" in shown
+    assert shown.count("data:image/png") == 2 and "Reference image" in shown  # beside what was asked for
+
+
+# ---- each image is sent once
+
+
+def stream(visitor: Visitor, function: int, data: list, session: str) -> str:
+    """All that a page gets until its request is answered."""
+    visitor.join(function, data, session).raise_for_status()
+    with visitor.http.stream("GET", "gradio_api/queue/data", params={"session_hash": session}) as stream:
+        return "\n".join(stream.iter_lines())
+
+
+def test_the_page_gets_each_image_once(demo, models):
+    page, url = demo
+    visitor = Visitor(url)
+    functions = visitor.http.get("config").json()["dependencies"]
+    (button,) = [block._id for block in page.blocks.values() if getattr(block, "value", None) == "Example 1"]
+    example = next(each for each in functions if [button, "click"] in each["targets"])
+    body = {"data": [], "fn_index": example["id"], "session_hash": "once"}
+    scene = visitor.http.post(f"gradio_api/run/{example['api_name']}", json=body).text
+    assert scene.count("data:image/png") == 1  # the reference image
+    encoders, images = ["toy/clip", "toy/debias-clip"], 2
+    values = replace(models.defaults, prompt=LONG, steps=1, images=images)
+    drawing = next(each for each in functions if each["api_name"] == "_draw")
+    names = ("negative_prompt", "seed", "steps", "guidance_scale", "height", "width", "images", "scheduler")
+    settings = [getattr(values, name) for name in (*names, "long_prompts", "weighting")]
+    settings[1] = str(settings[1])
+    sent = stream(visitor, drawing["id"], [None, None, LONG, encoders, *settings], "once")
+    expected = alone(models, encoders=encoders, steps=1, images=images, scene=3)
+    assert "Done: seed 0, 1 steps." in sent and len(expected) == 4
+    # The reference image is on the page already.
+    assert sent.count("data:image/png") == len(expected)
+    assert [sent.count(base64.b64encode(png).decode()) for png in expected] == [1] * len(expected)
+    # Another prompt takes the reference image away.
+    sent = stream(visitor, drawing["id"], [None, None, "A red ring.", encoders, *settings], "once")
+    assert sent.count("data:image/png") == 4
+
+
+def test_a_program_gets_each_image_once(visitor, models):
+    event = visitor.call("generate", drawing(**QUICK)).json()["event_id"]
+    sent = visitor.http.get(f"gradio_api/call/generate/{event}").text
+    (png,) = alone(models)
+    assert sent.count(base64.b64encode(png).decode()) == 1 and "event: generating" in sent
 
 
 # ---- the queue
@@ -428,7 +491,7 @@ def test_a_password_and_a_full_queue(files, monkeypatch, models):
         ({"host": "no such host"}, "no such host"),
         ({"host": "192.0.2.1"}, "192.0.2.1"),
         ({"encoders": ["toy/none"]}, "toy/none"),
-        ({"encoders": ["toy/clip"] * 5}, "at most 4|twice"),
+        ({"encoders": ["toy/clip"] * 6}, "at most 5|twice"),
     ],
 )
 def test_settings_that_cannot_be_used(settings, message):
@@ -462,12 +525,14 @@ def shown() -> dict[str, str]:
     picture = Drawn(HOSTILE, 1, 0, Image.new("RGB", (8, 8)), b"png", HOSTILE)
     word = {"word": HOSTILE, "position": 1, "tokens": 1, "before_softmax": 0.0, "after_softmax": 0.5}
     end = {"before_softmax": 0.0, "after_softmax": 0.1}
-    looked = {"window": 77, "tokens": 3, "sot": end, "eot": end, "words": [word]}
+    chunk = {"first": 0, "new": 0, "end": 1, "sot": end, "eot": end, "words": [word]}
+    looked = {"tokens": 3, "read": 1, "chunks": [chunk]}
+    reading = PromptReading(1, 1, (PromptChunk(0, 0, 1),))
     request = Request(prompt=HOSTILE, encoders=(HOSTILE,))
     return {
         "message": markup.message(HOSTILE),
         "note": markup.note(HOSTILE),
-        "tokens": markup.token_list(PromptTokens((Token(HOSTILE, 1, "further"),), 75, 246, 1)),
+        "tokens": markup.token_list(PromptTokens((Token(HOSTILE, 1, "none"),), 1, {HOSTILE: reading})),
         "progress": markup.progress(Step(HOSTILE, 1, 1, 2, 0.5), request),
         "original": markup.original(scene, b"png"),
         "drawn": markup.drawn(picture, Marks((ObjectMark(HOSTILE, True, HOSTILE),), (HOSTILE,), HOSTILE)),
@@ -505,12 +570,38 @@ def test_marks_are_said_in_words_and_signs():
     assert "right" not in Parsed(markup.drawn(picture)).text
 
 
-def test_tokens_are_shown_by_sentence_and_window():
-    its = PromptTokens((Token("a ", 1, "original"), Token("b", 1, "long"), Token("c", 2, "further")), 75, 246, 2)
-    html = markup.token_list(its)
+def test_tokens_are_shown_by_sentence_and_reader():
+    some = PromptReading(3, 2, (PromptChunk(0, 0, 1), PromptChunk(0, 1, 2)))
+    readings = {"clip": PromptReading(3, 1, (PromptChunk(0, 0, 1),)), "long": some, "longer": some}
+    prompt = PromptTokens((Token("a ", 1, "all"), Token("b", 1, "some"), Token("c", 2, "none")), 2, readings)
+    html = markup.token_list(prompt)
     assert "<strong>3 tokens</strong> in 2 sentences" in html
-    assert '<li value="1"><span class="token original">a </span><span class="token long">b</span></li>' in html
-    assert '<li value="2"><span class="token further">c</span></li>' in html
+    assert '<li value="1"><span class="token all">a </span><span class="token some chunk">b</span></li>' in html
+    assert '<li value="2"><span class="token none">c</span></li>' in html
+    text = Parsed(html).text
+    assert "1 read by every encoder1 read by some encoders only1 read by no encoder" in text
+    assert "clip: reads the first 1 of 3 tokens" in text
+    assert "long, longer: reads the first 2 of 3 tokens: 1 to 1, 1 to 2" in text
+    assert "next chunk" in text
+    whole = replace(prompt, readings={"clip": PromptReading(3, 3, (PromptChunk(0, 0, 3),))})
+    assert "next chunk" not in markup.token_list(whole)
+    assert "clip: reads all 3 tokens at once" in Parsed(markup.token_list(whole)).text
+
+
+def test_words_are_shown_by_chunk():
+    end = {"before_softmax": 0.0, "after_softmax": 0.1}
+    words = [{"word": word, "position": place, "after_softmax": 0.2} for place, word in enumerate("abc", 1)]
+    chunks = [
+        {"first": 0, "new": 0, "end": 2, "sot": end, "eot": end, "words": words[:2]},
+        {"first": 1, "new": 2, "end": 3, "sot": end, "eot": end, "words": words[1:]},
+    ]
+    html = markup.attention({"clip": {"tokens": 3, "read": 3, "chunks": chunks}})
+    text = Parsed(html).text
+    assert "reads all 3 tokens in 2 chunks." in text
+    assert "Chunk 2, tokens 2 to 3. Grey words, up to token 2, are read again for their context." in text
+    assert html.count('<li class="again"') == 1 and html.count("<tr><td>b</td>") == 1
+    alone = Parsed(markup.attention({"clip": {"tokens": 9, "read": 2, "chunks": chunks[:1]}})).text
+    assert "reads the first 2 of 9 tokens." in alone and "Chunk" not in alone
 
 
 def test_progress_says_which_encoder_and_step():

@@ -13,7 +13,8 @@ from debias_diffusion.tokens import clean
 
 from ..generate.prompts import MAX_SEED, check_prompt, check_text, cleaned, parse_seed
 from .models import DemoModels
-from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, LongPrompts, Request
+from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_SCENES, MOST_STEPS, LongPrompts, Request
+from .toy_scenes import random_scene
 
 MOST_BRACKETS = 20  # nested: 1.1 to this power is a weight of 7
 # All control characters but tab and line ends.
@@ -44,8 +45,9 @@ def check(request: Request, models: DemoModels) -> Request:
         # The name of earlier releases.
         warnings.warn('long_prompts="windows" is now "chunks"; the old name goes', FutureWarning, stacklevel=2)
         request = replace(request, long_prompts="chunks")
-    for name, allowed in (("scheduler", models.schedulers), ("long_prompts", get_args(LongPrompts))):
-        _check_one_of(name, getattr(request, name), allowed)
+    _check_scene(request, models)
+    _check_one_of("scheduler", request.scheduler, models.schedulers)
+    check_long_prompts(request.long_prompts)
     if not isinstance(request.weighting, bool):
         raise UserError(f"weighting must be true or false, got {shown(request.weighting)}.")
     numbers = {
@@ -56,6 +58,15 @@ def check(request: Request, models: DemoModels) -> Request:
     numbers["seed"] = _seed(request.seed, numbers["images"])
     numbers["height"], numbers["width"] = _size(request.height, request.width, models)
     return replace(request, encoders=check_labels(request.encoders, models), **numbers)
+
+
+def _check_scene(request: Request, models: DemoModels) -> None:
+    """Raises UserError unless the prompt is the caption of the request's scene, if it has one."""
+    if request.scene is None:
+        return
+    number = whole_number("scene", request.scene, 0, MOST_SCENES - 1)
+    if not models.is_toy or random_scene(number).caption != request.prompt:
+        raise UserError(f"The prompt is not the caption of scene {number} of the toy world. Leave the scene out.")
 
 
 def check_is_text(name: str, text: Any) -> None:
@@ -150,6 +161,11 @@ def _size(height: Any, width: Any, models: DemoModels) -> tuple[int, int]:
             f"model's native {models.size[0]} x {models.size[1]}. Make the height or the width smaller."
         )
     return int(height), int(width)
+
+
+def check_long_prompts(value: Any) -> None:
+    """Raises UserError unless `value` is a way to read long prompts."""
+    _check_one_of("long_prompts", value, get_args(LongPrompts))
 
 
 def check_labels(value: Any, models: DemoModels) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ def add_endpoints(device: Device) -> None:
         scheduler: str | None = None,
         weighting: bool = False,
         long_prompts: LongPrompts = "auto",
+        scene: int | None = None,
     ) -> list[dict]:
         """Generates images of a prompt with each encoder. Each image is a dict: label, seed, read (what the encoder
         read, in words) and png, the file in base64 with its settings inside. None stands for the page's default.
@@ -64,7 +65,8 @@ def add_endpoints(device: Device) -> None:
             images: images by each encoder, with this seed, the next one, and so on
             scheduler: one of those on the page
             weighting: read (word:1.3), [word] and BREAK in prompts as weights
-            long_prompts: auto, chunks or cut
+            long_prompts: auto, chunks, separate or cut
+            scene: number of the toy world's scene that has this caption, kept in the PNG to mark the image again
         """
         settings = {
             "encoders": tuple(encoders) if isinstance(encoders, list) else encoders,
@@ -82,6 +84,7 @@ def add_endpoints(device: Device) -> None:
             images=images,
             weighting=weighting,
             long_prompts=long_prompts,
+            scene=scene,
             **{name: value for name, value in settings.items() if value is not None},
         )
         pictures = []
@@ -98,32 +101,48 @@ def add_endpoints(device: Device) -> None:
             drawing.close()
         yield pictures
 
-    def count(prompt: str, weighting: bool = False) -> dict:
-        """Counts a prompt's tokens with the encoders' tokenizer. Gives count, sentences, original (tokens that every
-        encoder reads), long (tokens within the longest context length), and each token's text, sentence and window
-        (original, long or further).
+    def count(
+        prompt: str,
+        weighting: bool = False,
+        encoders: list[str] | None = None,
+        long_prompts: LongPrompts = "auto",
+    ) -> dict:
+        """Counts a prompt's tokens with the encoders' tokenizer. Gives count, sentences, each token's text, sentence
+        and read_by (whether all, some or none of the encoders read it), and readings: by encoder tokens, read (how many
+        of them it reads) and chunks, each with first, new and end, as token numbers from 0: it is read from first to
+        end, and what stands before new was read with the chunk before.
 
         Parameters:
             prompt: any text
             weighting: read (word:1.3), [word] and BREAK as weights
+            encoders: labels of the encoders, all if None
+            long_prompts: how they read long prompts, as for /generate
         """
         with _shown_errors():
-            prompt_tokens = tokens(models, prompt, weighting)
+            prompt_tokens = tokens(models, prompt, weighting, encoders, long_prompts)
             return {"count": prompt_tokens.count} | asdict(prompt_tokens)
 
-    def look(prompt: str, encoders: list[str] | None = None) -> dict:
-        """What each encoder reads of a prompt. attention: by encoder, how much EOT attends to each word in the last
-        layer; movement: by edit of the prompt, 1 - cosine of each encoder's embedding before and after.
+    def look(
+        prompt: str,
+        encoders: list[str] | None = None,
+        weighting: bool = False,
+        long_prompts: LongPrompts = "auto",
+    ) -> dict:
+        """What each encoder reads of a prompt. attention: by encoder and chunk, how much EOT attends to each word in
+        the last layer; movement: by edit of the prompt, 1 - cosine of each encoder's embedding before and after.
 
         Parameters:
             prompt: any text
             encoders: labels of the encoders, all if None
+            weighting: read (word:1.3), [word] and BREAK as weights
+            long_prompts: how they read long prompts, as for /generate
         """
         labels = models.labels if encoders is None else encoders
         with _shown_errors(), device.alone():
-            shares = attention(models, prompt, labels)
+            shares = attention(models, prompt, labels, weighting, long_prompts)
             try:
-                movements = [asdict(row) for row in movement(models, prompt, labels)]
+                rows = movement(models, prompt, labels, weighting, long_prompts)
+                movements = [asdict(row) for row in rows]
             except UserError:  # a single sentence has nothing to remove
                 movements = []
             return {"attention": shares, "movement": movements}

@@ -25,7 +25,7 @@ _PROMPTS = {
         "and casts a long shadow."
     ),
 }
-_SCENES = (3, 5, 8)
+_SCENES = (3, 5, 14)  # the encoders differ on the last one as on average: benchmarks/demo_prompt.py
 
 
 def examples(models: DemoModels) -> dict[str, str | int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 from gradio import queueing
-from gradio.server_messages import HeartbeatMessage
+from gradio.server_messages import HeartbeatMessage, ProcessGeneratingMessage
 from gradio.utils import run_coro_in_background
 from starlette.exceptions import HTTPException
 
@@ -111,12 +111,20 @@ class Queue(queueing.Queue):
     drawing ends with the current step, and its answers are freed. If all unread answers exceed `MOST_UNREAD` bytes, the
     session that has not read for longest is dropped at once.
 
-    A visitor may take at most as many places as remain free, so there is always one for others. Requests are answered
-    in turn: the first of every visitor before the second of any.
+    Functions that share a `concurrency_id` share a line of `places` requests; every other function has a line of its
+    own, so that tokens are counted while the line of those who draw is full.
+
+    A visitor may take at most as many places of a line as remain free, so there is always one for others. Requests are
+    answered in turn: the first of every visitor before the second of any.
+
+    Attributes:
+        places: of each line; None for any number.
     """
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
+        # gradio itself would count the requests of all lines.
+        self.places, self.max_size = self.max_size, None
         self.pending_messages_per_session = _Mailboxes()
         self.ANALYTICS_MAX_EVENTS = 100  # gradio builds a table of them after every request
 
@@ -141,6 +149,9 @@ class Queue(queueing.Queue):
         return _WholeAnswer(answer, events, self.event_ids_to_events)
 
     def send_message(self, event, event_message) -> None:
+        is_part = isinstance(event_message, ProcessGeneratingMessage) and event.fn.api_visibility == "public"
+        if is_part and any(event_message.output["data"]):
+            return  # a program gets the whole answer at its end, and would get its images twice
         super().send_message(event, event_message)
         self._make_room(event.session_hash)
 
@@ -149,20 +160,27 @@ class Queue(queueing.Queue):
             raise HTTPException(400, f"There is no function {body.fn_index!r}. /gradio_api/info lists them.")
         if len(body.session_hash or "") > MOST_NAME:
             raise HTTPException(400, f"A session's name may have at most {MOST_NAME} characters.")
-        waiting = sum(visitor(event.request.client) == name for event in self._waiting())
-        if self.max_size is not None and 0 < self.max_size - len(self) <= waiting:
+        line = self._line(self.blocks.fns[body.fn_index].concurrency_id)
+        if self.places is None:
+            return
+        if len(line) >= self.places:
+            raise HTTPException(503, f"Queue is full: {len(line):,} requests wait. Send this again in a while.")
+        waiting, free = sum(visitor(event.request.client) == name for event in line), self.places - len(line)
+        if free <= waiting:
             raise HTTPException(
                 429,
-                f"You have {waiting:,} waiting requests, and the {self.max_size - len(self):,} places left are for "
-                "others. Send this again when some of yours are answered.",
+                f"You have {waiting:,} waiting requests, and the {free:,} places left are for others. Send this again "
+                "when some of yours are answered.",
             )
 
-    def _waiting(self) -> list[queueing.Event]:
-        return [event for line in self.event_queue_per_concurrency_id.values() for event in line.queue]
+    def _line(self, concurrency_id: str) -> list[queueing.Event]:
+        """The requests that wait for functions of a `concurrency_id`."""
+        line = self.event_queue_per_concurrency_id.get(concurrency_id)
+        return [] if line is None else line.queue
 
     def _take_turns(self, event: queueing.Event) -> None:
         """Moves the last request ahead of requests whose visitors have more waiting before them."""
-        line = self.event_queue_per_concurrency_id[event.concurrency_id].queue
+        line = self._line(event.concurrency_id)
         if event not in line:
             return
         line.remove(event)
@@ -197,7 +215,7 @@ class Queue(queueing.Queue):
             if event is None:
                 continue
             event.alive = False  # its drawing ends with the current step
-            line = self.event_queue_per_concurrency_id[event.concurrency_id].queue
+            line = self._line(event.concurrency_id)
             if event in line:
                 line.remove(event)
                 del self.event_ids_to_events[event_id]

@@ -4,6 +4,7 @@ import ipaddress
 import re
 import sys
 from html import escape
+from inspect import signature
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -311,6 +312,7 @@ class Blocks(gr.Blocks):
         # gradio would fetch the file, from any address, and write it to the disk.
         if _names_file(inputs):
             raise gr.Error("Files are not accepted.", print_exception=False)
+        inputs = _with_defaults(block_fn, inputs)
         try:
             return await super().preprocess_data(block_fn, inputs, state, *more, **named)
         except Exception as error:
@@ -331,6 +333,14 @@ def _names_file(value: Any) -> bool:
     if isinstance(value, dict):
         return {"path", "meta"} <= set(value) or any(map(_names_file, value.values()))
     return isinstance(value, list | tuple) and any(map(_names_file, value))
+
+
+def _with_defaults(function: Any, values: Any) -> Any:
+    """The values of a call, with the defaults of the last parameters of an endpoint, which a program may leave out."""
+    if function.api_visibility != "public" or not isinstance(values, list):
+        return values
+    left = list(signature(function.fn).parameters.values())[len(values) :]
+    return values if any(each.default is each.empty for each in left) else [*values, *(each.default for each in left)]
 
 
 def _forget(state) -> None:

@@ -15,6 +15,7 @@ from .options import AppConfig
 
 MOST_WAITING = 100  # requests in the queue
 PASSWORD = "DEBIAS_DIFFUSION_PASSWORD"  # environment variable
+OPEN = "Anyone who can reach this machine can use the demo."
 _MOST_PASSWORD = 1000  # characters
 _PORTS = 100  # tried in turn
 
@@ -49,7 +50,8 @@ def open_app(config: AppConfig):
     from . import page
     from .guard import Server
 
-    blocks = page.build(models, MOST_WAITING, config.budget)
+    notice = f"{OPEN} It has no password." if _is_open(host, password) else ""
+    blocks = page.build(models, MOST_WAITING, config.budget, notice)
     try:
         _, url, _ = blocks.launch(
             server_name=f"[{host}]" if ":" in host else host,
@@ -89,8 +91,8 @@ def _check(config: AppConfig) -> tuple[str, str | None]:
     host = config.host[1:-1] if config.host.startswith("[") and config.host.endswith("]") else config.host
     if not host:
         raise UserError("The host is empty. Give 127.0.0.1 for this machine only, or 0.0.0.0 to let others in.")
-    if password is None and not _is_local(host):
-        _warn("Anyone who can reach this machine can use the demo. Give --user and a password to restrict access.")
+    if _is_open(host, password):
+        _warn(f"{OPEN} Give --user and a password to restrict access.")
     if config.password and any(config.password in argument for argument in sys.argv):
         _warn(
             f"Other users of this machine can read the password in the process list. Use --password-file or {PASSWORD}."
@@ -133,6 +135,11 @@ def _addresses(host: str) -> list[tuple[int, str]]:
 def _is_local(host: str) -> bool:
     """Whether only this machine can reach a server on this host."""
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for _, address in _addresses(host))
+
+
+def _is_open(host: str, password: str | None) -> bool:
+    """Whether others can use the demo without a password."""
+    return password is None and not _is_local(host)
 
 
 def _free_port(host: str, first: int) -> int:

@@ -24,8 +24,9 @@ from debias_diffusion.pipelines.rendering import (
 
 from ..generate.png_settings import png_info, settings_text
 from ..generate.prompts import cleaned
-from .checks import check, unweighted
+from .checks import check
 from .models import DemoModels
+from .prompt_reading import prompt_reading, tokenize_prompt
 from .request import SHARED_SETTINGS, Request
 
 
@@ -202,18 +203,9 @@ def _encode(models: DemoModels, request: Request, label: str) -> _Encoded:
     sampling = Sampling(request.steps, request.guidance_scale, request.height, request.width)
     layout = read_layout(pipe, prompt, sampling)
     embeddings = encode(pipe, [prompt], sampling)
-    return _Encoded(pipe, sampling, embeddings, layout, _read(models, request, label, layout))
-
-
-def _read(models: DemoModels, request: Request, label: str, layout: PromptLayout) -> str:
-    """How much of the prompt the first encoder reads."""
-    encoder, text = models.encoders[label], unweighted(request.prompt, request.weighting)
-    total = len(encoder.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    room = min(encoder.context_length, models.stock_context) - 2
-    if total > room and models.cuts(label, request.long_prompts):
-        return f"reads the first {room:,} of {total:,} tokens"
-    chunks = layout.windows[0]
-    return f"reads all {total:,} tokens" + (f" in {chunks} chunks" if chunks > 1 else " at once")
+    tokens = tokenize_prompt(request.prompt, models.encoders[label].tokenizer, request.weighting)
+    read = prompt_reading(models, label, tokens, request.long_prompts).in_words()
+    return _Encoded(pipe, sampling, embeddings, layout, read)
 
 
 def _draw_one(
@@ -246,19 +238,24 @@ def settings_of(models: DemoModels, request: Request, label: str, picture: int, 
         picture: number of the image among those of the encoder, from 1.
         layout: how the prompt was encoded.
     """
-    return {name: getattr(request, name) for name in SHARED_SETTINGS} | {
-        "negative_prompt": request.negative_prompt or None,
-        "prompt_2": None,
-        "seed": request.seed + picture - 1,
-        "picture": picture,
-        "base": models.base,
-        "encoder": label,
-        "encoders": list(request.encoders),
-        "encoder_2": None,
-        "overlap": True,
-        **runtime_settings(models.device, models.dtype),
-        **layout._asdict(),
-    }
+    scene = {} if request.scene is None else {"scene": request.scene}
+    return (
+        {name: getattr(request, name) for name in SHARED_SETTINGS}
+        | scene
+        | {
+            "negative_prompt": request.negative_prompt or None,
+            "prompt_2": None,
+            "seed": request.seed + picture - 1,
+            "picture": picture,
+            "base": models.base,
+            "encoder": label,
+            "encoders": list(request.encoders),
+            "encoder_2": None,
+            "overlap": models.how_read(label, request.long_prompts) != "separate",
+            **runtime_settings(models.device, models.dtype),
+            **layout._asdict(),
+        }
+    )
 
 
 def as_png(image: Image.Image, settings: dict, scheduler: str) -> bytes:

@@ -9,15 +9,12 @@ from math import sqrt
 
 from .analysis import Movement, PromptTokens
 from .live_generation import Drawn, Step
+from .prompt_reading import PromptReading
 from .request import Request
 from .toy_scenes import Marks, ObjectMark, ToyScene
 
 # Also told apart by words and underlines, for people who cannot distinguish the colours.
-READERS = {
-    "original": "read by every encoder",
-    "long": "read by long encoders only",
-    "further": "beyond every context length: in a further chunk",
-}
+READ_BY = {"all": "read by every encoder", "some": "read by some encoders only", "none": "read by no encoder"}
 
 
 def message(text: str) -> str:
@@ -38,33 +35,51 @@ def _number(count: int, thing: str) -> str:
 
 
 def token_list(prompt: PromptTokens) -> str:
-    """The tokens of a prompt, sentence by sentence, coloured by the encoders that read them."""
+    """The tokens of a prompt, sentence by sentence, coloured by who reads them, and how each encoder reads them."""
     if not prompt.count:
         return '<p class="hint">Type or paste a prompt to see its tokens, coloured by which encoders read them.</p>'
     parts = [
         f'<p role="status"><strong>{_number(prompt.count, "token")}</strong> in '
         f"{_number(prompt.sentences, 'sentence')}</p>",
         _legend(prompt),
+        _readings(prompt.readings),
         '<ol class="sentences">',
     ]
-    for sentence, tokens in groupby(prompt.tokens, key=lambda token: token.sentence):
-        spans = "".join(f'<span class="token {token.window}">{escape(token.text)}</span>' for token in tokens)
+    starts = {chunk.new for reading in prompt.readings.values() for chunk in reading.chunks[1:]}
+    for sentence, tokens in groupby(enumerate(prompt.tokens), key=lambda item: item[1].sentence):
+        spans = "".join(
+            f'<span class="token {token.read_by}{" chunk" if place in starts else ""}">{escape(token.text)}</span>'
+            for place, token in tokens
+        )
         parts.append(f'<li value="{sentence}">{spans}</li>')
     return "".join([*parts, "</ol>"])
 
 
 def _legend(prompt: PromptTokens) -> str:
-    counts = {reader: sum(token.window == reader for token in prompt.tokens) for reader in READERS}
-    ends = {
-        "original": f"the first {prompt.original}",
-        "long": f"up to {prompt.long}",
-        "further": f"past {prompt.long}",
-    }
-    items = [
-        f'<li><span class="token {reader}">{counts[reader]:,}</span> {words} <small>({ends[reader]})</small></li>'
-        for reader, words in READERS.items()
-    ]
+    counts = {kind: sum(token.read_by == kind for token in prompt.tokens) for kind in READ_BY}
+    items = [f'<li><span class="token {kind}">{counts[kind]:,}</span> {words}</li>' for kind, words in READ_BY.items()]
+    if any(len(reading.chunks) > 1 for reading in prompt.readings.values()):
+        items.append('<li><span class="token chunk">&nbsp;</span> an encoder\'s next chunk is used from here</li>')
     return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _readings(readings: dict[str, PromptReading]) -> str:
+    """How each encoder reads a prompt; those that read it alike in one line."""
+    alike: dict[PromptReading, list[str]] = {}
+    for label, reading in readings.items():
+        alike.setdefault(reading, []).append(label)
+    items = [
+        f"<li><b>{escape(', '.join(labels))}</b>: {reading.in_words()}{_places(reading)}</li>"
+        for reading, labels in alike.items()
+    ]
+    return f'<ul class="readings">{"".join(items)}</ul>'
+
+
+def _places(reading: PromptReading) -> str:
+    """The tokens that each chunk holds, from 1, where there are several."""
+    if len(reading.chunks) < 2:
+        return ""
+    return f": {', '.join(f'{chunk.first + 1:,} to {chunk.end:,}' for chunk in reading.chunks)}"
 
 
 # While drawing
@@ -104,11 +119,6 @@ def waiting(label: str) -> str:
     return f'<figure class="card waiting"><div class="blank"></div><figcaption>{_title(label)}</figcaption></figure>'
 
 
-def cards(figures: Sequence[str]) -> str:
-    """Cards side by side, as many as fit."""
-    return f'<div class="cards">{"".join(figures)}</div>'
-
-
 def _title(label: str, more: str = "") -> str:
     return f"<strong>{escape(label)}</strong>" + (f" <small>{escape(more)}</small>" if more else "")
 
@@ -120,7 +130,7 @@ def _card(label: str, png: bytes, file: str, text: str, kind: str, more: str = "
         f'<figure class="card {kind}"><button type="button" class="zoom" aria-label="Enlarge: {name}">'
         f'<img src="{source}" alt="Image: {name}"></button>'
         f"<figcaption>{_title(label, more)}{text}"
-        f'<a class="download" href="{source}" download="{escape(file)}" aria-label="Download PNG: {name}">'
+        f'<a class="download" href="#" download="{escape(file)}" aria-label="Download PNG: {name}">'
         "Download PNG</a></figcaption></figure>"
     )
 
@@ -157,32 +167,48 @@ def attention(shares: dict[str, dict]) -> str:
 
     The root keeps bars visible: a few words usually take most of the attention.
     """
-    most = max(word["after_softmax"] for share in shares.values() for word in share["words"]) or 1.0
+    words = [word for share in shares.values() for chunk in share["chunks"] for word in chunk["words"]]
+    most = max(word["after_softmax"] for word in words) or 1.0
     return "".join(_encoder_attention(label, share, most) for label, share in shares.items())
 
 
 def _encoder_attention(label: str, share: dict, most: float) -> str:
-    words = "".join(
-        f'<li style="--share:{sqrt(word["after_softmax"] / most):.3f}" title="{word["after_softmax"]:.2%}">'
-        f"<span>{escape(word['word'])}</span></li>"
-        for word in share["words"]
-    )
-    # Both counts include BOS and EOS, which nobody types.
-    length, tokens = share["window"] - 2, share["tokens"] - 2
-    read = f"reads all {tokens} tokens" if tokens <= length else f"reads the first {length} of {tokens} tokens"
-    strongest = sorted(share["words"], key=lambda word: -word["after_softmax"])[:5]
+    tokens, read, chunks = share["tokens"], share["read"], share["chunks"]
+    words = f"reads all {tokens:,} tokens" if read == tokens else f"reads the first {read:,} of {tokens:,} tokens"
+    words += f" in {len(chunks)} chunks" if len(chunks) > 1 else ""
+    parts = [_chunk_attention(number, chunk, share, most) for number, chunk in enumerate(chunks, 1)]
+    read_words = [word for chunk in chunks for word in chunk["words"] if word["position"] > chunk["new"]]
+    strongest = sorted(read_words, key=lambda word: -word["after_softmax"])[:5]
     table = "".join(
         f"<tr><td>{escape(word['word'])}</td><td>{word['position']}</td><td>{word['after_softmax']:.2%}</td></tr>"
         for word in strongest
     )
     return (
-        f'<section class="look"><h4>{escape(label)}</h4><p>{read}. The start token takes '
-        f"{share['sot']['after_softmax']:.1%} of the attention, the end token {share['eot']['after_softmax']:.1%}.</p>"
-        f'<ol class="words">{words}</ol><details><summary>Five words with the most attention</summary>'
+        f'<section class="look"><h4>{escape(label)}</h4><p>{words}.</p>{"".join(parts)}'
+        "<details><summary>Five words with the most attention</summary>"
         "<table><thead><tr>"
         '<th scope="col">word</th><th scope="col">position</th><th scope="col">share</th></tr></thead>'
         f"<tbody>{table}</tbody></table></details></section>"
     )
+
+
+def _chunk_attention(number: int, chunk: dict, share: dict, most: float) -> str:
+    title = f"Chunk {number}, tokens {chunk['first'] + 1:,} to {chunk['end']:,}. " if len(share["chunks"]) > 1 else ""
+    if chunk["first"] < chunk["new"]:
+        title += f"Grey words, up to token {chunk['new']:,}, are read again for their context. "
+    words = "".join(
+        f'<li{_again(word, chunk)} style="--share:{sqrt(word["after_softmax"] / most):.3f}" '
+        f'title="{word["after_softmax"]:.2%}"><span>{escape(word["word"])}</span></li>'
+        for word in chunk["words"]
+    )
+    return (
+        f"<p>{title}The start token takes {chunk['sot']['after_softmax']:.1%} of the attention, the end token "
+        f'{chunk["eot"]["after_softmax"]:.1%}.</p><ol class="words">{words}</ol>'
+    )
+
+
+def _again(word: dict, chunk: dict) -> str:
+    return ' class="again"' if word["position"] <= chunk["new"] else ""
 
 
 def movement(rows: Sequence[Movement]) -> str:

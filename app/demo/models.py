@@ -1,16 +1,18 @@
-"""The demo's models: one SDXL checkpoint, and up to four text encoders that take turns in it."""
+"""The demo's models: one SDXL checkpoint, and up to five text encoders that take turns in it."""
 
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from diffusers import SchedulerMixin
 from transformers import CLIPTokenizer
 
+from debias_diffusion.chunks import Tokens
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.common.encoders import labels
-from debias_diffusion.eval.common.settings import check_encoders
+from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP, check_encoders, split_reading
 from debias_diffusion.eval.pictures.drawing import ORIGINAL
 from debias_diffusion.eval.text_image.attention import Reader
 from debias_diffusion.interchange import load_text_encoder
@@ -33,7 +35,9 @@ from ..generate.png_settings import SAMPLERS
 from .request import LongPrompts, Request
 
 TOY = "toy/sdxl"
-MOST_ENCODERS = 4
+MOST_ENCODERS = 5
+HowRead = Literal["cut", "overlap", "separate"]
+_NAMED: dict[str, HowRead] = {OVERLAP: "overlap", CHUNKS: "separate"}  # by the prefix of an encoder's name
 _SCHEDULERS = {SAMPLERS[cls]: cls for cls in SCHEDULERS}  # by their names in a request
 
 
@@ -45,11 +49,13 @@ class Encoder:
         label: its name on the page.
         model: in evaluation mode, on the device of all models.
         tokenizer: the encoder's tokenizer.
+        how_read: how it reads long prompts, if its name says so; else the request decides.
     """
 
     label: str
     model: TextEncoder
     tokenizer: CLIPTokenizer
+    how_read: HowRead | None = None
 
     @property
     def context_length(self) -> int:
@@ -70,7 +76,7 @@ class Encoder:
 
 
 class DemoModels:
-    """One SDXL checkpoint on one device: its UNet, autoencoder and second text encoder serve up to four first encoders.
+    """One SDXL checkpoint on one device: its UNet, autoencoder and second text encoder serve up to five first encoders.
 
     Holds no state of a request. Drawing, attention and movement use the device, one at a time; tokens may be counted
     meanwhile.
@@ -78,7 +84,8 @@ class DemoModels:
     Args:
         base: SDXL checkpoint, see `find_checkpoint`.
         encoders: replacements of the first text encoder, each anything `load_text_encoder` takes, or "original" for
-            the checkpoint's own.
+            the checkpoint's own; "overlap:" or "chunks:" before a name is how it reads long prompts, as in
+            `evaluate generation`.
         device: device of all models.
         dtype: dtype of all models; `default_dtype(device)` if None.
 
@@ -100,7 +107,8 @@ class DemoModels:
         check_base(base)
         self.device, self.dtype = device, dtype or default_dtype(device)
         self.is_toy, self.size, (self.base,) = base == TOY, default_size(base), labels([find_checkpoint(base).weights])
-        loaded = {name: load_text_encoder(name) for name in encoders if name != ORIGINAL}
+        names = dict.fromkeys(split_reading(name)[1] for name in encoders)
+        loaded = {name: load_text_encoder(name) for name in names if name != ORIGINAL}
         pipe = load_sdxl(base, None, device, self.dtype)
         width = pipe.text_encoder.config.hidden_size
         for name, (model, _) in loaded.items():
@@ -108,15 +116,16 @@ class DemoModels:
         loaded[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
         self.encoders: dict[str, Encoder] = {}
         for name, label in zip(encoders, labels(encoders), strict=True):
+            prefix, name = split_reading(name)
             model, tokenizer = loaded[name]
-            self.encoders[label] = Encoder(label, model.to(device, self.dtype).eval(), tokenizer)
+            self.encoders[label] = Encoder(label, model.to(device, self.dtype).eval(), tokenizer, _NAMED.get(prefix))
         pipe.register_modules(text_encoder=None, tokenizer=None)  # an encoder that nobody asked for takes no memory
         self._shared = pipe
         native = _scheduler_name(pipe.scheduler)
         self.schedulers = [native, *(name for name in _SCHEDULERS if name != native)]
-        self.counter = deepcopy(next(iter(self.encoders.values())).tokenizer).backend_tokenizer
-        self.counter.no_truncation()
-        self.counter.no_padding()
+        self.counter = deepcopy(next(iter(self.encoders.values())).tokenizer)
+        self.counter.backend_tokenizer.no_truncation()
+        self.counter.backend_tokenizer.no_padding()
 
     @property
     def labels(self) -> list[str]:
@@ -146,19 +155,22 @@ class DemoModels:
             scheduler=self.schedulers[0],
         )
 
-    def cuts(self, label: str, long_prompts: LongPrompts) -> bool:
-        """Whether this encoder reads only the beginning of a long prompt, as in stock SDXL."""
+    def how_read(self, label: str, long_prompts: LongPrompts) -> HowRead:
+        """How this encoder reads a long prompt: cut as in stock SDXL, or in chunks that do or do not overlap."""
+        encoder = self.encoders[label]
+        if encoder.how_read is not None:
+            return encoder.how_read
         if long_prompts == "auto":
-            return self.encoders[label].context_length <= self.stock_context
-        return long_prompts == "cut"
+            return "cut" if encoder.context_length <= self.stock_context else "overlap"
+        return "overlap" if long_prompts == "chunks" else long_prompts
 
     def pipeline(self, label: str, request: Request) -> StableDiffusionXLLongPromptPipeline:
         """A pipeline for one request: the shared models with this encoder, and a new scheduler."""
-        encoder = self.encoders[label]
-        cls = _CutPipeline if self.cuts(label, request.long_prompts) else StableDiffusionXLLongPromptPipeline
+        encoder, how_read = self.encoders[label], self.how_read(label, request.long_prompts)
+        cls = _CutPipeline if how_read == "cut" else StableDiffusionXLLongPromptPipeline
         scheduler = self.make_scheduler(request.scheduler)
         pipe = replace_encoder(self._shared, encoder.model, encoder.tokenizer, cls, scheduler=scheduler)
-        return pipe.set_long_prompt(weighting=request.weighting)
+        return pipe.set_long_prompt(weighting=request.weighting, overlap=how_read != "separate")
 
     def restore(self) -> None:
         """Restores the autoencoder's dtype after a failure: diffusers decodes some images in single precision."""
@@ -177,12 +189,17 @@ class _CutPipeline(StableDiffusionXLLongPromptPipeline):
     """Cuts prompts to the shorter context length of the two encoders, as stock SDXL does; weights are read too."""
 
     def _tokens(self, texts, tokenizer):
-        room = min(encoder.config.max_position_embeddings for encoder in (self.text_encoder, self.text_encoder_2)) - 2
-        return [type(text)(*(column[:room] for column in text)) for text in super()._tokens(texts, tokenizer)]
+        length = min(encoder.config.max_position_embeddings for encoder in (self.text_encoder, self.text_encoder_2))
+        return [first_tokens(text, length) for text in super()._tokens(texts, tokenizer)]
+
+
+def first_tokens(tokens: Tokens, context_length: int) -> Tokens:
+    """The tokens of a text that fit a context length together with BOS and EOS."""
+    return Tokens(*(column[: context_length - 2] for column in tokens))
 
 
 def _check_names(names: Sequence[str]) -> None:
-    check_encoders(names)
+    check_encoders(names, of_images=True)
     if len(names) > MOST_ENCODERS:
         raise UserError(f"encoders={list(names)} are {len(names)} encoders. Name at most {MOST_ENCODERS}.")
 

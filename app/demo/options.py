@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from debias_diffusion.models.shipped import TWO_TOWERS
+from debias_diffusion.eval.options import TOYS
 
 from .request import BUDGET
 
@@ -14,8 +14,9 @@ class AppConfig:
 
     Attributes:
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
-        encoders: Text encoders to compare, up to four: folders written by `export`, any transformers CLIPTextModel
-            folder, toy/clip, toy/long-clip, toy/debias-clip, or original, the checkpoint's own.
+        encoders: Text encoders to compare, up to five: folders written by `export`, any transformers CLIPTextModel
+            folder, toy/clip, toy/long-clip, toy/debias-clip, or original, the checkpoint's own. overlap:NAME reads long
+            prompts in overlapping chunks, chunks:NAME in others, instead of cutting them.
         host: Address to listen on. The default is this machine only; 0.0.0.0 or :: lets others in.
         port: Port to listen on, or the next free one.
         user: User name for the login, with a password.
@@ -29,7 +30,7 @@ class AppConfig:
     """
 
     base: str = "toy/sdxl"
-    encoders: list[str] = field(default_factory=lambda: list(TWO_TOWERS))
+    encoders: list[str] = field(default_factory=lambda: list(TOYS))
     host: str = "127.0.0.1"
     port: int = 7860
     user: str | None = None

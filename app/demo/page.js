@@ -18,3 +18,22 @@ document.addEventListener("click", (event) => {
   document.body.append(dialog);
   dialog.showModal();
 });
+
+// A PNG that is dropped anywhere restores its settings; the browser would open it instead of the page.
+const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+document.addEventListener("dragover", (event) => hasFiles(event) && event.preventDefault());
+document.addEventListener("drop", (event) => {
+  const input = document.querySelector("#png");
+  if (!input || !hasFiles(event)) return;
+  event.preventDefault();
+  input.files = event.dataTransfer.files;
+  input.dispatchEvent(new Event("change", { bubbles: true }));
+});
+
+// A download takes the image that the page has already: in the link too, it would be sent twice.
+for (const kind of ["click", "contextmenu"]) {
+  document.addEventListener(kind, (event) => {
+    const link = event.target.closest?.(".card .download");
+    if (link) link.href = link.closest(".card").querySelector("img").src;
+  }, true);
+}

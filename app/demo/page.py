@@ -3,7 +3,7 @@
 import io
 import random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -19,17 +19,16 @@ from .device import Device
 from .endpoints import TURN, add_endpoints, decoded
 from .example_prompts import examples
 from .guard import INTERNAL_ERROR, Blocks
-from .live_generation import Step
+from .live_generation import Drawn, Step
 from .models import DemoModels
-from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request
-from .restore import request_of_png
+from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_SCENES, MOST_STEPS, LongPrompts, Request
+from .restore import image_of_png, request_of_png
 from .toy_scenes import ToyScene, mark, random_scene
 
 TITLE = "See what your encoder reads"
 _HERE = Path(__file__).parent
 STYLE = (_HERE / "style.css").read_text()
 SCRIPT = (_HERE / "page.js").read_text()
-MOST_SCENES = 2**31
 # Outside the queue: answered while something is drawn.
 BESIDE = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 # Counts tokens when typing pauses, not at every key: each change waits, and only the last one returns a new number.
@@ -41,7 +40,8 @@ _WHEN_TYPING_PAUSES = """async () => {
 }"""
 POLICIES = [
     ("Default: 77-token encoders cut the prompt, longer ones read on", "auto"),
-    ("Chunks: every encoder reads everything, in chunks if needed", "chunks"),
+    ("Overlapping chunks: every encoder reads everything, each chunk with the end of the text before it", "chunks"),
+    ("Separate chunks: every encoder reads everything, each chunk by itself", "separate"),
     ("Cut: every encoder stops at 77 tokens", "cut"),
 ]
 _STOPPED = "Stopped."
@@ -82,17 +82,18 @@ def theme() -> gr.themes.Base:
     )
 
 
-def build(models: DemoModels, most_waiting: int, budget: int) -> gr.Blocks:
+def build(models: DemoModels, most_waiting: int, budget: int, notice: str = "") -> gr.Blocks:
     """The page and its endpoints for these models.
 
     Args:
         models: the demo's models.
         most_waiting: requests in the queue; further ones are refused.
         budget: denoising steps of one request.
+        notice: what the status line says at first.
     """
     with Blocks(title=TITLE, analytics_enabled=False) as page:
         device = Device(models, budget)
-        _Page(device)
+        _Page(device, notice)
         add_endpoints(device)
     # api_open=True would let direct calls pass the queue.
     return page.queue(max_size=most_waiting, api_open=False)
@@ -101,9 +102,10 @@ def build(models: DemoModels, most_waiting: int, budget: int) -> gr.Blocks:
 class _Page:
     """The components of the page and their events."""
 
-    def __init__(self, device: Device):
-        self.models, self.device = device.models, device
+    def __init__(self, device: Device, notice: str):
+        self.models, self.device, self.notice = device.models, device, notice
         self.scene = gr.State(None)  # number of the scene that the prompt describes, or None
+        self.shown = gr.State(None)  # number of the scene whose reference image is on the page, or None
         self._head()
         with gr.Row(elem_classes="columns"):
             with gr.Column(scale=5, min_width=320):
@@ -140,9 +142,9 @@ class _Page:
         with gr.Row(elem_classes="run"):
             self.draw = gr.Button("Generate", variant="primary", scale=3, min_width=120, elem_id="draw")
             self.stop = gr.Button("Stop", variant="stop", interactive=False, scale=1, min_width=80, elem_id="stop")
-        self.status = _html("status")
+        self.status = _html("status", markup.note(self.notice) if self.notice else "")
         gr.Markdown("### Tokens", elem_classes="heading")
-        self.tokens = _html("tokens", self._count("", False))
+        self.tokens = _html("tokens", markup.token_list(tokens(self.models, "")))
         self.paused = gr.Textbox("", visible="hidden")  # changes whenever typing pauses
         with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
             self.settings = self._advanced(defaults)
@@ -163,16 +165,27 @@ class _Page:
                 parts[name] = gr.Number(getattr(defaults, name), label=f"{name.capitalize()} in pixels", precision=0)
         parts["images"] = gr.Slider(1, MOST_IMAGES, defaults.images, step=1, label="Images per encoder")
         parts["scheduler"] = gr.Dropdown(self.models.schedulers, value=defaults.scheduler, label="Scheduler")
-        parts["long_prompts"] = gr.Radio(POLICIES, value=defaults.long_prompts, label="Prompts of more than 77 tokens")
+        parts["long_prompts"] = gr.Radio(
+            POLICIES,
+            value=defaults.long_prompts,
+            label="Prompts of more than 77 tokens",
+            info="An encoder that is named after its chunks always reads in them.",
+        )
         parts["weighting"] = gr.Checkbox(defaults.weighting, label="Read weights: (word:1.3), [word], BREAK")
         return parts
 
     def _pictures(self) -> None:
         gr.Markdown("### Images", elem_classes="heading")
         hint = '<p class="hint">Choose an example or write a prompt, then press <b>Generate</b>.</p>'
-        # One row per seed, so that finished images are not sent again with every further one.
-        with gr.Column(elem_classes="rows"):
-            self.rows = [_html(f"row-{row}", hint if row == 0 else "") for row in range(MOST_IMAGES)]
+        self.hint = _html("hint", hint)
+        # A component for each card, so that finished images are not sent again with every further one.
+        self.cards: list[dict[str, gr.HTML]] = []  # by seed and label
+        for row in range(MOST_IMAGES):
+            with gr.Row(elem_classes="cards"):
+                if row == 0:
+                    self.original = _html("original")
+                cards = {label: _html(f"card-{row}-{place}") for place, label in enumerate(self.models.labels)}
+            self.cards.append(cards)
 
     def _reading(self) -> None:
         gr.Markdown(
@@ -190,17 +203,20 @@ class _Page:
 
     def _wire(self) -> None:
         weighting = self.settings["weighting"]
-        changes = [self.prompt.change, weighting.change]
+        policy = self.settings["long_prompts"]
+        reading = [self.prompt, weighting, self.encoders, policy]
+        changes = [component.change for component in reading]
         pauses = {"js": _WHEN_TYPING_PAUSES, "trigger_mode": "multiple", "api_visibility": "private"}
         gr.on(changes, None, None, self.paused, **pauses)
-        self.paused.change(self._count, [self.prompt, weighting], self.tokens, trigger_mode="always_last", **BESIDE)
+        self.paused.change(self._count, reading, self.tokens, trigger_mode="always_last", **BESIDE)
+        pictures = [self.shown, self.hint, self.original, *(card for row in self.cards for card in row.values())]
         start = [self.draw.click, self.prompt.submit]
         gr.on(start, lambda: gr.Button(interactive=True), None, self.stop, **BESIDE)
         drawing = gr.on(
             start,
             self._draw,
-            [self.scene, self.prompt, self.encoders, *self.settings.values()],
-            [self.status, *self.rows],
+            [self.scene, self.shown, self.prompt, self.encoders, *self.settings.values()],
+            [self.status, *pictures],
             show_progress="minimal",
             show_progress_on=self.status,
             api_visibility="private",
@@ -209,16 +225,16 @@ class _Page:
         drawing.then(self._ended, self.status, [self.status, self.stop], **BESIDE)
         stopped = self.stop.click(None, cancels=[drawing], api_visibility="private")
         stopped.then(lambda: markup.note(_STOPPED), None, self.status, **BESIDE)
-        scene = [self.prompt, self.scene, self.status, *self.rows]
+        scene = [self.prompt, self.scene, self.status, *pictures]
         self.new_scene.click(lambda: self._set_scene(random.randrange(MOST_SCENES)), None, scene, **BESIDE)
         for button, example in self.examples:
             button.click(lambda example=example: self._set_example(example), None, scene, **BESIDE)
         self.new_seed.click(lambda: str(random.randrange(2**32)), None, self.settings["seed"], **BESIDE)
-        everything = [self.scene, self.status, self.prompt, self.encoders, *self.settings.values()]
+        everything = [*scene, self.encoders, *self.settings.values()]
         self.restore.chosen(self._restore, None, everything, **BESIDE)
         self.look.click(
             self._look,
-            [self.prompt, self.encoders],
+            reading,
             [self.read, self.attention, self.movement],
             show_progress="minimal",
             show_progress_on=self.read,
@@ -226,20 +242,23 @@ class _Page:
             **TURN,
         )
 
-    def _count(self, prompt: str, weighting: bool) -> str:
+    def _count(self, prompt: str, weighting: bool, encoders: list[str] | None, long_prompts: LongPrompts) -> str:
         try:
-            return markup.token_list(tokens(self.models, prompt or "", weighting))
+            # Without any encoder, as all read it.
+            return markup.token_list(tokens(self.models, prompt or "", weighting, encoders or None, long_prompts))
         except UserError as error:
             return markup.message(str(error))
 
-    def _draw(self, number: int | None, prompt: str, encoders: list[str], *values: Any) -> Iterator[dict]:
+    def _draw(
+        self, number: int | None, shown: int | None, prompt: str, encoders: list[str], *values: Any
+    ) -> Iterator[dict]:
         named = dict(zip(self.settings, values, strict=True))
-        scene = None if number is None else random_scene(number)
+        if number is not None and random_scene(number).caption != prompt:
+            number = None
         try:
             # In the page's order, whatever order they were chosen in.
             chosen = tuple(label for label in self.models.labels if label in (encoders or ()))
-            request = Request(prompt=prompt, encoders=chosen, **named)
-            yield from self._drawn(request, scene if scene and scene.caption == prompt else None)
+            yield from self._drawn(Request(prompt=prompt, encoders=chosen, scene=number, **named), shown)
         except UserError as error:
             yield {self.status: markup.message(str(error))}
         except Exception:
@@ -251,45 +270,45 @@ class _Page:
         """The status after a drawing: the last step of a stopped one may arrive late."""
         return markup.note(_STOPPED) if "<progress" in (status or "") else gr.skip(), gr.Button(interactive=False)
 
-    def _drawn(self, request: Request, scene: ToyScene | None) -> Iterator[dict]:
-        figures: list[list[str]] = []
-        drawing = self.device.draw(request)
+    def _drawn(self, request: Request, shown: int | None) -> Iterator[dict]:
+        scene = None if request.scene is None else random_scene(request.scene)
+        started, drawing = False, self.device.draw(request)
         try:
             for item in drawing:
                 if isinstance(item, Step):
                     change = {self.status: markup.progress(item, request)}
-                    if not figures:
-                        figures = self._places(request, scene)
-                        change |= self._filled(figures)
+                    if not started:
+                        started, labels = True, list(request.encoders)
+                        change |= self._reference(request.scene, shown) | self._places(labels, int(request.images))
                     yield change
                 else:
-                    row = item.picture - 1
                     marks = mark(scene, item.image) if scene else None
-                    place = -len(request.encoders) + request.encoders.index(item.label)
-                    figures[row][place] = markup.drawn(item, marks)
-                    yield {self.rows[row]: markup.cards(figures[row])}
+                    yield {self.cards[item.picture - 1][item.label]: markup.drawn(item, marks)}
         finally:
             drawing.close()
         yield {self.status: markup.note(f"Done: seed {request.seed}, {request.steps} steps.")}
 
-    def _places(self, request: Request, scene: ToyScene | None) -> list[list[str]]:
-        """Rows of placeholders, after the scene's reference image if there is a scene."""
-        rows = [[markup.waiting(label) for label in request.encoders] for _ in range(int(request.images))]
-        if scene:
-            rows[0].insert(0, _original(scene))
-        return rows
+    def _reference(self, number: int | None, shown: int | None) -> dict:
+        """The reference image of the scene, or none, if the page shows another one."""
+        if number == shown:
+            return {}
+        return {self.shown: number, self.original: "" if number is None else _original(random_scene(number))}
 
-    def _filled(self, figures: list[list[str]]) -> dict:
-        rows = [markup.cards(row) for row in figures]
-        return dict(zip(self.rows, rows + [""] * (len(self.rows) - len(rows)), strict=True))
+    def _places(self, labels: Sequence[str], images: int) -> dict:
+        """A placeholder for each image, and nothing in the other places."""
+        return {self.hint: ""} | {
+            card: markup.waiting(label) if row < images and label in labels else ""
+            for row, cards in enumerate(self.cards)
+            for label, card in cards.items()
+        }
 
     def _set_scene(self, number: int) -> dict:
-        scene = random_scene(number)
         return {
-            self.prompt: scene.caption,
+            self.prompt: random_scene(number).caption,
             self.scene: number,
             self.status: "",
-            **self._filled([[_original(scene), *map(markup.waiting, self.models.labels)]]),
+            **self._reference(number, None),
+            **self._places(self.models.labels, 1),
         }
 
     def _set_example(self, example: str | int) -> dict:
@@ -301,25 +320,33 @@ class _Page:
         except (AttributeError, TypeError):  # not a request from the page
             png = None
         try:
-            request, notes = request_of_png(decoded(png), self.models)
+            file = decoded(png)
+            request, notes = request_of_png(file, self.models)
+            picture = image_of_png(file, request, self.models)
         except UserError as error:
             return {self.status: markup.message(str(error))}
         values = {field.name: getattr(request, field.name) for field in fields(request)}
         return {
-            self.scene: None,
+            **({} if picture is None else self._restored(picture, request.scene)),
+            self.scene: request.scene,
             self.status: markup.note(" ".join(["All settings are restored.", *notes])),
             self.prompt: values["prompt"],
             self.encoders: list(values["encoders"]),
             **{component: values[name] for name, component in self.settings.items()},
         }
 
-    def _look(self, prompt: str, encoders: list[str]) -> dict:
+    def _restored(self, picture: Drawn, number: int) -> dict:
+        """The image of a scene beside its reference image, marked again."""
+        card = markup.drawn(picture, mark(random_scene(number), picture.image))
+        return self._reference(number, None) | self._places([], 0) | {self.cards[0][picture.label]: card}
+
+    def _look(self, prompt: str, weighting: bool, encoders: list[str], long_prompts: LongPrompts) -> dict:
         try:
             with self.device.alone():
-                shares = attention(self.models, prompt, encoders)
+                shares = attention(self.models, prompt, encoders, weighting, long_prompts)
                 shown = {self.read: "", self.attention: markup.attention(shares)}
                 try:
-                    rows = movement(self.models, prompt, encoders)
+                    rows = movement(self.models, prompt, encoders, weighting, long_prompts)
                 except UserError as error:  # a single sentence still has attention
                     return shown | {self.movement: markup.message(str(error))}
             return shown | {self.movement: markup.movement(rows)}

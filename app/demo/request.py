@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-LongPrompts = Literal["auto", "chunks", "cut"]
+LongPrompts = Literal["auto", "chunks", "separate", "cut"]
 MOST_STEPS = 100
 MOST_GUIDANCE = 30.0
 MOST_IMAGES = 8
-BUDGET = 1000  # denoising steps of one request: 8 images by 4 encoders in 30 steps
+MOST_SCENES = 2**31
+BUDGET = 1000  # denoising steps of one request: 6 images by 5 encoders in 30 steps
 # Settings of a PNG that have the same name and meaning in a request.
 SHARED_SETTINGS = (
     *("prompt", "steps", "guidance_scale", "height", "width"),
@@ -31,7 +32,11 @@ class Request:
         scheduler: one of `DemoModels.schedulers`.
         weighting: read (word:1.3), [word], word++ and BREAK as weights.
         long_prompts: "auto": encoders with the context length of stock SDXL cut there, as stock SDXL does, and longer
-            ones read everything; "chunks": all read everything, in as many chunks as it takes; "cut": all cut there.
+            ones read everything, in overlapping chunks if one does not suffice; "chunks": all read everything in
+            overlapping chunks; "separate": in chunks that do not overlap; "cut": all cut there. Encoders whose name
+            says how they read (overlap:NAME, chunks:NAME) always read so.
+        scene: number of the toy world's scene that has the prompt as its caption, below MOST_SCENES. It changes no
+            image; what an image shows of it is marked.
     """
 
     prompt: str
@@ -46,3 +51,4 @@ class Request:
     scheduler: str = "Euler"
     weighting: bool = False
     long_prompts: LongPrompts = "auto"
+    scene: int | None = None

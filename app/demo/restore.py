@@ -13,7 +13,9 @@ from debias_diffusion.errors import UserError, reason
 from ..generate.png_settings import SETTINGS_KEY, UNRECORDED
 from ..generate.prompts import parse_seed
 from .checks import check, shown, whole_number
+from .live_generation import Drawn
 from .models import DemoModels
+from .prompt_reading import prompt_reading, tokenize_prompt
 from .request import MOST_IMAGES, SHARED_SETTINGS, Request
 
 MOST_PNG = 32 * 2**20  # bytes, more than the largest image has uncompressed
@@ -24,7 +26,7 @@ _HINT = "Give a PNG saved from this demo or by `debias-diffusion generate`, unch
 def request_of_png(file: str | bytes, models: DemoModels) -> tuple[Request, list[str]]:
     """The request that an image of this demo, or of `debias-diffusion generate`, was drawn from.
 
-    Only the text of the PNG is read; its pixels are never decoded.
+    Only the text of the PNG is read; `image_of_png` decodes its pixels.
 
     Args:
         file: the PNG's path, or its content.
@@ -42,9 +44,37 @@ def request_of_png(file: str | bytes, models: DemoModels) -> tuple[Request, list
     request = _fitted(_request(settings, models), settings.get("base"), models, notes)
     unused = [name for name in ("prompt_2", "encoder_2") if settings.get(name) is not None]
     notes += [f"Its {name} is not used here." for name in unused]
-    if _in_chunks(settings) and not settings.get("overlap", UNRECORDED["overlap"]):
-        notes.append("It was read in chunks that did not overlap; here they do.")
     return check(request, models), notes
+
+
+def image_of_png(file: bytes, request: Request, models: DemoModels) -> Drawn | None:
+    """The image of a PNG that shows a scene of the toy world, so that it can be marked again; None of any other PNG.
+
+    Its pixels are decoded only if it has the size of the toy world's images.
+
+    Args:
+        file: the PNG's content.
+        request: the PNG's, from `request_of_png`.
+        models: the demo's models.
+
+    Raises:
+        UserError: the image is damaged.
+    """
+    settings = _parsed(_settings_text(file))
+    label = next(iter(_known([str(settings.get("encoder"))], models).values()))
+    if request.scene is None or label is None:
+        return None
+    try:
+        with Image.open(io.BytesIO(file), formats=("PNG",)) as image:
+            if image.size != (request.width, request.height):
+                return None
+            image = image.convert("RGB")
+    except Exception as error:  # a hostile file can make an image reader raise anything
+        raise UserError(f"The PNG's image cannot be read ({reason(error)}). {_HINT}") from None
+    picture = whole_number("picture", settings.get("picture", 1), 1, MOST_IMAGES)
+    tokens = tokenize_prompt(request.prompt, models.counter, request.weighting)
+    read = prompt_reading(models, label, tokens, request.long_prompts).in_words()
+    return Drawn(label, picture, request.seed + picture - 1, image, file, read)
 
 
 def _in_chunks(settings: dict) -> bool:
@@ -90,7 +120,12 @@ def _request(settings: dict, models: DemoModels) -> Request:
     values = {"long_prompts": "chunks"} | {name: settings[name] for name in SHARED_SETTINGS if name in settings}
     if values["long_prompts"] == "windows":  # PNGs of earlier releases
         values["long_prompts"] = "chunks"
+    recorded = "long_prompts" in settings and "overlap" in settings
+    if values["long_prompts"] == "chunks" and not recorded and _in_chunks(settings):
+        overlap = settings.get("overlap", UNRECORDED["overlap"])
+        values["long_prompts"] = "chunks" if overlap else "separate"
     negative, encoder = settings.get("negative_prompt"), settings.get("encoder")
+    values["scene"] = settings.get("scene")
     values["negative_prompt"] = "" if negative is None else negative
     values["encoders"] = settings.get("encoders", ["original" if encoder is None else encoder])
     if "seed" in settings:
@@ -109,15 +144,22 @@ def _fitted(request: Request, base: Any, models: DemoModels, notes: list[str]) -
     if isinstance(request.scheduler, str) and request.scheduler not in models.schedulers:
         changed["scheduler"] = models.schedulers[0]
         notes.append(f"There is no scheduler {shown(request.scheduler)} here; {models.schedulers[0]} is used.")
+    if request.scene is not None and not models.is_toy:
+        changed["scene"] = None
     if models.is_toy and (request.height, request.width) != models.size:
         changed["height"], changed["width"] = models.size
         notes.append(f"Images have {models.size[0]} x {models.size[1]} pixels here.")
     return replace(request, **changed)
 
 
-def _known_encoders(encoders: Any, models: DemoModels, notes: list[str]) -> tuple[str, ...]:
+def _known(encoders: Any, models: DemoModels) -> dict[str, str | None]:
+    """The label of each encoder, None of those that are not here."""
     # `generate` writes an encoder as it was passed, which may be a path that ends in the label.
-    known = {name: next((end for end in (name, Path(name).name) if end in models.labels), None) for name in encoders}
+    return {name: next((end for end in (name, Path(name).name) if end in models.labels), None) for name in encoders}
+
+
+def _known_encoders(encoders: Any, models: DemoModels, notes: list[str]) -> tuple[str, ...]:
+    known = _known(encoders, models)
     missing = [name for name, label in known.items() if label is None]
     if missing:
         notes.append(f"The encoder {shown(', '.join(missing))} is not here and is left out.")

@@ -177,7 +177,7 @@ def split_words(tokenizer: CLIPTokenizer, ids: Sequence[int]) -> list[tuple[str,
 
 
 def look_at_prompt(reader: Reader, prompt: str) -> dict:
-    """The attention from EOT to each word: the mean over the word's tokens before the softmax, their sum after it.
+    """The attention from EOT to each word of a prompt, cut at the context length; see `look_at_tokens`.
 
     Raises:
         UserError: the prompt has no words.
@@ -185,28 +185,42 @@ def look_at_prompt(reader: Reader, prompt: str) -> dict:
     ids = reader.tokenizer.text_ids([prompt])[0]
     if not ids:
         raise UserError(f"The prompt {prompt!r} holds no words. Give some text.")
-    attention = reader.attention([prompt])
+    return {"window": reader.window, "tokens": reader.tokenizer.count(prompt), **look_at_tokens(reader, ids)}
+
+
+def look_at_tokens(reader: Reader, ids: list[int], first: int = 1) -> dict:
+    """The attention from EOT to each word: the mean over the word's tokens before the softmax, their sum after it.
+
+    Args:
+        reader: the encoder.
+        ids: of a text without SOT and EOT, at least one, within the context length.
+        first: the position that the first token is given.
+
+    Returns:
+        `sot` and `eot`, and `words`, in order.
+    """
+    attention = eot_attention(reader.encoder, reader.tokenizer.batch([ids]).to(reader.device), reader.scale)
     means = PositionMeans(reader.window)
-    means.add(attention)  # the means of one prompt are its values
+    means.add(attention)  # the means of one text are its values
     before, after = (means.means(name) for name in QUANTITIES)
-    words, position = [], 1
+    words, place = [], 1
     for word, tokens in split_words(reader.tokenizer.tokenizer, ids):
-        places = slice(position, position + tokens)
+        places = slice(place, place + tokens)
         words.append(
             {
                 "word": word,
-                "position": position,
+                "position": place + first - 1,
                 "tokens": tokens,
                 "before_softmax": before[places].mean().item(),
                 "after_softmax": after[places].sum().item(),
             }
         )
-        position += tokens
+        place += tokens
     ends = {
         name: {"before_softmax": before[at].item(), "after_softmax": after[at].item()}
         for name, at in (("sot", 0), ("eot", -1))
     }
-    return {"window": reader.window, "tokens": reader.tokenizer.count(prompt), **ends, "words": words}
+    return {**ends, "words": words}
 
 
 def plot(results: dict[str, dict], captions: int) -> Figure:
