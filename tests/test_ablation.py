@@ -21,7 +21,15 @@ from debias_diffusion.ablation.folding import fold_text
 from debias_diffusion.ablation.genetic import Generation, evolve, first_masks, next_masks
 from debias_diffusion.ablation.heads import Ablation, apply_saved, tower_shape
 from debias_diffusion.ablation.population import Population, TextPopulation, mean_shares
-from debias_diffusion.ablation.search import ImageProblem, TextProblem, better_alone, every_mask, genetic_search, probe
+from debias_diffusion.ablation.search import (
+    ImageProblem,
+    TextProblem,
+    best_alone,
+    better_alone,
+    every_mask,
+    genetic_search,
+    probe,
+)
 from debias_diffusion.ablation.suppression import Suppressed
 from debias_diffusion.app.ablate import AblateConfig, ablate, command
 from debias_diffusion.errors import UserError
@@ -398,6 +406,9 @@ def test_every_search_finds_what_was_planted(problem, tmp_path, monkeypatch):
     assert len(recalls) == 5 and better_alone(recalls).tolist() == [
         row["mean_r"] > recalls[0]["mean_r"] for row in recalls[1:]
     ]
+    best = max(range(4), key=lambda head: recalls[1 + head]["mean_r"])
+    assert best_alone(recalls).nonzero().tolist() == [[best]] and PLANTED[best]
+    assert not best_alone([recalls[1 + best], *recalls[1:]]).any()  # no head raises that
     assert recalls[0] == problem.recalls(problem.untouched)[0]
     assert {"text_to_image_R@1", "image_to_text_R@10", "mean_r"} <= recalls[0].keys()
 

@@ -17,6 +17,7 @@ from debias_diffusion.ablation.search import (
     ImageProblem,
     Problem,
     TextProblem,
+    best_alone,
     better_alone,
     every_mask,
     genetic_search,
@@ -207,7 +208,9 @@ class _Search:
                     constant=config.constant,
                     seed=config.seed,
                 ).run()
-        if config.search == "naive":
+        if config.search == "single":
+            mask = best_alone(probe(problem))
+        elif config.search == "naive":
             mask = better_alone(probe(problem))
         elif config.search == "all":
             masks = every_mask(*problem.shape)

@@ -7,7 +7,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.settings import check_output, check_source
 from debias_diffusion.limits import Tower
 
-Search = Literal["probe", "naive", "all", "ga", "bp"]
+Search = Literal["probe", "single", "naive", "all", "ga", "bp"]
 
 
 @dataclass
@@ -26,9 +26,9 @@ class AblateConfig:
         dataset: A retrieval benchmark in place of data, see `evaluate retrieval`.
         root: Folder that the benchmark lies in, as its authors publish it.
         limit: Search on the first so many images, each with its first caption. null uses all.
-        search: probe measures each head alone and leaves no ablation; naive takes all heads that alone raise mean-R; ga
-            is the genetic algorithm; bp learns a beta for each head by gradient descent; all tries every set of heads,
-            of up to 16.
+        search: probe measures each head alone and leaves no ablation; single takes the head that alone raises mean-R
+            most; naive takes all heads that alone raise it; ga is the genetic algorithm; bp learns a beta for each head
+            by gradient descent; all tries every set of heads, of up to 16.
         tower: image, as in the paper, or text.
         way: suppress, as in the paper, moves attention to the first token; mean lets an ablated head always give what
             it gives on average over the pairs of the search, which ordinary weights can hold.

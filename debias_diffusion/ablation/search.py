@@ -173,6 +173,13 @@ def better_alone(recalls: Sequence[dict[str, float]]) -> Tensor:
     return torch.tensor([mean_r > untouched for mean_r in alone])
 
 
+def best_alone(recalls: Sequence[dict[str, float]]) -> Tensor:
+    """[heads of all blocks] the head whose ablation alone raises mean-R most (Table 1); none if none raises it."""
+    better = better_alone(recalls)
+    best = torch.tensor([row["mean_r"] for row in recalls[1:]], dtype=torch.float64).argmax()
+    return better & (torch.arange(len(better)) == best)
+
+
 def genetic_search(
     problem: Problem, log: Path, generations: int = 100, efficient: bool = False, seed: int = 0
 ) -> tuple[Tensor, list[Generation]]:
