@@ -8,8 +8,8 @@ LOWEST := .venv-lowest/bin
 quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
 	$(BIN)/debias-diffusion quickstart
 
-test: .venv/installed  ## the tests, except those marked slow; files of tests side by side, one for each core
-	$(BIN)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 4 --dist loadfile
+test: .venv/installed  ## the tests, except those marked slow, side by side, a process for each core
+	$(BIN)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 4 --dist worksteal
 
 slow: .venv/installed  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow --numprocesses logical --maxprocesses 4 --dist load

@@ -1,6 +1,6 @@
 """Is a text tower without a causal mask more biased towards the opening? In the toy world.
 
-    python benchmarks/causal_mask.py [--seeds 0 1 2 3 4] [--steps 1500] [--output runs/causal-mask]
+    python benchmarks/causal_mask.py [--seeds 0 1 2 3 4] [--steps 500] [--output runs/causal-mask]
 
 The paper compares CLIP, whose text tower has a causal mask, with SigLIP, whose tower has none (Figures 2, 3, S1 and
 S2), but the two also differ in data, loss, tokenizer, pooling and context length. Here nothing but the mask differs:
@@ -41,12 +41,12 @@ from debias_diffusion.toyworld.scenes import base_scene, generator
 
 RESULTS = Path(__file__).parent / "results"
 TEACHER = "toy/clip"
-SCENES, BATCH = 8000, 128
+SCENES, BATCH = 8000, 64
 LOG_100 = math.log(100)
 MASKS = {"causal mask": True, "no mask": False}
 EDITS = ("keep", "move4", "remove", "first2", "swap2", "padding1", "padding5")
-# What an edit takes from the captions before it.
-DROPS = {"move4": "keep", "remove": "keep", "swap2": "first2", "padding1": "first2", "padding5": "first2"}
+# What an edit is compared with.
+BASES = {"move4": "keep", "remove": "keep", "swap2": "first2", "padding1": "first2", "padding5": "first2"}
 
 
 def encode(backbone: Backbone, texts: list[str], causal: bool) -> Tensor:
@@ -108,7 +108,7 @@ def score(backbone: Backbone, images: Tensor, captions: list[str], causal: bool)
         parts = [encode(backbone, texts[start : start + 100], causal) for start in range(0, len(texts), 100)]
         ranks = recall_ranks(images, torch.cat(parts))["text_to_image"]
         recall[edit] = 100 * (ranks == 1).double().mean().item()
-    return recall | {f"drop {edit}": recall[base] - recall[edit] for edit, base in DROPS.items()}
+    return recall
 
 
 def run_seed(output: Path, seed: int, steps: int) -> None:
@@ -129,33 +129,38 @@ def run_seed(output: Path, seed: int, steps: int) -> None:
             )
 
 
+def with_shares(scores: dict) -> dict:
+    """Recalls with the share of R@1 that each edit takes, in percent: towers that retrieve less have less to lose."""
+    lost = {f"lost {edit}": 100 * (1 - scores[edit] / scores[base]) for edit, base in BASES.items()}
+    return {name: scores[name] for name in ("steps", "machine", *EDITS)} | lost
+
+
 def tables(scores: dict[int, dict[str, dict]]) -> str:
-    """R@1 by edit, and what each edit takes, as Markdown: means over seeds, with the standard deviation."""
+    """R@1 by edit, and the share lost, as Markdown: means over seeds, with the standard deviation."""
 
     def row(name: str, keys: tuple[str, ...]) -> list[str]:
         by_key = ([of_seed[name][key] for of_seed in scores.values()] for key in keys)
         spread = statistics.stdev if len(scores) > 1 else lambda values: 0.0
         return [name, *(f"{statistics.mean(values):.1f} ± {spread(values):.1f}" for values in by_key)]
 
-    drops = tuple(f"drop {edit}" for edit in DROPS)
+    shares = tuple(f"lost {edit}" for edit in BASES)
     recall = Table(["R@1, %", *EDITS], [row(name, EDITS) for name in MASKS])
-    lost = Table(
-        ["points lost", *(f"{edit} after {base}" for edit, base in DROPS.items())], [row(name, drops) for name in MASKS]
-    )
+    header = ["share of R@1 lost, %", *(f"{edit}, of {base}" for edit, base in BASES.items())]
+    lost = Table(header, [row(name, shares) for name in MASKS])
     return f"{recall.markdown()}\n\n{lost.markdown()}\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=1500, help="of each tower")
+    parser.add_argument("--steps", type=int, default=500, help="of each tower")
     parser.add_argument("--output", type=Path, default=Path("runs/causal-mask"))
     arguments = parser.parse_args()
     output, scores = arguments.output / f"steps-{arguments.steps}", {}
     for seed in arguments.seeds:
         run_seed(output, seed, arguments.steps)
         files = {name: output / f"seed-{seed}" / name.replace(" ", "-") / "scores.json" for name in MASKS}
-        scores[seed] = {name: json.loads(file.read_text()) for name, file in files.items()}
+        scores[seed] = {name: with_shares(json.loads(file.read_text())) for name, file in files.items()}
         print("\n" + tables(scores))
     RESULTS.mkdir(exist_ok=True)
     write_json(RESULTS / "causal_mask.json", {"versions": versions(), "steps": arguments.steps, "seeds": scores})

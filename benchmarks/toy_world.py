@@ -39,7 +39,7 @@ from debias_diffusion.training import train
 
 RESULTS = Path(__file__).parent / "results"
 REPORT = "generation.json"
-LEARNING_RATE = 3e-4  # of alignments
+LEARNING_RATE, PRECISION = 3e-4, "bf16"  # of alignments
 DATA = {  # by kind of prompt, the data of a split
     "long prompts": "toy/{}",
     "short prompts": SHORT_PROMPTS + "{}",
@@ -133,7 +133,7 @@ def _alignments(config: QuickstartConfig, encoder: str, base: str, folder: Path,
         max_steps=steps,
         learning_rate=LEARNING_RATE,
         warmup=steps // 10,
-        precision="bf16",
+        precision=PRECISION,
         seed=config.seed,
         validation=VALIDATION,
         max_bad=0,

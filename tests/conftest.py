@@ -1,5 +1,6 @@
 import logging
 import os
+from contextlib import nullcontext
 
 # Nothing in the tests may reach a hub. Cores are shared with worker processes, and with the tests beside these.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,6 +38,14 @@ def one_thread():
 @pytest.fixture
 def no_grad():
     with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def full_precision():
+    """No autocast: where a CPU has no units for bfloat16, training the toy models in it takes seven times as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
         yield
 
 

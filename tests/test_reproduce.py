@@ -1,5 +1,6 @@
 """`reproduce`: every table's file from end to end on tiny data, shared and killed units, claims and their page."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -369,6 +370,12 @@ def test_the_committed_page_is_a_rendering_of_the_committed_results(tmp_path):
         pytest.skip("no results are committed yet")
     page = reproduce(ReproduceConfig("evidence", results=str(ROOT / RESULTS), write=str(tmp_path / "page.md")))[0]
     assert page.read_text() == (ROOT / PAGE).read_text()
+
+
+def test_the_readme_points_to_rows():
+    named = re.findall(r"docs/evidence\.md#([\w-]+)", (ROOT / "README.md").read_text())
+    rows = re.findall(r'<a id="([^"]+)">', (ROOT / PAGE).read_text())
+    assert len(named) >= 6 and set(named) <= set(rows) and len(rows) == len(set(rows))
 
 
 def test_a_page_has_every_claim_and_verdict(written, settings):

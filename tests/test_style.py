@@ -89,8 +89,9 @@ def test_pages_name_what_exists(page):
     for link, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text):
         if "://" not in link:
             target = (page.parent / link).read_text() if link else text
-            headings = {heading(line) for line in re.findall(r"^#+ (.*)", target, re.MULTILINE)}
-            assert anchor in headings, f"{link}#{anchor}"
+            anchors = {heading(line) for line in re.findall(r"^#+ (.*)", target, re.MULTILINE)}
+            anchors |= set(re.findall(r'<a id="([^"]+)">', target))
+            assert anchor in anchors, f"{link}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)

@@ -117,7 +117,7 @@ def test_pairs_are_pure_functions_of_their_number():
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def built(tmp_path_factory, full_precision):
     root = tmp_path_factory.mktemp("toyworld")
     small = dict(steps=2, batch=8)
     sizes = build.Sizes(
@@ -130,7 +130,7 @@ def built(tmp_path_factory):
         fine_tuning=small,
         pairs=16,
         trained_on=24,
-        scored=12,
+        scored=4,
     )
     build.ship(build.Build(root / "output", sizes), root / "weights")
     return root, sizes

@@ -311,7 +311,7 @@ def test_pairs_are_read_by_train_as_any_others(tmp_path):
     assert data.stat().st_mtime_ns == before
 
 
-def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, tokenizer, monkeypatch):
+def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, tokenizer, monkeypatch, full_precision):
     monkeypatch.setattr(stage, "_LOG_EVERY", 20)
     backbone = train_clip(tmp_path / "clip", tokenizer, scenes=48, steps=60, batch=16)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "clip" / "log.jsonl").read_text().splitlines()]

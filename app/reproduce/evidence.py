@@ -1,5 +1,6 @@
 """The page of all claims, rendered from their results and from nothing else."""
 
+import re
 from collections import Counter
 
 from debias_diffusion.eval.common.report import Table, escaped
@@ -43,7 +44,7 @@ def evidence_page(content: dict, results: str) -> str:
     )
     parts = [about.strip()]
     for title, entries in content["claims"].items():
-        parts += [f"## {title}", _claims_table(entries).markdown(), *_notes(entries)]
+        parts += [f"## {title}", _with_anchors(_claims_table(entries).markdown(), entries), *_notes(entries)]
     parts += [
         "## Scores of all models",
         "Means over seeds, with the standard deviation over seeds.",
@@ -59,8 +60,7 @@ def _claims_table(entries: list[dict]) -> Table:
     header = ["claim", "published", "difference", "expected", "ours", "95%", "p", "by seed", "verdict"]
     rows = []
     for entry in entries:
-        epochs = f" ({entry['steps']} steps)" if entry.get("steps") else ""
-        first = [entry["claim"] + epochs, f"{entry['published']} ({entry['source']})".strip()]
+        first = [_title(entry), f"{entry['published']} ({entry['source']})".strip()]
         if not entry["parts"]:
             rows.append([*first, "", "", "", "", "", "", entry["verdict"]])
         for number, part in enumerate(entry["parts"]):
@@ -69,6 +69,22 @@ def _claims_table(entries: list[dict]) -> Table:
         if len(entry["parts"]) > 1:
             rows.append(["", "", "all of these", "", "", "", "", "", entry["verdict"]])
     return Table(header, rows)
+
+
+def _title(entry: dict) -> str:
+    return entry["claim"] + (f" ({entry['steps']} steps)" if entry.get("steps") else "")
+
+
+def anchor(title: str) -> str:
+    """What follows # in the address of a claim's row."""
+    return "-".join(re.findall(r"[a-z0-9]+", title.lower()))
+
+
+def _with_anchors(table: str, entries: list[dict]) -> str:
+    for entry in entries:
+        cell = escaped(_title(entry))
+        table = table.replace(f"| {cell} |", f'| <a id="{anchor(_title(entry))}"></a>{cell} |', 1)
+    return table
 
 
 def _part_cells(part: dict) -> list[str]:
@@ -81,8 +97,8 @@ def _part_cells(part: dict) -> list[str]:
 
 
 def signed(value: float) -> str:
-    """A difference with its sign: one decimal from 10 on, else two, more for values below 0.1."""
-    if value == 0:
+    """A difference with its sign: one decimal from 10 on, else two, more below 0.1; 0 for an error of rounding."""
+    if abs(value) < 1e-5:
         return "0"
     return f"{value:+.1f}" if abs(value) >= 10 else f"{value:+.2f}" if abs(value) >= 0.1 else f"{value:+.2g}"
 
