@@ -12,7 +12,7 @@ test: .venv/installed  ## the tests, except those marked slow, side by side, a p
 	$(BIN)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 4 --dist worksteal
 
 slow: .venv/installed  ## the tests marked slow
-	$(BIN)/python -m pytest -m slow --numprocesses logical --maxprocesses 4 --dist load
+	$(BIN)/python -m pytest -m slow --numprocesses logical --maxprocesses 4 --dist load --maxschedchunk 1
 
 lowest: .venv-lowest/installed  ## pipelines, loading and export with the oldest diffusers and transformers that may be installed
 	$(LOWEST)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 4 \

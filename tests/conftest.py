@@ -16,6 +16,16 @@ hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("default")
 
 
+def pytest_collection_modifyitems(items):
+    """The longest of the slow tests start first, so that in the end no process waits for another."""
+
+    def minutes(item) -> float:
+        marker = item.get_closest_marker("slow")
+        return marker.kwargs.get("minutes", 0) if marker else 0
+
+    items.sort(key=minutes, reverse=True)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def restored_logging():
     """Files of tests run in any order in one process, and the command line makes libraries quieter."""

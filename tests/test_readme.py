@@ -26,7 +26,7 @@ README, TRAINING = (ROOT / "README.md").read_text(), (ROOT / "docs" / "training.
 FIRST_RUN_BYTES = 8_000_000_000  # checkpoints of a ViT-B/16 with AdamW's state, and what is exported of it
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=5)
 def test_the_first_run_at_true_size(tmp_path):
     if (free := shutil.disk_usage(tmp_path).free) < FIRST_RUN_BYTES:
         pytest.skip(f"{free / 1e9:.1f} GB are free on the disk of {str(tmp_path)!r}, and this needs 8 GB")

@@ -57,7 +57,7 @@ def test_the_shipped_two_towers_show_the_cure():
         assert loss["debias-clip"] < 0.75 * loss["long-clip"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=20)
 def test_in_the_quickstart_debias_clip_loses_fewer_points_than_long_clip(tmp_path):
     """The command as people run it, but for fewer images and scenes, and killed in training and among images."""
     output = tmp_path / "quickstart"
