@@ -34,10 +34,9 @@ from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.retrieval import encode_images, recall_ranks
-from debias_diffusion.toymodels.clip import draw_indices, new_clip, render_all
+from debias_diffusion.toymodels.clip import draw_indices, draw_text, new_clip, render_all
 from debias_diffusion.toymodels.stage import run_stage
-from debias_diffusion.toyworld.grammar import STYLES, short_caption
-from debias_diffusion.toyworld.scenes import base_scene, generator
+from debias_diffusion.toyworld.scenes import base_scene
 
 RESULTS = Path(__file__).parent / "results"
 TEACHER = "toy/clip"
@@ -86,10 +85,7 @@ def train_tower(folder: Path, teacher: Backbone, causal: bool, seed: int, steps:
 
     def loss(step: int) -> Tensor:
         indices = draw_indices(SCENES, BATCH, seed, step)
-        captions = []
-        for index in indices:
-            rng = generator("train", index, f"short/{seed}/{step}")
-            captions.append(short_caption(base_scene(index), rng, rng.choice(STYLES)).text)
+        captions = [draw_text(index, f"short/{seed}/{step}") for index in indices]
         text = F.normalize(encode(backbone, captions, causal), dim=-1)
         return contrastive_loss(
             features[torch.from_numpy(indices)], text, backbone.logit_scale.clamp(max=LOG_100).exp()

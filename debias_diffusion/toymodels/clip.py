@@ -75,7 +75,7 @@ def _loss(
     backbone: Backbone, captioner: Captioner, pictures: torch.Tensor, batch: int, seed: int, step: int
 ) -> torch.Tensor:
     indices = draw_indices(len(pictures), batch, seed, step)
-    texts = [_text(index, f"short/{seed}/{step}") for index in indices]
+    texts = [draw_text(index, f"short/{seed}/{step}") for index in indices]
     tokens = backbone.tokenize(texts)
     lengths = tokens.n_prefix + tokens.lengths  # SOT and EOT included
     ids = tokens.padded()[:, : lengths.max()]
@@ -88,7 +88,8 @@ def _loss(
     return contrastive + CAPTIONING_WEIGHT * captioning
 
 
-def _text(index: int, purpose: str) -> str:
+def draw_text(index: int, purpose: str) -> str:
+    """A short caption of scene `index`, another one for each purpose."""
     rng = generator("train", index, purpose)
     return short_caption(base_scene(index), rng, rng.choice(STYLES)).text
 
