@@ -1,0 +1,316 @@
+"""What of an encoder's drift harms images, and what undoes it without training.
+
+    python benchmarks/drift.py [--prompts 100]                       # the shipped encoders, development scenes
+    python benchmarks/drift.py --seeds 7 8 9 [--prompts 200] [--output runs/drift]   # trained anew, new scenes
+
+toy/sdxl draws the same prompts from the same noise, and one thing at a time is changed in the penultimate states that
+the first encoder gives its UNet, the second encoder being the checkpoint's own in overlapping chunks:
+
+- the words, or EOT and the pads, are those of the original encoder in overlapping chunks;
+- one shift common to all tokens but SOT is undone (it could be folded into a bias), or one linear map (it could not).
+  Both are fitted to the original's states on captions that the images are not drawn from;
+- the other way round: the original's states, moved by that shift;
+- no guidance.
+
+With seeds, Long-CLIP's recipe, DeBias-CLIP's, and Long-CLIP's with the state term are trained as in the quickstart.
+Everything finished is kept. Prints tables and writes them to benchmarks/results/ as drift-development.md or
+drift-7-8-9.md, with the numbers as JSON.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from machine import machine
+from torch import Tensor
+from tqdm import tqdm
+
+from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.eval.pictures.drift import Moments, Reader
+from debias_diffusion.eval.pictures.scores import ImageNumbers, ImageScores, References, compare
+from debias_diffusion.eval.pictures.toy_objects import compare_images, compare_objects, objects_numbers
+from debias_diffusion.files import atomic_file, write_json, write_text
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.long_prompt import encode_tokens
+from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode, plan_batches, read_layout, render
+from debias_diffusion.tokens import clean
+from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
+from debias_diffusion.toyworld.checker import Comparison
+from debias_diffusion.toyworld.grammar import caption
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.toyworld.render import render as render_scene
+from debias_diffusion.toyworld.scenes import scene
+from debias_diffusion.training import train
+
+RESULTS = Path(__file__).parent / "results"
+BASE, FEATURES = "toy/sdxl", "toy/features"
+FITTED_ON = "train"  # split
+TRAINED_ON = 4000  # pairs, as in the quickstart
+ORIGINAL, IN_CHUNKS = "original in overlapping chunks", "original in chunks"
+SHIPPED = {
+    "Long-CLIP": "toy/long-clip",
+    "DeBias-CLIP": "toy/debias-clip",
+    "DeBias-CLIP for SDXL": "toy/debias-clip-sdxl",
+}
+STATE_WEIGHT = 3.0
+RECIPES = {  # recipe and weight of the state term; toy_world.py has DeBias-CLIP for SDXL on the same scenes
+    "Long-CLIP": ("long-clip", 0.0),
+    "DeBias-CLIP": ("debias-clip", 0.0),
+    "Long-CLIP, state term": ("long-clip", STATE_WEIGHT),
+}
+DRIFTED = ("Long-CLIP", "DeBias-CLIP")  # whose states are changed
+SCORES = {  # title, digits
+    "objects_right": ("objects right, %", 1),
+    "objects_precision": ("precision, %", 1),
+    "empty_filled": ("empty places filled, %", 1),
+    "fid_own": ("FID", 1),
+    "dino_score": ("DINO", 3),
+}
+_AT_ONCE = 20  # captions, and images
+
+# ---- what is changed in the states of one prompt
+
+
+@dataclass(frozen=True)
+class States:
+    """Penultimate states of one prompt at all positions, [positions, width].
+
+    Attributes:
+        own: of the encoder.
+        original: of the checkpoint's encoder.
+        end: the position of EOT; pads follow.
+        moments: of both, on other captions.
+    """
+
+    own: Tensor
+    original: Tensor
+    end: int
+    moments: Moments
+
+    def as_they_are(self) -> Tensor:
+        return self.own
+
+    def original_words(self) -> Tensor:
+        return torch.cat([self.own[:1], self.original[1 : self.end], self.own[self.end :]])
+
+    def original_pads(self) -> Tensor:
+        return torch.cat([self.own[: self.end], self.original[self.end :]])
+
+    def less_shift(self) -> Tensor:
+        return self._mapped(*self.moments.shift())
+
+    def less_linear_map(self) -> Tensor:
+        return self._mapped(*self.moments.linear())
+
+    def shift_alone(self) -> Tensor:
+        _, bias = self.moments.shift()
+        return torch.cat([self.original[:1], self.original[1:] - bias.float()])
+
+    def _mapped(self, fitted: Tensor, bias: Tensor) -> Tensor:
+        return torch.cat([self.own[:1], self.own[1:] @ fitted.float() + bias.float()])
+
+
+AS_THEY_ARE = "as they are"
+CHANGES: dict[str, Callable[[States], Tensor]] = {
+    AS_THEY_ARE: States.as_they_are,
+    "the words are the original's": States.original_words,
+    "EOT and pads are the original's": States.original_pads,
+    "less one shift": States.less_shift,
+    "less a linear map": States.less_linear_map,
+    "the original's, with that shift": States.shift_alone,
+}
+UNGUIDED = "as they are, no guidance"
+OTHERS = {  # what a row is compared with
+    "original": ORIGINAL,
+    AS_THEY_ARE: "the same encoder's as they are",
+    DRIFTED[0]: f"{DRIFTED[0]}'s, changed likewise",
+}
+
+
+def fit_moments(reader: Reader, base: Reader, captions: list[str]) -> Moments:
+    """Of the states of all positions after SOT, some pads included, against the base's."""
+    moments = Moments(base.encoder.config.hidden_size)
+    for start in tqdm(range(0, len(captions), _AT_ONCE), desc=f"fitting {reader.name}"):
+        texts = base.tokens(captions[start : start + _AT_ONCE])
+        for states, expected in zip(reader.states(texts), base.states(texts), strict=True):
+            variance = expected[1:].var(dim=0, correction=0).mean().item()
+            moments.add(states[1:], expected[1:], variance)
+    return moments
+
+
+@torch.no_grad()
+def changed(embeds: Tensor, texts: Sequence[str], reader: Reader, moments: Moments, change: Callable) -> Tensor:
+    """The original's `prompt_embeds`, [prompts, positions, width of both encoders], with the first's changed."""
+    tokens, width = reader.tokens(texts), reader.encoder.config.hidden_size
+    own, _ = encode_tokens(reader.encoder, reader.tokenizer, tokens, embeds.shape[1])
+    rows = [
+        change(States(mine, row[:, :width], len(text.ids) + 1, moments))
+        for mine, row, text in zip(own, embeds, tokens, strict=True)
+    ]
+    return torch.cat([torch.stack(rows), embeds[..., width:]], dim=2)
+
+
+# ---- images and their scores
+
+
+class Images:
+    """Images of the first `count` prompts of a split, kept in `folder`, and their scores."""
+
+    def __init__(self, split: str, count: int, folder: Path):
+        self.split, self.count, self.folder = split, count, folder
+        self.captions = [caption(split, index) for index in range(count)]
+        self.prompts = [ImagePrompt(clean(text.text), seed) for seed, text in enumerate(self.captions)]
+        self.base = Reader.load(BASE, torch.device("cpu"))
+        self.scores = ImageScores(dino=FEATURES, own_features=FEATURES, batch_size=100, device=torch.device("cpu"))
+
+    @cached_property
+    def references(self) -> References:
+        return self.scores.of_references([partial(render_scene, scene(self.split, i)) for i in range(self.count)])
+
+    def files(self, row: str) -> list[Path]:
+        return [self.folder / row.replace(", ", "-").replace(" ", "-") / f"{i:06}.png" for i in range(self.count)]
+
+    def draw(
+        self, row: str, change: Callable | None = None, guidance_scale: float = GUIDANCE_SCALE, overlap: bool = True
+    ) -> None:
+        """Draws what is missing; `change` makes other `prompt_embeds` of the original's and the texts."""
+        files = self.files(row)
+        wanted = [index for index, file in enumerate(files) if not file.exists()]
+        if not wanted:
+            return
+        pipe: StableDiffusionXLLongPromptPipeline = load_sdxl(BASE, None, torch.device("cpu"))
+        pipe.set_long_prompt(overlap=overlap).set_progress_bar_config(disable=True)
+        sampling = Sampling(STEPS, guidance_scale)
+        layouts = {index: read_layout(pipe, prompt, sampling) for index, prompt in enumerate(self.prompts)}
+        for batch in tqdm(plan_batches(self.prompts, layouts, _AT_ONCE, wanted), desc=row):
+            embeddings = encode(pipe, [self.prompts[index] for index in batch], sampling)
+            if change:
+                texts = [self.prompts[index].prompt for index in batch]
+                embeddings["prompt_embeds"] = change(embeddings["prompt_embeds"], texts)
+            for index, image in zip(batch, render(pipe, embeddings, batch, sampling), strict=True):
+                with atomic_file(files[index]) as unfinished:
+                    image.save(unfinished, format="PNG")
+
+    def seen(self, row: str) -> tuple[list[Comparison], ImageNumbers]:
+        """What the images of a row show, and their scores by features."""
+        files, scenes = self.files(row), [scene(self.split, index) for index in range(self.count)]
+        numbers = self.scores(files, self.references, [text.text for text in self.captions])
+        return compare_images(files, scenes), numbers
+
+
+def rows_of(images: Images, encoders: dict[str, str], fitted_on: int) -> list[str]:
+    """Draws all rows, and returns their names."""
+    images.draw(IN_CHUNKS, overlap=False)
+    images.draw(ORIGINAL)
+    images.draw(f"{ORIGINAL}, no guidance", guidance_scale=1)
+    rows = [IN_CHUNKS, ORIGINAL, f"{ORIGINAL}, no guidance"]
+    captions = [caption(FITTED_ON, index).text for index in range(fitted_on)]
+    for title, name in encoders.items():
+        reader = Reader.load(name, torch.device("cpu"))
+        moments = fit_moments(reader, images.base, captions)
+        changes = CHANGES if title in DRIFTED else {AS_THEY_ARE: CHANGES[AS_THEY_ARE]}
+        for change, of_states in changes.items():
+            rows.append(f"{title}: {change}")
+            images.draw(rows[-1], partial(changed, reader=reader, moments=moments, change=of_states))
+        if title in DRIFTED:
+            rows.append(f"{title}: {UNGUIDED}")
+            images.draw(rows[-1], partial(changed, reader=reader, moments=moments, change=States.as_they_are), 1)
+    return rows
+
+
+def score(images: Images, rows: list[str]) -> dict:
+    """By row its scores, and the differences from the original in overlapping chunks and from the states as they are;
+    and, for each change, those of DeBias-CLIP from Long-CLIP."""
+    mentions = [text.first_mentions() for text in images.captions]
+    seen = {row: images.seen(row) for row in tqdm(rows, desc="scoring")}
+
+    def difference(row: str, other: str) -> dict:
+        lines = compare(seen[row][1], seen[other][1]) | compare_objects(seen[row][0], seen[other][0], mentions)
+        return {name: lines[name] for name in SCORES if name in lines}
+
+    scored = {}
+    for row, (comparisons, numbers) in seen.items():
+        values = numbers.numbers | objects_numbers(comparisons, mentions)
+        title, _, change = row.partition(": ")
+        others = {"original": ORIGINAL, AS_THEY_ARE: f"{title}: {AS_THEY_ARE}"}
+        if title == DRIFTED[1]:
+            others[DRIFTED[0]] = f"{DRIFTED[0]}: {change}"
+        scored[row] = {"scores": {name: values[name] for name in SCORES if name in values}} | {
+            f"minus {name}": difference(row, other) for name, other in others.items() if other in seen and other != row
+        }
+    return scored
+
+
+def trained(seed: int, output: Path) -> dict[str, str]:
+    """By title, the runs of a seed."""
+    pairs, runs = write_pairs(output / "data", VALIDATION, TRAINED_ON), {}
+    for title, (recipe, weight) in RECIPES.items():
+        run = output / f"{recipe}-{weight:g}"
+        if train(replace(toy_training(recipe, "toy/clip", *pairs, run, seed=seed), keep_states=weight)) is None:
+            raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
+        runs[title] = str(run)
+    return runs
+
+
+# ---- tables
+
+
+def as_markdown(seeds: dict[str, dict]) -> str:
+    """A table of the scores of all seeds, and tables of their differences with intervals."""
+    rows, titles = list(next(iter(seeds.values()))), [title for title, _ in SCORES.values()]
+    scores = [
+        [row, *(_values([results[row]["scores"][name] for results in seeds.values()], name) for name in SCORES)]
+        for row in rows
+    ]
+    parts = [Table(["states of the first encoder", *titles], scores).markdown()]
+    for other, title in OTHERS.items():
+        lines = [
+            [row, seed, *(_interval(results[row][f"minus {other}"][name], name) for name in SCORES)]
+            for row in rows
+            for seed, results in seeds.items()
+            if f"minus {other}" in results[row]
+        ]
+        parts += [f"Minus {title}:", Table(["states", "seed", *titles], lines).markdown()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _values(numbers: list[dict], name: str) -> str:
+    return ", ".join(f"{number['value']:.{SCORES[name][1]}f}" for number in numbers)
+
+
+def _interval(line: dict, name: str) -> str:
+    digits = SCORES[name][1]
+    if line["low"] is None:  # of too few images
+        return f"{line['difference']:+.{digits}f}"
+    return "{0:+.{3}f} ({1:+.{3}f} to {2:+.{3}f})".format(line["difference"], line["low"], line["high"], digits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[])
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--fitted-on", type=int, default=400, help="captions")
+    parser.add_argument("--output", type=Path, default=Path("runs/drift"))
+    arguments = parser.parse_args()
+    runs = {f"seed-{seed}": f"test-{seed}" for seed in arguments.seeds} or {"development": "development"}
+    results = {}
+    for number, (name, split) in enumerate(runs.items()):
+        folder = arguments.output / name
+        encoders = trained(arguments.seeds[number], folder) if arguments.seeds else SHIPPED
+        images = Images(split, arguments.prompts, folder / f"images-{arguments.prompts}")
+        results[name] = score(images, rows_of(images, encoders, arguments.fitted_on))
+    print("\n" + as_markdown(results))
+    settings = {"prompts": arguments.prompts, "fitted_on": arguments.fitted_on}
+    measured = {"machine": machine(torch.device("cpu")), "versions": versions(), "settings": settings}
+    name = "-".join(["drift", *map(str, arguments.seeds or ["development"])])
+    write_json(RESULTS / f"{name}.json", measured | {"seeds": results})
+    write_text(RESULTS / f"{name}.md", as_markdown(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Does longer training bring an encoder that reads in one piece level with the original in chunks?
+
+    python benchmarks/longer_training.py [--times 1 2] [--seeds 7 8 9] [--prompts 200] [--output runs/longer-training]
+
+Long-CLIP's recipe and DeBias-CLIP's for SDXL, trained as in the quickstart, but with so many times its steps and its
+pairs: R@1 text to image among 1,000 scenes, and toy/sdxl's images of long prompts, the second encoder being the
+checkpoint's own in overlapping chunks. Without seeds: seed 0 on development scenes, with 100 prompts. Everything
+finished is kept. Prints tables and writes benchmarks/results/longer_training-7-8-9.{json,md}.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from machine import machine
+
+from debias_diffusion.app.quickstart import IMAGES_AT_ONCE, QuickstartConfig
+from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP
+from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.story import EDITS
+from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
+from debias_diffusion.files import write_json, write_text
+from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.training import train
+
+RESULTS = Path(__file__).parent / "results"
+RECIPES = ("long-clip", "debias-clip-sdxl")
+ORIGINALS = {"original in chunks": CHUNKS + "toy/clip", "original in overlapping chunks": OVERLAP + "toy/clip"}
+SHOWN_EDITS = ("keep", "move4", "remove")
+SCORES = {"objects_right": "objects right, %", "empty_filled": "empty places filled, %", "fid_own": "FID"}
+
+
+def trained(recipe: str, times: int, seed: int, output: Path) -> str:
+    """The run with so many times the quickstart's budget."""
+    usual = QuickstartConfig()
+    pairs = write_pairs(output / f"data-{times}", VALIDATION, times * usual.trained_on)
+    run = output / f"{recipe}-{times}"
+    if train(toy_training(recipe, "toy/clip", *pairs, run, steps=times * usual.steps, seed=seed)) is None:
+        raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
+    return str(run)
+
+
+def run_seed(seed: int, split: str, times: list[int], prompts: int, output: Path) -> dict:
+    """By row its R@1 by edit (none of the originals) and the scores of its images; and rows compared with originals."""
+    runs = {f"{recipe}, {n} x": trained(recipe, n, seed, output) for n in times for recipe in RECIPES}
+    data = f"toy/{split}"
+    robustness = evaluate_robustness(RobustnessConfig([*runs.values()], str(output / "robustness"), data, limit=1000))
+    recalls = dict(zip(runs, robustness["encoders"].values(), strict=True))
+    rows = ORIGINALS | runs
+    settings = GenerationConfig(
+        [*rows.values()],
+        "toy/sdxl",
+        str(output / f"images-{prompts}"),
+        data,
+        limit=prompts,
+        seed=seed,
+        images_at_once=IMAGES_AT_ONCE,
+    )
+    report = evaluate_generation(replace(settings, own_features="toy/features"))
+    names = dict(zip(report["encoders"], rows, strict=True))
+    result = {
+        names[label]: {"scores": {score: entry["scores"][score] for score in SCORES}}
+        for label, entry in report["encoders"].items()
+    }
+    for row, entry in recalls.items():
+        recall = entry["recall_at_1_percent"]
+        result[row]["recall"] = {edit: recall[edit]["text_to_image"] for edit in SHOWN_EDITS}
+    for line in report["compared"]:
+        if line["score"] in SCORES and names[line["b"]] in ORIGINALS:
+            numbers = {name: line[name] for name in ("difference", "low", "high")}
+            result[names[line["a"]]].setdefault(f"minus {names[line['b']]}", {})[line["score"]] = numbers
+    return result
+
+
+def as_markdown(seeds: dict[str, dict]) -> str:
+    """A table of the scores of all seeds, and one of the objects right compared with the originals."""
+    rows = next(iter(seeds.values()))
+    scores, differences = [], []
+    for row in rows:
+        of_seeds = [result[row] for result in seeds.values()]
+        recalls = [
+            ", ".join(f"{of['recall'][edit]:.1f}" for of in of_seeds) if "recall" in of_seeds[0] else ""
+            for edit in SHOWN_EDITS
+        ]
+        scores.append(
+            [row, *recalls, *(", ".join(f"{of['scores'][name]['value']:.1f}" for of in of_seeds) for name in SCORES)]
+        )
+        for original in ORIGINALS:
+            if lines := [of.get(f"minus {original}", {}).get("objects_right") for of in of_seeds if row != original]:
+                cells = "; ".join(
+                    "{difference:+.1f} ({low:+.1f} to {high:+.1f})".format(**line) for line in lines if line
+                )
+                differences.append([row, original, cells])
+    header = ["encoder", *(f"R@1 {EDITS[edit]}" for edit in SHOWN_EDITS), *SCORES.values()]
+    compared = Table(["encoder", "minus", "objects right, points"], [line for line in differences if line[2]])
+    return f"{Table(header, scores).markdown()}\n\n{compared.markdown()}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[])
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--output", type=Path, default=Path("runs/longer-training"))
+    arguments = parser.parse_args()
+    splits = {seed: f"test-{seed}" for seed in arguments.seeds} or {0: "development"}
+    seeds = {
+        split: run_seed(seed, split, arguments.times, arguments.prompts, arguments.output / split)
+        for seed, split in splits.items()
+    }
+    print("\n" + as_markdown(seeds))
+    settings = {"times": arguments.times, "prompts": arguments.prompts}
+    measured = {"machine": machine(torch.device("cpu")), "versions": versions(), "settings": settings}
+    name = "-".join(["longer_training", *map(str, arguments.seeds or ["development"])])
+    write_json(RESULTS / f"{name}.json", measured | {"seeds": seeds})
+    write_text(RESULTS / f"{name}.md", as_markdown(seeds))
+
+
+if __name__ == "__main__":
+    main()

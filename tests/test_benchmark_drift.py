@@ -1,0 +1,97 @@
+"""benchmarks/drift.py: what it changes in the states that a UNet reads, and how it scores the images."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from debias_diffusion.eval.pictures.drift import Moments, Reader
+from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode
+from debias_diffusion.toyworld.grammar import caption
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def drift():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+        yield importlib.import_module("drift")
+
+
+def random_states(drift, seed: int = 0):
+    """Six positions: SOT, three words, EOT, a pad; the encoder's are the original's, moved by one shift."""
+    random = torch.Generator().manual_seed(seed)
+    original, shift = torch.randn(6, 8, generator=random), torch.randn(8, generator=random)
+    own, moments = original.clone(), Moments(8)
+    own[1:] += shift
+    moments.add(own[1:], original[1:], 1.0)
+    return drift.States(own, original, end=4, moments=moments)
+
+
+def test_words_and_pads_are_exchanged_and_nothing_else(drift):
+    states = random_states(drift)
+    words, pads = states.original_words(), states.original_pads()
+    for position in range(6):
+        of_words = states.original if 1 <= position < 4 else states.own
+        of_pads = states.original if position >= 4 else states.own
+        assert torch.equal(words[position], of_words[position])
+        assert torch.equal(pads[position], of_pads[position])
+
+
+def test_a_fitted_shift_brings_shifted_states_back_and_the_original_s_away(drift):
+    states = random_states(drift)
+    torch.testing.assert_close(states.less_shift(), states.original, rtol=0, atol=1e-5)
+    torch.testing.assert_close(states.shift_alone(), states.own, rtol=0, atol=1e-5)
+    assert torch.equal(states.less_linear_map()[0], states.own[0])
+
+
+def test_a_fitted_linear_map_brings_mapped_states_back(drift):
+    random = torch.Generator().manual_seed(1)
+    original, rotation = torch.randn(200, 8, generator=random), torch.linalg.qr(torch.randn(8, 8, generator=random)).Q
+    own, moments = original @ rotation + 3, Moments(8)
+    moments.add(own[1:], original[1:], 1.0)
+    states = drift.States(own, original, end=190, moments=moments)
+    torch.testing.assert_close(states.less_linear_map()[1:], original[1:], rtol=0, atol=0.02)
+
+
+def test_unchanged_states_are_those_that_the_pipeline_reads(drift):
+    texts, sampling = [caption("development", index).text for index in range(2)], Sampling(1, 3.0)
+    prompts, name = [ImagePrompt(text) for text in texts], "toy/debias-clip"
+    base, own = (encode(load_sdxl(drift.BASE, encoder, CPU), prompts, sampling) for encoder in (None, name))
+    changed = drift.changed(
+        base["prompt_embeds"], texts, Reader.load(name, CPU), Moments(128), drift.States.as_they_are
+    )
+    torch.testing.assert_close(changed, own["prompt_embeds"], rtol=0, atol=1e-5)
+    assert not torch.allclose(changed, base["prompt_embeds"], atol=0.1)
+
+
+def test_rows_are_drawn_once_scored_and_compared(drift, tmp_path, monkeypatch):
+    monkeypatch.setattr(drift, "STEPS", 1)
+    images = drift.Images("development", 2, tmp_path)
+    rows = drift.rows_of(images, {"Long-CLIP": "toy/long-clip", "DeBias-CLIP": "toy/debias-clip"}, fitted_on=20)
+    assert len(rows) == len(set(rows)) == 3 + 2 * (len(drift.CHANGES) + 1)
+    written = {file: file.stat().st_mtime_ns for row in rows for file in images.files(row)}
+    assert len(written) == 2 * len(rows)
+    before = {row: [file.read_bytes() for file in images.files(row)] for row in rows}
+    assert before["Long-CLIP: less one shift"] != before["Long-CLIP: as they are"] != before[drift.ORIGINAL]
+    gone = images.files("DeBias-CLIP: less one shift")[1]
+    gone.unlink()
+    drift.rows_of(images, {"Long-CLIP": "toy/long-clip", "DeBias-CLIP": "toy/debias-clip"}, fitted_on=20)
+    assert gone.read_bytes() == before["DeBias-CLIP: less one shift"][1]
+    assert all(file.stat().st_mtime_ns == time for file, time in written.items() if file != gone)
+
+    scored = drift.score(images, rows)
+    debias = scored["DeBias-CLIP: less one shift"]
+    for other, name in (("original", drift.ORIGINAL), ("Long-CLIP", "Long-CLIP: less one shift")):
+        difference = debias["scores"]["fid_own"]["value"] - scored[name]["scores"]["fid_own"]["value"]
+        assert debias[f"minus {other}"]["fid_own"]["difference"] == pytest.approx(difference)
+    assert "minus original" not in scored[drift.ORIGINAL]
+    shown = drift.as_markdown({"seed-1": scored, "seed-2": scored})
+    value = debias["scores"]["dino_score"]["value"]
+    assert (
+        f"{value:.3f}, {value:.3f}" in shown and shown.count("\n| Long-CLIP: less a linear map |") == 5
+    )  # 1 of scores, 2 x 2
