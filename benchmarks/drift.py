@@ -18,6 +18,7 @@ drift-7-8-9.md, with the numbers as JSON.
 """
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -78,28 +79,28 @@ _AT_ONCE = 20  # captions, and images
 
 @dataclass(frozen=True)
 class States:
-    """Penultimate states of one prompt at all positions, [positions, width].
+    """Penultimate hidden states of one prompt at all positions, [positions, width].
 
     Attributes:
-        own: of the encoder.
+        drifted: of the encoder.
         original: of the checkpoint's encoder.
-        end: the position of EOT; pads follow.
-        moments: of both, on other captions.
+        eot: the position of EOT; pads follow.
+        moments: of both encoders, on other captions.
     """
 
-    own: Tensor
+    drifted: Tensor
     original: Tensor
-    end: int
+    eot: int
     moments: Moments
 
-    def as_they_are(self) -> Tensor:
-        return self.own
+    def unchanged(self) -> Tensor:
+        return self.drifted
 
     def original_words(self) -> Tensor:
-        return torch.cat([self.own[:1], self.original[1 : self.end], self.own[self.end :]])
+        return torch.cat([self.drifted[:1], self.original[1 : self.eot], self.drifted[self.eot :]])
 
     def original_pads(self) -> Tensor:
-        return torch.cat([self.own[: self.end], self.original[self.end :]])
+        return torch.cat([self.drifted[: self.eot], self.original[self.eot :]])
 
     def less_shift(self) -> Tensor:
         return self._mapped(*self.moments.shift())
@@ -107,22 +108,22 @@ class States:
     def less_linear_map(self) -> Tensor:
         return self._mapped(*self.moments.linear())
 
-    def shift_alone(self) -> Tensor:
+    def shifted_original(self) -> Tensor:
         _, bias = self.moments.shift()
         return torch.cat([self.original[:1], self.original[1:] - bias.float()])
 
     def _mapped(self, fitted: Tensor, bias: Tensor) -> Tensor:
-        return torch.cat([self.own[:1], self.own[1:] @ fitted.float() + bias.float()])
+        return torch.cat([self.drifted[:1], self.drifted[1:] @ fitted.float() + bias.float()])
 
 
 AS_THEY_ARE = "as they are"
 CHANGES: dict[str, Callable[[States], Tensor]] = {
-    AS_THEY_ARE: States.as_they_are,
+    AS_THEY_ARE: States.unchanged,
     "the words are the original's": States.original_words,
     "EOT and pads are the original's": States.original_pads,
     "less one shift": States.less_shift,
     "less a linear map": States.less_linear_map,
-    "the original's, with that shift": States.shift_alone,
+    "the original's, with that shift": States.shifted_original,
 }
 UNGUIDED = "as they are, no guidance"
 OTHERS = {  # what a row is compared with
@@ -147,10 +148,10 @@ def fit_moments(reader: Reader, base: Reader, captions: list[str]) -> Moments:
 def changed(embeds: Tensor, texts: Sequence[str], reader: Reader, moments: Moments, change: Callable) -> Tensor:
     """The original's `prompt_embeds`, [prompts, positions, width of both encoders], with the first's changed."""
     tokens, width = reader.tokens(texts), reader.encoder.config.hidden_size
-    own, _ = encode_tokens(reader.encoder, reader.tokenizer, tokens, embeds.shape[1])
+    drifted, _ = encode_tokens(reader.encoder, reader.tokenizer, tokens, embeds.shape[1])
     rows = [
-        change(States(mine, row[:, :width], len(text.ids) + 1, moments))
-        for mine, row, text in zip(own, embeds, tokens, strict=True)
+        change(States(states, row[:, :width], len(text.ids) + 1, moments))
+        for states, row, text in zip(drifted, embeds, tokens, strict=True)
     ]
     return torch.cat([torch.stack(rows), embeds[..., width:]], dim=2)
 
@@ -173,7 +174,7 @@ class Images:
         return self.scores.of_references([partial(render_scene, scene(self.split, i)) for i in range(self.count)])
 
     def files(self, row: str) -> list[Path]:
-        return [self.folder / row.replace(", ", "-").replace(" ", "-") / f"{i:06}.png" for i in range(self.count)]
+        return [self.folder / re.sub(r"[^\w]+", "-", row) / f"{index:06}.png" for index in range(self.count)]
 
     def draw(
         self, row: str, change: Callable | None = None, guidance_scale: float = GUIDANCE_SCALE, overlap: bool = True
@@ -219,7 +220,7 @@ def rows_of(images: Images, encoders: dict[str, str], fitted_on: int) -> list[st
             images.draw(rows[-1], partial(changed, reader=reader, moments=moments, change=of_states))
         if title in DRIFTED:
             rows.append(f"{title}: {UNGUIDED}")
-            images.draw(rows[-1], partial(changed, reader=reader, moments=moments, change=States.as_they_are), 1)
+            images.draw(rows[-1], partial(changed, reader=reader, moments=moments, change=States.unchanged), 1)
     return rows
 
 

@@ -198,10 +198,9 @@ def test_stop_ends_it_within_a_step(page, steps):
     expect(page.locator("#status progress")).to_have_count(1)
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#status")).to_contain_text("Stopped.")
-    page.wait_for_timeout(200)
     taken = len(steps)
-    page.wait_for_timeout(200)
-    assert len(steps) == taken < 150
+    page.wait_for_timeout(1000)
+    assert len(steps) <= taken + 1 < 150  # on a busy machine the step that was being made ends later
     expect(page.get_by_role("button", name="Stop")).to_be_disabled()
     ask(page, LONG, 2)
     finished(page)
