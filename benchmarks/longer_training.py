@@ -1,6 +1,6 @@
 """Does longer training bring an encoder that reads in one piece level with the original in chunks?
 
-    python benchmarks/longer_training.py [--times 1 2] [--seeds 7 8 9] [--prompts 200] [--output runs/longer-training]
+    python benchmarks/longer_training.py [--recipes ...] [--times 1 2] [--seeds 7 8 9] [--prompts 200] [--output runs/longer-training]
 
 Long-CLIP's recipe and DeBias-CLIP's for SDXL, trained as in the quickstart, but with so many times its steps and its
 pairs: R@1 text to image among 1,000 scenes, and toy/sdxl's images of long prompts, the second encoder being the
@@ -43,9 +43,9 @@ def trained(recipe: str, times: int, seed: int, output: Path) -> str:
     return str(run)
 
 
-def run_seed(seed: int, split: str, times: list[int], prompts: int, output: Path) -> dict:
+def run_seed(seed: int, split: str, recipes: list[str], times: list[int], prompts: int, output: Path) -> dict:
     """By row its R@1 by edit (none of the originals) and the scores of its images; and rows compared with originals."""
-    runs = {f"{recipe}, {n} x": trained(recipe, n, seed, output) for n in times for recipe in RECIPES}
+    runs = {f"{recipe}, {n} x": trained(recipe, n, seed, output) for n in times for recipe in recipes}
     data = f"toy/{split}"
     robustness = evaluate_robustness(RobustnessConfig([*runs.values()], str(output / "robustness"), data, limit=1000))
     recalls = dict(zip(runs, robustness["encoders"].values(), strict=True))
@@ -101,6 +101,7 @@ def as_markdown(seeds: dict[str, dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES)
     parser.add_argument("--times", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
     parser.add_argument("--prompts", type=int, default=100)
@@ -108,7 +109,9 @@ def main() -> None:
     arguments = parser.parse_args()
     splits = {seed: f"test-{seed}" for seed in arguments.seeds} or {0: "development"}
     seeds = {
-        split: run_seed(seed, split, arguments.times, arguments.prompts, arguments.output / split)
+        split: run_seed(
+            *(seed, split, arguments.recipes, arguments.times, arguments.prompts), arguments.output / split
+        )
         for seed, split in splits.items()
     }
     print("\n" + as_markdown(seeds))
