@@ -1,6 +1,7 @@
 """Does longer training bring an encoder that reads in one piece level with the original in chunks?
 
-    python benchmarks/longer_training.py [--recipes ...] [--times 1 2] [--seeds 7 8 9] [--prompts 200] [--output runs/longer-training]
+    python benchmarks/longer_training.py [--recipes long-clip debias-clip-sdxl] [--times 1 2] [--seeds 7 8 9]
+                                         [--prompts 200] [--output runs/longer-training]
 
 Long-CLIP's recipe and DeBias-CLIP's for SDXL, trained as in the quickstart, but with so many times its steps and its
 pairs: R@1 text to image among 1,000 scenes, and toy/sdxl's images of long prompts, the second encoder being the
@@ -109,9 +110,7 @@ def main() -> None:
     arguments = parser.parse_args()
     splits = {seed: f"test-{seed}" for seed in arguments.seeds} or {0: "development"}
     seeds = {
-        split: run_seed(
-            *(seed, split, arguments.recipes, arguments.times, arguments.prompts), arguments.output / split
-        )
+        split: run_seed(*(seed, split, arguments.recipes, arguments.times, arguments.prompts), arguments.output / split)
         for seed, split in splits.items()
     }
     print("\n" + as_markdown(seeds))
