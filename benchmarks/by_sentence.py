@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from machine import machine
 from matplotlib.figure import Figure
+from seeds import difference_cell
 
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
@@ -97,7 +98,7 @@ def main() -> None:
         for seed, report in reports.items()
     }
     lines = [
-        [seed, *(f"{of_seed[title]:.1f}" for title in WAYS.values()), _said(of_seed["compared"])]
+        [seed, *(f"{of_seed[title]:.1f}" for title in WAYS.values()), difference_cell(of_seed["compared"])]
         for seed, of_seed in values.items()
     ]
     overall = Table(["objects right, %: seed", *WAYS.values(), "difference"], lines)
@@ -107,10 +108,6 @@ def main() -> None:
     write_json(RESULTS / "by_sentence.json", measured | {"by_sentence": rows, "seeds": values})
     write_text(RESULTS / "by_sentence.md", text)
     figure(rows).savefig(PICTURE, dpi=150)
-
-
-def _said(line: dict) -> str:
-    return f"{line['difference']:+.1f} ({line['low']:+.1f} to {line['high']:+.1f})"
 
 
 if __name__ == "__main__":

@@ -25,15 +25,16 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from machine import machine
+from seeds import difference_cell, write_results
 from torch import Tensor
 from tqdm import tqdm
 
-from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.app.quickstart import QuickstartConfig
+from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.pictures.drift import Moments, Reader
 from debias_diffusion.eval.pictures.scores import ImageNumbers, ImageScores, References, compare
 from debias_diffusion.eval.pictures.toy_objects import compare_images, compare_objects, objects_numbers
-from debias_diffusion.files import atomic_file, write_json, write_text
+from debias_diffusion.files import atomic_file
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import load_sdxl
@@ -48,10 +49,8 @@ from debias_diffusion.toyworld.render import render as render_scene
 from debias_diffusion.toyworld.scenes import scene
 from debias_diffusion.training import train
 
-RESULTS = Path(__file__).parent / "results"
 BASE, FEATURES = "toy/sdxl", "toy/features"
 FITTED_ON = "train"  # split
-TRAINED_ON = 4000  # pairs, as in the quickstart
 ORIGINAL, IN_CHUNKS = "original in overlapping chunks", "original in chunks"
 SHIPPED = {
     "Long-CLIP": "toy/long-clip",
@@ -77,6 +76,25 @@ _AT_ONCE = 20  # captions, and images
 # ---- what is changed in the states of one prompt
 
 
+class Maps:
+    """What brings the states of an encoder nearest to the original's, (map, bias) each, fitted when first needed."""
+
+    def __init__(self, moments: Callable[[], Moments]):
+        self._moments = moments
+
+    @cached_property
+    def moments(self) -> Moments:
+        return self._moments()
+
+    @cached_property
+    def shift(self) -> tuple[Tensor, Tensor]:
+        return tuple(part.float() for part in self.moments.shift())
+
+    @cached_property
+    def linear(self) -> tuple[Tensor, Tensor]:
+        return tuple(part.float() for part in self.moments.linear())
+
+
 @dataclass(frozen=True)
 class States:
     """Penultimate hidden states of one prompt at all positions, [positions, width].
@@ -85,13 +103,13 @@ class States:
         drifted: of the encoder.
         original: of the checkpoint's encoder.
         eot: the position of EOT; pads follow.
-        moments: of both encoders, on other captions.
+        maps: of both encoders, fitted on other captions.
     """
 
     drifted: Tensor
     original: Tensor
     eot: int
-    moments: Moments
+    maps: "Maps"
 
     def unchanged(self) -> Tensor:
         return self.drifted
@@ -103,17 +121,17 @@ class States:
         return torch.cat([self.drifted[: self.eot], self.original[self.eot :]])
 
     def less_shift(self) -> Tensor:
-        return self._mapped(*self.moments.shift())
+        return self._mapped(*self.maps.shift)
 
     def less_linear_map(self) -> Tensor:
-        return self._mapped(*self.moments.linear())
+        return self._mapped(*self.maps.linear)
 
     def shifted_original(self) -> Tensor:
-        _, bias = self.moments.shift()
-        return torch.cat([self.original[:1], self.original[1:] - bias.float()])
+        _, bias = self.maps.shift
+        return torch.cat([self.original[:1], self.original[1:] - bias])
 
     def _mapped(self, fitted: Tensor, bias: Tensor) -> Tensor:
-        return torch.cat([self.drifted[:1], self.drifted[1:] @ fitted.float() + bias.float()])
+        return torch.cat([self.drifted[:1], self.drifted[1:] @ fitted + bias])
 
 
 AS_THEY_ARE = "as they are"
@@ -145,12 +163,12 @@ def fit_moments(reader: Reader, base: Reader, captions: list[str]) -> Moments:
 
 
 @torch.no_grad()
-def changed(embeds: Tensor, texts: Sequence[str], reader: Reader, moments: Moments, change: Callable) -> Tensor:
+def changed(embeds: Tensor, texts: Sequence[str], reader: Reader, maps: Maps, change: Callable) -> Tensor:
     """The original's `prompt_embeds`, [prompts, positions, width of both encoders], with the first's changed."""
     tokens, width = reader.tokens(texts), reader.encoder.config.hidden_size
     drifted, _ = encode_tokens(reader.encoder, reader.tokenizer, tokens, embeds.shape[1])
     rows = [
-        change(States(states, row[:, :width], len(text.ids) + 1, moments))
+        change(States(states, row[:, :width], len(text.ids) + 1, maps))
         for states, row, text in zip(drifted, embeds, tokens, strict=True)
     ]
     return torch.cat([torch.stack(rows), embeds[..., width:]], dim=2)
@@ -170,6 +188,12 @@ class Images:
         self.scores = ImageScores(dino=FEATURES, own_features=FEATURES, batch_size=100, device=torch.device("cpu"))
 
     @cached_property
+    def pipe(self) -> StableDiffusionXLLongPromptPipeline:
+        pipe = load_sdxl(BASE, None, torch.device("cpu"))
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    @cached_property
     def references(self) -> References:
         return self.scores.of_references([partial(render_scene, scene(self.split, i)) for i in range(self.count)])
 
@@ -184,8 +208,7 @@ class Images:
         wanted = [index for index, file in enumerate(files) if not file.exists()]
         if not wanted:
             return
-        pipe: StableDiffusionXLLongPromptPipeline = load_sdxl(BASE, None, torch.device("cpu"))
-        pipe.set_long_prompt(overlap=overlap).set_progress_bar_config(disable=True)
+        pipe = self.pipe.set_long_prompt(overlap=overlap)
         sampling = Sampling(STEPS, guidance_scale)
         layouts = {index: read_layout(pipe, prompt, sampling) for index, prompt in enumerate(self.prompts)}
         for batch in tqdm(plan_batches(self.prompts, layouts, _AT_ONCE, wanted), desc=row):
@@ -213,14 +236,14 @@ def rows_of(images: Images, encoders: dict[str, str], fitted_on: int) -> list[st
     captions = [caption(FITTED_ON, index).text for index in range(fitted_on)]
     for title, name in encoders.items():
         reader = Reader.load(name, torch.device("cpu"))
-        moments = fit_moments(reader, images.base, captions)
+        maps = Maps(partial(fit_moments, reader, images.base, captions))
         changes = CHANGES if title in DRIFTED else {AS_THEY_ARE: CHANGES[AS_THEY_ARE]}
         for change, of_states in changes.items():
             rows.append(f"{title}: {change}")
-            images.draw(rows[-1], partial(changed, reader=reader, moments=moments, change=of_states))
+            images.draw(rows[-1], partial(changed, reader=reader, maps=maps, change=of_states))
         if title in DRIFTED:
             rows.append(f"{title}: {UNGUIDED}")
-            images.draw(rows[-1], partial(changed, reader=reader, moments=moments, change=States.unchanged), 1)
+            images.draw(rows[-1], partial(changed, reader=reader, maps=maps, change=States.unchanged), 1)
     return rows
 
 
@@ -249,7 +272,7 @@ def score(images: Images, rows: list[str]) -> dict:
 
 def trained(seed: int, output: Path) -> dict[str, str]:
     """By title, the runs of a seed."""
-    pairs, runs = write_pairs(output / "data", VALIDATION, TRAINED_ON), {}
+    pairs, runs = write_pairs(output / "data", VALIDATION, QuickstartConfig.trained_on), {}
     for title, (recipe, weight) in RECIPES.items():
         run = output / f"{recipe}-{weight:g}"
         if train(replace(toy_training(recipe, "toy/clip", *pairs, run, seed=seed), keep_states=weight)) is None:
@@ -271,7 +294,7 @@ def as_markdown(seeds: dict[str, dict]) -> str:
     parts = [Table(["states of the first encoder", *titles], scores).markdown()]
     for other, title in OTHERS.items():
         lines = [
-            [row, seed, *(_interval(results[row][f"minus {other}"][name], name) for name in SCORES)]
+            [row, seed, *(difference_cell(results[row][f"minus {other}"][name], SCORES[name][1]) for name in SCORES)]
             for row in rows
             for seed, results in seeds.items()
             if f"minus {other}" in results[row]
@@ -282,13 +305,6 @@ def as_markdown(seeds: dict[str, dict]) -> str:
 
 def _values(numbers: list[dict], name: str) -> str:
     return ", ".join(f"{number['value']:.{SCORES[name][1]}f}" for number in numbers)
-
-
-def _interval(line: dict, name: str) -> str:
-    digits = SCORES[name][1]
-    if line["low"] is None:  # of too few images
-        return f"{line['difference']:+.{digits}f}"
-    return "{0:+.{3}f} ({1:+.{3}f} to {2:+.{3}f})".format(line["difference"], line["low"], line["high"], digits)
 
 
 def main() -> None:
@@ -305,12 +321,8 @@ def main() -> None:
         encoders = trained(arguments.seeds[number], folder) if arguments.seeds else SHIPPED
         images = Images(split, arguments.prompts, folder / f"images-{arguments.prompts}")
         results[name] = score(images, rows_of(images, encoders, arguments.fitted_on))
-    print("\n" + as_markdown(results))
     settings = {"prompts": arguments.prompts, "fitted_on": arguments.fitted_on}
-    measured = {"machine": machine(torch.device("cpu")), "versions": versions(), "settings": settings}
-    name = "-".join(["drift", *map(str, arguments.seeds or ["development"])])
-    write_json(RESULTS / f"{name}.json", measured | {"seeds": results})
-    write_text(RESULTS / f"{name}.md", as_markdown(results))
+    write_results("drift", arguments.seeds or ["development"], settings, results, as_markdown(results))
 
 
 if __name__ == "__main__":

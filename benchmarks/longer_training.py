@@ -10,24 +10,20 @@ finished is kept. Prints tables and writes benchmarks/results/longer_training-7-
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-from machine import machine
+from seeds import difference_cell, write_results
 
 from debias_diffusion.app.quickstart import IMAGES_AT_ONCE, QuickstartConfig
-from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.story import EDITS
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
-from debias_diffusion.files import write_json, write_text
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import train
 
-RESULTS = Path(__file__).parent / "results"
 RECIPES = ("long-clip", "debias-clip-sdxl")
 ORIGINALS = {"original in chunks": CHUNKS + "toy/clip", "original in overlapping chunks": OVERLAP + "toy/clip"}
 SHOWN_EDITS = ("keep", "move4", "remove")
@@ -59,8 +55,9 @@ def run_seed(seed: int, split: str, recipes: list[str], times: list[int], prompt
         limit=prompts,
         seed=seed,
         images_at_once=IMAGES_AT_ONCE,
+        own_features="toy/features",
     )
-    report = evaluate_generation(replace(settings, own_features="toy/features"))
+    report = evaluate_generation(settings)
     names = dict(zip(report["encoders"], rows, strict=True))
     result = {
         names[label]: {"scores": {score: entry["scores"][score] for score in SCORES}}
@@ -90,13 +87,11 @@ def as_markdown(seeds: dict[str, dict]) -> str:
             [row, *recalls, *(", ".join(f"{of['scores'][name]['value']:.1f}" for of in of_seeds) for name in SCORES)]
         )
         for original in ORIGINALS:
-            if lines := [of.get(f"minus {original}", {}).get("objects_right") for of in of_seeds if row != original]:
-                cells = "; ".join(
-                    "{difference:+.1f} ({low:+.1f} to {high:+.1f})".format(**line) for line in lines if line
-                )
-                differences.append([row, original, cells])
+            lines = [of[f"minus {original}"]["objects_right"] for of in of_seeds if f"minus {original}" in of]
+            if lines:
+                differences.append([row, original, "; ".join(map(difference_cell, lines))])
     header = ["encoder", *(f"R@1 {EDITS[edit]}" for edit in SHOWN_EDITS), *SCORES.values()]
-    compared = Table(["encoder", "minus", "objects right, points"], [line for line in differences if line[2]])
+    compared = Table(["encoder", "minus", "objects right, points"], differences)
     return f"{Table(header, scores).markdown()}\n\n{compared.markdown()}\n"
 
 
@@ -113,12 +108,8 @@ def main() -> None:
         split: run_seed(*(seed, split, arguments.recipes, arguments.times, arguments.prompts), arguments.output / split)
         for seed, split in splits.items()
     }
-    print("\n" + as_markdown(seeds))
     settings = {"times": arguments.times, "prompts": arguments.prompts}
-    measured = {"machine": machine(torch.device("cpu")), "versions": versions(), "settings": settings}
-    name = "-".join(["longer_training", *map(str, arguments.seeds or ["development"])])
-    write_json(RESULTS / f"{name}.json", measured | {"seeds": seeds})
-    write_text(RESULTS / f"{name}.md", as_markdown(seeds))
+    write_results("longer_training", arguments.seeds or ["development"], settings, seeds, as_markdown(seeds))
 
 
 if __name__ == "__main__":

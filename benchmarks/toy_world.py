@@ -19,25 +19,23 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-from machine import machine
+from seeds import difference_cell, write_results
 
 from debias_diffusion.app.align import AlignConfig, align
 from debias_diffusion.app.quickstart import RESULTS_FOLDER, Models, QuickstartConfig, quickstart
-from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.pictures.reading import ALL, READERS
 from debias_diffusion.eval.pictures.toy_objects import BY_TELLING, TELLING_TITLES, TELLINGS
 from debias_diffusion.eval.story import DIRECTIONS, EDITS, NAMES, SHORT_FOLDER, SHORT_PROMPTS
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
-from debias_diffusion.files import read_json_object, write_json, write_text
+from debias_diffusion.files import read_json_object
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
 from debias_diffusion.toyworld.grammar import STYLES
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import train
 
-RESULTS = Path(__file__).parent / "results"
 REPORT = "generation.json"
 LEARNING_RATE, PRECISION = 3e-4, "bf16"  # of alignments
 DATA = {  # by kind of prompt, the data of a split
@@ -276,10 +274,7 @@ def _difference_table(drawn: dict[int, dict]) -> str:
 def _interval(score: str, line: dict | None) -> str:
     if line is None:
         return ""
-    digits = COLUMNS.get(score, (score, 1))[1]
-    if line["low"] is None:  # of too few images
-        return f"{line['difference']:+.{digits}f}"
-    return "{0:+.{3}f} ({1:+.{3}f} to {2:+.{3}f})".format(line["difference"], line["low"], line["high"], digits)
+    return difference_cell(line, COLUMNS.get(score, (score, 1))[1])
 
 
 def main() -> None:
@@ -293,11 +288,7 @@ def main() -> None:
     for seed in arguments.seeds:
         output = str(arguments.output / f"seed-{seed}" / "quickstart")
         seeds[seed] = run_seed(QuickstartConfig(output, seed=seed, split=f"test-{seed}"), bases)
-    measured = {"machine": machine(torch.device("cpu")), "versions": versions(), "settings": asdict(QuickstartConfig())}
-    print("\n" + as_markdown(seeds))
-    name = "-".join(["toy_world", *map(str, seeds)])
-    write_json(RESULTS / f"{name}.json", measured | {"seeds": seeds})
-    write_text(RESULTS / f"{name}.md", as_markdown(seeds))
+    write_results("toy_world", seeds, asdict(QuickstartConfig()), seeds, as_markdown(seeds))
 
 
 if __name__ == "__main__":
