@@ -76,8 +76,8 @@ def coarse_results():
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """(base model, data file, image folder), for the smallest of training runs. Not to be written to."""
-    from tiny_clip import save_tiny_clip
-    from tiny_data import make_tiny_data
+    from helpers.tiny_clip import save_tiny_clip
+    from helpers.tiny_data import make_tiny_data
 
     folder = tmp_path_factory.mktemp("world")
     return save_tiny_clip(folder / "base"), *make_tiny_data(folder)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.tiny_clip import tiny_clip, tiny_siglip
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_clip import tiny_clip, tiny_siglip
 from torch import Tensor
 
 from debias_diffusion.ablation import genetic

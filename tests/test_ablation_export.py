@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import open_clip
 import pytest
 import torch
+from helpers.tiny_clip import save_tiny_clip, tiny_clip
 from safetensors.torch import load_file, save_file
-from tiny_clip import save_tiny_clip, tiny_clip
 from transformers import AutoModel, CLIPModel, CLIPTextModel, CLIPTokenizer
 
 from debias_diffusion.ablation.folding import fold_text_heads

@@ -6,8 +6,8 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
+from helpers.tiny_clip import save_tiny_clip, tiny_clip
 from safetensors.torch import save_file
-from tiny_clip import save_tiny_clip, tiny_clip
 from transformers import CLIPModel
 
 from debias_diffusion.ablation.heads import Ablation

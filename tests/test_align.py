@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
+from helpers.tiny_clip import tiny_clip
+from helpers.tiny_sdxl import WIDTH_2, build_tiny_sdxl, text_encoder
+from helpers.training_runs import is_the_same_run, killed_copy, losses
+from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 from safetensors.torch import load_file
-from test_training import is_the_same_run, killed_copy, losses
-from tiny_clip import tiny_clip
-from tiny_sdxl import WIDTH_2, build_tiny_sdxl, text_encoder
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from debias_diffusion.app.align import AlignConfig, align, latents
@@ -34,7 +35,7 @@ from debias_diffusion.interchange import load_text_encoder, load_two_tower, writ
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
-from debias_diffusion.tokens import clean, clip_tokenizer
+from debias_diffusion.tokens import clean
 from debias_diffusion.training.folder import RunFolder
 from debias_diffusion.training.stop import StopRequest
 from debias_diffusion.training.trackers import make_accelerator
@@ -343,9 +344,9 @@ def test_the_plan_says_what_is_fitted_and_what_it_takes(settings, models, tmp_pa
 )
 def test_mistakes_are_explained(settings, models, tmp_path, changes, message):
     if changes.get("encoder_2") == "wide":
-        write_text_encoder(text_encoder(), clip_tokenizer(77), tmp_path / "wide")
+        write_text_encoder(text_encoder(), tiny_tokenizer(77), tmp_path / "wide")
     if changes.get("encoder_2") == "bare":
-        write_text_encoder(text_encoder(WIDTH_2), clip_tokenizer(77), tmp_path / "bare")
+        write_text_encoder(text_encoder(WIDTH_2), tiny_tokenizer(77), tmp_path / "bare")
     changes = {k: str(tmp_path / v) if v in ("wide", "bare") else v for k, v in changes.items()}
     with pytest.raises(UserError, match=message):
         align(settings(tmp_path / "run", **changes))

@@ -5,7 +5,6 @@ import gc
 import diffusers
 import numpy as np
 import pytest
-import tiny_sdxl
 import torch
 from diffusers import (
     AutoPipelineForImage2Image,
@@ -15,8 +14,9 @@ from diffusers import (
     StableDiffusionXLPAGPipeline,
     StableDiffusionXLPipeline,
 )
-from drawing import LONG, SHORT, draw
-from tiny_sdxl import assemble, assemble_copy
+from helpers import tiny_sdxl
+from helpers.drawing import LONG, SHORT, draw
+from helpers.tiny_sdxl import assemble, assemble_copy
 
 from debias_diffusion.pipelines import (
     SDLongPromptMixin,

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.text_encoders import open_clip_states
+from helpers.tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
 from PIL import Image
-from test_interchange import open_clip_states
-from tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
 
 from debias_diffusion.attention import PositionMeans, eot_attention
 from debias_diffusion.errors import UserError

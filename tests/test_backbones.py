@@ -4,9 +4,9 @@ import pickle
 import open_clip
 import pytest
 import torch
+from helpers.text_encoders import Runs
+from helpers.tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
 from PIL import Image
-from test_interchange import Runs
-from tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import to_transformers, write_file

@@ -4,14 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_clip import siglip_tokenizer
+from helpers.tiny_clip import siglip_tokenizer
+from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.data import open_data
 from debias_diffusion.data.caption_statistics import begins_with_pronoun, caption_statistics, is_summary_first
 from debias_diffusion.sentences import split_sentences
-from debias_diffusion.tokens import CaptionTokenizer, Markers, clip_tokenizer
+from debias_diffusion.tokens import CaptionTokenizer, Markers
 
-TOKENIZER = CaptionTokenizer(clip_tokenizer(248), 248)
+TOKENIZER = CaptionTokenizer(tiny_tokenizer(248), 248)
 ROOM = ["A dog and a cat share a sofa.", "The dog sleeps.", "Its ears hang down.", "The sofa is old.", "The cats purr."]
 LIST = ["A lamp shines.", "A dog lies on a rug.", "The dog is black.", "The rug has a long fringe."]
 

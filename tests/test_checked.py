@@ -1,10 +1,10 @@
 """Images are checked to be some: where values stop being finite is said, and nothing else changes."""
 
 import pytest
-import tiny_sdxl
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
-from drawing import EMBEDDINGS
+from helpers import tiny_sdxl
+from helpers.drawing import EMBEDDINGS
 
 from debias_diffusion.pipelines.checked import generate_images
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.coco_cn import coco_cn
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_retrieval_sets import coco_cn
 from torch import Tensor, nn
 from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProcessor, ChineseCLIPModel
 

@@ -8,10 +8,10 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+from helpers.tiny_clip import save_tiny_clip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.intervals import paired_difference

@@ -8,8 +8,8 @@ from importlib import import_module
 import pytest
 import yaml
 from diffusers import AutoencoderKL
-from tiny_clip import save_tiny_clip
-from tiny_data import make_tiny_data
+from helpers.tiny_clip import save_tiny_clip
+from helpers.tiny_data import make_tiny_data
 
 from debias_diffusion.app.align import AlignConfig
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command, main

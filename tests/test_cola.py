@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny_clip import save_tiny_clip
 from PIL import Image
-from tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report

@@ -20,8 +20,8 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny_sdxl
 import torch
+from helpers import tiny_sdxl
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection

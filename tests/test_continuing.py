@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny_clip import tiny_clip
+from helpers.tiny_data import make_tiny_data
+from helpers.training_runs import config, is_the_same_run, killed_copy, log, losses, same_weights
 from safetensors.torch import load_file, save_file
-from test_training import config, is_the_same_run, killed_copy, log, losses, same_weights
-from tiny_clip import tiny_clip
-from tiny_data import make_tiny_data
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.training import train

@@ -5,13 +5,13 @@ import sys
 
 import numpy as np
 import pytest
-import tiny_sdxl
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.utils import dynamic_modules_utils
-from drawing import draw
+from helpers import tiny_sdxl
+from helpers.drawing import draw
+from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, write_custom_pipeline
-from debias_diffusion.tokens import clip_tokenizer
 
 PROMPT = "a red cat on a blue sofa, " * 16  # 128 tokens
 
@@ -52,7 +52,7 @@ def test_it_draws_what_the_class_draws(base, file, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     replaced = {
         "text_encoder": tiny_sdxl.text_encoder(window=248, seed=5),
-        "tokenizer": clip_tokenizer(248),
+        "tokenizer": tiny_tokenizer(248),
         "add_watermarker": False,
     }
     how = {"trust_remote_code": True, **replaced}

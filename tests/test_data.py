@@ -3,6 +3,7 @@ import pickle
 
 import pytest
 import torch
+from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -11,9 +12,9 @@ from debias_diffusion.data.bad_records import printable
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.dual_caption import RECIPES
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.tokens import CaptionTokenizer
 
-TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
+TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)
 
 
 def entry(image, caption):

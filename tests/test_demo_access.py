@@ -9,7 +9,7 @@ import threading
 
 import httpx
 import pytest
-from demo_clients import LONG, Visitor, drawing, opened_page, wait_until
+from helpers.demo_clients import LONG, Visitor, drawing, opened_page, wait_until
 from starlette.routing import Route
 
 from debias_diffusion.app import cli

@@ -16,8 +16,8 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from demo_clients import LONG, opened_page
-from demo_steps import counted_steps
+from helpers.demo_clients import LONG, opened_page
+from helpers.demo_steps import counted_steps
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
+from helpers.tiny_sdxl import build_tiny_sdxl, stretched, text_encoder
+from helpers.vocabulary import tiny_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_sdxl import build_tiny_sdxl, stretched, text_encoder
 from transformers import CLIPTextModelWithProjection
 
 from debias_diffusion.app.demo.analysis import attention, movement, tokens
@@ -40,7 +41,7 @@ from debias_diffusion.eval.text_image.attention import load_reader, look_at_prom
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.sentences import split_sentences
-from debias_diffusion.tokens import clean, clip_tokenizer
+from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import Scene, Thing
 
@@ -70,7 +71,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
     }
     for name, model in models.items():
         model.save_pretrained(root / name)
-        clip_tokenizer(model.config.max_position_embeddings).save_pretrained(root / name)
+        tiny_tokenizer(model.config.max_position_embeddings).save_pretrained(root / name)
     return {name: str(root / name) for name in ("base", *models)}
 
 
@@ -939,7 +940,7 @@ def test_movement_takes_the_projected_feature_where_there_is_one(folders, tmp_pa
     torch.manual_seed(3)
     projected = CLIPTextModelWithProjection(config).eval()
     projected.save_pretrained(tmp_path / "projected")
-    clip_tokenizer(77).save_pretrained(tmp_path / "projected")
+    tiny_tokenizer(77).save_pretrained(tmp_path / "projected")
     models = DemoModels(folders["base"], [str(tmp_path / "projected")], CPU)
     encoder = models.encoders["projected"]
     assert isinstance(encoder.model, CLIPTextModelWithProjection)

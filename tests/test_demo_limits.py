@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import pytest
-from demo_clients import LARGE, LONG, Visitor, drawing, opened_page, wait_until
-from demo_steps import counted_steps
 from gradio import queueing
 from gradio.server_messages import HeartbeatMessage, ProcessCompletedMessage
+from helpers.demo_clients import LARGE, LONG, Visitor, drawing, opened_page, wait_until
+from helpers.demo_steps import counted_steps
 
 from debias_diffusion.app.demo import fair_queue, guard, launch
 from debias_diffusion.app.demo.visitors import visitor

@@ -21,13 +21,13 @@ import psutil
 import pytest
 import torch
 import yaml
-from demo_clients import LONG, Visitor, drawing, opened_page, wait_until
-from demo_steps import counted_steps
 from gradio_client import Client, handle_file
 from gradio_client.utils import QueueError
+from helpers.demo_clients import LONG, Visitor, drawing, opened_page, wait_until
+from helpers.demo_steps import counted_steps
+from helpers.tiny_sdxl import build_tiny_sdxl
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from tiny_sdxl import build_tiny_sdxl
 
 from debias_diffusion.app.demo import device, launch, markup
 from debias_diffusion.app.demo.analysis import Movement, PromptTokens, Token, attention, movement, tokens

@@ -20,21 +20,21 @@ from pathlib import Path
 
 import open_clip
 import pytest
-import tiny_flux
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from demo_clients import opened_page
 from diffusers import StableDiffusionXLPipeline
+from helpers import tiny_flux
+from helpers.demo_clients import opened_page
+from helpers.drawing import same_picture
+from helpers.released import DEEP, released
+from helpers.single_files import original_layout
+from helpers.text_encoders import hub_repository
+from helpers.tiny_clip import registered, tiny_clip
+from helpers.tiny_sdxl import build_tiny_sdxl, picture, sdxl_parts
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from single_files import original_layout
-from test_interchange import hub_repository
-from test_other_pipelines import same_picture
-from test_released_weights import DEEP, released
-from tiny_clip import registered, tiny_clip
-from tiny_sdxl import build_tiny_sdxl, picture, sdxl_parts
 from torch.distributed.run import get_args_parser
 from transformers import CLIPTextModel
 

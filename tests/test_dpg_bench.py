@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_clip import save_tiny_clip
+from helpers.tiny_sdxl import build_tiny_sdxl
+from helpers.vocabulary import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import save_tiny_clip
-from tiny_sdxl import build_tiny_sdxl
 from transformers import (
     BertTokenizer,
     BlipConfig,
@@ -47,7 +48,6 @@ from debias_diffusion.eval.pictures.dpg_bench import (
     tables,
     token_position,
 )
-from debias_diffusion.tokens import clip_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -206,7 +206,7 @@ def test_pictures_in_folders_and_in_grids(tmp_path):
 
 
 def test_position_is_that_of_the_last_word_read():
-    tokenizer = clip_tokenizer(77)
+    tokenizer = tiny_tokenizer(77)
     prompt = "A truck, well-worn and Red, near two cats and a truck of snow."
     ids = tokenizer(prompt.lower())["input_ids"]
 
@@ -395,7 +395,7 @@ def test_no_warning_of_prompts_that_only_positions_are_looked_for_in(caplog):
     caplog.set_level(logging.WARNING, "transformers")  # where another test has silenced it
     logger.addHandler(caplog.handler)
     try:
-        assert token_position(["red"], "a cat, " * 100 + "a red dog", clip_tokenizer(77)) > 200
+        assert token_position(["red"], "a cat, " * 100 + "a red dog", tiny_tokenizer(77)) > 200
     finally:
         logger.removeHandler(caplog.handler)
     assert caplog.records == []

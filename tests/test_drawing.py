@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_sdxl
 import torch
 from diffusers import DDIMScheduler, StableDiffusionXLPipeline
+from helpers import tiny_sdxl
+from helpers.tiny_clip import save_tiny_clip
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.common.processes import Processes

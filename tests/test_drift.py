@@ -5,9 +5,10 @@ import json
 
 import numpy as np
 import pytest
-import tiny_sdxl
 import torch
-from tiny_data import caption, make_tiny_data
+from helpers import tiny_sdxl
+from helpers.tiny_data import caption, make_tiny_data
+from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
@@ -15,7 +16,6 @@ from debias_diffusion.eval.pictures import drift
 from debias_diffusion.eval.pictures.drift import PADS, DriftConfig, Moments, Reader, evaluate_drift, measure_drift
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
-from debias_diffusion.tokens import clip_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LONG = " ".join(f"House number {n} has {n} red windows." for n in range(1, 20))
@@ -23,7 +23,7 @@ CAPTIONS = [caption(0), LONG, "A cat.", caption(1)]
 
 
 def reader(encoder, window: int = 77) -> Reader:
-    return Reader("tiny", encoder.eval(), clip_tokenizer(window), "digest")
+    return Reader("tiny", encoder.eval(), tiny_tokenizer(window), "digest")
 
 
 @pytest.fixture(scope="module")

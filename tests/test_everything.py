@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import skimage
-import tiny_sdxl
-from tiny_clip import save_tiny_clip
+from helpers import tiny_sdxl
+from helpers.tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import everything

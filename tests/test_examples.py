@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 
 from debias_diffusion.models.shipped import shipped
-from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.toyworld.grammar import caption
 
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "long_prompts_sdxl.ipynb"
@@ -40,7 +40,7 @@ def settings() -> dict:
 def test_the_settings_are_complete_and_the_prompts_are_long():
     values = settings()
     assert values.keys() == TOY.keys() and hasattr(torch, values["DTYPE"])
-    lengths = [len(ids) for ids in clip_tokenizer(248)(values["PROMPTS"]).input_ids]
+    lengths = [len(ids) for ids in tiny_tokenizer(248)(values["PROMPTS"]).input_ids]
     assert len(lengths) == 5 and min(lengths) > 77 + 20 and max(lengths) <= 248
 
 

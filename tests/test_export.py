@@ -10,12 +10,12 @@ import open_clip
 import pytest
 import torch
 import yaml
+from helpers.text_encoders import BIGG, CAPTIONS, SMALL, Expected, long_clip_state, text_backbone
+from helpers.tiny_clip import CONFIG, byte_tokenizer, registered, save_tiny_clip, tiny_clip, tiny_siglip
+from helpers.tiny_data import make_tiny_data
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_interchange import BIGG, CAPTIONS, SMALL, Expected, long_clip_state, text_backbone
-from tiny_clip import CONFIG, byte_tokenizer, registered, save_tiny_clip, tiny_clip, tiny_siglip
-from tiny_data import make_tiny_data
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import load_text_encoder

@@ -5,10 +5,8 @@ from copy import deepcopy
 import open_clip
 import pytest
 import torch
-from open_clip.tokenizer import HFTokenizer
-from PIL import Image
-from test_tokens import HOSTILE, random_strings
-from tiny_clip import (
+from helpers.texts import HOSTILE, random_strings
+from helpers.tiny_clip import (
     SIGLIP_CONFIG,
     byte_tokenizer,
     registered,
@@ -17,6 +15,8 @@ from tiny_clip import (
     tiny_clip,
     tiny_siglip,
 )
+from open_clip.tokenizer import HFTokenizer
+from PIL import Image
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.models.backbone import Backbone, load_backbone

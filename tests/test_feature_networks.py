@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import skimage
 import torch
+from helpers.tiny_clip import save_tiny_clip
+from helpers.tiny_features import photographs_and_others, save_dino, save_inception
 from PIL import Image
-from tiny_clip import save_tiny_clip
-from tiny_features import photographs_and_others, save_dino, save_inception
 from transformers import Dinov2Config, Dinov2Model, ViTModel
 
 from debias_diffusion.errors import UserError

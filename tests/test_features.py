@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers.tiny_clip import tiny_clip
+from helpers.tiny_data import make_tiny_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import tiny_clip
-from tiny_data import make_tiny_data
 
 from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from fix_clip_steps import CASES, COMPONENTS, GROUPS, LAYERS, PROMPTS, gradients, make_batch, method_of, setup
+from helpers.fix_clip_steps import CASES, COMPONENTS, GROUPS, LAYERS, PROMPTS, gradients, make_batch, method_of, setup
+from helpers.literal import literal_info_nce
+from helpers.steps import run_in_processes
+from helpers.tiny_clip import CONFIG, everyday, tiny_clip, tiny_siglip
+from helpers.tiny_data import caption, make_tiny_data
+from helpers.training_runs import config, is_the_same_run, killed_copy
 from open_clip.transformer import PatchDropout
 from safetensors.torch import load_file
-from test_objectives import literal_info_nce
-from test_step import run_in_processes
-from test_training import config, is_the_same_run, killed_copy
-from tiny_clip import CONFIG, everyday, tiny_clip, tiny_siglip
-from tiny_data import caption, make_tiny_data
 
 from debias_diffusion.app.ablate.command import AblateConfig, ablate
 from debias_diffusion.app.cli import main

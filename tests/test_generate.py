@@ -14,9 +14,10 @@ from importlib.metadata import version
 
 import numpy as np
 import pytest
-import tiny_sdxl
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
+from helpers import tiny_sdxl
+from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
@@ -31,7 +32,6 @@ from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, memory
 from debias_diffusion.pipelines import rendering as renderer
 from debias_diffusion.pipelines.loading import load_pipeline, load_sdxl
-from debias_diffusion.tokens import clip_tokenizer
 
 PROMPT = "A red cat sleeps on a blue sofa. " + "A small green bird sits on the table, near the window. " * 9
 
@@ -55,7 +55,7 @@ def drawn_by(pipe, *prompts, seed=0, **call):
 def save_encoder(folder, width=None, encoder=None):
     encoder = encoder or tiny_sdxl.text_encoder(width, window=248, seed=7)
     encoder.save_pretrained(folder / "text_encoder")
-    clip_tokenizer(encoder.config.max_position_embeddings).save_pretrained(folder / "tokenizer")
+    tiny_tokenizer(encoder.config.max_position_embeddings).save_pretrained(folder / "tokenizer")
     return folder
 
 
@@ -77,7 +77,7 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
     path = generate(GenerateConfig(**settings, output=str(tmp_path / "new" / "a.png")))
     assert path == tmp_path / "new" / "a.png"
     printed = capsys.readouterr().out
-    n_tokens = len(clip_tokenizer(248)(PROMPT, add_special_tokens=False).input_ids)
+    n_tokens = len(tiny_tokenizer(248)(PROMPT, add_special_tokens=False).input_ids)
     assert 75 < n_tokens <= 150
     assert printed == (
         f"Prompt: {n_tokens} tokens, encoded at 152 positions (1 chunk of the first text encoder, 3 of the second)\n"
@@ -767,7 +767,7 @@ def test_the_second_encoder_stretched(base, encoder, tmp_path):
     assert Image.open(path).tobytes() == expected.tobytes()
     # The same from a folder, whose tokenizer pads with another token than SDXL's second one.
     folder = save_encoder(tmp_path / "second", encoder=stretched)
-    assert clip_tokenizer(248).pad_token_id != tokenizer.pad_token_id == 0
+    assert tiny_tokenizer(248).pad_token_id != tokenizer.pad_token_id == 0
     path = make(encoder_2=str(folder))
     assert Image.open(path).tobytes() == expected.tobytes()
     assert read_settings(path)["encoder_2_sha256"] == path_digest(folder)

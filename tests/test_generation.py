@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import skimage
-import tiny_sdxl
 import torch
+from helpers import tiny_sdxl
+from helpers.tiny_clip import save_tiny_clip
+from helpers.tiny_features import save_dino
 from PIL import Image
-from tiny_clip import save_tiny_clip
-from tiny_features import save_dino
 
 from debias_diffusion.data import toy_scene
 from debias_diffusion.data.toy_scenes import read_toy_scenes

@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from test_training import config, losses, run_in_a_process, same_weights, wait_for_step
+from helpers.training_runs import config, losses, run_in_a_process, same_weights, wait_for_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU on this machine")
 HOW_NEAR = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}  # losses, in relation to a CPU's in fp32

@@ -6,22 +6,21 @@ import warnings
 
 import numpy as np
 import pytest
-import tiny_sdxl
 import torch
 from diffusers import StableDiffusionXLPipeline
 from diffusers.hooks import apply_layerwise_casting
+from helpers import tiny_sdxl
+from helpers.single_files import original_layout
+from helpers.vocabulary import BOS, EOS, SIZE, tiny_tokenizer
 from safetensors.torch import load_file, save_file
-from single_files import original_layout
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, with_long_prompts
-from debias_diffusion.tokens import clip_tokenizer
 
 SHORT = "A red cat sleeps on a blue sofa, next to a window."
 WORDS = ["red", "cat", "blue", "sofa", "tree", "house", "sky"]  # one token each
 LONG = " ".join(WORDS * 20)
-BOS, EOS = 49406, 49407
 ENCODERS = ("text_encoder", "text_encoder_2")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,7 +163,7 @@ def test_a_lora_file_is_the_same_lora_at_any_length(loaded, lora, layout, tmp_pa
     for prompt in (SHORT, LONG):
         assert_encodes_like(pipe, reference, plain, prompt)
     # and in an encoder with 248 positions, if it is there first
-    long = ours(loaded, text_encoder=tiny_sdxl.stretched(plain.text_encoder, 248), tokenizer=clip_tokenizer(248))
+    long = ours(loaded, text_encoder=tiny_sdxl.stretched(plain.text_encoder, 248), tokenizer=tiny_tokenizer(248))
     without = StableDiffusionXLLongPromptPipeline(
         **{**long.components, "text_encoder": tiny_sdxl.stretched(plain.text_encoder, 248)}
     )
@@ -291,7 +290,7 @@ def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
     generator = torch.Generator().manual_seed(0)
     vectors = {"clip_l": torch.randn(4, 32, generator=generator), "clip_g": torch.randn(4, 40, generator=generator)}
     save_file(vectors, tmp_path / "style.safetensors")
-    tokenizers = {"tokenizer": clip_tokenizer(77), "tokenizer_2": clip_tokenizer(77, pad_token="!")}
+    tokenizers = {"tokenizer": tiny_tokenizer(77), "tokenizer_2": tiny_tokenizer(77, pad_token="!")}
     stock, pipe = build(StableDiffusionXLPipeline, loaded, **tokenizers), ours(loaded, **copy.deepcopy(tokenizers))
     state = load_file(tmp_path / "style.safetensors")
     for loading in (stock, pipe):
@@ -305,7 +304,7 @@ def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
     assert not np.array_equal(same_as_stock(stock, pipe, **call), draw(pipe, SHORT, negative_prompt="<style>"))
 
     # in a long prompt all four vectors stand in one window, at the same places of both encoders
-    group = list(range(49408, 49412))
+    group = list(range(SIZE, SIZE + 4))
     for before, overlap in itertools.product(range(70, 76), (True, False)):
         pipe.set_long_prompt(overlap=overlap)
         prompt = f"{' '.join(['cat'] * before)} <style> {' '.join(['dog'] * 20)}"
@@ -342,7 +341,7 @@ def test_from_single_file(base, loaded, tmp_path):
     same_as_stock(stock, single, negative_prompt="blurry")
     assert np.array_equal(draw(single, LONG), draw(pipe, LONG))
     # a 248-token encoder goes in as into `from_pretrained`
-    encoder = {"text_encoder": tiny_sdxl.stretched(stock.text_encoder, 248), "tokenizer": clip_tokenizer(248)}
+    encoder = {"text_encoder": tiny_sdxl.stretched(stock.text_encoder, 248), "tokenizer": tiny_tokenizer(248)}
     single = StableDiffusionXLLongPromptPipeline.from_single_file(path, config=str(base), **encoder)
     assert single.text_encoder is encoder["text_encoder"]
     assert single.prompt_layout(LONG).windows == (1, 3)

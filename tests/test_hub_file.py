@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from helpers.released import CAPTIONS, released
+from helpers.text_encoders import hub_repository
+from helpers.tiny_sdxl import build_tiny_sdxl
 from huggingface_hub import ModelInfo, constants
-from test_interchange import hub_repository
-from test_released_weights import CAPTIONS, known, released  # noqa: F401
-from tiny_sdxl import build_tiny_sdxl
 
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app.export import ExportConfig, export
@@ -34,7 +34,7 @@ def features(cache, tmp_path):
     return features
 
 
-def test_its_file_is_loaded_wherever_a_hub_id_is_taken(known, features, tmp_path):  # noqa: F811
+def test_its_file_is_loaded_wherever_a_hub_id_is_taken(known, features, tmp_path):
     two_tower = load_two_tower(NAME)
     torch.testing.assert_close(two_tower.encode_text(two_tower.tokenize(CAPTIONS)), features, rtol=0, atol=1e-4)
     encoder, tokenizer = load_text_encoder(NAME)
@@ -53,7 +53,7 @@ def test_its_file_is_loaded_wherever_a_hub_id_is_taken(known, features, tmp_path
     assert torch.equal(pipe.text_encoder(ids).last_hidden_state, encoder(ids).last_hidden_state)
 
 
-def test_a_repository_with_a_folder_to_load_is_not_searched_for_files(cache, known, features, tmp_path):  # noqa: F811
+def test_a_repository_with_a_folder_to_load_is_not_searched_for_files(cache, known, features, tmp_path):
     assert find_hub_file(NAME).name == "longclip-tiny.pt"
     export_text_encoder(load_two_tower(NAME), folder := hub_repository(cache, "some/encoder"))
     (folder / "longclip.pt").write_bytes(b"not read")

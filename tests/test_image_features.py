@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_clip import tiny_clip, tiny_siglip
+from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
-from tiny_clip import tiny_clip, tiny_siglip
 
 from debias_diffusion.data import ImageFolder, Record
 from debias_diffusion.errors import UserError
@@ -18,7 +19,6 @@ from debias_diffusion.eval.common.report import weights_digest
 from debias_diffusion.eval.text_image import image_features
 from debias_diffusion.eval.text_image.image_features import Encoded, ImageFeatures
 from debias_diffusion.retrieval import encode_images
-from debias_diffusion.tokens import clip_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -117,7 +117,7 @@ def test_another_tokenizer_is_told_from_the_first(encoder):
     assert replace(encoder, backbone=tiny_clip(0).eval()).depends == encoder.depends
     encoder.backbone.encode_text(encoder.backbone.tokenize(["A cat.", "A dog and a cat."]))
     assert replace(encoder).depends == encoder.depends  # a call changes nothing
-    tokenizer = clip_tokenizer(77)
+    tokenizer = tiny_tokenizer(77)
     tokenizer.backend_tokenizer.normalizer = None  # the same vocabulary, and an A is no a
     other = replace(encoder, backbone=tiny_clip(0, tokenizer=tokenizer).eval())
     assert other.depends != encoder.depends

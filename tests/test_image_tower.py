@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from helpers.text_encoders import block_states
+from helpers.tiny_clip import everyday, save_tiny_clip, tiny_clip, tiny_siglip
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.transformer import VisionTransformer
-from test_interchange import block_states
-from tiny_clip import everyday, save_tiny_clip, tiny_clip, tiny_siglip
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.encoders import how_used

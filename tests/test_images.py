@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from helpers.tiny_clip import tiny_clip
+from helpers.vocabulary import tiny_tokenizer
 from PIL import EpsImagePlugin, Image, features
-from tiny_clip import tiny_clip
 from torch.utils.data import DataLoader
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
@@ -31,12 +32,12 @@ from debias_diffusion.eval.pictures.figures import plot_examples
 from debias_diffusion.eval.pictures.generation import _reference, _with_readable_reference
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.tokens import CaptionTokenizer
 from debias_diffusion.training.check import _CheckedRecords
 from debias_diffusion.training.feature_cache import FrozenTower, cached_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
+TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)
 ROOT = Path(__file__).resolve().parents[1]
 
 

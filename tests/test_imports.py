@@ -8,12 +8,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from helpers.modules import MODULES, PACKAGE, ROOMS, ROOT
 
 from debias_diffusion.moved import MOVED
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = "debias_diffusion"
-ROOMS = ("app", "eval", "pipelines")
 # Each layer may import those before it. A name stands for a module, or for a package with all that is in it.
 LAYERS = (
     ("lazy", "moved", "errors", "limits", "png", "devices", "process_group"),
@@ -36,20 +34,6 @@ LAYERS = (
     ("app",),
     ("__main__",),
 )
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == PACKAGE else (PACKAGE, *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {
-    module_name(path): path
-    for room in (PACKAGE, *ROOMS)
-    for path in (ROOT / room).rglob("*.py")
-    if "space" not in path.parts
-}
 
 
 def imports(name: str, path: Path) -> set[str]:

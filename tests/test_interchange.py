@@ -3,16 +3,28 @@ import json
 import os
 import pickle
 from copy import deepcopy
-from pathlib import Path
 
 import open_clip
 import pytest
 import torch
 import transformers
+from helpers.text_encoders import (
+    BIGG,
+    CAPTIONS,
+    SMALL,
+    Expected,
+    Runs,
+    hub_repository,
+    long_clip,
+    long_clip_state,
+    text_backbone,
+    text_state,
+)
+from helpers.tiny_clip import CONFIG, byte_tokenizer, tiny_clip, tiny_siglip
+from helpers.vocabulary import BOS, EOS, tiny_tokenizer
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import load_file, save, save_file
-from tiny_clip import CONFIG, byte_tokenizer, tiny_clip, tiny_siglip
 from torch import nn
 from transformers import CLIPModel, CLIPProcessor, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import hub
@@ -27,41 +39,6 @@ from debias_diffusion.interchange import (
     write_file,
 )
 from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
-
-CAPTIONS = [
-    "A cat sits on a red mat. " * 60,
-    "A dog.",
-    "Two birds fly over a blue house, and a small man in a green coat looks up at them. " * 6,
-]
-
-
-def text_backbone(text_cfg: dict, embed_dim: int, quick_gelu: bool, seed: int = 0) -> Backbone:
-    """A two-tower with open_clip's text tower of these sizes, stretched, and the smallest of image towers."""
-    text_cfg = {"context_length": 77, "vocab_size": 49408} | text_cfg
-    config = deepcopy(CONFIG) | {"embed_dim": embed_dim, "text_cfg": text_cfg, "quick_gelu": quick_gelu}
-    torch.manual_seed(seed)
-    model = open_clip.CLIP(**deepcopy(config))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))  # biases too, which begin as zeros
-    backbone = Backbone(
-        model, CaptionTokenizer(clip_tokenizer(77), 77), {"model_cfg": config, "preprocess_cfg": {}}, True
-    )
-    backbone.stretch()
-    return backbone.eval()
-
-
-def long_clip(**settings) -> Backbone:
-    """A tiny CLIP stretched to 248 positions."""
-    backbone = tiny_clip(**settings)
-    backbone.stretch()
-    return backbone.eval()
-
-
-# The text towers of open_clip's ViT-bigG-14 and of a ViT-L-14, a tenth as wide.
-BIGG = {"width": 128, "heads": 2, "layers": 32}
-SMALL = {"width": 64, "heads": 1, "layers": 12}
 
 
 @pytest.fixture(scope="module")
@@ -74,65 +51,9 @@ def bigg(one_thread):
     return text_backbone(BIGG, 128, quick_gelu=False)
 
 
-class Expected:
-    """The states and features of open_clip's own forward pass for a few captions."""
-
-    def __init__(self, backbone, captions=CAPTIONS[:2]):
-        self.captions, self.rows = captions, backbone.tokenize(captions).padded()
-        with torch.inference_mode():
-            self.states, self.features = open_clip_states(backbone.model, self.rows)
-
-    def check(self, encoder, tokenizer):
-        """The encoder's hidden states and, if it has a projection, features are those, and the tokenizer's ids."""
-        inputs = tokenizer(self.captions, padding="max_length", truncation=True, return_tensors="pt").input_ids
-        is_text = self.rows != 0
-        assert torch.equal(inputs[is_text], self.rows[is_text])
-        assert not encoder.training and tokenizer.model_max_length == encoder.config.max_position_embeddings
-        with torch.inference_mode():
-            output = encoder(inputs, output_hidden_states=True)
-        for states, expected in zip(output.hidden_states, self.states, strict=True):
-            torch.testing.assert_close(states[is_text], expected[is_text], rtol=0, atol=1e-5)
-        if isinstance(encoder, CLIPTextModelWithProjection):
-            torch.testing.assert_close(output.text_embeds, self.features, rtol=0, atol=1e-5)
-
-
-def open_clip_states(model, rows):
-    """(the input and every block's output of open_clip's own text tower, the text features)"""
-    return block_states(getattr(model, "text", model).transformer, lambda: model.encode_text(rows))
-
-
-def block_states(transformer, forward):
-    """(the input and every block's output of open_clip's transformer in `forward()`, the result of that)"""
-    states = []
-    hooks = [block.register_forward_hook(lambda *call: states.append(call[2])) for block in transformer.resblocks]
-    hooks.append(transformer.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0])))
-    result = forward()
-    for hook in hooks:
-        hook.remove()
-    return states, result
-
-
 @pytest.fixture(scope="module")
 def expected(small, bigg):
     return {"small": Expected(small), "bigg": Expected(bigg)}
-
-
-def text_state(backbone):
-    """The text tower's weights under OpenAI's names."""
-    return {name: tensor for name, tensor in backbone.model.state_dict().items() if not name.startswith("visual.")}
-
-
-def long_clip_state(backbone):
-    """As Long-CLIP's training leaves it: two tables, of which other rows count."""
-    state = text_state(backbone)
-    table = state.pop("positional_embedding")
-    kept = (torch.arange(len(table)) < 20)[:, None]
-    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0))
-    both = {
-        "positional_embedding": torch.where(kept, table, noise),
-        "positional_embedding_res": table.where(~kept, noise),
-    }
-    return state | both
 
 
 def comfyui_state(encoder, prefix):
@@ -165,7 +86,7 @@ def test_an_encoder_of_openais_depth_is_the_same_in_every_format(tmp_path, one_t
         assert all(torch.equal(weights[key], tensor) for key, tensor in encoder.state_dict().items()), name
         assert {key for key, value in encoder.config.to_dict().items() if value != sizes.get(key)} <= UNREAD
         assert theirs(CAPTIONS)["input_ids"] == tokenizer(CAPTIONS)["input_ids"]
-        assert (theirs.model_max_length, theirs.pad_token_id) == (248, 49407)
+        assert (theirs.model_max_length, theirs.pad_token_id) == (248, EOS)
 
 
 # Entries of a written config.json that change no state.
@@ -344,16 +265,6 @@ def test_a_two_tower_that_no_clip_model_can_be_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-class Runs:
-    """Leaves a trace if it is unpickled."""
-
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return (Path.touch, (Path(self.trace),))
-
-
 @pytest.fixture(scope="module")
 def two_blocks(one_thread):
     encoder, _ = to_transformers(text_backbone({"width": 64, "heads": 1, "layers": 2}, 64, quick_gelu=True))
@@ -444,15 +355,6 @@ def test_the_trap_of_the_hostile_files_works(tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-def hub_repository(cache: Path, name: str) -> Path:
-    """An empty repository of the hub's cache on this machine."""
-    repository = cache / f"models--{name.replace('/', '--')}"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0" * 40)
-    (folder := repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    return folder
-
-
 def test_a_hub_id_is_read_with_and_without_a_folder_for_the_encoder(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(hub, "TRANSFORMERS_CACHE", str(tmp_path), raising=False)  # transformers 4
@@ -482,10 +384,10 @@ def test_folders_of_other_models_or_without_all_weights_are_refused(tmp_path):
         load_text_encoder(tmp_path)
     config_file.write_text(json.dumps(config))
     # A Long-CLIP with the tokenizer it began with; SDXL's second encoder with its own.
-    clip_tokenizer(33).save_pretrained(tmp_path / "tokenizer")
+    tiny_tokenizer(33).save_pretrained(tmp_path / "tokenizer")
     assert load_text_encoder(tmp_path)[1].model_max_length == 77
     (tmp_path / "text_encoder").rename(tmp_path / "text_encoder_2")
-    clip_tokenizer(77, pad_token="!").save_pretrained(tmp_path / "tokenizer_2")
+    tiny_tokenizer(77, pad_token="!").save_pretrained(tmp_path / "tokenizer_2")
     assert load_text_encoder(tmp_path / "text_encoder_2")[1].pad_token_id == 0
     config_file = tmp_path / "text_encoder_2" / "config.json"
     config_file.write_text(json.dumps(config | {"vocab_size": 514}))
@@ -532,7 +434,7 @@ def test_the_folder_loads_without_anything_of_ours(tmp_path):
     assert all(key.startswith("text_model.") for key in keys)
     config = json.loads((tmp_path / "text_encoder" / "config.json").read_text())
     assert config["dtype"] == "float32" and config["architectures"] == ["CLIPTextModel"]
-    assert (config["bos_token_id"], config["eos_token_id"]) == (49406, 49407)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (BOS, EOS)
     assert {"vocab.json", "merges.txt"} <= {path.name for path in (tmp_path / "tokenizer").iterdir()}
     encoder = CLIPTextModel.from_pretrained(tmp_path, subfolder="text_encoder")
     tokenizer = CLIPTokenizer.from_pretrained(tmp_path, subfolder="tokenizer")

@@ -4,15 +4,15 @@ import json
 from dataclasses import replace
 
 import pytest
-import tiny_sdxl
 import torch
+from helpers import tiny_sdxl
+from helpers.tiny_clip import everyday, tiny_clip, tiny_siglip
+from helpers.tiny_data import caption, make_tiny_data
+from helpers.tiny_sdxl import assemble
+from helpers.training_runs import config, is_the_same_run, killed_copy, losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_training import config, is_the_same_run, killed_copy, losses
-from tiny_clip import everyday, tiny_clip, tiny_siglip
-from tiny_data import caption, make_tiny_data
-from tiny_sdxl import assemble
 
 from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks, tokenize_text
 from debias_diffusion.errors import UserError

@@ -5,7 +5,6 @@ import re
 import weakref
 
 import pytest
-import tiny_sdxl
 import torch
 from accelerate import cpu_offload
 from diffusers import (
@@ -26,6 +25,7 @@ from diffusers.models.attention_processor import (
     IPAdapterAttnProcessor2_0,
     XFormersAttnProcessor,
 )
+from helpers import tiny_sdxl
 from peft import LoraConfig
 
 from debias_diffusion.pipelines.keys_values import keep_keys_values

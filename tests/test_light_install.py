@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_imports import ROOT
+from helpers.modules import ROOT
 
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command
 from debias_diffusion.errors import EXTRAS
@@ -36,7 +36,7 @@ def printed(folder):
         """
 import contextlib, io, json
 import diffusers, torch, transformers
-import tiny_sdxl
+from helpers import tiny_sdxl
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app.cli import main
 from debias_diffusion.errors import UserError

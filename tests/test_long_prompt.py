@@ -5,18 +5,17 @@ import logging
 
 import numpy as np
 import pytest
-import tiny_sdxl
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
-from drawing import EMBEDDINGS, OTHER, SHORT, LoraLinear, draw, load
+from helpers import tiny_sdxl
+from helpers.drawing import EMBEDDINGS, OTHER, SHORT, LoraLinear, draw, load
+from helpers.tiny_sdxl import assemble, assemble_copy
+from helpers.vocabulary import BOS, EOS, SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_sdxl import assemble, assemble_copy
 
 from debias_diffusion.chunks import Cut, positions_for, split_chunks, split_overlapping
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-
-BOS, EOS = 49406, 49407
 
 
 def words(count: int, end: str = "") -> str:
@@ -441,7 +440,7 @@ def inverted(base):
 
 
 def test_the_vectors_of_a_textual_inversion_stay_together(inverted, base):
-    group = [49408 + i for i in range(6)]
+    group = [SIZE + i for i in range(6)]
     for before in range(20):
         tokens = texts_of(inverted, f"{words(before)} <x> <y> <x>, {words(9)}")[0]
         assert tokens.ids[before : before + 13] == [*group, 49414, *group]

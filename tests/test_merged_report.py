@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import skimage
-from html_page import Page
+from helpers.html_page import Page
+from helpers.tiny_clip import save_tiny_clip
 from PIL import Image
-from tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report, grouped, merged, read_results, section

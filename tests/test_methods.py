@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.training_runs import config, is_the_same_run, killed_copy, log, losses, run_in_two_processes
 from safetensors.torch import load_file
-from test_training import config, is_the_same_run, killed_copy, log, losses, run_in_two_processes
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.errors import UserError

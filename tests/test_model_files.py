@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
+from helpers.tiny_sdxl import build_tiny_sdxl
 from safetensors.torch import load_file, save, save_file
-from tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
-from tiny_sdxl import build_tiny_sdxl
 from transformers import AutoModel, ViTConfig, ViTModel
 
 from debias_diffusion.errors import UserError

@@ -1,21 +1,16 @@
 """The 248-token encoder in FLUX and SD3 as diffusers has them: an ordinary component, no class of ours."""
 
-import numpy as np
 import pytest
-import tiny_flux
-import tiny_sdxl
 import torch
 import transformers
 from diffusers import FluxPipeline, StableDiffusion3Pipeline
+from helpers import tiny_flux, tiny_sdxl
+from helpers.drawing import LATE, PLAIN, same_picture
+from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.interchange import stretch_text_encoder
-from debias_diffusion.tokens import clip_tokenizer
 
 LONG = 248
-WORDS = ("red cat blue sofa tree house sky " * 30).split()
-PLAIN = " ".join(WORDS[:140])
-LATE = " ".join([*WORDS[:120], "dragon", *WORDS[121:140]])  # differs in token 120
-SIZE = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np"}
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
@@ -24,15 +19,6 @@ def load(cls, base, **components):
     pipe = cls.from_pretrained(base, **components)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def same_picture(pipe, **call):
-    """Whether the late word is without effect on the picture."""
-    images = [
-        pipe(prompt, generator=torch.Generator("cpu").manual_seed(0), **SIZE, **call).images for prompt in (PLAIN, LATE)
-    ]
-    assert images[0].shape == (1, 32, 32, 3) and images[0].std() > 0.01
-    return np.array_equal(*images)
 
 
 # ---- FLUX: the T5 reads the words; CLIP-L gives the pooled vector
@@ -59,11 +45,11 @@ def test_flux_reads_late_words_with_a_248_token_encoder(flux_base, long_encoder)
     assert torch.equal(pooled(stock, PLAIN), pooled(stock, LATE))
     assert same_picture(stock, **call)
 
-    long = load(FluxPipeline, flux_base, text_encoder=long_encoder, tokenizer=clip_tokenizer(LONG))
+    long = load(FluxPipeline, flux_base, text_encoder=long_encoder, tokenizer=tiny_tokenizer(LONG))
     assert not torch.equal(pooled(long, PLAIN), pooled(long, LATE))
     assert not same_picture(long, **call)
     # what the pipeline calls pooled is the encoder's own output at the text's end
-    alone = long_encoder(clip_tokenizer(LONG)([LATE], return_tensors="pt").input_ids).pooler_output
+    alone = long_encoder(tiny_tokenizer(LONG)([LATE], return_tensors="pt").input_ids).pooler_output
     torch.testing.assert_close(pooled(long, LATE), alone, rtol=1e-5, atol=1e-5)
     # a short prompt is read as the first 77 positions always read it
     torch.testing.assert_close(pooled(long, "a cat"), pooled(stock, "a cat"), rtol=1e-5, atol=1e-5)
@@ -72,7 +58,7 @@ def test_flux_reads_late_words_with_a_248_token_encoder(flux_base, long_encoder)
 def test_flux_reads_the_length_once_when_it_is_built(flux_base, long_encoder):
     """The reason why the recipe hands both to `from_pretrained`."""
     pipe = load(FluxPipeline, flux_base)
-    pipe.text_encoder, pipe.tokenizer = long_encoder, clip_tokenizer(LONG)
+    pipe.text_encoder, pipe.tokenizer = long_encoder, tiny_tokenizer(LONG)
     assert pipe.tokenizer_max_length == 77
     assert torch.equal(pooled(pipe, PLAIN), pooled(pipe, LATE))
     pipe = FluxPipeline(**{**pipe.components, "image_encoder": None, "feature_extractor": None})
@@ -81,7 +67,7 @@ def test_flux_reads_the_length_once_when_it_is_built(flux_base, long_encoder):
 
 
 def test_a_flux_with_a_248_token_encoder_is_saved_and_loaded_by_diffusers(flux_base, long_encoder, tmp_path):
-    long = load(FluxPipeline, flux_base, text_encoder=long_encoder, tokenizer=clip_tokenizer(LONG))
+    long = load(FluxPipeline, flux_base, text_encoder=long_encoder, tokenizer=tiny_tokenizer(LONG))
     long.save_pretrained(tmp_path)
     again = load(FluxPipeline, tmp_path)
     assert again.tokenizer_max_length == LONG

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from helpers.tiny_clip import save_tiny_clip
+from helpers.tiny_data import make_tiny_data
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import save_tiny_clip
-from tiny_data import make_tiny_data
 
 from debias_diffusion.data import Record, data_digest, open_data, read_captions
 from debias_diffusion.errors import UserError

@@ -11,11 +11,11 @@ import scipy.linalg
 import scipy.stats
 import torch
 import torch_fidelity
+from helpers.tiny_clip import save_tiny_clip
+from helpers.tiny_features import save_dino, save_inception
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import save_tiny_clip
-from tiny_features import save_dino, save_inception
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.pictures import scores as picture_scores

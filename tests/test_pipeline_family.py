@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import tiny_sdxl
 import torch
 from diffusers import (
     DiffusionPipeline,
@@ -29,7 +28,8 @@ from diffusers import (
     StableDiffusionXLInpaintPipeline,
     StableDiffusionXLPipeline,
 )
-from drawing import (
+from helpers import tiny_sdxl
+from helpers.drawing import (
     EMBEDDINGS,
     LONG,
     OTHER,
@@ -48,7 +48,7 @@ from drawing import (
     save_both,
     watched,
 )
-from tiny_sdxl import assemble, assemble_copy
+from helpers.tiny_sdxl import assemble, assemble_copy
 from torchvision.transforms.functional import to_tensor
 
 from debias_diffusion.pipelines import (

@@ -57,7 +57,6 @@ import textwrap
 
 import numpy as np
 import pytest
-import tiny_sdxl
 import torch
 from diffusers import (
     AsymmetricAutoencoderKL,
@@ -75,7 +74,8 @@ from diffusers import (
 from diffusers.callbacks import SDXLCFGCutoffCallback
 from diffusers.hooks import apply_group_offloading
 from diffusers.schedulers import AysSchedules, KarrasDiffusionSchedulers
-from drawing import (
+from helpers import tiny_sdxl
+from helpers.drawing import (
     DTYPE,
     EMBEDDINGS,
     LONG,
@@ -93,10 +93,10 @@ from drawing import (
     save_both,
     watched,
 )
-from tiny_sdxl import assemble, assemble_copy
+from helpers.tiny_sdxl import assemble, assemble_copy
+from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptImg2ImgPipeline, StableDiffusionXLLongPromptPipeline
-from debias_diffusion.tokens import clip_tokenizer
 
 Stock, Ours = StableDiffusionXLPipeline, StableDiffusionXLLongPromptPipeline
 
@@ -184,7 +184,7 @@ def test_other_vaes(parts):
 
 def test_progress_is_shown_and_nothing_else_said(stock, parts, caplog, capsys):
     # tokenizers say only once that a text is too long
-    tokenizers = {"tokenizer": clip_tokenizer(77), "tokenizer_2": clip_tokenizer(77, pad_token="!")}
+    tokenizers = {"tokenizer": tiny_tokenizer(77), "tokenizer_2": tiny_tokenizer(77, pad_token="!")}
     pipe = assemble(Ours, parts, **tokenizers)
     pipe.set_progress_bar_config(disable=False)
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "debias_diffusion")]

@@ -3,8 +3,8 @@
 import sys
 
 import pytest
-from test_step import run_in_processes
-from test_stopping import start_ranks
+from helpers.processes import start_ranks
+from helpers.steps import run_in_processes
 
 SCRIPT = """
 import sys

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from html_page import Page
+from helpers.html_page import Page
 from PIL import Image
 from transformers import ViTConfig, ViTModel
 

@@ -4,9 +4,9 @@ from copy import deepcopy
 
 import pytest
 import torch
+from helpers.text_batches import BACKBONE, BEGINNINGS, MANY, batch_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_text_tower import BACKBONE, BEGINNINGS, MANY, batch_of
 
 from debias_diffusion.models import packing
 from debias_diffusion.models.packing import Layout, attend_all, attend_last

@@ -3,10 +3,10 @@
 import random
 
 import pytest
-import tiny_sdxl
+from helpers import tiny_sdxl
+from helpers.tiny_sdxl import assemble
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_sdxl import assemble
 
 from debias_diffusion.chunks import split_chunks
 from debias_diffusion.eval.pictures.reading import (

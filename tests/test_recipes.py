@@ -3,6 +3,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from helpers.vocabulary import BOS, EOS, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -11,9 +12,9 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.methods import find_method
 from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, DualCaption, find_padding
 from debias_diffusion.methods.sampling import SAMPLERS
-from debias_diffusion.tokens import PAD, CaptionTokenizer, clip_tokenizer
+from debias_diffusion.tokens import PAD, CaptionTokenizer
 
-TOKENIZER = CaptionTokenizer(clip_tokenizer(60), 60)
+TOKENIZER = CaptionTokenizer(tiny_tokenizer(60), 60)
 CAPTION = "A scene. The cat is red. The dog is blue. The sky is dark."
 
 
@@ -89,7 +90,7 @@ def test_where_the_pads_stand():
     for name in ("pad-3", "pre-sot", "none"):
         recipe = replace(RECIPES["debias-clip"], padding=name)
         rows[name] = recipe.collate([draw(recipe, sample_id="3")], TOKENIZER).padded()[1].tolist()
-    sot, eot = 49406, 49407
+    sot, eot = BOS, EOS
     assert rows["pad-3"][:4] == [sot, PAD, PAD, PAD] and rows["pad-3"][4] != PAD
     assert rows["none"][0] == sot and rows["none"][1] != PAD
     assert rows["pre-sot"][0] == PAD and rows["pre-sot"].index(sot) > 0
@@ -113,9 +114,9 @@ def test_any_caption_in_any_script_fits_the_window_and_ends_in_eot(name, samplin
     rows = recipe.collate([drawn], TOKENIZER).padded()
     assert rows.shape == (len(drawn), 60)
     for row, one in zip(rows.tolist(), drawn, strict=True):
-        assert row.count(49406) == row.count(49407) == 1
-        assert row.index(49407) == 1 + len(one.ids) + one.n_pre
-        assert set(row[row.index(49407) + 1 :]) <= {PAD}
+        assert row.count(BOS) == row.count(EOS) == 1
+        assert row.index(EOS) == 1 + len(one.ids) + one.n_pre
+        assert set(row[row.index(EOS) + 1 :]) <= {PAD}
 
 
 def test_captions_are_a_pure_function_of_seed_epoch_and_sample():

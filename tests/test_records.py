@@ -16,9 +16,9 @@ from unittest.mock import patch
 
 import hypothesis
 import pytest
+from helpers.tiny_clip import save_tiny_clip
+from helpers.tiny_data import make_tiny_data
 from hypothesis import strategies as st
-from tiny_clip import save_tiny_clip
-from tiny_data import make_tiny_data
 from torch.utils.data import DataLoader
 
 from debias_diffusion.data import (

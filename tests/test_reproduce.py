@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import shared_units
 import yaml
+from helpers import shared_units
 
 from debias_diffusion.app.reproduce import ReproduceConfig, reproduce
 from debias_diffusion.app.reproduce.building import Work

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import skimage
 import torch
+from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
+from helpers.tiny_data import make_tiny_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import byte_tokenizer, save_tiny_clip
-from tiny_data import make_tiny_data
 
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from PIL import Image
-from tiny_clip import byte_tokenizer, save_tiny_clip
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval

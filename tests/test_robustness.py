@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import skimage
 import torch
+from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
+from helpers.tiny_data import caption, make_tiny_data
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import byte_tokenizer, save_tiny_clip
-from tiny_data import caption, make_tiny_data
 
 from debias_diffusion.data import read_sharegpt4v
 from debias_diffusion.eval.common.intervals import mean_interval, paired_difference

@@ -17,9 +17,10 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_clip import save_tiny_clip
+from helpers.vocabulary import tiny_tokenizer
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import save_tiny_clip
 from torch.utils.data import DataLoader
 from torchvision.transforms import Compose, PILToTensor, Resize
 
@@ -32,9 +33,9 @@ from debias_diffusion.data.images import UnreadableImage
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.methods.dual_caption import RECIPES
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.tokens import CaptionTokenizer
 
-TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
+TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)
 SIZES = [(60, 40), (40, 60), (20, 20), (50, 50), (300, 30), (33, 90), (64, 64)]
 
 

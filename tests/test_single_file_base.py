@@ -4,13 +4,13 @@ import re
 import shutil
 
 import pytest
-import tiny_sdxl
 import torch
 from diffusers import StableDiffusionPipeline
+from helpers import tiny_sdxl
+from helpers.single_files import original_layout
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from single_files import original_layout
 
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.generate import GenerateConfig, generate

@@ -1,16 +1,15 @@
 """Long prompts through Stable Diffusion 1.5, where they differ from SDXL's: one encoder, its last layer."""
 
 import pytest
-import tiny_sdxl
 import torch
 from diffusers import StableDiffusionPipeline
-from drawing import OTHER, SHORT, LoraLinear
+from helpers import tiny_sdxl
+from helpers.drawing import OTHER, SHORT, LoraLinear
+from helpers.vocabulary import BOS, EOS, tiny_tokenizer
 
 from debias_diffusion.pipelines import StableDiffusionLongPromptImg2ImgPipeline, StableDiffusionLongPromptPipeline
-from debias_diffusion.tokens import clip_tokenizer
 
 LONG = "a red cat on a blue sofa, " * 15 + "under a tree"  # 123 tokens, the first chunk cut after 72
-BOS, EOS = 49406, 49407
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
@@ -33,7 +32,7 @@ def ours(parts):
 @pytest.fixture(scope="module")
 def long(parts):
     longer = tiny_sdxl.stretched(parts["text_encoder"], 248)
-    return StableDiffusionLongPromptPipeline(**parts | {"text_encoder": longer, "tokenizer": clip_tokenizer(248)})
+    return StableDiffusionLongPromptPipeline(**parts | {"text_encoder": longer, "tokenizer": tiny_tokenizer(248)})
 
 
 def encode(pipe, prompt, negative=None, guided=True, **settings):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_training import command_of_two_processes, config, is_the_same_run, wait_for_step
-from tiny_data import make_tiny_data
+from helpers.processes import start, start_ranks
+from helpers.tiny_data import make_tiny_data
+from helpers.training_runs import command_of_two_processes, config, is_the_same_run, wait_for_step
 
 from debias_diffusion.training import train
 
@@ -28,25 +28,10 @@ def alone(world, one_thread, tmp_path_factory):
     return output
 
 
-def start(command: list[str], **environment: str) -> subprocess.Popen:
-    """The first process of a process group of its own, as a scheduler starts it."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | environment
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-
-
 def command_of_one_process(settings) -> list[str]:
     """`train` from the command line."""
     launch = command_of_two_processes(settings)
     return [sys.executable, *launch[launch.index("--standalone") + 1 :]]
-
-
-def start_ranks(command: list[str], count: int) -> list[subprocess.Popen]:
-    """The processes of one run as Slurm starts them, without a launcher of torch's."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
-    return [start(command, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(count)]
 
 
 def workers_of(process: subprocess.Popen) -> list[psutil.Process]:

@@ -3,8 +3,8 @@
 import shutil
 
 import pytest
+from helpers.story import WITH_CHUNKS, page_of, results
 from playwright.sync_api import sync_playwright
-from test_story import WITH_CHUNKS, page_of, results
 
 from debias_diffusion.eval.story import tell
 from debias_diffusion.toyworld.scenes import PLACES, scene

@@ -5,22 +5,22 @@ import gc
 
 import pytest
 import torch
+from helpers.tiny_clip import byte_tokenizer
+from helpers.tiny_sdxl import text_encoder, text_encoder_2
+from helpers.vocabulary import tiny_tokenizer
 from peft import LoraConfig
-from tiny_clip import byte_tokenizer
-from tiny_sdxl import text_encoder, text_encoder_2
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import stretch_positions
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import stretch_text_encoder
-from debias_diffusion.tokens import clip_tokenizer
 
 OLD = torch.tensor([[*range(20), *range(20, 248, 4)]])  # where the 77 old positions are in the new table
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return clip_tokenizer(77, pad_token="!")
+    return tiny_tokenizer(77, pad_token="!")
 
 
 @pytest.fixture(params=[text_encoder, text_encoder_2], ids=["plain", "projection"])

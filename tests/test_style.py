@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_imports import MODULES, PACKAGE, ROOMS, ROOT
+from helpers.modules import MODULES, PACKAGE, ROOMS, ROOT
 
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_llava
 import torch
-from html_page import Page
+from helpers import tiny_llava
+from helpers.html_page import Page
+from helpers.two_commands import start_two
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
-from two_commands import start_two
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards

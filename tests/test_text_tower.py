@@ -3,21 +3,18 @@ import shutil
 
 import pytest
 import torch
+from helpers.text_batches import BACKBONE, BEGINNINGS, MANY, batch_of
+from helpers.text_encoders import open_clip_states
+from helpers.tiny_clip import tiny_clip, tiny_siglip
+from helpers.vocabulary import EOS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_interchange import open_clip_states
-from tiny_clip import tiny_clip, tiny_siglip
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import to_transformers
 from debias_diffusion.models.text_tower import POOLINGS
-from debias_diffusion.tokens import CaptionTokenizer, Markers
 
-BACKBONE = tiny_clip().double()
 BACKBONE.stretch(keep=5, factor=2)
-WITHOUT_SOT = CaptionTokenizer(BACKBONE.tokenizer.tokenizer, 149, Markers(sot=None, eot=49407, pad=7))
-# How rows begin.
-BEGINNINGS = ["SOT, pads, text", "pads, SOT, text", "pads, text"]
 
 
 @contextlib.contextmanager
@@ -27,15 +24,6 @@ def pooled(backbone, pooling):
         yield
     finally:
         backbone.pooling = "eot"
-
-
-def batch_of(captions, beginning, seed):
-    """Captions of random ids, given as (text tokens, share of the room that pads in front take)."""
-    tokenizer = WITHOUT_SOT if beginning == "pads, text" else BACKBONE.tokenizer
-    generator = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(1, 49406, (length,), generator=generator).tolist() for length, _ in captions]
-    n_pre = [int(share * tokenizer.n_post(row)) for row, (_, share) in zip(ids, captions, strict=True)]
-    return tokenizer.batch(ids, n_pre, pads_before_sot=beginning == "pads, SOT, text")
 
 
 def gradients(backbone, loss):
@@ -71,10 +59,6 @@ def assert_same_values_and_gradients(backbone, tokens, direction):
     assert fast_gradients.keys() == plain_gradients.keys()
     for name, gradient in plain_gradients.items():
         torch.testing.assert_close(fast_gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
-
-
-# More captions than groups, so that captions of unlike length and with unlike pads attend together.
-MANY = [(7 * index % 40, (index % 6) / 5) for index in range(40)]
 
 
 @given(
@@ -139,7 +123,7 @@ def test_states_of_a_tower_without_a_mask_are_of_its_last_slot():
         backbone.text.penultimate_states(tokens, 0)
 
 
-@pytest.mark.parametrize("pad", [0, 49407])
+@pytest.mark.parametrize("pad", [0, EOS])
 def test_penultimate_states_equal_those_of_the_exported_encoder(pad):
     encoder, tokenizer = to_transformers(BACKBONE)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
@@ -160,7 +144,7 @@ def test_penultimate_states_equal_those_of_the_exported_encoder(pad):
 
 def test_pads_before_a_text_stay_in_the_penultimate_states():
     tokens = batch_of([(5, 0.1)], "SOT, pads, text", 0)
-    states, others = (BACKBONE.text.penultimate_states(tokens, pad) for pad in (0, 49407))
+    states, others = (BACKBONE.text.penultimate_states(tokens, pad) for pad in (0, EOS))
     end = int(tokens.n_prefix) + 6
     torch.testing.assert_close(others[:, :end], states[:, :end], rtol=0, atol=1e-12)
     assert not torch.allclose(others[:, end:], states[:, end:], atol=1e-3)

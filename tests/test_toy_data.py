@@ -5,7 +5,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from tiny_clip import save_tiny_clip
+from helpers.tiny_clip import save_tiny_clip
 
 from debias_diffusion.data import Record, data_digest, open_data, read_captions, toy_scene, toy_scenes
 from debias_diffusion.errors import UserError

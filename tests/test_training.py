@@ -5,21 +5,35 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import open_clip
-import poisoned_training
 import pytest
 import torch
+from helpers import poisoned_training
+from helpers.poisoned_training import poisoned_by
+from helpers.tiny_clip import CONFIG, registered, tiny_siglip
+from helpers.tiny_data import make_tiny_data
+from helpers.training_runs import (
+    STEPS,
+    config,
+    is_the_same_run,
+    killed_copy,
+    log,
+    losses,
+    recalls,
+    run_in_a_process,
+    run_in_two_processes,
+    same_weights,
+    saved,
+    wait_for_step,
+    without_clock,
+)
 from PIL import Image
-from poisoned_training import poisoned_by
 from safetensors.torch import load_file
-from tiny_clip import CONFIG, registered, tiny_siglip
-from tiny_data import make_tiny_data
 from torch.utils.data import DataLoader
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
@@ -37,56 +51,12 @@ from debias_diffusion.training.feature_cache import FeatureWriter
 from debias_diffusion.training.folder import RunFolder
 from debias_diffusion.training.setup import held_out_count
 
-STEPS = 7
-
-
-def config(world, output, **settings) -> TrainConfig:
-    model, data, images = world
-    defaults = dict(validation=6, batch=8, components=3, epochs=50, max_steps=STEPS, warmup=2, learning_rate=1e-3)
-    defaults |= dict(workers=0, eval_every=3, checkpoint_every=2, log_every=1, weight_decay=0.1)
-    return TrainConfig(data=data, images=images, output=str(output), model=model, **defaults | settings)
-
 
 @pytest.fixture(scope="module")
 def finished(world, tmp_path_factory):
     """The output folder of an uninterrupted run."""
     output = tmp_path_factory.mktemp("finished")
     train(config(world, output))
-    return output
-
-
-def log(output):
-    return [json.loads(line) for line in (Path(output) / "log.jsonl").read_text().splitlines()]
-
-
-def without_clock(lines):
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in lines]
-
-
-def losses(output):
-    return [line["loss"] for line in log(output) if "loss" in line]
-
-
-def recalls(output):
-    """The lines of the measurements on held-out pairs."""
-    return [line for line in log(output) if "t2i_r1" in line]
-
-
-def same_weights(one, other):
-    one, other = (load_file(Path(f) / "last" / "open_clip_model.safetensors") for f in (one, other))
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def is_the_same_run(output, other):
-    assert same_weights(output, other)
-    assert without_clock(log(output)) == without_clock(log(other))
-
-
-def killed_copy(finished, output, step=STEPS):
-    """A copy of a finished run as a kill in its step `step`, the last one, leaves it."""
-    shutil.copytree(finished, output)
-    shutil.rmtree(output / "last")
-    shutil.rmtree(output / "checkpoints" / f"step-{step:08}")
     return output
 
 
@@ -130,10 +100,6 @@ def test_the_best_is_chosen_on_pairs_that_are_neither_trained_on_nor_held_out(wo
     assert recall_at_k(image, text, ks=(1,))["text_to_image"]["R@1"] == best["choosing_t2i_r1"]
 
 
-def saved(run, name):
-    return load_file(run / name / "open_clip_model.safetensors")
-
-
 def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     # With steps of nothing all measurements are equal, the base's too.
     settings = config(world, tmp_path, learning_rate=1e-30, weight_decay=0, initial_scale=None, keep_best=5)
@@ -170,23 +136,6 @@ def test_training_learns_and_keeps_the_kept_rows(world, finished):
     assert sum(losses(finished)[-2:]) < sum(losses(finished)[:2])
 
 
-def run_in_a_process(settings: TrainConfig, **environment: str) -> subprocess.Popen:
-    values = {key: value for key, value in vars(settings).items() if value is not None}
-    code = f"from debias_diffusion.training import *\ntrain(TrainConfig(**{values!r}))"
-    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen([sys.executable, "-c", code], env=os.environ | environment, **output)
-
-
-def wait_for_step(output, step, process, patience=120):
-    started = time.monotonic()
-    file = Path(output) / "log.jsonl"
-    while time.monotonic() - started < patience and process.poll() is None:
-        if file.exists() and f'{{"step": {step},' in file.read_text():
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached: {process.communicate()[0][-2000:]}")
-
-
 def test_a_killed_run_continues_bit_identically(world, finished, tmp_path):
     # Before the first checkpoint, and between two: a kill right after a checkpoint would prove less.
     for step in (1, 5):
@@ -197,26 +146,6 @@ def test_a_killed_run_continues_bit_identically(world, finished, tmp_path):
         assert not (tmp_path / "last").exists()
     train(config(world, tmp_path, workers=2))
     is_the_same_run(tmp_path, finished)
-
-
-COMMAND_LINE = ("-m", "debias_diffusion.app.cli")
-
-
-def command_of_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> list[str]:
-    names = [name for name in settings.__dataclass_fields__ if getattr(settings, name) is not None and name != "betas"]
-    options = [f"--{name}={getattr(settings, name)}" for name in names]
-    # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    return [*launch, *program, "train", *options]
-
-
-def run_in_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> str:
-    command = command_of_two_processes(settings, program)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 x cpu" in done.stdout
-    return done.stdout
 
 
 @pytest.mark.slow

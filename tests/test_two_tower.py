@@ -6,11 +6,12 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
+from helpers.text_encoders import Runs, hub_repository, long_clip
+from helpers.tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
+from helpers.vocabulary import tiny_tokenizer
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_interchange import Runs, hub_repository, long_clip
-from tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
 from transformers import CLIPConfig, CLIPModel
 
 from debias_diffusion.errors import UserError
@@ -23,7 +24,6 @@ from debias_diffusion.interchange import (
 )
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models.backbone import Backbone, load_backbone
-from debias_diffusion.tokens import clip_tokenizer
 
 CAPTIONS = ["A cat sits on a red mat. " * 60, "A dog.", "Two birds fly over a blue house, and a man looks up. " * 4]
 
@@ -100,7 +100,7 @@ def test_a_clip_model_comes_back_as_it_was_exported(tmp_path, quick_gelu):
 
 def as_openai(folder: Path) -> CLIPModel:
     """A CLIPModel in the layout of openai/clip-vit-*, of which eos_token_id 2 and the forms of sizes are telling."""
-    tokenizer = clip_tokenizer(77)
+    tokenizer = tiny_tokenizer(77)
     both = {"hidden_act": "quick_gelu", "num_hidden_layers": 2}
     text = both | {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "layer_norm_eps": 1e-3}
     text |= {"vocab_size": len(tokenizer), "eos_token_id": 2}

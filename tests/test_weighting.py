@@ -3,8 +3,9 @@
 import math
 
 import pytest
-import tiny_sdxl
 import torch
+from helpers import tiny_sdxl
+from helpers.vocabulary import BOS, EOS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,7 +167,7 @@ def test_states_move_away_from_the_empty_prompt(pipe, weighting, weight, length)
     for encoder, tokenizer in ((pipe.text_encoder, pipe.tokenizer), (pipe.text_encoder_2, pipe.tokenizer_2)):
         window = min(encoder.config.max_position_embeddings, plain.shape[1])
         pads = [tokenizer.pad_token_id] * (window - 2)
-        empty = encoder(torch.tensor([[49406, 49407, *pads]]), output_hidden_states=True).hidden_states[-2][0]
+        empty = encoder(torch.tensor([[BOS, EOS, *pads]]), output_hidden_states=True).hidden_states[-2][0]
         chunks = split_overlapping(tokenize_text(f"{before}cat{after}", tokenizer)[0], window - 2)
         begin = next(chunk.read.start for chunk in chunks if at - 1 in chunk.kept)
         empty_states.append(empty[at - begin])

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-import tiny_sdxl
 from adversarial.fuzzing import rounds
 from adversarial.processes import PATIENCE, files, finish, start
+from helpers import tiny_sdxl
+from helpers.tiny_clip import save_tiny_clip
+from helpers.tiny_data import make_tiny_data
 from safetensors.torch import load_file
-from tiny_clip import save_tiny_clip
-from tiny_data import make_tiny_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")]
 

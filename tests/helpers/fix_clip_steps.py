@@ -4,16 +4,16 @@ import sys
 from dataclasses import replace
 
 import torch
+from helpers.tiny_clip import everyday, tiny_clip
+from helpers.tiny_data import caption
+from helpers.vocabulary import tiny_tokenizer
 from safetensors.torch import save_file
-from tiny_clip import everyday, tiny_clip
-from tiny_data import caption
 
 from debias_diffusion.data.dataset import Collate, Sample
 from debias_diffusion.methods import METHODS
-from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.training.step import backward
 
-TOKENIZER = clip_tokenizer(77)
+TOKENIZER = tiny_tokenizer(77)
 LAYERS, GROUPS, PROMPTS, COMPONENTS = 4, 2, 3, 3
 _HIERARCHY = {"groups": GROUPS, "first_group": 1}
 _PROMPTS = {"prompts": PROMPTS}

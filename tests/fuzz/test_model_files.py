@@ -141,9 +141,9 @@ def _fuzz(seconds: float, seed: int) -> int:
 
 def _targets(root: Path) -> list[Target]:
     import torch
+    from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
+    from helpers.tiny_sdxl import build_tiny_sdxl
     from safetensors.torch import load_file, save_file
-    from tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
-    from tiny_sdxl import build_tiny_sdxl
     from transformers import ViTConfig, ViTModel
 
     from debias_diffusion.eval.pictures.networks import ClsFeatures

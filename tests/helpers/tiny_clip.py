@@ -9,6 +9,7 @@ from pathlib import Path
 
 import open_clip
 import torch
+from helpers.vocabulary import tiny_tokenizer
 from open_clip import factory
 from open_clip.tokenizer import bytes_to_unicode
 from torch import nn
@@ -16,7 +17,7 @@ from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerBase,
 
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.families import find_family
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer, make_clip_tokenizer
+from debias_diffusion.tokens import CaptionTokenizer, make_clip_tokenizer
 
 CONFIG = {
     "embed_dim": 24,
@@ -58,7 +59,7 @@ def tiny_clip(
     config = deepcopy(CONFIG) | ({"quick_gelu": True} if quick_gelu else {})
     for tower in ("vision_cfg", "text_cfg"):
         config[tower] |= {"layers": layers} if layers else {}
-    tokenizer = tokenizer or clip_tokenizer(context_length)
+    tokenizer = tokenizer or tiny_tokenizer(context_length)
     config["text_cfg"] |= {"context_length": context_length, "vocab_size": len(tokenizer)}
     torch.manual_seed(seed)
     model = everyday(open_clip.CLIP(**deepcopy(config)))

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 import httpx
 import psutil
 import pytest
-from demo_clients import LARGE, LONG, Visitor, drawing
+from helpers.demo_clients import LARGE, LONG, Visitor, drawing
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
 MOST_GROWTH = 400 * 2**20  # bytes: 64 MiB of answers that wait, what connections hold, and room for the allocator

@@ -4,6 +4,7 @@ import inspect
 from contextlib import contextmanager
 from importlib.metadata import version
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -127,3 +128,24 @@ class LoraLinear(nn.Module):
 
     def forward(self, x):
         return self.linear(x) + self.scaling["default"] * self.addition(x)
+
+
+WORDS = ("red cat blue sofa tree house sky " * 30).split()
+
+
+PLAIN = " ".join(WORDS[:140])
+
+
+LATE = " ".join([*WORDS[:120], "dragon", *WORDS[121:140]])  # differs in token 120
+
+
+SIZE = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np"}
+
+
+def same_picture(pipe, **call):
+    """Whether the late word is without effect on the picture."""
+    images = [
+        pipe(prompt, generator=torch.Generator("cpu").manual_seed(0), **SIZE, **call).images for prompt in (PLAIN, LATE)
+    ]
+    assert images[0].shape == (1, 32, 32, 3) and images[0].std() > 0.01
+    return np.array_equal(*images)

@@ -10,7 +10,7 @@ from PIL import Image
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from transformers import ViTConfig, ViTModel
 
-PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
+PHOTOGRAPHS = Path(__file__).parents[1] / "photographs" / "captions.json"
 
 
 class UntrainedInception(FeatureExtractorInceptionV3):

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import tiny_sdxl
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -12,9 +11,9 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
+from helpers import tiny_sdxl
+from helpers.vocabulary import tiny_tokenizer
 from transformers import CLIPTextModelWithProjection, T5Config, T5EncoderModel, T5TokenizerFast
-
-from debias_diffusion.tokens import clip_tokenizer
 
 CLIP_WIDTH, T5_WIDTH = 32, 80
 SD3_POOLED = (24, tiny_sdxl.POOLED_WIDTH)  # the first as tests/tiny_clip.py has it
@@ -80,7 +79,7 @@ def build_tiny_flux(folder: str | Path) -> Path:
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=_vae(),
         text_encoder=tiny_sdxl.text_encoder(CLIP_WIDTH),
-        tokenizer=clip_tokenizer(tiny_sdxl.WINDOW),
+        tokenizer=tiny_tokenizer(tiny_sdxl.WINDOW),
         text_encoder_2=encoder_2,
         tokenizer_2=tokenizer_2,
         transformer=transformer,
@@ -110,9 +109,9 @@ def build_tiny_sd3(folder: str | Path) -> Path:
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=_vae(),
         text_encoder=projected_encoder(),
-        tokenizer=clip_tokenizer(tiny_sdxl.WINDOW),
+        tokenizer=tiny_tokenizer(tiny_sdxl.WINDOW),
         text_encoder_2=tiny_sdxl.text_encoder_2(),
-        tokenizer_2=clip_tokenizer(tiny_sdxl.WINDOW, pad_token="!"),
+        tokenizer_2=tiny_tokenizer(tiny_sdxl.WINDOW, pad_token="!"),
         text_encoder_3=encoder_3,
         tokenizer_3=tokenizer_3,
     ).save_pretrained(folder)

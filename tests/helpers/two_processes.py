@@ -4,8 +4,8 @@ import sys
 from itertools import product
 
 from accelerate import Accelerator
+from helpers.steps import CASES, gradients, rich_setup, step_setup
 from safetensors.torch import save_file
-from test_step import CASES, gradients, rich_setup, step_setup
 
 from debias_diffusion.training.step import backward
 

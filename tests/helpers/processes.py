@@ -1,0 +1,20 @@
+"""Processes of one run."""
+
+import os
+import socket
+import subprocess
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen:
+    """The first process of a process group of its own, as a scheduler starts it."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | environment
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+
+def start_ranks(command: list[str], count: int) -> list[subprocess.Popen]:
+    """The processes of one run as Slurm starts them, without a launcher of torch's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    return [start(command, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(count)]

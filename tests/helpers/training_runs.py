@@ -1,0 +1,99 @@
+"""The smallest training runs, what they leave, and runs in processes of their own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from debias_diffusion.training import TrainConfig
+
+STEPS = 7
+
+
+def config(world, output, **settings) -> TrainConfig:
+    model, data, images = world
+    defaults = dict(validation=6, batch=8, components=3, epochs=50, max_steps=STEPS, warmup=2, learning_rate=1e-3)
+    defaults |= dict(workers=0, eval_every=3, checkpoint_every=2, log_every=1, weight_decay=0.1)
+    return TrainConfig(data=data, images=images, output=str(output), model=model, **defaults | settings)
+
+
+def log(output):
+    return [json.loads(line) for line in (Path(output) / "log.jsonl").read_text().splitlines()]
+
+
+def without_clock(lines):
+    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in lines]
+
+
+def losses(output):
+    return [line["loss"] for line in log(output) if "loss" in line]
+
+
+def recalls(output):
+    """The lines of the measurements on held-out pairs."""
+    return [line for line in log(output) if "t2i_r1" in line]
+
+
+def same_weights(one, other):
+    one, other = (load_file(Path(f) / "last" / "open_clip_model.safetensors") for f in (one, other))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def is_the_same_run(output, other):
+    assert same_weights(output, other)
+    assert without_clock(log(output)) == without_clock(log(other))
+
+
+def killed_copy(finished, output, step=STEPS):
+    """A copy of a finished run as a kill in its step `step`, the last one, leaves it."""
+    shutil.copytree(finished, output)
+    shutil.rmtree(output / "last")
+    shutil.rmtree(output / "checkpoints" / f"step-{step:08}")
+    return output
+
+
+def saved(run, name):
+    return load_file(run / name / "open_clip_model.safetensors")
+
+
+def run_in_a_process(settings: TrainConfig, **environment: str) -> subprocess.Popen:
+    values = {key: value for key, value in vars(settings).items() if value is not None}
+    code = f"from debias_diffusion.training import *\ntrain(TrainConfig(**{values!r}))"
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([sys.executable, "-c", code], env=os.environ | environment, **output)
+
+
+def wait_for_step(output, step, process, patience=120):
+    started = time.monotonic()
+    file = Path(output) / "log.jsonl"
+    while time.monotonic() - started < patience and process.poll() is None:
+        if file.exists() and f'{{"step": {step},' in file.read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached: {process.communicate()[0][-2000:]}")
+
+
+COMMAND_LINE = ("-m", "debias_diffusion.app.cli")
+
+
+def command_of_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> list[str]:
+    names = [name for name in settings.__dataclass_fields__ if getattr(settings, name) is not None and name != "betas"]
+    options = [f"--{name}={getattr(settings, name)}" for name in names]
+    # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    return [*launch, *program, "train", *options]
+
+
+def run_in_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> str:
+    command = command_of_two_processes(settings, program)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 x cpu" in done.stdout
+    return done.stdout
