@@ -11,9 +11,16 @@ import hypothesis
 import pytest
 import torch
 
+import debias_diffusion
+
 # On a busy machine any example may take long; no test asserts a time.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("default")
+
+
+def pytest_report_header():
+    """Which package the tests are of."""
+    return f"debias_diffusion: {debias_diffusion.__file__}"
 
 
 def pytest_collection_modifyitems(items):
