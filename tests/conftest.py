@@ -1,21 +1,31 @@
+import hashlib
 import logging
 import os
+import shutil
 from contextlib import nullcontext
+from pathlib import Path
 
-# Nothing in the tests may reach a hub. Cores are shared with worker processes, and with the tests beside these.
+# Nothing in the tests may reach a hub. One thread from the first operation on: a second one only waits on the smallest of
+# models, and a process that has used two cannot be forked.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
 import pytest
 import torch
+from filelock import FileLock
 
 import debias_diffusion
+
+torch.set_num_threads(1)
 
 # On a busy machine any example may take long; no test asserts a time.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("default")
+
+# The files of tests that take longest, which start first, so that in the end no process waits for another.
+LONGEST = ()
 
 
 def pytest_report_header():
@@ -24,13 +34,103 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(items):
-    """The longest of the slow tests start first, so that in the end no process waits for another."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
-    def minutes(item) -> float:
-        marker = item.get_closest_marker("slow")
-        return marker.kwargs.get("minutes", 0) if marker else 0
 
-    items.sort(key=minutes, reverse=True)
+# ---- folders that are made once
+
+
+def content(folder: Path) -> str:
+    """A digest of the names and bytes of all files."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def shared(name: str, build):
+    """A session fixture: a folder that one process makes for all by `build(folder, request)`, and that nobody changes.
+
+    Its files are read-only, which root may ignore: so a changed one is an error at the end. A test that needs to write
+    there makes a copy (`copy_of`).
+    """
+
+    @pytest.fixture(scope="session", name=name)
+    def fixture(tmp_path_factory, request):
+        root = tmp_path_factory.getbasetemp()
+        root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+        folder = root / name
+        with FileLock(root / f"{name}.lock"):
+            if not folder.exists():  # a build that fails leaves no folder
+                unfinished = root / f"{name}-unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                build(unfinished, request)
+                for path in unfinished.rglob("*"):
+                    path.chmod(0o555 if path.is_dir() else 0o444)
+                unfinished.rename(folder)
+        before = content(folder)
+        yield folder
+        assert content(folder) == before, f"a test has changed {folder}, which all share"
+
+    return fixture
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """Copies a shared folder to `tmp_path`, to be changed."""
+
+    def copy(folder: Path, to: Path | None = None) -> Path:
+        to = shutil.copytree(folder, to or tmp_path / folder.name)
+        for path in (to, *to.rglob("*")):
+            path.chmod(path.stat().st_mode | 0o200)
+        return to
+
+    return copy
+
+
+def build_world(folder: Path, _) -> None:
+    from helpers.tiny_clip import save_tiny_clip
+    from helpers.tiny_data import make_tiny_data
+
+    save_tiny_clip(folder / "base")
+    make_tiny_data(folder)
+
+
+def build_sdxl(folder: Path, _) -> None:
+    from helpers.tiny_sdxl import build_tiny_sdxl
+
+    build_tiny_sdxl(folder)
+
+
+def build_long_clip(folder: Path, _) -> None:
+    from helpers.tiny_clip import save_tiny_clip
+
+    save_tiny_clip(folder, context_length=248)
+
+
+def build_finished_run(folder: Path, request) -> None:
+    from helpers.training_runs import config
+
+    from debias_diffusion.training import train
+
+    train(config(request.getfixturevalue("world"), folder))
+
+
+world_folder = shared("world_folder", build_world)
+sdxl_folder = shared("sdxl_folder", build_sdxl)  # a tiny SDXL
+long_clip_folder = shared("long_clip_folder", build_long_clip)  # a tiny two-tower of 248 positions
+finished_run = shared("finished_run", build_finished_run)  # the output of `train(config(world, ...))`
+
+
+@pytest.fixture(scope="session")
+def world(world_folder):
+    """(base model, data file, image folder), for the smallest of training runs."""
+    return str(world_folder / "base"), str(world_folder / "data.json"), str(world_folder / "images")
+
+
+# ---- what else many tests need
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,18 +143,19 @@ def restored_logging():
         logger.setLevel(level)
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """For tensors of the smallest models a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def no_grad():
     with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def known(tmp_path):
+    """open_clip has a model of these sizes, with both activations."""
+    from helpers.released import DEEP
+    from helpers.tiny_clip import registered
+
+    with registered(tmp_path / "configs", deep=DEEP, **{"deep-quickgelu": DEEP | {"quick_gelu": True}}):
         yield
 
 
@@ -78,13 +179,3 @@ def coarse_results():
         patch.setattr(intervals, "SAMPLES", 100)
         patch.setattr(Figure, "savefig", lambda _, file, **__: Image.new("RGB", (9, 9)).save(file, "PNG"))
         yield
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory):
-    """(base model, data file, image folder), for the smallest of training runs. Not to be written to."""
-    from helpers.tiny_clip import save_tiny_clip
-    from helpers.tiny_data import make_tiny_data
-
-    folder = tmp_path_factory.mktemp("world")
-    return save_tiny_clip(folder / "base"), *make_tiny_data(folder)

@@ -42,9 +42,6 @@ from debias_diffusion.models.image_tower import ImageTower
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # ---- suppression
 
 

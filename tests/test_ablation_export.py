@@ -27,7 +27,7 @@ from debias_diffusion.models import backbone
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.training import TrainConfig, train
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the river.", ""]
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 ABLATIONS = {

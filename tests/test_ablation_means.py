@@ -21,7 +21,7 @@ from debias_diffusion.interchange import load_text_encoder, load_two_tower
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import before_attention, full_attention
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the river.", ""]
 PIXELS = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 MASKS = {

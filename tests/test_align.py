@@ -40,7 +40,6 @@ from debias_diffusion.training.folder import RunFolder
 from debias_diffusion.training.stop import StopRequest
 from debias_diffusion.training.trackers import make_accelerator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 
 

@@ -25,8 +25,6 @@ from debias_diffusion.pipelines import (
     with_long_prompts,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def base():

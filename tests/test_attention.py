@@ -30,8 +30,6 @@ from debias_diffusion.eval.text_image.robustness import edit_caption
 from debias_diffusion.interchange import to_transformers, write_text_encoder
 from debias_diffusion.tokens import CaptionTokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CAPTIONS = [
     "A cat.",
     "Two red squares and a star stand on a table, and behind them is a window.",

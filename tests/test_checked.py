@@ -8,7 +8,6 @@ from helpers.drawing import EMBEDDINGS
 
 from debias_diffusion.pipelines.checked import generate_images
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ["a red cat", "a dog", "a blue bird"]
 
 

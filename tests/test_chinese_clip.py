@@ -22,8 +22,6 @@ from debias_diffusion.models.chinese_clip import CONTEXT_LENGTH, is_chinese_clip
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.setup import load_base_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SIGNS = list('一只猫号第个人。，:"0123456789' + string.ascii_lowercase)
 CAPTIONS = ["一只猫", "第3个人，一只猫。", "cat", "一" * 30]

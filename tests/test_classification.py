@@ -33,7 +33,6 @@ from debias_diffusion.eval.text_image.classification import (
 from debias_diffusion.eval.text_image.options import CLASSIFICATIONS
 from debias_diffusion.models.backbone import load_backbone
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 

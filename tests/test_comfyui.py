@@ -37,7 +37,7 @@ from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline, Stable
 from debias_diffusion.tokens import clip_tokenizer
 
 COMFYUI = os.environ.get("COMFYUI")
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 SHORT = "A red cat sleeps on a blue sofa."
 SENTENCE = "A small red cat sleeps on a blue sofa, next to a window with white curtains. "

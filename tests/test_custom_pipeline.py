@@ -16,9 +16,6 @@ from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, writ
 PROMPT = "a red cat on a blue sofa, " * 16  # 128 tokens
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl"))

@@ -51,8 +51,6 @@ SCENE = random_scene(3)
 PROMPT = SCENE.caption  # of 93 tokens
 NEVER = bool
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def toy() -> DemoModels:

@@ -387,7 +387,7 @@ def trained(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory, one_thread):
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))

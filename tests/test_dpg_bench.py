@@ -49,7 +49,6 @@ from debias_diffusion.eval.pictures.dpg_bench import (
     token_position,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] is there a the truck red cat ? yes no".split()
 PROMPTS = {

@@ -26,7 +26,6 @@ from debias_diffusion.files import _MACHINE
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, memory
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 # Of 77, 152 and 227 positions, in mixed order.
 PROMPTS = [
     " ".join([f"Number {index}.", *["A cat, a dog and a bird sit on the wide red sofa."] * sentences])

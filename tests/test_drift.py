@@ -17,7 +17,6 @@ from debias_diffusion.eval.pictures.drift import PADS, DriftConfig, Moments, Rea
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 LONG = " ".join(f"House number {n} has {n} red windows." for n in range(1, 20))
 CAPTIONS = [caption(0), LONG, "A cat.", caption(1)]
 

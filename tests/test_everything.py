@@ -13,7 +13,7 @@ from debias_diffusion.eval import everything
 from debias_diffusion.eval.everything import AllConfig, evaluate_all
 from debias_diffusion.models.backbone import Backbone
 
-pytestmark = pytest.mark.usefixtures("one_thread", "coarse_results")
+pytestmark = pytest.mark.usefixtures("coarse_results")
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 
 

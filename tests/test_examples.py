@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
@@ -44,7 +43,6 @@ def test_the_settings_are_complete_and_the_prompts_are_long():
     assert len(lengths) == 5 and min(lengths) > 77 + 20 and max(lengths) <= 248
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_all_cells_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = dict(TOY)

@@ -31,7 +31,7 @@ from debias_diffusion.training import TrainConfig, train
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory, one_thread):
+def world(tmp_path_factory):
     """A training run of two steps, and its scores."""
     folder = tmp_path_factory.mktemp("world")
     data, images = make_tiny_data(folder)

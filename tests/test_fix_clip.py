@@ -38,8 +38,6 @@ from debias_diffusion.training import TrainConfig, train
 from debias_diffusion.training.feature_cache import cache_key
 from debias_diffusion.training.step import Optimizer, backward
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = Accelerator(cpu=True)
 N = 16  # patches
 
@@ -525,7 +523,7 @@ SETTINGS = dict(recipe="fix-clip", components=None, groups=2, prompts=3, samplin
 
 
 @pytest.fixture(scope="module")
-def finished(fix_world, one_thread, tmp_path_factory):
+def finished(fix_world, tmp_path_factory):
     output = tmp_path_factory.mktemp("finished")
     train(config(fix_world, output, **SETTINGS))
     return output

@@ -59,9 +59,6 @@ def save_encoder(folder, width=None, encoder=None):
     return folder
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return str(tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl")))

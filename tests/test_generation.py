@@ -27,7 +27,6 @@ from debias_diffusion.eval.pictures.scores import ImageScores, dino_score
 from debias_diffusion.eval.pictures.toy_objects import SCORES, compare_images
 from debias_diffusion.toyworld.scenes import PLACES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 

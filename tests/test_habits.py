@@ -23,8 +23,6 @@ WORDS = ["red", "cat", "blue", "sofa", "tree", "house", "sky"]  # one token each
 LONG = " ".join(WORDS * 20)
 ENCODERS = ("text_encoder", "text_encoder_2")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def no_grad():

@@ -20,8 +20,6 @@ from debias_diffusion.eval.text_image import image_features
 from debias_diffusion.eval.text_image.image_features import Encoded, ImageFeatures
 from debias_diffusion.retrieval import encode_images
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def two_tower(seed: int) -> TwoTower:
     backbone = tiny_clip(seed).eval()

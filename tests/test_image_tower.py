@@ -18,8 +18,6 @@ from debias_diffusion.models.image_tower import ImageTower
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.training.feature_cache import cache_key
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 3, "heads": 2, "mlp_ratio": 2.0, "output_dim": 24}
 KINDS = {
     "CLS": {},

@@ -36,7 +36,6 @@ from debias_diffusion.tokens import CaptionTokenizer
 from debias_diffusion.training.check import _CheckedRecords
 from debias_diffusion.training.feature_cache import FrozenTower, cached_images
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -42,12 +42,12 @@ from debias_diffusion.models.backbone import Backbone
 
 
 @pytest.fixture(scope="module")
-def small(one_thread):
+def small():
     return text_backbone(SMALL, 64, quick_gelu=True)
 
 
 @pytest.fixture(scope="module")
-def bigg(one_thread):
+def bigg():
     return text_backbone(BIGG, 128, quick_gelu=False)
 
 
@@ -64,7 +64,7 @@ def comfyui_state(encoder, prefix):
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # only a bare two-tower has no sign that it is OpenAI's
-def test_an_encoder_of_openais_depth_is_the_same_in_every_format(tmp_path, one_thread):
+def test_an_encoder_of_openais_depth_is_the_same_in_every_format(tmp_path):
     """L/14's heads, blocks and activation, at a sixth of its width, out to each format and in again."""
     backbone = text_backbone({"width": 128, "heads": 2, "layers": 12}, 128, quick_gelu=True)
     export_text_encoder(backbone, tmp_path / "plain")
@@ -266,7 +266,7 @@ def test_a_two_tower_that_no_clip_model_can_be_is_refused(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def two_blocks(one_thread):
+def two_blocks():
     encoder, _ = to_transformers(text_backbone({"width": 64, "heads": 1, "layers": 2}, 64, quick_gelu=True))
     return comfyui_state(encoder, "")
 

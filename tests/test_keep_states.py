@@ -23,7 +23,6 @@ from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.training import TrainConfig, train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 LONG = "A street at night, seen from above. " + " ".join(f"House number {n} has {n} red windows." for n in range(1, 18))
 
 

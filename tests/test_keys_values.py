@@ -35,7 +35,6 @@ STEPS = 3
 LONG = "a red square on the left of a blue circle, " * 10
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`"),
 ]
 

@@ -25,7 +25,7 @@ def words(count: int, end: str = "") -> str:
     return " ".join(texts) + end
 
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(scope="module")

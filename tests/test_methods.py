@@ -20,8 +20,6 @@ PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 SETTINGS = dict(recipe="predicting", method={"alpha": 0.75}, max_steps=5)
 NEWEST = "checkpoints/step-00000005"
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def page(tmp_path_factory):
@@ -35,7 +33,7 @@ def page(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def finished(world, page, one_thread, tmp_path_factory):
+def finished(world, page, tmp_path_factory):
     """The output folder of an uninterrupted run."""
     output = tmp_path_factory.mktemp("finished")
     train(config(world, output, **SETTINGS))

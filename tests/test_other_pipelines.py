@@ -12,7 +12,7 @@ from debias_diffusion.interchange import stretch_text_encoder
 
 LONG = 248
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def load(cls, base, **components):

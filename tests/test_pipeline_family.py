@@ -61,7 +61,7 @@ from debias_diffusion.pipelines import (
     StableDiffusionXLLongPromptPipeline,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Kind(NamedTuple):

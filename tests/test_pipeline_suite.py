@@ -104,7 +104,7 @@ ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_av
 needs_accelerator = pytest.mark.skipif(ACCELERATOR is None, reason="there is no accelerator on this machine")
 DEVICES = ["cpu", pytest.param(str(ACCELERATOR), marks=needs_accelerator)]
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "In the top left there is a small red star."
 
 

@@ -28,7 +28,7 @@ from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import scene
 from debias_diffusion.toyworld.vocabulary import learn_tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread", "coarse_results")
+pytestmark = pytest.mark.usefixtures("coarse_results")
 ENCODERS = ("clip", "long-clip", "debias-clip", "debias-clip-sdxl")
 ROWS = ("clip", "clip in overlapping chunks", *ENCODERS[1:])  # of images
 # More prompts than scenes: the one does not limit the other.

@@ -30,7 +30,6 @@ from debias_diffusion.toyworld.grammar import STYLES, Caption, Sentence, long_ca
 from debias_diffusion.toyworld.references import Claim, Reference
 from debias_diffusion.toyworld.scenes import draw_scene
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SLOTS = 75  # of a chunk, without BOS and EOS
 
 

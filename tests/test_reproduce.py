@@ -31,7 +31,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.intervals import paired_difference
 from debias_diffusion.files import read_json_object, write_json
 
-pytestmark = pytest.mark.usefixtures("one_thread", "coarse_results")
+pytestmark = pytest.mark.usefixtures("coarse_results")
 ROOT = Path(__file__).parent.parent
 PAPERS = ROOT / "configs" / "papers"
 

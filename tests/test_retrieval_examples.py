@@ -16,7 +16,6 @@ from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate
 from debias_diffusion.eval.text_image.retrieval_examples import disagreements, nearest_strangers
 from debias_diffusion.models.backbone import load_backbone
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} red square"
 COUNT = 12
 
@@ -40,7 +39,7 @@ def test_nearest_strangers_are_never_the_captions_own_image():
 
 
 @pytest.fixture(scope="module")
-def evaluated(tmp_path_factory, one_thread):
+def evaluated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     random = np.random.default_rng(0)
     (folder / "images").mkdir()

@@ -180,7 +180,7 @@ def test_share_s_interval_is_the_normal_one_for_many_queries():
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory, tiny_clip, other_clip, one_thread):
+def several(tmp_path_factory, tiny_clip, other_clip):
     """Two encoders on six images of three captions each, one of which cannot be opened; in Flickr30k's layout."""
     root = tmp_path_factory.mktemp("several")
     make_tiny_data(root, 6)

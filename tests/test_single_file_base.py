@@ -19,7 +19,6 @@ from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
 from debias_diffusion.pipelines.loading import check_base, default_size, find_checkpoint, load_pipeline, model_digest
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 XL_KEY = "conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias"  # by which diffusers knows an SDXL
 

@@ -11,7 +11,7 @@ from debias_diffusion.pipelines import StableDiffusionLongPromptImg2ImgPipeline,
 
 LONG = "a red cat on a blue sofa, " * 15 + "under a tree"  # 123 tokens, the first chunk cut after 72
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,6 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.training import TrainConfig, train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from debias_diffusion.chunks import split_overlapping, tokenize_text
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, parse_weights
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def rounded(prompt):

@@ -3,9 +3,8 @@
 from copy import deepcopy
 
 import open_clip
-import pytest
 import torch
-from helpers.tiny_clip import CONFIG, everyday, registered, tiny_clip
+from helpers.tiny_clip import CONFIG, everyday, tiny_clip
 
 from debias_diffusion.tokens import clip_tokenizer
 
@@ -39,10 +38,3 @@ def released(folder, prefix):
     torch.save({f"module.{name}": tensor for name, tensor in state.items()}, folder / "debias_vitb_3e.pt")
     tokens = tiny_clip(context_length=248, tokenizer=clip_tokenizer(248)).tokenize(CAPTIONS)
     return folder / "debias_vitb_3e.pt", clip.encode_text(tokens.padded()).detach()
-
-
-@pytest.fixture
-def known(tmp_path):
-    """open_clip has a model of these sizes, with both activations."""
-    with registered(tmp_path / "configs", deep=DEEP, **{"deep-quickgelu": DEEP | {"quick_gelu": True}}):
-        yield

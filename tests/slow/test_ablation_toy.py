@@ -16,7 +16,6 @@ from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.models.blocks import before_attention, block_forward, full_attention
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_ranks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SEARCHED, UNSEEN = "toy/validation", "toy/development"
 PAIRS = {SEARCHED: 75, UNSEEN: 250}
 # By block. In the last one 8 makes the margins so negative that noise, which shrinks every cosine, counts as a gain:

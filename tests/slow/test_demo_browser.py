@@ -36,7 +36,6 @@ if CHROMIUM is None:
     pytest.skip(missing, allow_module_level=True)
 
 expect.set_options(timeout=30_000)  # a busy machine takes more than the usual 5 seconds
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOSTILE = "<img src=x onerror=window.hacked=1> ${window.hacked=1} {{window.hacked=1}}"
 LABELS = labels(TOYS)

@@ -17,8 +17,6 @@ from debias_diffusion.app.demo import guard, launch, visitors
 from debias_diffusion.app.demo.visitors import LONGEST_WAIT, MOST_VISITORS, Logins
 from debias_diffusion.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def has_ipv6() -> bool:
     try:

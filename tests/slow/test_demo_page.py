@@ -39,8 +39,6 @@ from debias_diffusion.app.demo.restore import request_of_png
 from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, mark, random_scene
 from debias_diffusion.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 QUICK = {"encoders": ["toy/clip"], "steps": 2}
 LENGTHY = {"steps": 100}  # by five encoders: 500 steps
 SPACE = Path(__file__).parents[1] / "app" / "space"

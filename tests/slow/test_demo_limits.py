@@ -14,8 +14,6 @@ from debias_diffusion.app.demo import fair_queue, guard, launch
 from debias_diffusion.app.demo.visitors import visitor
 from debias_diffusion.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def demo():

@@ -16,12 +16,11 @@ from helpers.training_runs import command_of_two_processes, config, is_the_same_
 
 from debias_diffusion.training import train
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # as the processes that are started here, to the last bit
 SETTINGS = dict(checkpoint_every=1000, max_steps=40, eval_every=1000)
 
 
 @pytest.fixture(scope="module")
-def alone(world, one_thread, tmp_path_factory):
+def alone(world, tmp_path_factory):
     """An uninterrupted run."""
     output = tmp_path_factory.mktemp("alone")
     train(config(world, output, **SETTINGS))

@@ -1,0 +1,72 @@
+"""Several processes of one run without the 25 seconds of a launcher: they are forked from the test's own process."""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+PATIENCE = 60  # seconds, for what takes a few
+
+
+def forked(count: int, work: Callable[[int], Any], group: bool = True) -> list[Any]:
+    """What `work(rank)` returns in each of `count` forked processes, as `torch.load(weights_only=True)` reads it.
+
+    Args:
+        group: the processes form one group over gloo, as a launcher's do.
+
+    torch must have had one thread from its first operation on (conftest.py), or a child hangs.
+    """
+    assert torch.get_num_threads() == 1, "a process of several threads cannot be forked"
+    with tempfile.TemporaryDirectory() as folder:
+        children = [_fork(rank, count, work, folder, group) for rank in range(count)]
+        ends, status = time.monotonic() + PATIENCE, {}
+        while len(status) < count and time.monotonic() < ends and not any(status.values()):
+            for child in set(children) - status.keys():
+                if (ended := os.waitpid(child, os.WNOHANG))[0]:
+                    status[child] = ended[1]
+            time.sleep(0.005)
+        for child in set(children) - status.keys():  # hangs, or waits for one that has failed
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert [status.get(child) for child in children] == [0] * count, f"exit codes {status} of {children}"
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(count)]
+
+
+def _fork(rank: int, count: int, work: Callable[[int], Any], folder: str, group: bool) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if child := os.fork():
+        return child
+    try:
+        if group:
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": count,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": 0,
+            }
+            os.environ |= {name: str(value) for name, value in place.items()} | {"ACCELERATE_USE_CPU": "true"}
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+            AcceleratorState._reset_state(True)
+        torch.save(work(rank), f"{folder}/{rank}.pt")
+        sys.stdout.flush()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def ranks(count: int, work: Callable[[Accelerator], Any]) -> list[Any]:
+    """What `work(accelerator)` returns in each process of one group."""
+    return forked(count, lambda _: work(Accelerator(cpu=True)))
