@@ -179,7 +179,7 @@ COMMANDS = {
     "reproduce": Command(
         "regenerate a table of the papers, or test their claims, with real data or in the toy world",
         "app.reproduce.options:ReproduceConfig",
-        "app.reproduce.command:reproduce",
+        "app.reproduce.listing:reproduce",
         "table-S4 --world toy --device cpu",
         "eval",
     ),
@@ -272,9 +272,10 @@ def _run_command(program: str, command: Command, arguments: list[str]) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
+        settings = options(**values)  # checks what it can before libraries take seconds
         function = _import(command.function)
         _quiet_transformers()
-        function(options(**values))
+        function(settings)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:
             raise

@@ -29,7 +29,7 @@ from seeds import difference_cell, write_results
 from torch import Tensor
 from tqdm import tqdm
 
-from debias_diffusion.app.quickstart import QuickstartConfig
+from debias_diffusion.app.quickstart import Setup
 from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.pictures.drift import Moments, Reader
 from debias_diffusion.eval.pictures.scores import ImageNumbers, ImageScores, References, compare
@@ -272,7 +272,7 @@ def score(images: Images, rows: list[str]) -> dict:
 
 def trained(seed: int, output: Path) -> dict[str, str]:
     """By title, the runs of a seed."""
-    pairs, runs = write_pairs(output / "data", VALIDATION, QuickstartConfig.trained_on), {}
+    pairs, runs = write_pairs(output / "data", VALIDATION, Setup.pairs), {}
     for title, (recipe, weight) in RECIPES.items():
         run = output / f"{recipe}-{weight:g}"
         if train(replace(toy_training(recipe, "toy/clip", *pairs, run, seed=seed), keep_states=weight)) is None:

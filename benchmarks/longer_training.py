@@ -12,19 +12,19 @@ finished is kept. Prints tables and writes benchmarks/results/longer_training-7-
 import argparse
 from pathlib import Path
 
-from seeds import difference_cell, write_results
+from seeds import EDITS, difference_cell, write_results
 
-from debias_diffusion.app.quickstart import IMAGES_AT_ONCE, QuickstartConfig
+from debias_diffusion.app.quickstart import IMAGES_AT_ONCE, Setup
 from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.story import EDITS
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import train
 
 RECIPES = ("long-clip", "debias-clip-sdxl")
+STEPS = 150  # of the quickstart's trainings
 ORIGINALS = {"original in chunks": CHUNKS + "toy/clip", "original in overlapping chunks": OVERLAP + "toy/clip"}
 SHOWN_EDITS = ("keep", "move4", "remove")
 SCORES = {"objects_right": "objects right, %", "empty_filled": "empty places filled, %", "fid_own": "FID"}
@@ -32,10 +32,9 @@ SCORES = {"objects_right": "objects right, %", "empty_filled": "empty places fil
 
 def trained(recipe: str, times: int, seed: int, output: Path) -> str:
     """The run with so many times the quickstart's budget."""
-    usual = QuickstartConfig()
-    pairs = write_pairs(output / f"data-{times}", VALIDATION, times * usual.trained_on)
+    pairs = write_pairs(output / f"data-{times}", VALIDATION, times * Setup.pairs)
     run = output / f"{recipe}-{times}"
-    if train(toy_training(recipe, "toy/clip", *pairs, run, steps=times * usual.steps, seed=seed)) is None:
+    if train(toy_training(recipe, "toy/clip", *pairs, run, steps=times * STEPS, seed=seed)) is None:
         raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
     return str(run)
 

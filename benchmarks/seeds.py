@@ -10,6 +10,8 @@ from debias_diffusion.eval.common.report import versions
 from debias_diffusion.files import write_json, write_text
 
 RESULTS = Path(__file__).parent / "results"
+# Edits of captions in the tables.
+EDITS = {"keep": "Whole caption", "move2": "1 and 2 swapped", "move4": "1 and 4 swapped", "remove": "1 removed"}
 
 
 def write_results(name: str, seeds: Collection[int | str], settings: dict, results: Mapping, text: str) -> None:

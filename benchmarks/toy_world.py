@@ -19,16 +19,17 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from seeds import difference_cell, write_results
+from seeds import EDITS, difference_cell, write_results
 
 from debias_diffusion.app.align import AlignConfig, align
-from debias_diffusion.app.quickstart import RESULTS_FOLDER, Models, QuickstartConfig, quickstart
+from debias_diffusion.app.quickstart import RESULTS_FOLDER, QuickstartConfig, Setup, quickstart
 from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP
+from debias_diffusion.eval.common.settings import ORIGINAL as OWN
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.pictures.reading import ALL, READERS
 from debias_diffusion.eval.pictures.toy_objects import BY_TELLING, TELLING_TITLES, TELLINGS
-from debias_diffusion.eval.story import DIRECTIONS, EDITS, NAMES, SHORT_FOLDER, SHORT_PROMPTS
+from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.files import read_json_object
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
@@ -37,6 +38,8 @@ from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import train
 
 REPORT = "generation.json"
+FULL = {"scenes": 1000, "prompts": 200, "train": "all"}  # settings of each quickstart
+DIRECTIONS = {"t2i_r1": "text_to_image", "i2t_r1": "image_to_text"}
 LEARNING_RATE, PRECISION = 3e-4, "bf16"  # of alignments
 DATA = {  # by kind of prompt, the data of a split
     "long prompts": "toy/{}",
@@ -56,7 +59,7 @@ COLUMNS = {
 }
 COMPARED = ("objects_right", "objects_f1", "empty_filled", "fid_own", "dino_score", *TELLINGS.values())
 LONG, DEBIAS, SDXL = RECIPES
-ORIGINAL, IN_CHUNKS, OVERLAPPING = list(NAMES)[:3]
+ORIGINAL, IN_CHUNKS, OVERLAPPING = "clip", "clip in chunks", "clip in overlapping chunks"
 LIGHT, SDXL_OVERLAPPING = "long-clip, w = 0.1", f"{SDXL}, the second in overlapping chunks"
 ALIGNED_ORIGINAL, ALIGNED = (f"{name}, aligned" for name in (OVERLAPPING, SDXL_OVERLAPPING))
 ALIGNED_BOTH = f"{SDXL} and the second, aligned"
@@ -73,21 +76,21 @@ PAIRS = (  # the encoders whose difference is shown
 )
 
 
-def run_seed(config: QuickstartConfig, bases: dict[str, str], models: Models | None = None, steps: int = 150) -> dict:
+def run_seed(config: QuickstartConfig, bases: dict[str, str], setup: Setup | None = None, steps: int = 150) -> dict:
     """What the encoders of one seed retrieve, and by condition what their images show.
 
     Args:
         bases: by name of a UNet, the SDXL checkpoint that has it; the first is the quickstart's.
-        models: of the quickstart.
+        setup: of the quickstart.
         steps: of each alignment.
     """
-    quickstart(config, models)
-    models = models or Models()
+    quickstart(config, setup)
+    setup = setup or Setup()
     folder, results = Path(config.output).parent, Path(config.output) / RESULTS_FOLDER
-    light = _train_light(config, models, folder)
+    light = _train_light(config, setup, folder)
     trained = {recipe: str(Path(config.output) / "training" / recipe) for recipe in RECIPES}
     # A difference is that of a later row minus an earlier one.
-    encoders = {ORIGINAL: models.clip, IN_CHUNKS: CHUNKS + models.clip, OVERLAPPING: OVERLAP + models.clip}
+    encoders = {ORIGINAL: OWN, IN_CHUNKS: CHUNKS + OWN, OVERLAPPING: OVERLAP + OWN}
     of_rows = {LONG: trained[LONG], LIGHT: light, DEBIAS: trained[DEBIAS], SDXL: trained[SDXL]}
     # The second encoder's chunks do not overlap: the pipelines' did not when these rows were frozen.
     encoders |= {row: CHUNKS + encoder for row, encoder in of_rows.items()}
@@ -95,7 +98,7 @@ def run_seed(config: QuickstartConfig, bases: dict[str, str], models: Models | N
     drawn = {}
     for number, (unet, base) in enumerate(bases.items()):
         wanted = FEWER if number else (*encoders, ALIGNED_ORIGINAL, ALIGNED, ALIGNED_BOTH)
-        alignments = _alignments(config, trained[SDXL], base, folder / "aligned" / unet.replace(" ", "-"), steps)
+        alignments = _alignments(config, setup, trained[SDXL], base, folder / "aligned" / unet.replace(" ", "-"), steps)
         rows = {row: encoders.get(row) or _aligned(alignments[row]) for row in wanted}
         for kind, data in DATA.items():
             short = data.startswith(SHORT_PROMPTS)
@@ -108,25 +111,26 @@ def run_seed(config: QuickstartConfig, bases: dict[str, str], models: Models | N
     return {"retrieval": _retrieval(config, results, folder, light), "drawn": drawn}
 
 
-def _train_light(config: QuickstartConfig, models: Models, folder: Path) -> str:
+def _train_light(config: QuickstartConfig, setup: Setup, folder: Path) -> str:
     """Long-CLIP's recipe with the w of DeBias-CLIP's, in all else as the quickstart trains it."""
-    pairs = write_pairs(Path(config.output) / "data", VALIDATION, config.trained_on)
-    names = ("steps", "batch", "learning_rate", "seed")
-    settings = {name: getattr(config, name) for name in names} | {"short_weight": 0.1}
-    train(toy_training(LONG, models.clip, *pairs, folder / "long-clip-light", **settings))
+    pairs = write_pairs(Path(config.output) / "data", VALIDATION, setup.pairs)
+    settings = setup.training | {"short_weight": 0.1, "seed": config.seed}
+    train(toy_training(LONG, setup.clip, *pairs, folder / "long-clip-light", **settings))
     return str(folder / "long-clip-light")
 
 
-def _alignments(config: QuickstartConfig, encoder: str, base: str, folder: Path, steps: int) -> dict[str, AlignConfig]:
+def _alignments(
+    config: QuickstartConfig, setup: Setup, encoder: str, base: str, folder: Path, steps: int
+) -> dict[str, AlignConfig]:
     """By row, the alignment with the UNet of `base`, on captions of both styles."""
-    data, images = write_pairs(folder.parent / "pairs", VALIDATION, config.trained_on, styles=STYLES)
+    data, images = write_pairs(folder.parent / "pairs", VALIDATION, setup.pairs, styles=STYLES)
     settings = AlignConfig(
         base,
         str(data),
         str(folder),
         str(images),
         encoder,
-        batch=min(48, config.batch),
+        batch=min(48, setup.training.get("batch", 128)),
         epochs=steps,  # more than enough; max_steps ends the run
         max_steps=steps,
         learning_rate=LEARNING_RATE,
@@ -166,20 +170,24 @@ def _with_finished_images(before: Path, config: GenerationConfig) -> dict:
 
 def _retrieval(config: QuickstartConfig, results: Path, folder: Path, light: str) -> dict:
     """By encoder and edit of the captions, R@1 in percent, of all two-towers of the seed."""
-    retrieval = dict(read_json_object(Path(config.output) / "report.json")["retrieval"])
     more = {LIGHT: light} | {
         f"{row}, {unet.name}": str(unet / name)
         for unet in sorted((folder / "aligned").iterdir())
         for row, name in ((ALIGNED, "sdxl"), (ALIGNED_BOTH, "both"))
         if (unet / name).is_dir()
     }
-    settings = read_json_object(results / "robustness.json")["settings"]
-    settings |= {"encoders": list(more.values()), "output": str(folder / "robustness")}
+    of_quickstart = read_json_object(results / "robustness.json")
+    retrieval = {label.rpartition("/")[2]: _recall(entry) for label, entry in of_quickstart["encoders"].items()}
+    settings = of_quickstart["settings"] | {"encoders": list(more.values()), "output": str(folder / "robustness")}
     report = evaluate_robustness(RobustnessConfig(**settings))
     for row, entry in zip(more, report["encoders"].values(), strict=True):
-        recall = entry["recall_at_1_percent"]
-        retrieval[row] = {edit: {name: recall[edit][way] for name, way in DIRECTIONS.items()} for edit in EDITS}
+        retrieval[row] = _recall(entry)
     return retrieval
+
+
+def _recall(entry: dict) -> dict:
+    recall = entry["recall_at_1_percent"]
+    return {edit: {name: recall[edit][way] for name, way in DIRECTIONS.items()} for edit in EDITS}
 
 
 def _drawn(report: dict, rows: list[str]) -> dict:
@@ -287,8 +295,8 @@ def main() -> None:
     seeds = {}
     for seed in arguments.seeds:
         output = str(arguments.output / f"seed-{seed}" / "quickstart")
-        seeds[seed] = run_seed(QuickstartConfig(output, seed=seed, split=f"test-{seed}"), bases)
-    write_results("toy_world", seeds, asdict(QuickstartConfig()), seeds, as_markdown(seeds))
+        seeds[seed] = run_seed(QuickstartConfig(output, seed=seed, split=f"test-{seed}", **FULL), bases)
+    write_results("toy_world", seeds, asdict(QuickstartConfig(**FULL)), seeds, as_markdown(seeds))
 
 
 if __name__ == "__main__":

@@ -14,19 +14,19 @@ from pathlib import Path
 import torch
 from machine import machine
 from matplotlib.figure import Figure
+from seeds import EDITS, RESULTS
 
 from debias_diffusion.app.quickstart import IMAGES_AT_ONCE
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.eval.common.settings import OVERLAP
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.story import EDITS
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training import train
 
-RESULTS, PICTURE = Path(__file__).parent / "results", Path(__file__).parents[1] / "docs" / "trade-off.png"
+PICTURE = Path(__file__).parents[1] / "docs" / "trade-off.png"
 SPLITS = {"long": ("toy/development", 100), "short": ("toy/short-development", 60)}
 SHOWN = {"objects_right": "objects right, %", "empty_filled": "empty places filled, %", "fid_own": "FID"}
 TRAINED_ON = 4000  # pairs, as in the quickstart

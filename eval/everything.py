@@ -9,7 +9,7 @@ import torch
 from debias_diffusion.data import is_toy_scenes
 from debias_diffusion.errors import UserError
 
-from .common.settings import READINGS, check_output, split_reading
+from .common.settings import ORIGINAL, READINGS, split_reading
 from .merged_report import evaluate_report
 from .options import AllConfig, ReportConfig
 from .pictures.generation import GenerationConfig, evaluate_generation, load_networks
@@ -26,6 +26,7 @@ EVALUATE = {
     "classification": evaluate_classification,
 }
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
+TOY_CLIP = "toy/clip"  # the text encoder of toy/sdxl
 DRAWN, DRAWN_TOY = 1000, 200  # images of each encoder
 
 
@@ -51,11 +52,10 @@ def settings_of_all(config: AllConfig) -> dict[str, Any]:
     Raises:
         UserError: a setting cannot be used, or a network cannot be loaded, which should not stop a run later.
     """
-    check_output(config.output)
     _check(config)
     common = {name: getattr(config, name) for name in ("output", "data", "batch_size", "device")}
     common["encoders"] = _of_texts(config.encoders)
-    pairs = common | {"images": config.images, "limit": config.limit}
+    pairs = common | {"images": config.images, "limit": config.limit, "held_out": config.held_out}
     settings = {
         "retrieval": RetrievalConfig(**pairs),
         "robustness": RobustnessConfig(**pairs),
@@ -78,8 +78,12 @@ def _generation(config: AllConfig, base: str, common: dict) -> GenerationConfig:
         scores = {"dino": TOY_FEATURES, "own_features": TOY_FEATURES} | {k: v for k, v in scores.items() if v}
     drawn = (DRAWN_TOY if base == TOY_BASE else DRAWN) if config.drawn == "auto" else config.drawn
     limit = drawn if config.limit is None else min(drawn, config.limit)
-    common = common | {"encoders": config.encoders}
-    return GenerationConfig(**common, images=config.images, limit=limit, base=base, **scores)
+    drawn_by = {
+        name: split_reading(name)[0] + ORIGINAL for name in config.encoders if split_reading(name)[1] == TOY_CLIP
+    }
+    encoders = [drawn_by.get(name, name) if base == TOY_BASE else name for name in config.encoders]
+    common = common | {"encoders": list(dict.fromkeys(encoders))}
+    return GenerationConfig(**common, images=config.images, limit=limit, held_out=config.held_out, base=base, **scores)
 
 
 def _check(config: AllConfig) -> None:
@@ -96,12 +100,13 @@ def _check(config: AllConfig) -> None:
         )
     if config.encoders and not _of_texts(config.encoders):
         raise UserError(
-            f"encoders={config.encoders} has none for texts: with {' or '.join(map(repr, READINGS))} an encoder is for "
-            "images only. Name one without it, or run `evaluate generation` alone."
+            f"encoders={config.encoders} has none for texts: {ORIGINAL!r}, and names that begin with "
+            f"{' or '.join(map(repr, READINGS))}, are for images only. Name another one, or run "
+            "`evaluate generation` alone."
         )
     if config.drawn != "auto" and config.drawn < 1:
         raise UserError(f"drawn={config.drawn} is not allowed. Give a number from 1, or --base null to draw none.")
 
 
 def _of_texts(encoders: list[str]) -> list[str]:
-    return [name for name in encoders if not split_reading(name)[0]]
+    return [name for name in encoders if name != ORIGINAL and not split_reading(name)[0]]

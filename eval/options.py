@@ -5,7 +5,7 @@ from typing import Literal
 
 from debias_diffusion.models.shipped import TWO_TOWERS
 
-from .common.settings import OVERLAP
+from .common.settings import OVERLAP, check_settings
 
 TOYS = (TWO_TOWERS[0], OVERLAP + TWO_TOWERS[0], *TWO_TOWERS[1:])
 
@@ -24,6 +24,7 @@ class AllConfig:
             beside them, or toy/test, scenes of the toy world.
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
         limit: Use only the first so many pairs. null uses all.
+        held_out: Use only pairs of the data that a training run among the encoders held out.
         drawn: Generate images of only the first so many of these. auto is 1000, as many as Table S7 of the DeBias-CLIP
             paper has, and 200 with toy/sdxl.
         base: SDXL folder in diffusers' layout, or a hub id, to draw with. Without it no pictures are drawn; auto is
@@ -45,6 +46,7 @@ class AllConfig:
     data: str = "toy/test"
     images: str | None = None
     limit: int | None = 1000
+    held_out: bool = False
     drawn: int | Literal["auto"] = "auto"
     base: str | None = "auto"
     inception_weights: str | None = None
@@ -55,6 +57,9 @@ class AllConfig:
     classification_data: str | None = None
     batch_size: int = 64
     device: str | None = None
+
+    def __post_init__(self):
+        check_settings(self, of_images=True)
 
 
 @dataclass

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import skimage
-from helpers import tiny_sdxl
 from helpers.tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import UserError
@@ -29,8 +28,8 @@ def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monk
         "toy/debias-clip",
         "toy/debias-clip-sdxl",
     ]
-    encoders = ["toy/clip", "chunks:toy/clip", "overlap:toy/clip", "toy/debias-clip"]
-    config = AllConfig(encoders=encoders, output=str(tmp_path), limit=8, drawn=2)
+    encoders = ["toy/clip", "overlap:toy/clip", "toy/debias-clip"]
+    config = AllConfig(encoders=encoders, output=str(tmp_path), limit=4, drawn=2)
     assert evaluate_all(config) == tmp_path / "report.html"
     printed = capsys.readouterr().out
     assert [f"[{n}/4]" in printed for n in (1, 4)] == [True, True] and "4 results in 4 sections" in printed
@@ -38,12 +37,12 @@ def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monk
     assert set(found) == {"retrieval", "robustness", "attention", "generation"}
     labels = {name: list(its["encoders"]) for name, its in found.items()}
     assert labels.pop("generation") == [
-        "toy/clip", "toy/clip in chunks", "toy/clip in overlapping chunks", "toy/debias-clip"
+        "SDXL's own, cut at 77 tokens", "SDXL's own, overlapping chunks", "toy/debias-clip"
     ]  # fmt: skip
     assert set(map(tuple, labels.values())) == {("toy/clip", "toy/debias-clip")}
     compared = {(line["a"], line["b"]) for line in found["generation"]["compared"]}
-    assert len(compared) == 6 and ("toy/debias-clip", "toy/clip in chunks") in compared
-    assert (found["retrieval"]["images"], found["generation"]["images"]) == (8, 2)
+    assert len(compared) == 3 and ("toy/debias-clip", "SDXL's own, overlapping chunks") in compared
+    assert (found["retrieval"]["images"], found["generation"]["images"]) == (4, 2)
     recall = found["retrieval"]["encoders"]["toy/clip"]["recall_percent"]["text_to_image"]["R@1"]
     assert found["robustness"]["encoders"]["toy/clip"]["recall_at_1_percent"]["keep"]["text_to_image"] == recall
     # toy networks stand in, and every table says so
@@ -74,8 +73,11 @@ def test_pairs_of_ones_own_are_not_drawn_without_a_base(tmp_path):
         ({"classification": "cifar-10"}, "classification_data None"),
         ({"classification_data": "cifar"}, "Give both"),
         ({"encoders": ["toy/clap"]}, "Did you mean"),
-        ({"encoders": ["chunks:toy/clip"]}, "for texts: with 'chunks:' or 'overlap:' an encoder is for images only"),
-        ({"encoders": ["overlap:toy/clip"]}, "has none for texts"),
+        (
+            {"encoders": ["chunks:toy/clip"]},
+            "for texts: 'original', and names that begin with 'chunks:' or 'overlap:', are for images only",
+        ),
+        ({"encoders": ["overlap:toy/clip", "original"]}, "has none for texts"),
         ({"output": ""}, "There is no output"),
         ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"dino": "no/such/folder"}, "no/such/folder"),
@@ -91,15 +93,24 @@ def test_unusable_settings_are_refused_before_anything_is_encoded(tmp_path, chan
         evaluate_all(AllConfig(**({"output": str(tmp_path)} | change)))
 
 
-def test_images_of_table_s7_are_as_many_as_the_papers(tmp_path):
+def test_images_of_table_s7_are_as_many_as_the_papers(tmp_path, sdxl_folder):
     def limit(**settings):
         return everything.settings_of_all(AllConfig(output=str(tmp_path), **settings))["generation"].limit
 
-    base, clip = str(tiny_sdxl.build_tiny_sdxl(tmp_path / "sdxl")), save_tiny_clip(tmp_path / "clip")
+    base, clip = str(sdxl_folder), save_tiny_clip(tmp_path / "clip")
     real = {"encoders": [clip], "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "base": base}
     real["own_features"] = "toy/features"
     assert (limit(), limit(drawn=3), limit(limit=5)) == (200, 3, 5)
     assert (limit(**real), limit(**real, limit=None), limit(**real, drawn=3)) == (1000, 1000, 3)
+
+
+def test_sdxls_own_encoder_is_for_images_alone(tmp_path, sdxl_folder):
+    given = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "base": str(sdxl_folder)}
+    given["own_features"] = "toy/features"
+    clip = save_tiny_clip(tmp_path / "clip")
+    settings = everything.settings_of_all(AllConfig(["original", "overlap:original", clip], str(tmp_path), **given))
+    assert settings["generation"].encoders == ["original", "overlap:original", clip]
+    assert all(config.encoders == [clip] for name, config in settings.items() if name != "generation")
 
 
 def test_several_processes_are_sent_to_draw_alone(tmp_path, monkeypatch):

@@ -344,6 +344,7 @@ def test_results_of_an_earlier_version_have_no_mean_r():
     assert retrieval.tables(report)[2].rows == [["old", 2.0, "1.0 to 3.0", 2.0, "1.0 to 3.0", 2.0, "1.0 to 3.0"]]
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, squares, tmp_path, monkeypatch):
     """Neither by a run that was killed with the second encoder, nor by one of another limit, batch or output name."""
     encoded = []
@@ -388,6 +389,7 @@ def three(tiny_clip, squares, tmp_path) -> RetrievalConfig:
     return settings_of(tmp_path, tiny_clip, **own)
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_an_image_that_has_changed_is_read_again(three):
     assert evaluate_retrieval(three)["images"] == 3
     Path(three.images, "1.png").write_text("no image")
@@ -396,6 +398,7 @@ def test_an_image_that_has_changed_is_read_again(three):
     assert evaluate_retrieval(three) == changed  # now from the cache
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_ranks_are_of_the_images_that_were_read(three):
     image = Path(three.images, "1.png")
     whole, before = image.read_bytes(), image.stat()
@@ -464,7 +467,10 @@ def test_the_figure_shows_the_numbers(tiny_clip, another_clip, squares, tmp_path
         ({"encoders": []}, "at least one encoder"),
         ({"encoders": ["toy/clip", "toy/clip"]}, "none twice"),
         ({"encoders": ["toy/clap"]}, "Did you mean"),
-        ({"encoders": ["chunks:toy/clip"]}, "'chunks:toy/clip' reads prompts in chunks, which only.*Give 'toy/clip'"),
+        (
+            {"encoders": ["chunks:toy/clip"]},
+            "'chunks:toy/clip' reads prompts in separate chunks, which only.*Give 'toy/clip'",
+        ),
         ({"encoders": ["overlap:toy/clip"]}, "'overlap:toy/clip' reads prompts in overlapping chunks, which only"),
     ],
 )
@@ -500,10 +506,13 @@ def test_labels_are_short_and_unique(tmp_path):
     assert labels([str(tmp_path / "a" / "best"), str(tmp_path / "b" / "best")]) == ["a/best", "b/best"]
     (tmp_path / "_mine").mkdir()
     assert labels(["chunks:toy/clip", str(tmp_path / "a" / "best"), "chunks:" + str(tmp_path / "b" / "best")]) == [
-        "toy/clip in chunks", "a/best", "b/best in chunks"
+        "toy/clip, separate chunks", "a/best", "b/best, separate chunks"
     ]  # fmt: skip
     assert labels(["toy/clip", "chunks:toy/clip", "overlap:toy/clip"]) == [
-        "toy/clip", "toy/clip in chunks", "toy/clip in overlapping chunks"
+        "toy/clip", "toy/clip, separate chunks", "toy/clip, overlapping chunks"
+    ]  # fmt: skip
+    assert labels(["original", "chunks:original", "overlap:original", "toy/clip"]) == [
+        "SDXL's own, cut at 77 tokens", "SDXL's own, separate chunks", "SDXL's own, overlapping chunks", "toy/clip"
     ]  # fmt: skip
     assert labels([str(tmp_path / "_mine"), str(tmp_path / "a" / "best")]) == ["./_mine", "best"]  # legends show both
 

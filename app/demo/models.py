@@ -12,8 +12,7 @@ from transformers import CLIPTokenizer
 from debias_diffusion.chunks import Tokens
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.common.encoders import labels
-from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP, check_encoders, split_reading
-from debias_diffusion.eval.pictures.drawing import ORIGINAL
+from debias_diffusion.eval.common.settings import CHUNKS, ORIGINAL, OVERLAP, check_encoders, split_reading
 from debias_diffusion.eval.text_image.attention import Reader
 from debias_diffusion.interchange import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
@@ -116,6 +115,7 @@ class DemoModels:
         loaded[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
         self.encoders: dict[str, Encoder] = {}
         for name, label in zip(encoders, labels(encoders), strict=True):
+            label = ORIGINAL if name == ORIGINAL else label  # as requests and images name it
             prefix, name = split_reading(name)
             model, tokenizer = loaded[name]
             self.encoders[label] = Encoder(label, model.to(device, self.dtype).eval(), tokenizer, _NAMED.get(prefix))

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from debias_diffusion.eval.common.settings import check_encoders
 from debias_diffusion.eval.options import TOYS
+from debias_diffusion.models.shipped import shipped
 
 from .request import BUDGET
 
@@ -39,3 +41,7 @@ class AppConfig:
     budget: int = BUDGET
     device: str | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
+
+    def __post_init__(self):
+        shipped(self.base)  # raises UserError for a misspelt toy model
+        check_encoders(self.encoders, of_images=True)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from debias_diffusion.models.shipped import shipped
+
 
 @dataclass
 class ExportConfig:
@@ -16,9 +18,10 @@ class ExportConfig:
         output: Folder to write; for comfyui a file that ends in .safetensors. Files of other programs are never
             overwritten.
         to: transformers writes a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which diffusers
-            loads too; comfyui writes one file for ComfyUI; open_clip and clip write folders with both towers, for
-            open_clip and for transformers' CLIPModel. Suppressed text heads become ordinary weights; plain open_clip
-            ignores suppressed image heads, and transformers runs them by code in the folder.
+            loads too, and diffusers is another name for it; comfyui writes one file for ComfyUI; open_clip and clip
+            write folders with both towers, for open_clip and for transformers' CLIPModel. Suppressed text heads become
+            ordinary weights; plain open_clip ignores suppressed image heads, and transformers runs them by code in the
+            folder.
         pretrained: Tag or file of the weights, for a model given by name.
         positions: long reads up to 248 tokens; short writes the encoder of 77 tokens with the rows of positions that
             Fix-CLIP's short captions were trained with (train --recipe fix-clip).
@@ -31,9 +34,14 @@ class ExportConfig:
 
     model: str
     output: str
-    to: Literal["transformers", "comfyui", "open_clip", "clip"] = "transformers"
+    to: Literal["transformers", "diffusers", "comfyui", "open_clip", "clip"] = "transformers"
     pretrained: str | None = None
     positions: Literal["long", "short"] = "long"
     projection: bool = False
     scores: str | None = None
     push_to_hub: str | None = None
+
+    def __post_init__(self):
+        shipped(self.model)  # raises UserError for a misspelt toy model
+        if self.to == "diffusers":
+            self.to = "transformers"

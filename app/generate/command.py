@@ -54,7 +54,8 @@ def generate(config: GenerateConfig) -> Path:
 
     Raises:
         UserError: a setting or all prompts cannot be used (whatever can be checked early is checked before a model is
-            loaded); the folder holds images of other settings; memory does not suffice.
+            loaded); the folder holds images of other settings, or the file is one without `overwrite`; memory does not
+            suffice.
         FailedError: some images have values that are not finite. These are not written, all others are.
     """
     _check_settings(config)
@@ -185,6 +186,8 @@ def _check_second_prompts(kind: str, config: GenerateConfig, prompts: Sequence[P
 
 def _render_one(path: Path, studio: Studio, prompt: Prompt) -> None:
     task = ImageTask(prompt, "the prompt", path, _settings(studio, studio.settings(), prompt, studio.config.seed))
+    if path.exists() and not studio.config.overwrite and (difference := _difference(task)):
+        raise UserError(f"{str(path)!r} is another image: {difference}. Give another --output, or --overwrite.")
     _raise_if_failed(render_missing(studio, [task], {path}, []), studio)
 
 
@@ -268,9 +271,7 @@ def _missing(folder: Path, tasks: Sequence[ImageTask]) -> set[Path]:
         if not task.path.exists():
             missing.add(task.path)
             continue
-        before = read_settings(task.path)
-        difference = "it holds no settings" if before is None else first_difference(before, task.settings)
-        if difference:
+        if difference := _difference(task):
             different.append(f"{task.path.name} ({task.where}): {difference}")
         elif problem := png_damage(task.path):
             missing.add(task.path)
@@ -283,6 +284,12 @@ def _missing(folder: Path, tasks: Sequence[ImageTask]) -> set[Path]:
     if damaged:
         print(f"Damaged: {len(damaged):,} of the images, rendered again, the first {damaged[0]}")
     return missing
+
+
+def _difference(task: ImageTask) -> str:
+    """How an existing file's settings differ from those of its task; "" if they do not."""
+    before = read_settings(task.path)
+    return "it holds no settings" if before is None else first_difference(before, task.settings)
 
 
 def _index_entry(task: ImageTask, settings: dict) -> dict:

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from debias_diffusion.models.shipped import shipped
+
 # Options in the order of `generate --help`.
 _GROUPS = {
     "Prompts": ("prompt", "prompts", "negative_prompt", "weighting", "strict", "overlap"),
     "Models": ("base", "encoder", "encoder_2"),
-    "Images": ("output", "images_per_prompt", "seed", "steps", "guidance_scale", "height", "width"),
+    "Images": ("output", "overwrite", "images_per_prompt", "seed", "steps", "guidance_scale", "height", "width"),
     "Speed and memory": ("batch", "low_memory", "device", "dtype"),
 }
 
@@ -27,6 +29,7 @@ class GenerateConfig:
             own to 248 positions, untrained, as Long-CLIP does.
         output: PNG to write, picture.png by default; for several images the folder, pictures by default. Each PNG
             holds the settings that made it.
+        overwrite: replace an image at `output` that has other settings, such as another prompt.
         prompts: file of prompts, instead of `prompt`: .txt, one a line; .jsonl or .csv with prompt and, optionally,
             negative_prompt, seed and prompt_2 (for SDXL's second encoder). Run the command again to continue an
             interrupted run: finished images are kept.
@@ -58,6 +61,7 @@ class GenerateConfig:
     base: str
     encoder: str | None = None
     output: str | None = None
+    overwrite: bool = False
     negative_prompt: str | None = None
     seed: int = 0
     steps: int = 30
@@ -74,6 +78,10 @@ class GenerateConfig:
     strict: bool = False
     weighting: bool = False
     overlap: bool = True
+
+    def __post_init__(self):
+        for name in filter(None, (self.base, self.encoder, self.encoder_2)):
+            shipped(name)  # raises UserError for a misspelt toy model
 
     @property
     def several(self) -> bool:

@@ -6,4 +6,4 @@ from .options import ReproduceConfig
 
 __all__ = ["ReproduceConfig", "reproduce"]
 
-__getattr__ = lazy_names(__name__, {"reproduce": ".command"})
+__getattr__ = lazy_names(__name__, {"reproduce": ".listing"})

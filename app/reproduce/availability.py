@@ -1,17 +1,17 @@
-"""Whether the data and weights that units need are on this machine, and how to get them. Nothing is downloaded."""
+"""What trainings cost, and whether data and weights are on this machine. Nothing is downloaded."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
-import open_clip
 from huggingface_hub import try_to_load_from_cache
 
 from debias_diffusion.data.retrieval_sets import find_root
 from debias_diffusion.errors import UserError
 
-from .building import fill
-from .papers import Base, Column, Model, World
+from .papers import Base, Column, Model, World, fill
 
+TFLOPS = 120e12  # FLOP a second of the GPU that hours are counted for: an A100 at two fifths of its bf16 peak
+PAIRS_OF_SHAREGPT4V = 1_245_901
 _WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin")
 
 
@@ -52,27 +52,24 @@ def _missing_files(world: World, root: Path, places: Iterable[str]) -> list[str]
 
 
 def missing_weights(base: Base) -> list[str]:
-    """Of weights named by an open_clip tag or a hub id: a line if they are not in the caches of this machine."""
-    if base.pretrained is None:
-        is_hub_id = base.model.count("/") == 1 and not base.model.startswith("toy/") and not Path(base.model).exists()
-        repository = base.model if is_hub_id else None
-        return _not_cached(repository, base.model) if repository else []
-    if Path(base.pretrained).exists():
+    """Of weights with a hub repository or a hub id: a line if they are not in the hub's cache of this machine."""
+    if base.pretrained is not None and Path(base.pretrained).exists():
         return []
-    settings = open_clip.get_pretrained_cfg(base.model, base.pretrained)
-    if not settings:
-        return [f"open_clip has no weights {base.pretrained!r} of {base.model!r}, and there is no such file."]
-    repository, _, _ = settings.get("hf_hub", "").rpartition("/")
-    if repository:
-        return _not_cached(repository, f"{base.model}:{base.pretrained}")
-    file = Path("~/.cache/clip").expanduser() / Path(settings.get("url", "none")).name
-    if file.exists():
-        return []
-    name, address = f"{base.model}:{base.pretrained}", settings.get("url")
-    return [f"The weights {name} are not at {str(file)!r}. Get them with: curl -o {file} {address}"]
+    is_hub_id = base.model.count("/") == 1 and not base.model.startswith("toy/") and not Path(base.model).exists()
+    repository = base.weights or (base.model if is_hub_id else None)
+    name = f"{base.model}:{base.pretrained}" if base.pretrained else base.model
+    return _not_cached(repository, name) if repository else []
 
 
 def _not_cached(repository: str, name: str) -> list[str]:
     if any(isinstance(try_to_load_from_cache(repository, file), str) for file in _WEIGHT_FILES):
         return []
     return [f"The weights {name} are not in the hub's cache. Get them with: hf download {repository}"]
+
+
+def gpu_hours(model: Model, world: World) -> float:
+    """Of one training on ShareGPT4V, by count."""
+    if model.training is None or model.base not in world.bases:
+        return 0.0
+    pairs = PAIRS_OF_SHAREGPT4V * (model.training.get("epochs") or world.training.get("epochs", 3))
+    return pairs * world.bases[model.base].tflop * 1e12 / TFLOPS / 3600

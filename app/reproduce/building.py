@@ -18,7 +18,7 @@ from debias_diffusion.training import TrainConfig, train
 from ..ablate import AblateConfig, ablate
 from ..units import Unit
 from .measuring import KINDS
-from .papers import Column, Model, World
+from .papers import Column, Model, World, describe, fill
 
 PAIRS = "pairs"
 _SETTINGS = "reproduce.json"  # in a training's folder: the settings that it began with
@@ -195,19 +195,6 @@ class Work:
     def _filled(self, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Settings with places and seed filled in."""
         return {name: fill(part, self.root, seed) for name, part in settings.items()}
-
-
-def fill(value: Any, root: Path, seed: int) -> Any:
-    """`value` with {root} and {seed} replaced, if it is text."""
-    return value.replace("{root}", str(root)).replace("{seed}", str(seed)) if isinstance(value, str) else value
-
-
-def describe(model: Model) -> str:
-    """A model's settings in a few words."""
-    settings = model.training if model.training is not None else model.ablation
-    if settings is None:
-        return model.base
-    return f"{model.base}, " + (", ".join(f"{name} {part}" for name, part in settings.items()) or "defaults")
 
 
 def _named(name: str, known: Mapping[str, Any], what_it_is: str) -> Any:

@@ -13,8 +13,8 @@ from debias_diffusion.files import read_json_object, write_json, write_text
 from debias_diffusion.training.plan import duration
 
 from ..units import is_done, result_of, run_units, unit_lock
-from .availability import missing_parts
-from .building import Work, describe
+from .availability import TFLOPS, gpu_hours, missing_parts
+from .building import Work
 from .claims import all_claims, budgets, decide, find_model, needed, with_epochs
 from .evidence import evidence_page
 from .options import ReproduceConfig
@@ -24,6 +24,7 @@ from .papers import (
     Column,
     Model,
     PaperTable,
+    describe,
     find_papers,
     read_absent,
     read_tables,
@@ -33,14 +34,12 @@ from .papers import (
 from .table_sheets import write_table
 
 ALL, EVIDENCE = "all", "evidence"
-TFLOPS = 120e12  # FLOP a second of the GPU that hours are counted for: an A100 at two fifths of its bf16 peak
-PAIRS_OF_SHAREGPT4V = 1_245_901
 _FEWEST = 3  # seeds that decide a claim while others are still to be run
 RESULTS, PAGE = "benchmarks/results/claims.json", "docs/evidence.md"
 
 
-def reproduce(config: ReproduceConfig) -> list[Path]:
-    """Trains and evaluates what is missing, and writes tables; or lists, or plans.
+def regenerate(config: ReproduceConfig) -> list[Path]:
+    """Trains and evaluates what is missing, and writes tables; or plans.
 
     Returns:
         The files written.
@@ -80,9 +79,6 @@ class _Reproduction:
         self._places: dict[str, str] = {}
 
     def run(self) -> list[Path]:
-        if self.config.list:
-            print(self._list())
-            return []
         self._add_units()
         print(self._plan())
         if self.config.plan:
@@ -150,31 +146,8 @@ class _Reproduction:
         for seed in self.config.numbers:
             for model in models.values():
                 if (name := self.work.training_name(model, seed)) in units:
-                    hours[name] = self._gpu_hours(model)
+                    hours[name] = gpu_hours(model, self.world)
         return f"{sum(hours.values()):.0f} GPU hours for the trainings (counted for {TFLOPS / 1e12:.0f} TFLOP/s)"
-
-    def _gpu_hours(self, model: Model) -> float:
-        """Of one training on ShareGPT4V, by count."""
-        if model.training is None or model.base not in self.world.bases:
-            return 0.0
-        pairs = PAIRS_OF_SHAREGPT4V * (model.training.get("epochs") or self.world.training.get("epochs", 3))
-        return pairs * self.world.bases[model.base].tflop * 1e12 / TFLOPS / 3600
-
-    def _list(self) -> str:
-        rows = []
-        for name, table in sorted(self.all_tables.items(), key=lambda pair: (pair[1].paper, pair[0])):
-            models = list(table.rows.values())
-            missing = missing_parts(self.world, self.root, models, table.columns.values())
-            state = "here" if not missing else f"missing {len(missing)}: {missing[0]}"
-            hours = sum({describe(model): self._gpu_hours(model) for model in models}.values())
-            needs = f"{hours:.0f} GPU hours" if hours else ("no training" if not self.world.pairs else "toy")
-            rows.append([name, table.paper, needs, table.title, state])
-        for entry in read_absent(self.folder):
-            rows.append([entry.name, entry.paper, "", entry.title, f"not here: {entry.reason}"])
-        return "\n".join(
-            "  ".join([row[0].ljust(22), row[1].ljust(12), row[2].ljust(14), f"{row[3]}\n{'':24}{row[4]}"])
-            for row in rows
-        )
 
     # ---- results
 
@@ -223,6 +196,7 @@ class _Reproduction:
         return {
             "world": self.world.title,
             "budget": self.world.budget,
+            "editions": self.claims.editions,
             "seeds": self.config.numbers,
             "versions": versions(),
             "claims": groups,

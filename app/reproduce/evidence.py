@@ -3,30 +3,32 @@
 import re
 from collections import Counter
 
-from debias_diffusion.eval.common.report import Table, escaped
+from debias_diffusion.eval.common.report import escaped
 
 from .differences import FAILS, HOLDS, UNDECIDED, UNTESTED
 
 _ABOUT = """# Evidence
 
-Which claims of the papers, and of this package, hold. {world}, seeds {seeds}. Made by `debias-diffusion reproduce
-claims --world toy` from the results in `{results}`, never by hand. [How it works](reproduce.md).
+Which claims of the papers, and of this package, hold? {summary} {world}, seeds {seeds}; rows that name a file have
+that file's seeds.
 
-- A claim **holds** if the 95% interval of every difference under it lies on the expected side of 0 (or within the
-  margins), **does not hold** if one lies wholly outside, and is **not decided** otherwise. There is no correction for
-  the number of claims: where two models are alike, 1 difference in 20 is decided nevertheless.
-- Differences are in points of R@1 in percent unless a score says otherwise. Each seed is a training of its own, scored
-  on scenes of its own, so an interval (Student's, over {count} seeds) holds for other trainings and other scenes. A
-  difference with a file behind it is read from that benchmark's results; where it has no numbers by seed, its interval
-  is over the queries of one training.
-- The toy world says nothing about the size of an effect on real images.{budget}
+- A claim **holds** if the 95% interval of every difference under it lies on the expected side of 0 (+ above, - below)
+  or within the margin (±), **does not hold** if one lies wholly outside, and is **not decided** otherwise.
+- Differences are in points of R@1, text to image, unless a score is named. Each seed has its own training and scenes;
+  intervals are Student's over seeds. Between equal models, 1 difference in 20 is decided by chance.
+- This says nothing about the size of an effect on real images.{budget}{editions}
 
-{summary}
+Rendered by `debias-diffusion reproduce evidence` from [{file}](../{results}), which also has p values, each seed's
+difference and the scores of all models ([how it works](reproduce.md#claims)).
+
+## Summary
+
+Of several differences the first with the claim's verdict is shown, with a link to all.
 """
 
 
 def evidence_page(content: dict, results: str) -> str:
-    """The page of a written `claims.json`.
+    """The page of a written `claims.json`: a line a claim, then the differences of each.
 
     Args:
         content: as `command.write_claims` writes it.
@@ -38,37 +40,53 @@ def evidence_page(content: dict, results: str) -> str:
         world=content["world"],
         seeds=", ".join(map(str, content["seeds"])),
         results=results,
-        count=len(content["seeds"]),
+        file=results.rpartition("/")[2],
         budget=f" {content['budget']}" if content["budget"] else "",
+        editions=f"\n- {content['editions']}" if content["editions"] else "",
         summary=f"Of {sum(verdicts.values())} claims: {summary}.",
     )
-    parts = [about.strip()]
+    groups, number = {}, 1
     for title, entries in content["claims"].items():
-        parts += [f"## {title}", _with_anchors(_claims_table(entries).markdown(), entries), *_notes(entries)]
-    parts += [
-        "## Scores of all models",
-        "Means over seeds, with the standard deviation over seeds.",
-        *_score_tables(content),
-    ]
+        groups[title] = list(enumerate(entries, start=number))
+        number += len(entries)
+    parts = [about.strip(), *(_summary_table(title, entries) for title, entries in groups.items())]
+    for title, entries in groups.items():
+        parts += [f"## {title}", _differences_table(entries), *_notes(entries)]
     return "\n\n".join(parts) + "\n"
 
 
 _SUMMARY = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not decided", UNTESTED: "are not tested"}
 
 
-def _claims_table(entries: list[dict]) -> Table:
-    header = ["claim", "published", "difference", "expected", "ours", "95%", "p", "by seed", "verdict"]
+def _summary_table(title: str, entries: list[tuple[int, dict]]) -> str:
+    """A line a claim, with the anchor that other pages link to: its verdict, and the difference that decided it."""
     rows = []
-    for entry in entries:
-        first = [_title(entry), f"{entry['published']} ({entry['source']})".strip()]
-        if not entry["parts"]:
-            rows.append([*first, "", "", "", "", "", "", entry["verdict"]])
-        for number, part in enumerate(entry["parts"]):
-            verdict = entry["verdict"] if len(entry["parts"]) == 1 else part["verdict"]
-            rows.append([*(first if number == 0 else ["", ""]), *_part_cells(part), verdict])
-        if len(entry["parts"]) > 1:
-            rows.append(["", "", "all of these", "", "", "", "", "", entry["verdict"]])
-    return Table(header, rows)
+    for number, entry in entries:
+        deciding = [part for part in entry["parts"] if part["verdict"] == entry["verdict"]] or entry["parts"]
+        difference = signed(deciding[0]["difference"]) if deciding else "-"
+        claim = f'<a id="{anchor(_title(entry))}"></a>{number}. {escaped(_title(entry))}'
+        rows.append([claim, f"{entry['verdict']}, [{difference}](#row-{number})"])
+    return _markdown([escaped(title), "verdict, difference"], rows)
+
+
+def _differences_table(entries: list[tuple[int, dict]]) -> str:
+    """A row a difference; the first of each claim has its number and what was published."""
+    rows, said = [], None
+    for number, entry in entries:
+        first = f'<a id="row-{number}"></a>[{number}](#{anchor(_title(entry))})'
+        published = f"{entry['published']} ({entry['source']})" if entry["published"] else entry["source"]
+        if (entry["claim"], published) != said:  # a claim of several budgets says it once
+            first += f": {escaped(published)}"
+        said = entry["claim"], published
+        cells = [list(map(escaped, _part_cells(part))) for part in entry["parts"]] or [["", "", ""]]
+        rows += [[first if at == 0 else "", *part] for at, part in enumerate(cells)]
+    return _markdown(["claim: published", "difference", "expected", "ours (95%)"], rows)
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table of cells that are Markdown already: they hold links."""
+    lines = [header, ["---", "---", *["--:"] * (len(header) - 2)], *rows]
+    return "\n".join("|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines)
 
 
 def _title(entry: dict) -> str:
@@ -80,20 +98,12 @@ def anchor(title: str) -> str:
     return "-".join(re.findall(r"[a-z0-9]+", title.lower()))
 
 
-def _with_anchors(table: str, entries: list[dict]) -> str:
-    for entry in entries:
-        cell = escaped(_title(entry))
-        table = table.replace(f"| {cell} |", f'| <a id="{anchor(_title(entry))}"></a>{cell} |', 1)
-    return table
-
-
 def _part_cells(part: dict) -> list[str]:
-    expected = f"within {part['margin']:g}" if part["sign"] == "=" else {"+": "above 0", "-": "below 0"}[part["sign"]]
-    ends = "" if part["low"] is None else f"{signed(part['low'])} to {signed(part['high'])}"
-    chance = "" if part["p"] is None else "< 0.001" if part["p"] < 0.001 else f"{part['p']:.3f}"
-    by_seed = ", ".join(signed(value) for value in part["by_seed"]) if len(part["by_seed"]) > 1 else ""
-    text = part["text"] + (f" [{part['file'].rpartition('/')[2]}]" if part.get("file") else "")
-    return [text, expected, signed(part["difference"]), ends, chance, by_seed]
+    """What is compared; the sign or margin that is expected; the difference with its interval."""
+    text = part["text"].removesuffix(" t2i") + (f" [{part['file'].rpartition('/')[2]}]" if part.get("file") else "")
+    ends = "" if part["low"] is None else f" ({signed(part['low'])} to {signed(part['high'])})"
+    expected = f"±{part['margin']:g}" if part["sign"] == "=" else part["sign"]
+    return [text, expected, signed(part["difference"]) + ends]
 
 
 def signed(value: float) -> str:
@@ -103,28 +113,11 @@ def signed(value: float) -> str:
     return f"{value:+.1f}" if abs(value) >= 10 else f"{value:+.2f}" if abs(value) >= 0.1 else f"{value:+.2g}"
 
 
-def _notes(entries: list[dict]) -> list[str]:
-    lines = []
-    for entry in entries:
-        texts = [text for text in (entry["note"], entry["reason"]) if text]
-        line = f"- {escaped(entry['claim'])}: {' '.join(texts)}"
-        if texts and line not in lines:
-            lines.append(line)
+def _notes(entries: list[tuple[int, dict]]) -> list[str]:
+    """What else is to be said on claims, each text once, with the numbers of its claims."""
+    numbers: dict[str, list[int]] = {}
+    for number, entry in entries:
+        if text := " ".join(text for text in (entry["note"], entry["reason"]) if text):
+            numbers.setdefault(text, []).append(number)
+    lines = [f"- {', '.join(map(str, of))}: {text}" for text, of in numbers.items()]
     return ["\n".join(lines)] if lines else []
-
-
-def _score_tables(content: dict) -> list[str]:
-    """A table of each evaluation: rows are models, columns are scores."""
-    tables = []
-    for evaluation, models in content["scores"].items():
-        columns = list(dict.fromkeys(score for scores in models.values() for score in scores))
-        rows = [[model, *(_score_cell(scores.get(column)) for column in columns)] for model, scores in models.items()]
-        tables.append(Table([evaluation, *columns], rows).markdown())
-    return tables
-
-
-def _score_cell(numbers: dict | None) -> str | None:
-    if numbers is None:
-        return None
-    deviation = "" if numbers["deviation"] is None else f" ± {numbers['deviation']:.2g}"
-    return f"{numbers['mean']:.4g}{deviation}"

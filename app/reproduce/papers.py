@@ -173,10 +173,12 @@ class Claims:
     Attributes:
         models: by name.
         claims: in groups, by title.
+        editions: of the papers that were read, for the page.
     """
 
     models: dict[str, Model]
     claims: dict[str, list[Claim]]
+    editions: str = ""
 
 
 @dataclass(frozen=True)
@@ -185,11 +187,13 @@ class Base:
 
     Attributes:
         model, pretrained: as `train` takes them.
+        weights: hub repository of `pretrained`, to see whether it is on this machine.
         tflop: counted TFLOP of a training step for each pair, forward and backward; for estimates.
     """
 
     model: str
     pretrained: str | None = None
+    weights: str | None = None
     tflop: float = 0.0
 
 
@@ -229,6 +233,19 @@ class World:
 
 
 # ---- reading
+
+
+def fill(value: Any, root: Path, seed: int) -> Any:
+    """`value` with {root} and {seed} replaced, if it is text."""
+    return value.replace("{root}", str(root)).replace("{seed}", str(seed)) if isinstance(value, str) else value
+
+
+def describe(model: Model) -> str:
+    """A model's settings in a few words."""
+    settings = model.training if model.training is not None else model.ablation
+    if settings is None:
+        return model.base
+    return f"{model.base}, " + (", ".join(f"{name} {part}" for name, part in settings.items()) or "defaults")
 
 
 def find_papers(folder: str) -> Path:

@@ -1,6 +1,6 @@
 """A captioning loss beside the contrastive one, as CoCa has it, so that hidden states say which word belongs to which.
 
-Contrastive training alone leaves the toy CLIP's texts a bag of words (see docs/toy-world-diary.md).
+Contrastive training alone leaves the toy CLIP's texts a bag of words (see docs/toy-world-making.md).
 """
 
 import torch

@@ -15,7 +15,7 @@ from debias_diffusion.files import json_digest
 from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.models.backbone import Backbone
 
-from .settings import READINGS, split_reading
+from .settings import CUT, ORIGINAL, OWN, READINGS, split_reading
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,10 @@ def labels(encoders: Sequence[str]) -> list[str]:
     split = [split_reading(name) for name in encoders]
     models = list(dict.fromkeys(model for _, model in split))
     short = dict(zip(models, _short(models), strict=True))
-    named = [f"{short[model]} {READINGS[reading]}" if reading else short[model] for reading, model in split]
+    if ORIGINAL in short and not os.path.exists(ORIGINAL):
+        short[ORIGINAL] = OWN
+    ways = [READINGS.get(reading, CUT if short[model] == OWN else "") for reading, model in split]
+    named = [", ".join(filter(None, (short[model], way))) for (_, model), way in zip(split, ways, strict=True)]
     return named if len(set(named)) == len(named) else list(encoders)
 
 

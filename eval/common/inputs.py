@@ -1,12 +1,17 @@
 """Inputs of evaluations: settings that check themselves, and captions with their images."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data, read_captions
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import read_json_object
+
+from .settings import split_reading
 
 AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
 
@@ -48,17 +53,64 @@ def read_source(config: Any, only_captions: bool = False) -> Pairs:
     if config.dataset is not None:
         return _read_benchmark(config.dataset, config.root, None if auto else config.limit, config.max_bad)
     images = None if only_captions else config.images
-    return read_pairs(config.data, images, AUTO_LIMIT if auto else config.limit, config.max_bad, only_captions)
+    unseen_by = config.encoders if getattr(config, "held_out", False) else ()
+    return read_pairs(
+        config.data, images, AUTO_LIMIT if auto else config.limit, config.max_bad, only_captions, unseen_by
+    )
 
 
-def read_pairs(data: str, images: str | None, limit: int | None, max_bad: float, only_captions: bool = False) -> Pairs:
-    """The first `limit` usable pairs of `data`, see `data.open_data`; see `read_source`."""
+def read_pairs(
+    data: str,
+    images: str | None,
+    limit: int | None,
+    max_bad: float,
+    only_captions: bool = False,
+    unseen_by: Sequence[str] = (),
+) -> Pairs:
+    """The first `limit` usable pairs of `data`, see `data.open_data`; see `read_source`.
+
+    Args:
+        unseen_by: encoders; only pairs that none of them was trained on.
+    """
     captions, source = (read_captions(data), None) if only_captions else open_data(data, images)
     print_left_out(captions.bad)
     check_share(captions.bad, len(captions.records) + len(captions.bad), max_bad)
-    records = captions.records[:limit]
+    records, digest = captions.records, data_digest(data, captions)
+    if unseen_by:
+        counts = _held_out(unseen_by, digest)
+        if not counts:
+            raise UserError(f"None of the encoders was trained on the data {data!r}. Leave out --held-out.")
+        records = records[: min(counts.values())]
+    records = records[:limit]
     texts = [record.caption for record in records]
-    return Pairs(records, source, texts, list(range(len(records))), captions.bad, data_digest(data, captions))
+    return Pairs(records, source, texts, list(range(len(records))), captions.bad, digest)
+
+
+def _held_out(encoders: Sequence[str], digest: str) -> dict[str, int]:
+    """By training run on the data with this digest, how many pairs, the first of the data, it was not trained on."""
+    counts = {}
+    for name in encoders:
+        run = Path(split_reading(name)[1])
+        for folder in (run, run.parent):  # of a run, and of its model
+            settings = read_json_object(folder / "settings.json")
+            if settings.get("data_sha256") == digest:
+                counts[name] = settings["validation"] + settings.get("keep_best", 0)
+    return counts
+
+
+def trained_on(encoders: Mapping[str, str], pairs: Pairs) -> tuple[dict[str, int], list[str]]:
+    """By label of an encoder, how many of the pairs it was trained on, as far as its run says; and that in words.
+
+    Args:
+        encoders: names by label.
+    """
+    held_out, used = _held_out(list(encoders.values()), pairs.digest), len(pairs.records)
+    counts = {label: max(0, used - held_out[name]) for label, name in encoders.items() if name in held_out}
+    return counts, [
+        f"{label} was trained on {count} of these {used} pairs. --held-out evaluates on the others."
+        for label, count in counts.items()
+        if count
+    ]
 
 
 def _read_benchmark(name: str, root: str, limit: int | None, max_bad: float) -> Pairs:

@@ -10,10 +10,11 @@ from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.limits import check_max_bad
 from debias_diffusion.models.shipped import shipped
 
+ORIGINAL = "original"  # instead of an encoder of images: the first one of the SDXL checkpoint
+OWN, CUT = "SDXL's own", "cut at 77 tokens"  # its label, and how it reads without a prefix
 CHUNKS, OVERLAP = "chunks:", "overlap:"
 # How an encoder of 77 positions reads long prompts for images, by the prefix of its name; without one it cuts them.
-
-READINGS = {CHUNKS: "in chunks", OVERLAP: "in overlapping chunks"}
+READINGS = {CHUNKS: "separate chunks", OVERLAP: "overlapping chunks"}
 
 
 @dataclass
@@ -49,6 +50,7 @@ def check_settings(config: Any, with_encoders: bool = True, of_images: bool = Fa
         UserError: a setting that evaluations share is not allowed.
     """
     check_output(config.output)
+    shipped(getattr(config, "base", None) or "")
     if with_encoders:
         check_encoders(config.encoders, of_images)
     if config.batch_size < 1:
@@ -114,12 +116,12 @@ def check_encoders(names: Sequence[str], of_images: bool = False) -> None:
         reading, model = split_reading(name)
         if reading and not of_images:
             raise UserError(
-                f"The encoder {name!r} reads prompts {READINGS[reading]}, which only `evaluate generation` and "
+                f"The encoder {name!r} reads prompts in {READINGS[reading]}, which only `evaluate generation` and "
                 f"`evaluate dpg-bench` do. Give {model!r}."
             )
         prefix, colon, rest = model.partition(":")
         if not model or (colon and near_matches(prefix, READINGS) and not os.path.exists(model)):
-            allowed = [f"{known + (rest or 'NAME')!r} to read long prompts {how}" for known, how in READINGS.items()]
+            allowed = [f"{known + (rest or 'NAME')!r} to read long prompts in {how}" for known, how in READINGS.items()]
             raise UserError(
                 f"There is no encoder {name!r}. Give {', '.join(allowed)}, or the encoder's name alone to cut them."
             )

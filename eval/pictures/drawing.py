@@ -54,9 +54,8 @@ from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 
 from ..common.processes import Processes
-from ..common.settings import CHUNKS, READINGS, split_reading
+from ..common.settings import CHUNKS, ORIGINAL, READINGS, split_reading
 
-ORIGINAL = "original"  # instead of an encoder: the checkpoint's own
 _SETTINGS, _DRAWN = "settings.json", "drawn.json"
 # "auto" for any checkpoint, and for toy/sdxl: its own settings, and as many small images as fill two cores.
 _AUTO = {"steps": (30, STEPS), "guidance_scale": (7.0, GUIDANCE_SCALE), "images_at_once": (1, 20)}

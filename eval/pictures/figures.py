@@ -122,5 +122,5 @@ def plot_examples(
             image.thumbnail((_SHOWN, _SHOWN))  # never enlarges
             axes.imshow(image, interpolation="nearest" if max(image.size) < _SHOWN else None)
             if not row:
-                axes.set_title(label, fontsize="medium")
+                axes.set_title(textwrap.fill(label, 20), fontsize="medium")
     return figure

@@ -22,7 +22,7 @@ from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
 from ..common.cache import FOLDER, ResultCache
 from ..common.encoders import labels
-from ..common.inputs import read_pairs
+from ..common.inputs import read_pairs, trained_on
 from ..common.processes import Processes
 from ..common.report import Table, compared_tables, show, write_report
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
@@ -109,7 +109,10 @@ class _Generation:
         config = self.config
         self.is_toy = is_toy_scenes(config.data)
         self.scores = load_networks(config, self.processes.device)
-        self.pairs = read_pairs(config.data, config.images, config.limit, config.max_bad)
+        self.pairs = read_pairs(
+            *(config.data, config.images, config.limit, config.max_bad),
+            unseen_by=config.encoders if config.held_out else (),
+        )
         records, images = self.pairs.records, self.pairs.images
         good, self.unreadable = _with_readable_reference(records, images)
         print_left_out(self.unreadable)
@@ -181,7 +184,8 @@ class _Generation:
                 comparisons[label] = self._objects(paths, digest)
                 numbers |= objects_numbers(comparisons[label], mentions, ways)
             encoders[label] = {"scores": numbers, **how_drawn(self.folders[label]), "pictures": digest}
-        notes = [*(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
+        seen, of_seen = trained_on(self.encoders, self.pairs)
+        notes = [*of_seen, *(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
         notes += [note for of_encoder in scores.values() for note in of_encoder.notes]
         networks = self.scores.digests if self.scores else dict.fromkeys(NETWORKS)
         weights = {label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()}
@@ -203,6 +207,7 @@ class _Generation:
             encoders=encoders,
             compared=_compared(scores, comparisons, mentions, ways),
             ceilings=ceilings(readings),
+            trained_on=seen,
             notes=list(dict.fromkeys(notes)),
         )
         show(report, tables(report), figures(report) | {PICTURES[0]: self._examples(files)})

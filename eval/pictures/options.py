@@ -28,6 +28,7 @@ class GenerationConfig:
             beside them, or toy/test, scenes of the toy world. Captions are the prompts, images the references.
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
         limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
+        held_out: Use only pairs of the data that a training run among the encoders held out.
         seed: Image i starts from noise seeded with this number + i, the same for every encoder and on every device.
         steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
         guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, as in `generate`, and 3 for
@@ -66,6 +67,7 @@ class GenerationConfig:
     data: str
     images: str | None = None
     limit: int | None = 1000
+    held_out: bool = False
     seed: int = 0
     steps: int | Literal["auto"] = "auto"
     guidance_scale: float | Literal["auto"] = "auto"

@@ -29,6 +29,7 @@ class PairsConfig:
         root: Folder that the benchmark lies in, as its authors publish it.
         limit: Use only the first so many images. null uses all; auto is 1000 of the data, as ShareGPT4V's validation
             split has, and all of a benchmark.
+        held_out: Use only pairs of the data that a training run among the encoders held out.
         batch_size: Images, or captions, encoded at once.
         max_bad: Largest share of images or records that may be unreadable before the evaluation stops, from 0 to 1.
         device: Device to run on. The default is cuda where there is one, else cpu.
@@ -41,6 +42,7 @@ class PairsConfig:
     dataset: str | None = None
     root: str | None = None
     limit: int | Literal["auto"] | None = "auto"
+    held_out: bool = False
     batch_size: int = 64
     max_bad: float = 0.01
     device: str | None = None

@@ -18,8 +18,8 @@ from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from ..common.cache import FOLDER, ResultCache
-from ..common.encoders import TwoTower, compare, of_each
-from ..common.inputs import read_source
+from ..common.encoders import TwoTower, compare, labels, of_each
+from ..common.inputs import read_source, trained_on
 from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
 from .image_features import ImageFeatures
@@ -106,6 +106,8 @@ class Evaluation:
 
     def write(self, encoders: dict[str, dict], compared: list[dict], notes: Sequence[str] = (), **more) -> dict:
         """Writes and returns the report."""
+        names = dict(zip(labels(self.config.encoders), self.config.encoders, strict=True))
+        seen, of_seen = trained_on(names, self.pairs)
         return write_report(
             self.name,
             self.config,
@@ -115,7 +117,8 @@ class Evaluation:
             **more,
             encoders=encoders,
             compared=compared,
-            notes=list(notes),
+            notes=[*of_seen, *notes],
+            trained_on=seen,
         )
 
 

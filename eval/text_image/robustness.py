@@ -28,6 +28,7 @@ from .retrieval import DIRECTIONS, Evaluation, Readable, hits
 PADDING = "This is a photo."  # Figures 2 and S2
 MOST_PADDING = 5
 SHUFFLES = 3  # random orders of every caption
+_MOST_WIDTH = 100  # points of a share's interval; a wider one is of too few hits
 
 
 def keep(sentences: list[str]) -> list[str]:
@@ -291,10 +292,17 @@ def _numbers(label: str, result: EditedHits, shares: dict[str, Share]) -> dict:
 def _in_words(label: str, kept: dict) -> str:
     if kept["share"] is None:
         return f"{label} finds no image first even with whole captions, so it has nothing to lose."
+    if _is_too_low(kept):
+        return f"{label} finds too few images first to say what share of its R@1 it keeps without the first sentence."
     return (
         f"{label} keeps {kept['share']:.0f}% of its text-to-image R@1 when the first sentence is removed "
         f"(95%: {kept['low']:.0f} to {kept['high']:.0f})."
     )
+
+
+def _is_too_low(kept: dict) -> bool:
+    """Whether a share is of so few hits that its interval says nothing."""
+    return kept["high"] - kept["low"] > _MOST_WIDTH
 
 
 def _compared(results: Mapping[str, EditedHits], shares: Mapping[str, Mapping[str, Share]]) -> list[dict]:
@@ -331,11 +339,12 @@ def plot(encoders: dict[str, dict]) -> Figure:
         _bars(of_whole, encoders, direction, whole)
         _bars(of_two, encoders, direction, opening)
         _curves(behind, encoders, direction, paddings)
-        highest = max(axes.get_ylim()[1] for axes in (of_two, behind))  # of the same captions
-        for axes in (of_two, behind):
-            axes.set_ylim(0, highest)
         _shares(kept, encoders, direction)
         of_whole.set_ylabel(f"{_words(direction)}\nR@1 (%)")
+    for of_one_kind in (rows[:, :3], rows[:, 3:]):  # R@1, and shares: each on one scale
+        highest = max(axes.get_ylim()[1] for axes in of_one_kind.flat)
+        for axes in of_one_kind.flat:
+            axes.set_ylim(0, highest)
     titles = (
         "whole captions",
         "first two sentences",
@@ -450,7 +459,7 @@ def _notes(one_sentence: int, captions: int) -> list[str]:
 def tables(report: dict) -> list[Table]:
     """The numbers of a report: shares kept, R@1 and drops by edit for each encoder, and the encoders compared."""
     rows = [
-        [label, *(_with_interval(*numbers["kept_without_summary_percent"][way].values()) for way in DIRECTIONS)]
+        [label, *(_kept(numbers["kept_without_summary_percent"][way]) for way in DIRECTIONS)]
         for label, numbers in report["encoders"].items()
     ]
     result = [Table(["share of R@1 kept without the first sentence, percent", *map(_words, DIRECTIONS)], rows)]
@@ -488,6 +497,12 @@ def _row(numbers: dict, edit: str) -> list[str | None]:
         cells.append(_with_interval(value, *ends))
         cells.append(drop and _with_interval(drop["difference"], drop["low"], drop["high"]))
     return cells
+
+
+def _kept(kept: dict) -> str | None:
+    if kept["share"] is not None and _is_too_low(kept):
+        return "too low to say"
+    return _with_interval(*kept.values())
 
 
 def _with_interval(value: float | None, low: float | None, high: float | None) -> str | None:
