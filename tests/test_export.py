@@ -27,6 +27,7 @@ from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.interchange import to_transformers, write_file
 from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.training import TrainConfig, train
 
 
@@ -45,6 +46,17 @@ def world(tmp_path_factory):
     return SimpleNamespace(folder=folder, base=base, run=run, scores=scores, data=data, images=images)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A base model and a stretched one with CLIP's own vocabulary, the only one that ComfyUI knows."""
+    folder = tmp_path_factory.mktemp("whole")
+    backbone = tiny_clip(quick_gelu=True, tokenizer=clip_tokenizer(77))
+    backbone.save(folder / "base")
+    backbone.stretch()
+    backbone.save(folder / "long")
+    return SimpleNamespace(base=str(folder / "base"), long=str(folder / "long"), backbone=backbone.eval())
+
+
 def front_matter(folder: Path) -> dict:
     """The card's YAML, as the hub's own library reads it."""
     return ModelCard.load(folder / "README.md", ignore_metadata_errors=False).data.to_dict()
@@ -55,7 +67,7 @@ def trained(world):
     return load_backbone(f"{world.run}/last").eval()
 
 
-def test_a_run_leaves_in_every_format(tmp_path, world, trained, capsys):
+def test_a_run_leaves_in_every_format(tmp_path, world, trained, whole, capsys):
     expected = Expected(trained)
     export(ExportConfig(world.run, str(tmp_path / "transformers")))
     names = {path.name for path in (tmp_path / "transformers").iterdir()}
@@ -65,8 +77,8 @@ def test_a_run_leaves_in_every_format(tmp_path, world, trained, capsys):
     expected.check(encoder.eval(), tokenizer)
     assert encoder.config.hidden_act == "quick_gelu"
 
-    export(ExportConfig(world.run, str(tmp_path / "clip_l.safetensors"), "comfyui"))
-    expected.check(*load_text_encoder(tmp_path / "clip_l.safetensors"))
+    export(ExportConfig(whole.long, str(tmp_path / "clip_l.safetensors"), "comfyui"))
+    Expected(whole.backbone).check(*load_text_encoder(tmp_path / "clip_l.safetensors"))
     printed = capsys.readouterr().out
     assert "does not align a CLIP-L of 248 positions with clip_g past 75 tokens" in printed
     assert "ComfyUI has no text encoder of width 32 and 3 blocks" in printed
@@ -95,10 +107,11 @@ def test_bigg_keeps_its_projection_and_its_length(tmp_path, capsys):
     export(ExportConfig(str(tmp_path / "run"), str(tmp_path / "folder")))
     assert "--encoder-2" in capsys.readouterr().out
     assert not (tmp_path / "folder" / "pipeline.py").exists()
-    export(ExportConfig(str(tmp_path / "run"), str(tmp_path / "clip_g.safetensors"), "comfyui"))
+    whole = text_backbone(BIGG, 128, quick_gelu=False, vocabulary=clip_tokenizer)
+    whole.save(tmp_path / "whole")
+    export(ExportConfig(str(tmp_path / "whole"), str(tmp_path / "clip_g.safetensors"), "comfyui"))
     assert "text_projection.weight" in load_file(tmp_path / "clip_g.safetensors")
-    expected = Expected(backbone)
-    for name in ("folder", "clip_g.safetensors"):
+    for name, expected in (("folder", Expected(backbone)), ("clip_g.safetensors", Expected(whole))):
         encoder, tokenizer = load_text_encoder(tmp_path / name)
         assert type(encoder) is CLIPTextModelWithProjection
         expected.check(encoder, tokenizer)
@@ -106,7 +119,7 @@ def test_bigg_keeps_its_projection_and_its_length(tmp_path, capsys):
 
 
 def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
-    backbone = text_backbone(SMALL, 64, quick_gelu=True)
+    backbone = text_backbone(SMALL, 64, quick_gelu=True, vocabulary=clip_tokenizer)
     expected = Expected(backbone)
     torch.save(long_clip_state(backbone), tmp_path / "longclip.pt")
     export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "clip_l.safetensors"), "comfyui"))
@@ -123,7 +136,7 @@ def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
         export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "x"), projection=True))
     assert not (tmp_path / "x").exists()
     # With its model's name the same kind of file is a two-tower.
-    tiny = tiny_clip(quick_gelu=True, context_length=248)
+    tiny = tiny_clip(quick_gelu=True, context_length=248, tokenizer=clip_tokenizer(248))
     table = tiny.model.positional_embedding.detach()
     torch.save(tiny.model.state_dict() | {"positional_embedding_res": table}, tmp_path / "both.pt")
     with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
@@ -136,7 +149,7 @@ def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
 def test_comfyui_gets_no_encoder_that_it_would_run_otherwise(tmp_path, monkeypatch):
     # As LAION's ViT-L-14, at a tenth of its width.
     monkeypatch.setitem(export_module._COMFYUI_ENCODERS, (64, 12), ("clip_l", "quick_gelu"))
-    gelu = text_backbone(SMALL, 64, quick_gelu=False)
+    gelu = text_backbone(SMALL, 64, quick_gelu=False, vocabulary=clip_tokenizer)
     write_file(to_transformers(gelu)[0], tmp_path / "gelu.safetensors")
     small_vocabulary = tiny_clip(tokenizer=byte_tokenizer(77))
     small_vocabulary.save(tmp_path / "toy")
@@ -147,7 +160,7 @@ def test_comfyui_gets_no_encoder_that_it_would_run_otherwise(tmp_path, monkeypat
     assert not (tmp_path / "x.safetensors").exists()
 
 
-def test_nothing_of_anyone_else_is_overwritten(tmp_path, world):
+def test_nothing_of_anyone_else_is_overwritten(tmp_path, world, whole):
     def refused(output, message, to="transformers", model=world.base):
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
         with pytest.raises(UserError, match=message):
@@ -167,8 +180,11 @@ def test_nothing_of_anyone_else_is_overwritten(tmp_path, world):
     refused(tmp_path / "d.safetensors", "exists and is no file of an export", "comfyui")
 
     # Its own it does overwrite, but not what was put there since.
-    for output, to in ((tmp_path / "mine", "transformers"), (tmp_path / "mine.safetensors", "comfyui")):
-        for model in (world.base, world.run):
+    for output, to, models in (
+        (tmp_path / "mine", "transformers", (world.base, world.run)),
+        (tmp_path / "mine.safetensors", "comfyui", (whole.base, whole.long)),
+    ):
+        for model in models:
             export(ExportConfig(model, str(output), to))
         assert load_text_encoder(output)[0].config.max_position_embeddings == 248
     export(ExportConfig(world.run, str(tmp_path / "mine"), "clip"))
@@ -271,7 +287,7 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
 
     refused(world.base, world.scores, "robustness.json' was measured with other weights")
     refused(world.run, tmp_path, "holds none of robustness.json, retrieval.json")
-    write_file(to_transformers(tiny_clip())[0], tmp_path / "alone.safetensors")
+    write_file(to_transformers(tiny_clip(tokenizer=clip_tokenizer(77)))[0], tmp_path / "alone.safetensors")
     refused(
         tmp_path / "alone.safetensors",
         world.scores,

@@ -344,6 +344,7 @@ def test_results_of_an_earlier_version_have_no_mean_r():
     assert retrieval.tables(report)[2].rows == [["old", 2.0, "1.0 to 3.0", 2.0, "1.0 to 3.0", 2.0, "1.0 to 3.0"]]
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, squares, tmp_path, monkeypatch):
     """Neither by a run that was killed with the second encoder, nor by one of another limit, batch or output name."""
     encoded = []
@@ -388,6 +389,7 @@ def three(tiny_clip, squares, tmp_path) -> RetrievalConfig:
     return settings_of(tmp_path, tiny_clip, **own)
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_an_image_that_has_changed_is_read_again(three):
     assert evaluate_retrieval(three)["images"] == 3
     Path(three.images, "1.png").write_text("no image")
@@ -396,6 +398,7 @@ def test_an_image_that_has_changed_is_read_again(three):
     assert evaluate_retrieval(three) == changed  # now from the cache
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_ranks_are_of_the_images_that_were_read(three):
     image = Path(three.images, "1.png")
     whole, before = image.read_bytes(), image.stat()

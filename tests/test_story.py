@@ -3,9 +3,6 @@
 import base64
 import io
 import re
-import subprocess
-import sys
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -409,11 +406,3 @@ def test_the_commands_are_those_of_the_readme():
 
 def test_the_edits_are_those_of_the_robustness_evaluation():
     assert EDITS.keys() <= merged_report.robustness.EDITS.keys()
-
-
-@pytest.mark.slow
-def test_the_wheel_holds_the_templates(tmp_path):
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    templates = {f"debias_diffusion/eval/{file.name}" for file in (ROOT / "eval").glob("*.j2")}
-    assert templates and templates <= set(zipfile.ZipFile(wheel).namelist())

@@ -1,17 +1,14 @@
 """The page of the toy world in Debian's chromium, on a desktop and a phone: what is marked where, and what fits."""
 
-import shutil
-
 import pytest
+from helpers.browser import CHROMIUM, require_chromium
 from helpers.story import WITH_CHUNKS, page_of, results
 from playwright.sync_api import sync_playwright
 
 from debias_diffusion.eval.story import tell
 from debias_diffusion.toyworld.scenes import PLACES, scene
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip("there is no chromium here (apt-get install chromium)", allow_module_level=True)
+require_chromium()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,36 @@
+"""The toy world's models before any training, with the vocabulary of those that come with the package."""
+
+from pathlib import Path
+
+import torch
+from diffusers import StableDiffusionXLPipeline
+from transformers import ViTConfig, ViTModel
+
+from debias_diffusion.app.quickstart import Models
+from debias_diffusion.interchange import to_transformers
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.shipped import WEIGHTS
+from debias_diffusion.tokens import load_tokenizer
+from debias_diffusion.toymodels import sdxl
+from debias_diffusion.toymodels.clip import new_clip
+from debias_diffusion.toymodels.second_text_encoder import new_second_text_encoder
+from debias_diffusion.toymodels.vae import SIZE, new_vae
+
+
+def untrained_models() -> tuple[Backbone, StableDiffusionXLPipeline]:
+    """(CLIP, SDXL with that CLIP's text encoder)"""
+    clip = new_clip(load_tokenizer(WEIGHTS / "clip" / "tokenizer"))
+    text_encoder, tokenizer = to_transformers(clip)
+    return clip, sdxl.assemble(text_encoder, new_second_text_encoder(tokenizer), tokenizer, new_vae())
+
+
+def save_untrained_toys(folder: Path) -> Models:
+    """The same in folders, and a network of features."""
+    clip, pipe = untrained_models()
+    clip.save(folder / "clip")
+    sdxl.save(pipe, folder / "sdxl")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    network = ViTModel(ViTConfig(image_size=SIZE, patch_size=8, **sizes), add_pooling_layer=False)
+    network.save_pretrained(folder / "features")
+    return Models(*(str(folder / name) for name in ("clip", "sdxl", "features")))
