@@ -3,25 +3,31 @@ PYTHON ?= python3
 BIN := .venv/bin
 LOWEST := .venv-lowest/bin
 
-.PHONY: quickstart test slow lowest fuzz docs lint format clean
+.PHONY: quickstart test slow mutants lowest fuzz docs lint format clean
 
 quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
 	$(BIN)/debias-diffusion quickstart
 
-test: .venv/installed  ## the tests, except those marked slow, side by side, a process for each core
-	$(BIN)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 4 --dist worksteal
+# Files of tests are handed out whole, in the order of tests/conftest.py, to a process for each core.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --no-loadscope-reorder --durations=10
 
-slow: .venv/installed  ## the tests marked slow
-	$(BIN)/python -m pytest -m slow --numprocesses logical --maxprocesses 4 --dist load --maxschedchunk 1
+test: .venv/installed  ## the fast tests
+	$(PYTEST) --dist loadfile tests
+
+slow: .venv/installed  ## real processes, servers, a browser, a wheel, true sizes, and a few seconds of each search for faults
+	$(PYTEST) --dist load --maxschedchunk 1 tests/slow tests/fuzz
+
+mutants: .venv/installed  ## do the tests notice the faults of tests/mutants/faults.yaml?
+	$(BIN)/python tests/mutants/run.py $(NAMES)
 
 lowest: .venv-lowest/installed  ## pipelines, loading and export with the oldest diffusers and transformers that may be installed
-	$(LOWEST)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 4 \
-		tests/test_long_prompt.py tests/test_interchange.py tests/test_light_install.py
+	$(LOWEST)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile \
+		tests/test_long_prompt.py tests/test_interchange.py tests/slow/test_light_install.py
 
 # Searches for faults with new examples each time; SECONDS for each of its searches, an hour in all.
 SECONDS ?= 200
 fuzz: .venv/installed  ## damaged data, models and folders, kills, and rude clients, for an hour or as long as you like
-	FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -s -m slow tests/adversarial
+	FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -s tests/fuzz
 
 docs: .venv/installed-docs  ## the documentation site in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

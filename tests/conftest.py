@@ -1,3 +1,4 @@
+import gc
 import hashlib
 import logging
 import os
@@ -5,8 +6,8 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
-# Nothing in the tests may reach a hub. One thread from the first operation on: a second one only waits on the smallest of
-# models, and a process that has used two cannot be forked.
+# Nothing in the tests may reach a hub. One thread from the first operation on: a second one only waits where models are
+# so small, and a process that has used two cannot be forked.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -134,6 +135,13 @@ def world(world_folder):
 
 
 @pytest.fixture(scope="module", autouse=True)
+def few_objects_to_collect():
+    """A full garbage collection looks at a million objects of imported libraries, which takes a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
 def restored_logging():
     """Files of tests run in any order in one process, and the command line makes libraries quieter."""
     loggers = [logging.getLogger(name) for name in ("transformers", "diffusers")]
@@ -168,14 +176,31 @@ def full_precision():
 
 
 @pytest.fixture(scope="module")
-def coarse_results():
+def coarse_results(few_samples):
     """Few bootstrap samples and blank figures: they take most of the time of evaluations of a few images."""
-    from matplotlib.figure import Figure
-    from PIL import Image
+    with pytest.MonkeyPatch.context() as patch:
+        draw_nothing(patch)
+        yield
 
+
+@pytest.fixture(scope="module")
+def few_samples():
+    """Few bootstrap samples."""
     from debias_diffusion.eval.common import intervals
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intervals, "SAMPLES", 100)
-        patch.setattr(Figure, "savefig", lambda _, file, **__: Image.new("RGB", (9, 9)).save(file, "PNG"))
         yield
+
+
+@pytest.fixture
+def blank_figures(monkeypatch):
+    """Blank figures, where other tests of the file look at theirs."""
+    draw_nothing(monkeypatch)
+
+
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    patch.setattr(Figure, "savefig", lambda _, file, **__: Image.new("RGB", (9, 9)).save(file, "PNG"))

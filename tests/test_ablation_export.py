@@ -1,18 +1,19 @@
 """An ablated model in every format: what other programs run, and what is said where they do not run the ablation."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import open_clip
 import pytest
 import torch
+from helpers.ranks import forked
 from helpers.tiny_clip import save_tiny_clip, tiny_clip
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel, CLIPModel, CLIPTextModel, CLIPTokenizer
+from helpers.vocabulary import tiny_tokenizer
+from safetensors.torch import load_file
+from transformers import AutoModel, CLIPModel, CLIPProcessor, CLIPTextModel, CLIPTokenizer, dynamic_module_utils
 
 from debias_diffusion.ablation.folding import fold_text_heads
 from debias_diffusion.ablation.heads import Ablation, apply_saved
@@ -25,6 +26,7 @@ from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate
 from debias_diffusion.interchange import export_clip_model, load_text_encoder, load_two_tower, to_transformers
 from debias_diffusion.models import backbone
 from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.training import TrainConfig, train
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -40,13 +42,23 @@ ABLATIONS = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> SimpleNamespace:
     """A base model, and folders of its ablations as `ablate` leaves them."""
-    folder = tmp_path_factory.mktemp("ablations")
-    base = save_tiny_clip(folder / "base")
-    for name, ablation in ABLATIONS.items():
+    return ablate_all(tmp_path_factory.mktemp("ablations"), tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def whole_folders(tmp_path_factory) -> SimpleNamespace:
+    """The same with CLIP's own vocabulary, the only one that ComfyUI knows."""
+    return ablate_all(tmp_path_factory.mktemp("whole"), clip_tokenizer, ("image", "text"))
+
+
+def ablate_all(folder: Path, vocabulary, names=tuple(ABLATIONS)) -> SimpleNamespace:
+    base = save_tiny_clip(folder / "base", tokenizer=vocabulary(77))
+    for name in names:
+        ablation = ABLATIONS[name]
         (folder / name).mkdir()
         settings = AblateConfig(base, str(folder / name), data="toy/validation", tower=ablation.tower, beta=0.0)
         write_ablation(folder / name, base, load_backbone(base), ablation, settings=asdict(settings))
-    return SimpleNamespace(base=base, **{name: str(folder / name) for name in ABLATIONS})
+    return SimpleNamespace(base=base, **{name: str(folder / name) for name in names})
 
 
 def features(model) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,39 +111,36 @@ def test_folded_text_heads_are_ordinary_weights_in_open_clip(folders, tmp_path, 
 
 # ---- transformers' CLIPModel
 
-_WITHOUT_THIS_PACKAGE = """
-import sys
 
-sys.modules["debias_diffusion"] = None  # an import of it fails
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel, CLIPProcessor
+def run_without_this_package(folder: Path, inputs: dict, modules: Path) -> dict:
+    """What transformers computes in a process where no import of this package succeeds."""
 
-folder, file = sys.argv[1:]
-model, info = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
-assert not any(info.values()), info
-CLIPProcessor.from_pretrained(folder)
-inputs = load_file(file)
-with torch.inference_mode():
-    output = model.eval()(**inputs)
-    image_features = model.get_image_features(inputs["pixel_values"]).pooler_output
-save_file({"image": image_features, "logits": output.logits_per_image.contiguous()}, file)
-"""
+    def run(_) -> dict:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "debias_diffusion"]:
+            sys.modules[name] = None
+        dynamic_module_utils.HF_MODULES_CACHE = str(modules)
+        with pytest.raises(ImportError):
+            import debias_diffusion.models  # noqa: F401
+        model, info = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+        assert not any(info.values()), info
+        CLIPProcessor.from_pretrained(folder)
+        with torch.no_grad():
+            output = model.eval()(**inputs)
+            image_features = model.get_image_features(inputs["pixel_values"]).pooler_output
+        return {"image": image_features, "logits": output.logits_per_image}
+
+    (result,) = forked(1, run, group=False)
+    return result
 
 
 def test_image_heads_are_suppressed_by_transformers_without_this_package(folders, tmp_path, capsys):
-    output, file = tmp_path / "clip", tmp_path / "tensors.safetensors"
+    output = tmp_path / "clip"
     export(ExportConfig(folders.image, str(output), "clip"))
     assert f"AutoModel.from_pretrained('{output}', trust_remote_code=True)" in capsys.readouterr().out
     assert 'AutoModel.from_pretrained("this folder", trust_remote_code=True)' in (output / "README.md").read_text()
     ablated, base = load_two_tower(folders.image), load_two_tower(folders.base)
-    save_file({"pixel_values": PIXELS, "input_ids": ablated.tokenize(CAPTIONS).padded()}, file)
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    subprocess.run(
-        [sys.executable, "-c", _WITHOUT_THIS_PACKAGE, output, file],
-        check=True, cwd=tmp_path, env=environment, timeout=300,
-    )  # fmt: skip
-    theirs, (images, texts) = load_file(file), features(ablated)
+    inputs = {"pixel_values": PIXELS, "input_ids": ablated.tokenize(CAPTIONS).padded()}
+    theirs, (images, texts) = run_without_this_package(output, inputs, tmp_path / "modules"), features(ablated)
     close(theirs["image"], images)
     assert (images - features(base)[0]).abs().max() > 1e-2
     unit = (torch.nn.functional.normalize(part, dim=-1) for part in (images, texts))
@@ -199,7 +208,8 @@ def test_no_conversion_drops_replaced_text_attention(folders, tmp_path):
 
 @pytest.mark.parametrize("to", ["transformers", "comfyui"])
 @pytest.mark.parametrize("tower", ["image", "text"])
-def test_a_text_encoder_leaves_with_folded_heads_and_without_those_of_images(folders, tmp_path, capsys, to, tower):
+def test_a_text_encoder_leaves_with_folded_heads_and_without_those_of_images(request, tmp_path, capsys, to, tower):
+    folders = request.getfixturevalue("whole_folders" if to == "comfyui" else "folders")
     output = tmp_path / ("out.safetensors" if to == "comfyui" else "out")
     export(ExportConfig(getattr(folders, tower), str(output), to))
     unaffected = "The suppressed heads are the image tower's. This text encoder is that of the base model."

@@ -1,10 +1,7 @@
 """Fitting encoders to a frozen UNet: the loss against the pipelines' own embeddings, resume, and what is left."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
-from helpers.tiny_clip import tiny_clip
-from helpers.tiny_sdxl import WIDTH_2, build_tiny_sdxl, text_encoder
+from helpers.ranks import forked
+from helpers.tiny_sdxl import WIDTH_2, text_encoder
 from helpers.training_runs import is_the_same_run, killed_copy, losses
 from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
@@ -44,13 +41,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(sdxl_folder, long_clip_folder):
     """Folders of an SDXL, and of a two-tower of 248 positions that fits it."""
-    folder = tmp_path_factory.mktemp("models")
-    backbone = tiny_clip(seed=3)
-    backbone.stretch()
-    backbone.save(folder / "long")
-    return SimpleNamespace(base=str(build_tiny_sdxl(folder / "sdxl")), long=str(folder / "long"), folder=folder)
+    return SimpleNamespace(base=str(sdxl_folder), long=str(long_clip_folder))
 
 
 @pytest.fixture(scope="module")
@@ -237,9 +230,9 @@ def test_a_killed_run_resumes_bit_identically(finished, settings, tmp_path):
 
 
 def test_the_terms_fall_on_pairs_held_out(settings, tmp_path):
-    align(settings(tmp_path, max_steps=30, keep_states=5.0, learning_rate=3e-3, eval_every=30))
+    align(settings(tmp_path, max_steps=15, keep_states=5.0, learning_rate=5e-3, eval_every=15))
     first, last = (line for line in lines_of(tmp_path) if "pairs" in line)
-    assert last["step"] == 30
+    assert last["step"] == 15
     assert last["held_out_state_error"] < 0.8 * first["held_out_state_error"]
     assert last["held_out_denoising_loss"] < first["held_out_denoising_loss"] * 1.01
 
@@ -260,20 +253,15 @@ def test_mixed_precision_gives_nearly_the_same_losses(finished, settings, tmp_pa
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
-def test_two_processes_give_the_same_run(finished, settings, tmp_path):
-    config = settings(tmp_path, encoder_2="stretch")
-    names = [name for name in config.__dataclass_fields__ if getattr(config, name) is not None and name != "betas"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += ["-m", "debias_diffusion.app.cli", "align", *(f"--{name}={getattr(config, name)}" for name in names)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 x cpu" in done.stdout
-    (first, *after), (expected, *expected_after) = losses(tmp_path), losses(finished)
-    assert first == pytest.approx(expected, rel=1e-6)
-    # AdamW divides by the gradient's size: one near 0, whose rounding depends on the machine, moves a weight as far
-    # as a large one.
-    assert after == pytest.approx(expected_after, rel=1e-3)
+def test_two_processes_give_the_same_run(settings, tmp_path):
+    # AdamW divides by the size of a gradient, so rounding of one near 0 could become a whole step. Not with this `eps`.
+    changes = dict(max_steps=2, eps=1e-2)
+    align(settings(tmp_path / "alone", **changes))
+    forked(2, lambda _: str(align(settings(tmp_path / "run", **changes))))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    file = "encoder/text_encoder/model.safetensors"
+    one, other = (load_file(tmp_path / run / file) for run in ("alone", "run"))
+    torch.testing.assert_close(other, one, rtol=0, atol=1e-5)
 
 
 def test_bad_images_are_replaced_and_named(settings, world, tmp_path):

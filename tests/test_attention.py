@@ -28,14 +28,14 @@ from debias_diffusion.eval.text_image.attention import (
 )
 from debias_diffusion.eval.text_image.robustness import edit_caption
 from debias_diffusion.interchange import to_transformers, write_text_encoder
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 CAPTIONS = [
     "A cat.",
     "Two red squares and a star stand on a table, and behind them is a window.",
     "This picture shows three cats. One is black! Is the second grey? The third sleeps. The wall behind is pale blue.",
     "It is flat.",
-    "A dog runs. " * 40,  # longer than the window of 77
+    "A dog sits. " * 40,  # longer than the window of 77
 ]
 
 
@@ -115,8 +115,8 @@ def test_the_hidden_scale_is_the_product_over_all_heads_by_the_root_of_the_hidde
 def test_other_captions_and_what_follows_eot_change_nothing(backbone):
     tokens = backbone.tokenize(CAPTIONS[:4])
     together = eot_attention(backbone, tokens)
-    others = eot_attention(backbone, replace(tokens, pad=1234))
-    assert not torch.equal(tokens.padded(), replace(tokens, pad=1234).padded())
+    others = eot_attention(backbone, replace(tokens, pad=123))
+    assert not torch.equal(tokens.padded(), replace(tokens, pad=123).padded())
     for index, caption in enumerate(CAPTIONS[:4]):
         end = int(together.ends[index])
         alone = eot_attention(backbone, backbone.tokenize([caption]))
@@ -223,6 +223,7 @@ def evaluated(encoders, tmp_path_factory):
     return folder / "out", evaluate_attention(config)
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_scales_share_a_cache_and_not_its_results(encoders, tmp_path):
     data = write_captions(tmp_path / "data.json", CAPTIONS)
     reports = [
@@ -297,6 +298,7 @@ def test_intervals_draw_images_with_all_their_captions(long_backbone, encoders):
     assert look(owners)["before_softmax"]["positions"] == look([0, 1, 2])["before_softmax"]["positions"]
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_what_is_finished_is_not_looked_at_again(encoders, tmp_path):
     data = write_captions(tmp_path / "data.json", CAPTIONS)
     parts = tmp_path / "out" / "parts"
@@ -337,17 +339,19 @@ def test_the_encoder_and_how_it_reads_decide_what_is_found_again(encoders):
     assert str(encoders[1]) not in json.dumps(known)  # wherever it lies
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_the_toy_world_needs_no_file(tmp_path, capsys):
-    names = ["toy/clip", "toy/long-clip", "toy/debias-clip"]
+    names = ["toy/clip", "toy/debias-clip"]
     report = evaluate_attention(AttentionConfig(names, str(tmp_path), "toy/test", limit=3))
     assert report["captions"] == 3 and list(attention_of(report)) == names
-    assert [found["keep"]["window"] for found in attention_of(report).values()] == [77, 248, 248]
+    assert [found["keep"]["window"] for found in attention_of(report).values()] == [77, 248]
     assert all("prompt" not in found for found in report["encoders"].values())
     printed = capsys.readouterr().out
     assert "toy/debias-clip, move4" in printed and "Note: Before the softmax" in printed
     assert not (tmp_path / "attention_prompt.png").exists()
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_every_caption_of_a_benchmark_is_read(encoders, tmp_path):
     folder, names = tmp_path / "flickr30k", ("1.jpg", "2.jpg")
     (folder / "flickr30k-images").mkdir(parents=True)
@@ -385,7 +389,7 @@ def test_bad_records_of_data_have_a_largest_share(tmp_path):
 
 
 def test_a_model_with_weights_by_name(tmp_path):
-    backbone = tiny_clip(quick_gelu=True).eval()
+    backbone = tiny_clip(quick_gelu=True, tokenizer=clip_tokenizer(77)).eval()
     torch.save(backbone.model.state_dict(), tmp_path / "weights.pt")
     with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
         reader = load_reader(f"tiny-quickgelu:{tmp_path / 'weights.pt'}", torch.device("cpu"))

@@ -65,30 +65,3 @@ def test_unchanged_states_are_those_that_the_pipeline_reads(drift):
     changed = drift.changed(base["prompt_embeds"], texts, Reader.load(name, CPU), maps, drift.States.unchanged)
     torch.testing.assert_close(changed, drifted["prompt_embeds"], rtol=0, atol=1e-5)
     assert not torch.allclose(changed, base["prompt_embeds"], atol=0.1)
-
-
-def test_rows_are_drawn_once_scored_and_compared(drift, tmp_path, monkeypatch):
-    monkeypatch.setattr(drift, "STEPS", 1)
-    images = drift.Images("development", 2, tmp_path)
-    rows = drift.rows_of(images, {"Long-CLIP": "toy/long-clip", "DeBias-CLIP": "toy/debias-clip"}, fitted_on=20)
-    assert len(rows) == len(set(rows)) == 3 + 2 * (len(drift.CHANGES) + 1)
-    written = {file: file.stat().st_mtime_ns for row in rows for file in images.files(row)}
-    assert len(written) == 2 * len(rows)
-    before = {row: [file.read_bytes() for file in images.files(row)] for row in rows}
-    assert before["Long-CLIP: less one shift"] != before["Long-CLIP: as they are"] != before[drift.ORIGINAL]
-    gone = images.files("DeBias-CLIP: less one shift")[1]
-    gone.unlink()
-    drift.rows_of(images, {"Long-CLIP": "toy/long-clip", "DeBias-CLIP": "toy/debias-clip"}, fitted_on=20)
-    assert gone.read_bytes() == before["DeBias-CLIP: less one shift"][1]
-    assert all(file.stat().st_mtime_ns == time for file, time in written.items() if file != gone)
-
-    scored = drift.score(images, rows)
-    debias = scored["DeBias-CLIP: less one shift"]
-    for other, name in (("original", drift.ORIGINAL), ("Long-CLIP", "Long-CLIP: less one shift")):
-        difference = debias["scores"]["fid_own"]["value"] - scored[name]["scores"]["fid_own"]["value"]
-        assert debias[f"minus {other}"]["fid_own"]["difference"] == pytest.approx(difference)
-    assert "minus original" not in scored[drift.ORIGINAL]
-    shown = drift.as_markdown({"seed-1": scored, "seed-2": scored})
-    value = debias["scores"]["dino_score"]["value"]
-    assert f"{value:.3f}, {value:.3f}" in shown
-    assert shown.count("\n| Long-CLIP: less a linear map |") == 5  # one of scores, and two seeds compared twice

@@ -48,6 +48,17 @@ def test_a_changed_character_in_the_cache_makes_it_compute_again(tmp_path, compu
         assert ResultCache(tmp_path).result("part", {"a": 1}, compute) == expected
 
 
+def test_another_version_of_a_library_is_another_key(tmp_path, computed, monkeypatch):
+    compute, calls = computed
+
+    def result(number: float, **libraries: str) -> float:
+        monkeypatch.setattr(cache, "versions", lambda: libraries)
+        return ResultCache(tmp_path).result("part", {"a": 1}, lambda: compute(number))["number"]
+
+    assert [result(1, torch="2.11.0"), result(2, torch="2.12.0"), result(3, torch="2.11.0")] == [1, 2, 1]
+    assert result(4, torch="2.11.0", diffusers="0.36.0") == 4 and calls == [1, 2, 4]
+
+
 def test_files_and_keys_of_earlier_releases_stay_valid(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "versions", lambda: {"torch": "2.11.0"})
     ResultCache(tmp_path).result("retrieval", {"encoder": "ab", "good": (0, 2)}, lambda: {"ranks": [1]})

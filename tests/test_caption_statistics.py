@@ -1,33 +1,38 @@
 """Statistics of captions: hand-counted ones, and captions whose summary is taken away."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 from helpers.tiny_clip import siglip_tokenizer
-from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.data import open_data
 from debias_diffusion.data.caption_statistics import begins_with_pronoun, caption_statistics, is_summary_first
 from debias_diffusion.sentences import split_sentences
-from debias_diffusion.tokens import CaptionTokenizer, Markers
+from debias_diffusion.tokens import CaptionTokenizer, Markers, clip_tokenizer
 
-TOKENIZER = CaptionTokenizer(tiny_tokenizer(248), 248)
 ROOM = ["A dog and a cat share a sofa.", "The dog sleeps.", "Its ears hang down.", "The sofa is old.", "The cats purr."]
 LIST = ["A lamp shines.", "A dog lies on a rug.", "The dog is black.", "The rug has a long fringe."]
 
 
+@cache
+def words() -> CaptionTokenizer:
+    """CLIP's, to which each word of these captions is one token."""
+    return CaptionTokenizer(clip_tokenizer(248), 248)
+
+
 def test_a_hand_counted_caption():
-    statistics = caption_statistics([" ".join(ROOM), "A dog sleeps."], TOKENIZER)
+    statistics = caption_statistics([" ".join(ROOM), "A dog sleeps."], words())
     assert (statistics.captions, statistics.sentences_mean) == (2, 3)
     assert statistics.tokens_mean == (29 + 6) / 2  # words, full stops, SOT and EOT
     assert statistics.first_two_tokens_mean == (15 + 6) / 2
     assert statistics.referring == 1 / 6
     assert statistics.summary_first == 1  # of the one caption with three sentences or more
     assert "100% of the captions begin with a summary" in str(statistics) and "17% of the sentences" in str(statistics)
-    assert "summary" not in str(caption_statistics(["A dog."], TOKENIZER))
+    assert "summary" not in str(caption_statistics(["A dog."], words()))
     with pytest.raises(ValueError, match="no captions"):
-        caption_statistics([], TOKENIZER)
+        caption_statistics([], words())
 
 
 def test_tokens_are_those_of_the_tokenizer_given():
@@ -54,9 +59,9 @@ def test_pronouns_begin_sentences_that_refer_back():
 @pytest.mark.parametrize(("name", "referring"), [("toy/test", 0), ("toy/referring-test", 0.2)])
 def test_toy_captions_have_a_summary_first_and_refer_back_where_they_should(name, referring):
     captions = [record.caption for record in open_data(name)[0].records[:100]]
-    statistics = caption_statistics(captions, TOKENIZER)
+    statistics = caption_statistics(captions, words())
     assert statistics.summary_first > 0.9
-    dropped = caption_statistics([" ".join(split_sentences(caption)[1:]) for caption in captions], TOKENIZER)
+    dropped = caption_statistics([" ".join(split_sentences(caption)[1:]) for caption in captions], words())
     assert dropped.summary_first < 0.3
     assert referring <= statistics.referring < referring + 0.1
 

@@ -1,47 +1,35 @@
 """The ComfyUI node against our pipelines on the same weights.
 
 With a checkout of ComfyUI, named by the environment variable COMFYUI, whose requirements are installed beside ours, its
-own text encoders run; the slow tests load files of true size, in its server too. Everywhere, the same tests run with a
-stand-in for its CLIP: real transformers encoders behind the two calls that the node makes, and as much of its syntax of
-weights as the prompts need.
+own text encoders run; slow/test_comfyui.py loads files of true size, in its server too. Everywhere, the same tests run
+with a stand-in for its CLIP: real transformers encoders behind the two calls that the node makes, and as much of its
+syntax of weights as the prompts need. The vocabulary is CLIP's own, the only one that ComfyUI has.
 """
 
 import json
-import os
 import re
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from helpers import tiny_sdxl
-from PIL import Image
+from helpers.comfyui import COMFYUI, LONG, SENTENCE, difference, importable_comfyui, sdxl_pipeline
 from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from debias_diffusion import load_text_encoder
-from debias_diffusion.app.cli import main
 from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS, long_prompt_node
 from debias_diffusion.app.comfyui.command import WORKFLOW
 from debias_diffusion.app.comfyui.long_prompt_node import encode_long_prompt, read_text, weighted_words
 from debias_diffusion.chunks import TRAINED_POSITIONS, tokenize_text
 from debias_diffusion.interchange.text_encoders import prefixed_state
-from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline, StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
 from debias_diffusion.tokens import clip_tokenizer
 
-COMFYUI = os.environ.get("COMFYUI")
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 SHORT = "A red cat sleeps on a blue sofa."
-SENTENCE = "A small red cat sleeps on a blue sofa, next to a window with white curtains. "
-LONG = "  " + SENTENCE * 7 + "It dreams of fish (and birds)?\nThe moon is up; 3.5 stars"  # 142 tokens
 LONGER = LONG.replace("(and birds)", "and birds") * 2  # 280 tokens: more than 248 positions
 WEIGHTED = SENTENCE * 5 + "A (green (small:1) tree:1.3), and (a dog:0.6)."
 BOS, EOS = 49406, 49407
@@ -152,14 +140,7 @@ def comfyui_clip(models, embeddings=None):
 
 @pytest.fixture(scope="module")
 def comfyui():
-    """Makes ComfyUI importable, on the CPU."""
-    if not COMFYUI:
-        pytest.skip("COMFYUI names no checkout of ComfyUI: its own text encoders were NOT run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(COMFYUI)
-        from comfy.cli_args import args
-
-        args.cpu = True
+    with importable_comfyui():
         yield
 
 
@@ -191,18 +172,6 @@ def tokenizing(load):
     """A CLIP of SDXL for tests that encode nothing."""
     make, widths = load
     return make(encoders(*widths, window=77))
-
-
-def sdxl_pipeline(models):
-    parts = tiny_sdxl.sdxl_parts() | {"text_encoder": models[0], "text_encoder_2": models[1]}
-    return tiny_sdxl.assemble(StableDiffusionXLLongPromptPipeline, parts).set_long_prompt(weighting=True)
-
-
-def difference(conditioning, embeds, pooled=None):
-    ((states, extras),) = conditioning
-    assert states.shape == embeds.shape
-    worst = (states - embeds).abs().max().item()
-    return worst if pooled is None else max(worst, (extras["pooled_output"] - pooled).abs().max().item())
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -243,7 +212,7 @@ def test_a_short_prompt_is_read_as_by_comfyui(sdxl):
 def test_sd15(load):
     make, (width, _) = load
     model = encoders(width, 64, 77)[0]
-    parts = tiny_sdxl.sd15_parts() | {"text_encoder": model}
+    parts = tiny_sdxl.sd15_parts() | {"text_encoder": model, "tokenizer": clip_tokenizer(77)}
     pipe = tiny_sdxl.assemble(StableDiffusionLongPromptPipeline, parts).set_long_prompt(weighting=True)
     embeds, _ = pipe.encode_prompt(WEIGHTED.replace("(small:1)", "small"), "cpu", 1, True)
     clip = make([model])
@@ -348,32 +317,6 @@ def test_textual_inversions_stay_whole(comfyui, tmp_path):
     assert difference(ours, embeds, pooled) < 1e-4
 
 
-def test_a_written_folder_works_without_the_package(tmp_path, capsys):
-    folder, lacking = tmp_path / "long_prompt", tmp_path / "lacking"
-    for copy in (folder, lacking):
-        main(["comfyui", "--output", str(copy)])
-    assert "restart ComfyUI" in capsys.readouterr().out
-    (lacking / "chunks.py").unlink()
-    code = f"""
-import importlib.util, sys
-sys.modules["debias_diffusion"] = None  # as if it were not installed
-for path in {[str(folder), str(lacking)]}:
-    spec = importlib.util.spec_from_file_location(path, path + "/__init__.py")  # as ComfyUI does
-    sys.modules[path] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    print(list(module.NODE_DISPLAY_NAME_MAPPINGS.values()))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "['CLIP Text Encode (long prompt)']\n"
-    assert "ImportError: the long-prompt node lacks `chunks.py`" in done.stderr
-    main(["comfyui", "--output", str(lacking)])  # an earlier copy is replaced
-    assert (lacking / "chunks.py").exists()
-    (folder / "mine.txt").write_text("mine")
-    with pytest.raises(SystemExit):
-        main(["comfyui", "--output", str(folder)])
-    assert "no earlier copy of the node" in capsys.readouterr().err and (folder / "mine.txt").exists()
-
-
 def test_the_workflow_names_the_node_and_its_inputs():
     workflow = json.loads(Path(long_prompt_node.__file__).with_name(WORKFLOW).read_text())
     nodes = [node for node in workflow.values() if node["class_type"] in NODE_CLASS_MAPPINGS]
@@ -382,68 +325,3 @@ def test_the_workflow_names_the_node_and_its_inputs():
     assert all(set(inputs["required"]) <= set(node["inputs"]) for node in nodes) and set(inputs["optional"]) == {
         "match"
     }
-
-
-@pytest.fixture(scope="module")
-def true_size(comfyui, tmp_path_factory):
-    """ComfyUI's folder with the node and random models of true size, 2 GB."""
-    folder = tmp_path_factory.mktemp("comfyui")
-    path = os.pathsep.join([COMFYUI, os.environ.get("PYTHONPATH", "")])
-    maker = [sys.executable, Path(__file__).with_name("comfyui_models.py"), folder / "models"]
-    subprocess.run(maker, env=os.environ | {"PYTHONPATH": path}, check=True)
-    main(["comfyui", "--output", str(folder / "custom_nodes" / "long_prompt")])
-    return folder
-
-
-@pytest.mark.slow
-def test_files_of_true_size(true_size):
-    from comfy import sd
-
-    files = [
-        str(true_size / "models" / "text_encoders" / f"{name}.safetensors") for name in ("debias_clip_l", "clip_g")
-    ]
-    pipe = sdxl_pipeline([load_text_encoder(file)[0] for file in files])
-    embeds, _, pooled, _ = pipe.encode_prompt(LONG.replace("(and birds)", "and (birds:1.2)"), negative_prompt="")
-    pipe.text_encoder = pipe.text_encoder_2 = None
-    clip = sd.load_clip(files, clip_type=sd.CLIPType.STABLE_DIFFUSION)
-    ours = encode_long_prompt(clip, LONG.replace("(and birds)", "and (birds:1.2)"))
-    assert ours[0][0].shape == (1, 152, 2048) and embeds.std() > 0.1
-    assert difference(ours, embeds, pooled) < 1e-4
-
-
-@pytest.mark.slow
-def test_the_workflow_in_comfyuis_server(true_size):
-    workflow = json.loads((true_size / "custom_nodes" / "long_prompt" / WORKFLOW).read_text())
-    workflow["5"]["inputs"] |= {"width": 64, "height": 64}
-    workflow["6"]["inputs"]["steps"] = 2
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "main.py", "--cpu", "--disable-api-nodes", "--base-directory", true_size]
-    command += ["--database-url", "sqlite:///:memory:", "--listen", "127.0.0.1", "--port", str(port)]
-    with (true_size / "log").open("w") as log, subprocess.Popen(command, cwd=COMFYUI, stdout=log, stderr=log) as server:
-        try:
-            prompt = json.dumps({"prompt": workflow}).encode()
-            queued = ask(f"http://127.0.0.1:{port}/prompt", prompt, server)["prompt_id"]
-            while not (history := ask(f"http://127.0.0.1:{port}/history/{queued}", None, server)):
-                time.sleep(1)
-        finally:
-            server.terminate()
-    assert history[queued]["status"]["status_str"] == "success"
-    (image,) = history[queued]["outputs"]["8"]["images"]
-    pixels = np.asarray(Image.open(true_size / "output" / image["filename"]))
-    assert pixels.shape == (64, 64, 3) and pixels.std() > 10
-
-
-def ask(address, data, server, seconds=300):
-    """The JSON that ComfyUI's server answers, once it does."""
-    for _ in range(seconds):
-        try:
-            with urllib.request.urlopen(urllib.request.Request(address, data)) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError:
-            raise
-        except OSError:
-            assert server.poll() is None, "the server has ended"
-            time.sleep(1)
-    pytest.fail(f"{address} does not answer")

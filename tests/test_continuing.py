@@ -4,17 +4,20 @@ import json
 import os
 import resource
 import shutil
+from copy import deepcopy
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from helpers.stops import copied_at_writes
 from helpers.tiny_clip import tiny_clip
 from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import config, is_the_same_run, killed_copy, log, losses, same_weights
 from safetensors.torch import load_file, save_file
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.training import train
+from debias_diffusion.training import loop, train
 from debias_diffusion.training.folder import RunFolder
 
 STEPS = 6
@@ -52,6 +55,25 @@ def flip(file: Path, place: float) -> None:
 
 def continue_run(world, output, **settings):
     return train(config(world, output, **{"max_steps": STEPS} | settings))
+
+
+# ---- at whatever moment it was killed
+
+
+def test_a_run_killed_at_any_write_continues_bit_identically(world, tmp_path, monkeypatch):
+    """About 30 moments: the settings are written, checkpoints, an old one is removed, the model is written."""
+    settings = dict(max_steps=2, checkpoint_every=1, keep=1, validation=0)
+    base = loop.load_base_model(config(world, tmp_path, **settings), name_alone=False)
+    monkeypatch.setattr(loop, "load_base_model", lambda *_, **__: deepcopy(base))  # loading it takes half of the time
+    monkeypatch.setattr(loop._Training, "print_plan", lambda *_: None)
+    with copied_at_writes(tmp_path / "run", tmp_path) as killed:
+        train(config(world, tmp_path / "run", **settings))
+    assert len(killed) > 20 and sum((run / "last").exists() for run in killed) < 10
+    monkeypatch.setattr(psutil, "pid_exists", lambda _: False)  # the killed process is this one
+    for run in killed:
+        train(config(world, run, **settings))
+        is_the_same_run(run, tmp_path / "run")
+        assert {path.name for path in run.rglob(".*")} == {".lock"}, run.name
 
 
 # ---- the same files under another path
@@ -119,7 +141,7 @@ def bad_world(world, tmp_path):
 
 
 def test_a_run_stopped_by_max_bad_continues_with_a_larger_one(bad_world, tmp_path):
-    settings = dict(max_steps=30, max_bad=0.1, batch=8)
+    settings = dict(max_steps=12, max_bad=0.1, batch=8)
     with pytest.raises(UserError, match=r"share of 0.1 that --max-bad .* with a larger --max-bad: the run continues"):
         train(config(bad_world, tmp_path / "run", **settings))
     stopped_at = max((tmp_path / "run" / "checkpoints").iterdir()).name
@@ -127,7 +149,7 @@ def test_a_run_stopped_by_max_bad_continues_with_a_larger_one(bad_world, tmp_pat
     assert train(config(bad_world, tmp_path / "run", **settings | {"max_bad": 0.3})) is not None
     assert (tmp_path / "run" / "settings.json").read_text() == before
     steps = [line["step"] for line in log(tmp_path / "run") if "loss" in line]
-    assert steps == list(range(1, 31)) and int(stopped_at[-8:]) < 30
+    assert steps == list(range(1, 13)) and int(stopped_at[-8:]) < 12
     # With that limit it may stop and continue again, and is bound by no other setting less.
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match="seed: 0 there, 1 here"):
@@ -137,7 +159,7 @@ def test_a_run_stopped_by_max_bad_continues_with_a_larger_one(bad_world, tmp_pat
 def test_a_bad_record_is_named_once_however_often_a_run_continues(bad_world, tmp_path):
     settings = dict(max_steps=12, max_bad=0.3, checkpoint_every=4, keep=9)
     train(config(bad_world, tmp_path / "alone", **settings))
-    train(config(bad_world, tmp_path / "run", **settings))
+    shutil.copytree(tmp_path / "alone", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "last")
     for checkpoint in sorted((tmp_path / "run" / "checkpoints").iterdir())[1:]:
         shutil.rmtree(checkpoint)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.tiny_clip import save_tiny_clip
-from helpers.tiny_sdxl import build_tiny_sdxl
 from helpers.vocabulary import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -206,7 +205,7 @@ def test_pictures_in_folders_and_in_grids(tmp_path):
 
 def test_position_is_that_of_the_last_word_read():
     tokenizer = tiny_tokenizer(77)
-    prompt = "A truck, well-worn and Red, near two cats and a truck of snow."
+    prompt = "A dog, low-flat and Red, near two birds and a dog of snow."
     ids = tokenizer(prompt.lower())["input_ids"]
 
     def at(*words):
@@ -215,12 +214,12 @@ def test_position_is_that_of_the_last_word_read():
     def decoded(position):
         return tokenizer.decode([ids[position]]).strip()
 
-    assert at("truck") == 2 and decoded(2) == "truck"  # its first time; SOT is 0
-    assert decoded(at("red")) == "red" and at("truck", "red") == at("red") == at("RED", "truck")
-    assert decoded(at("worn")) == "worn"
-    assert decoded(at("cat")) == "cats"
-    assert at("now") is None and at("wor") is None and at() is None  # not inside snow or worn
-    assert at("now", "truck") == 2
+    assert at("dog") == 2 and decoded(2) == "dog"  # its first time; SOT is 0
+    assert decoded(at("red")) == "red" and at("dog", "red") == at("red") == at("RED", "dog")
+    assert decoded(at("flat")) == "flat"
+    assert decoded(at("bird")) == "birds"
+    assert at("now") is None and at("fla") is None and at() is None  # not inside snow or flat
+    assert at("now", "dog") == 2
 
 
 def test_bands_cover_every_position():
@@ -457,12 +456,12 @@ def test_a_broken_picture_is_told_by_name(vilt, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    return str(build_tiny_sdxl(tmp_path_factory.mktemp("sdxl")))
+def base(sdxl_folder) -> str:
+    return str(sdxl_folder)
 
 
 def draw_and_ask(tmp_path, vqa, base, **changes) -> dict:
-    encoder = tmp_path / "long"
+    encoder = tmp_path / "long"  # its name is the row's
     if not encoder.exists():
         save_tiny_clip(encoder, context_length=248)
     how = {"base": base, "encoders": ["original", str(encoder)], "steps": 1, "images_per_prompt": 2}

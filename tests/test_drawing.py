@@ -3,8 +3,6 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,8 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
-from helpers.tiny_clip import save_tiny_clip
+from helpers.drawing import aligned, load
+from helpers.ranks import forked
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -37,20 +36,20 @@ STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    return str(tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl")))
+def base(sdxl_folder) -> str:
+    return str(sdxl_folder)
 
 
 @pytest.fixture(scope="module")
-def long_encoder(tmp_path_factory) -> str:
-    return save_tiny_clip(tmp_path_factory.mktemp("long"), context_length=248)
+def long_encoder(long_clip_folder) -> str:
+    return str(long_clip_folder)
 
 
 _LOADED = {}
 
 
 def started(base, **settings) -> Drawing:
-    """With the base's models that an earlier one has loaded: its tokenizers alone take a second."""
+    """With the base's models that an earlier one has loaded."""
     own = Drawing(DrawingSettings(base, **({"steps": STEPS} | settings)), Processes("cpu"))
     if base not in _LOADED:
         own._load(ORIGINAL)
@@ -72,6 +71,10 @@ def alike(a, b) -> list[int]:
     return [place for place, (x, y) in enumerate(zip(pixels(a), pixels(b), strict=True)) if abs(x - y).max() <= 1]
 
 
+def stock(base) -> StableDiffusionXLPipeline:
+    return aligned(load(StableDiffusionXLPipeline, base))
+
+
 @pytest.fixture(scope="module")
 def cut(base, tmp_path_factory) -> list[Path]:
     return drawn(tmp_path_factory.mktemp("cut"), base)
@@ -88,8 +91,7 @@ def together(base, long_encoder, tmp_path_factory) -> list[Path]:
 
 
 def test_encoders_of_77_positions_read_what_stock_sdxl_reads(cut, base, tmp_path):
-    pipe = StableDiffusionXLPipeline.from_pretrained(base, add_watermarker=False)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = stock(base)
     remarks, handler = [], logging.Handler()
     handler.emit = remarks.append
     logging.getLogger("diffusers").addHandler(handler)
@@ -97,8 +99,8 @@ def test_encoders_of_77_positions_read_what_stock_sdxl_reads(cut, base, tmp_path
     assert not remarks  # of prompts cut, only where nobody asked for it are they worth reading
     for index, (prompt, file) in enumerate(zip(PROMPTS, cut, strict=True)):
         noise = torch.Generator().manual_seed(index)
-        stock = pipe(prompt, num_inference_steps=STEPS, guidance_scale=7.0, generator=noise).images[0]
-        assert np.array_equal(np.asarray(stock), np.asarray(Image.open(file)))
+        expected = pipe(prompt, num_inference_steps=STEPS, guidance_scale=7.0, generator=noise).images[0]
+        assert np.array_equal(np.asarray(expected), np.asarray(Image.open(file)))
     assert remarks
     logging.getLogger("diffusers").removeHandler(handler)
     chunks = drawn(tmp_path / "chunks", base, "chunks:original")
@@ -109,12 +111,6 @@ def test_encoders_of_77_positions_read_what_stock_sdxl_reads(cut, base, tmp_path
     times = [file.stat().st_mtime_ns for file in chunks]
     assert drawn(tmp_path / "chunks", base, windows=True) == chunks
     assert [file.stat().st_mtime_ns for file in chunks] == times
-
-
-def stock(base) -> StableDiffusionXLPipeline:
-    pipe = StableDiffusionXLPipeline.from_pretrained(base, add_watermarker=False)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def test_the_last_layer_is_read_after_the_final_norm_and_pooled_embeddings_stay(cut, base, tmp_path):
@@ -381,56 +377,40 @@ def test_auto_settings_are_those_of_the_base(base):
 # ---- several processes
 
 
-SHARED = """
-import json, sys
-from pathlib import Path
-from test_drawing import STEPS, SUBJECTS
-from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
-from debias_diffusion.eval.common.processes import Processes
+def test_two_processes_draw_the_same_pictures_and_fail_together(together, base, long_encoder, tmp_path, capfd):
+    output = tmp_path / "out"
 
-base, encoder, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-own, told = Processes(), []
+    def work(_) -> list[str]:
+        own, messages = Processes(), []
 
+        def fails(work):
+            try:
+                work()
+            except Exception as error:
+                messages.append(f"{type(error).__name__}: {error}")
 
-def fails(work):
-    try:
-        work()
-    except Exception as error:
-        told.append(f"{type(error).__name__}: {error}")
+        with own.only_main_prints(), own.alone_in(output):
+            drawing = Drawing(DrawingSettings(base, STEPS, images_at_once=2), own)
+            drawing.draw(long_encoder, output / "pictures", SUBJECTS, "shared")
+            if own.is_main:
+                (output / "other").mkdir()
+                (output / "other" / "blocked").touch()
+            drawing = Drawing(DrawingSettings(base, STEPS), own)
+            subjects = [SUBJECTS[0], Subject("blocked/1", "A cat.", 1), *SUBJECTS[2:]]
+            fails(lambda: drawing.draw(long_encoder, output / "other", subjects, "blocked"))
+            fails(lambda: drawing.check(["nowhere"], [output / "new"], SUBJECTS))
+            assert own.from_main(lambda: [own.index, "x"]) == [0, "x"]
+            print(f"done by {own.count}")
+        return messages
 
-
-with own.only_main_prints(), own.alone_in(output):
-    drawing = Drawing(DrawingSettings(base, STEPS, images_at_once=2), own)
-    drawing.draw(encoder, output / "pictures", SUBJECTS, "shared")
-    if own.is_main:
-        (output / "other").mkdir()
-        (output / "other" / "blocked").touch()
-    drawing = Drawing(DrawingSettings(base, STEPS), own)
-    subjects = [SUBJECTS[0], Subject("blocked/1", "A cat.", 1), *SUBJECTS[2:]]
-    fails(lambda: drawing.draw(encoder, output / "other", subjects, "blocked"))
-    fails(lambda: drawing.check(["nowhere"], [output / "new"], SUBJECTS))
-    assert own.from_main(lambda: [own.index, "x"]) == [0, "x"]
-    print(f"done by {own.count}")
-(output / f"{own.index}.json").write_text(json.dumps(told))
-"""
-
-
-def test_two_processes_draw_the_same_pictures_and_fail_together(together, base, long_encoder, tmp_path):
-    script, output = tmp_path / "shared.py", tmp_path / "out"
-    script.write_text(SHARED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [*launch, str(script), base, long_encoder, str(output)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "done by 2\n"
-    assert "7/7" in done.stderr and "2 processes, shared" in done.stderr
+    main, other = forked(2, work)
+    printed = capfd.readouterr()
+    assert printed.out == "done by 2\n"
+    assert "7/7" in printed.err and "2 processes, shared" in printed.err
     files = sorted((output / "pictures").glob("*.png"))
     assert [file.read_bytes() for file in files] == [file.read_bytes() for file in together]
     # Process 1 could not write its first picture, and no other was begun.
     assert [path.name for path in (output / "other").glob("*.png")] == ["000000.png"]
-    main, other = (json.loads((output / f"{index}.json").read_text()) for index in range(2))
     assert main[0].startswith("UserError: Process 1 of 2 failed: ") and "blocked" in main[0]
     assert other[0].startswith(("FileExistsError", "NotADirectoryError"))
     assert main[1] == other[1] and main[1].startswith("UserError: 'nowhere' is not there")

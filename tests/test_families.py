@@ -6,20 +6,11 @@ import open_clip
 import pytest
 import torch
 from helpers.texts import HOSTILE, random_strings
-from helpers.tiny_clip import (
-    SIGLIP_CONFIG,
-    byte_tokenizer,
-    registered,
-    save_tiny_clip,
-    siglip_tokenizer,
-    tiny_clip,
-    tiny_siglip,
-)
+from helpers.tiny_clip import SIGLIP_CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip, without_weights
 from open_clip.tokenizer import HFTokenizer
-from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.families import find_family
 from debias_diffusion.tokens import Markers, clip_tokenizer
 
@@ -168,13 +159,6 @@ CLIPS += ["ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14"]
 SIGLIPS = [model for model in open_clip.list_models() if "SigLIP" in model and model[-3:] not in ("378", "384", "512")]
 
 
-def without_weights(model, config):
-    """A Backbone around `model`, with a tiny tokenizer of the kind the family has."""
-    family, text_cfg = find_family("this", config), config["text_cfg"]
-    tokenizer = byte_tokenizer(77) if family.sot else siglip_tokenizer(2 if "act_kwargs" in text_cfg else 1)
-    return Backbone(model, family.caption_tokenizer(tokenizer, text_cfg), {"model_cfg": config}, random_weights=True)
-
-
 @pytest.mark.parametrize("model", CLIPS + SIGLIPS)
 def test_every_configuration_reads_its_context_length_and_trains_all_its_weights(model):
     config = open_clip.get_model_config(model)
@@ -193,47 +177,3 @@ def test_every_configuration_reads_its_context_length_and_trains_all_its_weights
     features.sum().backward()
     untrained = {name for name, parameter in backbone.model.named_parameters() if parameter.grad is None}
     assert untrained == ({"logit_scale", "logit_bias"} if "SigLIP" in model else {"logit_scale"})
-
-
-def of_true_width(model):
-    """Two layers of a model in its true width with a small vocabulary; a tiny image tower in place of timm's."""
-    config = open_clip.get_model_config(model)
-    config["text_cfg"] |= {"layers": 2, "vocab_size": 514}
-    if "timm_model_name" in config["vision_cfg"]:
-        config["vision_cfg"] = SIGLIP_CONFIG["vision_cfg"]
-    else:
-        config["vision_cfg"]["layers"] = 2
-    settings = {name: value for name, value in deepcopy(config).items() if name != "custom_text"}
-    torch.manual_seed(0)
-    network = (open_clip.CustomTextCLIP if config.get("custom_text") else open_clip.CLIP)(**settings)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.ndim > 0:
-                parameter.add_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
-    return without_weights(network, config).eval()
-
-
-@pytest.mark.parametrize(
-    "model", ["ViT-B-16-quickgelu", "ViT-L-14", "ViT-H-14", "ViT-bigG-14", "ViT-B-16-SigLIP", "ViT-gopt-16-SigLIP2-256"]
-)
-def test_two_layers_of_true_width_give_open_clips_features_and_gradients(model):
-    backbone = of_true_width(model)
-    backbone.stretch(keep=60, factor=2)
-    ids = backbone.tokenizer.text_ids(["a" * 300, "the cat is a thing on the mat", "x"])
-    tokens = backbone.tokenizer.batch(ids, [0, 9, 30])
-    results = []
-    for encode in (backbone.encode_text, lambda tokens: backbone.model.encode_text(tokens.padded())):
-        backbone.zero_grad()
-        features = encode(tokens)
-        torch.nn.functional.normalize(features, dim=-1).sum(dim=0).square().sum().backward()
-        gradients = {n: p.grad for n, p in backbone.model.named_parameters() if p.grad is not None}
-        results.append(gradients | {"features": features.detach()})
-    fast, plain = results
-    assert fast.keys() == plain.keys() and len(fast) > 20
-    for name, expected in plain.items():
-        tolerance = 1e-5 * expected.abs().max().item()
-        assert tolerance > 0, name
-        torch.testing.assert_close(fast[name], expected, rtol=0, atol=tolerance, msg=name)
-    image = Image.effect_noise((64, 48), 90)
-    pixels = backbone.encode_image(backbone.read_pixels(image)[None])
-    assert torch.equal(pixels, backbone.model.encode_image(backbone.preprocess(image)[None]))

@@ -53,18 +53,41 @@ def test_what_was_written_is_found_and_nothing_else(tmp_path_factory, writes):
     assert not FeatureCache(folder, {"weights": "b"}, DIM).find([stamp(n) for n in known] or [stamp(0)]).max() >= 0
 
 
-@pytest.mark.parametrize("cut", range(1, 50))
-def test_what_a_kill_left_half_written_is_not_used(tmp_path, cut):
-    cache = FeatureCache(tmp_path, {}, DIM)
-    write(cache, 0, [1, 2])
-    path = cache.folder / ("stamps-0000" if cut % 2 else "features-0000")
-    path.write_bytes(path.read_bytes()[: -min(cut, 15 if cut % 2 else 19)])
-    again = FeatureCache(tmp_path, {}, DIM)
-    assert again.find([stamp(1), stamp(2)]).tolist() == [0, -1]
-    write(again, 0, [2, 3])
-    again.read()
-    rows = again.find([stamp(1), stamp(2), stamp(3)])
-    assert [again[int(row)].tolist() for row in rows] == [feature(n).tolist() for n in (1, 2, 3)]
+@pytest.mark.parametrize(("name", "row"), [("stamps-0000", 24), ("features-0000", 4 * DIM)])  # bytes of a row
+def test_what_a_kill_left_half_written_is_not_used(tmp_path, name, row):
+    for cut in range(1, row + 1):
+        cache = FeatureCache(tmp_path / str(cut), {}, DIM)
+        write(cache, 0, [1, 2])
+        path = cache.folder / name
+        path.write_bytes(path.read_bytes()[:-cut])
+        again = FeatureCache(tmp_path / str(cut), {}, DIM)
+        assert again.find([stamp(1), stamp(2)]).tolist() == [0, -1]
+        write(again, 0, [2, 3])
+        again.read()
+        rows = again.find([stamp(1), stamp(2), stamp(3)])
+        assert [again[int(row)].tolist() for row in rows] == [feature(n).tolist() for n in (1, 2, 3)]
+
+
+def test_features_are_on_the_disk_before_their_stamps_are_written(tmp_path, monkeypatch):
+    cache, fsync, synced = FeatureCache(tmp_path, {}, DIM), os.fsync, []
+    files = [cache.folder / "features-0000", cache.folder / "stamps-0000"]
+
+    def noted(descriptor):
+        name = {file.stat().st_ino: file.name for file in files}[os.fstat(descriptor).st_ino]
+        synced.append((name, *(file.stat().st_size for file in files)))
+        fsync(descriptor)
+
+    writer = cache.writer(0)
+    monkeypatch.setattr(os, "fsync", noted)
+    for _ in range(2):
+        writer.add([stamp(1), stamp(2)], torch.stack([feature(1), feature(2)]))
+    features, stamps = 2 * 4 * DIM, 2 * 24  # bytes that are in the files at each call
+    assert synced == [
+        ("features-0000", features, 0),
+        ("stamps-0000", features, stamps),
+        ("features-0000", 2 * features, stamps),
+        ("stamps-0000", 2 * features, 2 * stamps),
+    ]
 
 
 @pytest.fixture
@@ -128,15 +151,16 @@ class OneOfTwo:
 
 def test_a_slow_process_shares_the_same_list_as_a_fast_one(world, monkeypatch):
     backbone, records, source, folder = world
-    late = iter([0, 1])  # seconds: the second reads the cache when the first could long have filled its share
+    is_late, meeting = iter([False, True]), threading.Barrier(2, timeout=60)
 
     def slow_key(*inputs):
-        time.sleep(next(late))
+        if next(is_late):  # reads the cache when the other waits, which could have filled its share
+            while not meeting.n_waiting:
+                time.sleep(0.001)
         return cache_key(*inputs)
 
     monkeypatch.setattr("debias_diffusion.training.feature_cache.cache_key", slow_key)
     monkeypatch.setattr("debias_diffusion.training.feature_cache.gather_object", lambda bad: bad)
-    meeting = threading.Barrier(2, timeout=60)
     with ThreadPoolExecutor(2) as threads:
         runs = [
             threads.submit(

@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -31,14 +30,14 @@ def unfinished_of(path, process):
 
 
 def test_what_killed_processes_left_goes_when_their_folder_is_written_again_and_is_listed_once(tmp_path, monkeypatch):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    left = [unfinished_of(tmp_path / name, ended.pid) for name in ("a.json", "b\n.json", "x" * 255)]
+    ended = os.fork() or os._exit(0)
+    os.waitpid(ended, 0)
+    left = [unfinished_of(tmp_path / name, ended) for name in ("a.json", "b\n.json", "x" * 255)]
     kept = [
         unfinished_of(tmp_path / "a.json", os.getppid()),  # which lives, and may be writing it
-        tmp_path / f".a.json.another-machine-{ended.pid}.tmp",
+        tmp_path / f".a.json.another-machine-{ended}.tmp",
         unfinished_of(tmp_path / "a.json", "x"),
-        tmp_path / f"a.json.{files._MACHINE}-{ended.pid}.tmp",  # of the user, because it is not hidden
+        tmp_path / f"a.json.{files._MACHINE}-{ended}.tmp",  # of the user, because it is not hidden
     ]
     for file in (*left, *kept):
         file.write_text("half")
@@ -48,6 +47,46 @@ def test_what_killed_processes_left_goes_when_their_folder_is_written_again_and_
         write_json(tmp_path / name, [1])
     assert listed == [tmp_path]
     assert sorted(listdir(tmp_path)) == sorted(["a.json", "b.json", *(file.name for file in kept)])
+
+
+@pytest.fixture
+def synced_and_renamed(monkeypatch):
+    """The calls of `os.fsync` and `os.replace`, as (what, the inodes of a file or folder): [("sync", 7), ...]"""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def noted_fsync(descriptor):
+        calls.append(("sync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def noted_replace(source, target):
+        calls.append(("rename", os.stat(source).st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    return calls
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, synced_and_renamed):
+    for content in ([1], [2]):  # a new file, and one that is replaced
+        write_json(tmp_path / "a.json", content)
+        file = (tmp_path / "a.json").stat().st_ino
+        assert synced_and_renamed == [("sync", file), ("rename", file)]
+        synced_and_renamed.clear()
+
+
+def test_all_that_is_in_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, synced_and_renamed):
+    for content in ("1", "2"):
+        with atomic_folder(tmp_path / "a") as folder:
+            (folder / "b" / "c").mkdir(parents=True)
+            for name in ("x", "b/y", "b/c/z"):
+                (folder / name).write_text(content)
+        *_, rename, parent = synced_and_renamed
+        assert rename == ("rename", (tmp_path / "a").stat().st_ino)
+        assert parent == ("sync", tmp_path.stat().st_ino)  # else a power failure could undo the renames
+        synced = {inode for what, inode in synced_and_renamed[:-2] if what == "sync"}
+        assert synced >= {path.stat().st_ino for path in (tmp_path / "a").rglob("*")}
+        synced_and_renamed.clear()
 
 
 def test_digests_stay_those_of_earlier_releases(tmp_path):

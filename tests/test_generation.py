@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import skimage
 import torch
-from helpers import tiny_sdxl
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_features import save_dino
 from PIL import Image
@@ -37,8 +36,8 @@ def dino(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    return str(tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl")))
+def base(sdxl_folder) -> str:
+    return str(sdxl_folder)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +104,7 @@ def test_what_a_whole_evaluation_leaves(finished, encoder, dino, capsys):
     assert list(figures(report)) == ["generation.png"] and figures(report)["generation.png"].axes
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_an_interrupted_evaluation_continues_and_ends_equal(finished, tmp_path, monkeypatch):
     config = GenerationConfig(**finished | {"output": str(tmp_path / "out")})
     save, saved = Image.Image.save, []
@@ -128,9 +128,12 @@ def test_an_interrupted_evaluation_continues_and_ends_equal(finished, tmp_path, 
     assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
-def test_what_is_finished_is_not_done_again(finished, monkeypatch):
+@pytest.mark.usefixtures("blank_figures")
+def test_what_is_finished_is_not_done_again(finished, tmp_path, monkeypatch):
     before = report_of(finished)
-    output = Path(finished["output"])
+    output = Path(shutil.copytree(finished["output"], tmp_path / "out"))
+    config = finished | {"output": str(output)}
+    before["settings"]["output"] = str(output)
     files = {path: path.stat().st_mtime_ns for folder in ("pictures", "parts") for path in (output / folder).rglob("*")}
 
     def work(*_):
@@ -138,16 +141,16 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
 
     monkeypatch.setattr(ImageScores, "__call__", work)
     monkeypatch.setattr(ImageScores, "of_references", work)
-    assert evaluate_generation(GenerationConfig(**finished)) == before == report_of(finished)
+    assert evaluate_generation(GenerationConfig(**config)) == before == report_of(config)
     assert {path: path.stat().st_mtime_ns for path in files} == files
     # One encoder fewer: its numbers are those of before.
-    alone = evaluate_generation(GenerationConfig(**finished | {"encoders": finished["encoders"][:1]}))
+    alone = evaluate_generation(GenerationConfig(**config | {"encoders": config["encoders"][:1]}))
     assert alone["encoders"]["original"] == before["encoders"]["original"] and alone["compared"] == []
     # Another picture is scored anew.
     picture = output / "pictures" / "original" / "000002.png"
     picture.write_bytes((output / "pictures" / "original" / "000000.png").read_bytes())
     with pytest.raises(AssertionError, match="scored again"):
-        evaluate_generation(GenerationConfig(**finished))
+        evaluate_generation(GenerationConfig(**config))
 
 
 @pytest.mark.parametrize(
@@ -186,6 +189,7 @@ def test_unusable_settings_are_refused_before_anything_is_drawn(tmp_path, base, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_too_many_originals_that_cannot_be_read_stop_it(tmp_path, base, dino):
     entries = json.loads(PHOTOGRAPHS.read_text())[:4]
     entries = [dict(entry, image="no-such.png") if place < 2 else entry for place, entry in enumerate(entries)]
@@ -245,6 +249,7 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
     assert len(figures(toy)["generation.png"].axes) == len(SCORES) + 2  # and two by sentence
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_captions_that_refer_back_are_scored_by_how_objects_are_told(tmp_path):
     encoders = ["toy/clip", "chunks:toy/clip", "toy/debias-clip"]
     config = GenerationConfig(encoders, "toy/sdxl", str(tmp_path), "toy/referring-test", limit=4, steps=1, device="cpu")
@@ -270,6 +275,7 @@ def test_captions_that_refer_back_are_scored_by_how_objects_are_told(tmp_path):
     assert generation.ceilings(prefixed._readings(captions))[0]["truncated"] < every["truncated"]
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_objects_cached_by_an_earlier_release_are_counted_anew(toy, tmp_path):
     """Its results lie under another key, and hold only which objects are right."""
     output = tmp_path / "out"

@@ -149,7 +149,6 @@ def assert_encodes_like(pipe, reference, plain, prompt):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_lora_file_is_the_same_lora_at_any_length(loaded, lora, layout, tmp_path):
-    pytest.importorskip("peft")
     path = LAYOUTS[layout](tmp_path / "lora.safetensors", lora)
     stock, pipe = pair(loaded)
     reference, plain = merged(ours(loaded), lora), ours(loaded)
@@ -175,7 +174,6 @@ def test_a_lora_file_is_the_same_lora_at_any_length(loaded, lora, layout, tmp_pa
 
 
 def test_lora_scales_weights_and_fusing(loaded, lora, tmp_path):
-    pytest.importorskip("peft")
     path = kohya_file(tmp_path / "lora.safetensors", lora)
     stock, pipe = pair(loaded)
     for loading in (stock, pipe):
@@ -215,7 +213,6 @@ def test_lora_scales_weights_and_fusing(loaded, lora, tmp_path):
 
 
 def test_a_pipeline_that_has_a_lora_keeps_it_with_long_prompts(loaded, lora, tmp_path):
-    pytest.importorskip("peft")
     stock = build(StableDiffusionXLPipeline, loaded)
     stock.load_lora_weights(diffusers_file(tmp_path / "lora.safetensors", lora), adapter_name="style")
     pipe, plain = with_long_prompts(stock), ours(loaded)
@@ -231,7 +228,6 @@ def test_a_pipeline_that_has_a_lora_keeps_it_with_long_prompts(loaded, lora, tmp
 
 def test_a_lora_of_the_replaced_encoder_is_gone(loaded, lora, tmp_path):
     """diffusers keeps a LoRA in the encoder's layers, so a new encoder must come first. Loading again mends it."""
-    pytest.importorskip("peft")
     path = kohya_file(tmp_path / "lora.safetensors", lora)
     pipe, reference = ours(loaded), merged(ours(loaded), lora)
     pipe.load_lora_weights(path, adapter_name="style")

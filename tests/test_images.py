@@ -3,28 +3,24 @@ run."""
 
 import io
 import json
-import multiprocessing
 import os
 import random
 import struct
-import subprocess
-import sys
-import time
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from helpers.ranks import forked
 from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import EpsImagePlugin, Image, features
-from torch.utils.data import DataLoader
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_shards
-from debias_diffusion.data.bad_records import read_or_bad
+from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_captions, read_shards, verify_shards
 from debias_diffusion.data.dataset import CaptionDataset
+from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.pictures import dpg_bench
 from debias_diffusion.eval.pictures import networks as feature_networks
@@ -365,32 +361,29 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
 
 # Nothing waits
 
-READ_ALL = """
-import os, sys
-from pathlib import Path
-from debias_diffusion.data import ImageFolder, open_data, read_captions, verify_shards
-from debias_diffusion.data.retrieval_sets import read_retrieval_set
-from debias_diffusion.errors import UserError
 
-root = Path(sys.argv[1])
-for read in (
-    lambda: ImageFolder(root / "pairs").open("1.png"),
-    lambda: open_data(root / "shards"),
-    lambda: open_data(root / "zero.tar"),
-    lambda: open_data(root / "pipe.tar"),
-    lambda: open_data(root / "manifest"),
-    lambda: verify_shards(root / "manifest"),
-    lambda: open_data(root / "pairs"),
-    lambda: read_retrieval_set("urban1k", root / "urban1k"),
-    lambda: read_retrieval_set("flickr30k", root / "flickr30k"),
-    lambda: read_retrieval_set("flickr30k-test", root / "flickr30k"),
-    *(lambda name=name: read_captions(root / name) for name in ("pipe.json", "zero.json", "pipe.jsonl", "zero.jsonl")),
-):
-    try:
-        print(read())
-    except (OSError, UserError) as error:
-        print(error)
-"""
+def read_all(root: Path) -> list[str]:
+    """What each way to read a file gives, or why it refuses."""
+    said = []
+    for read in (
+        lambda: ImageFolder(root / "pairs").open("1.png"),
+        lambda: open_data(root / "shards"),
+        lambda: open_data(root / "zero.tar"),
+        lambda: open_data(root / "pipe.tar"),
+        lambda: open_data(root / "manifest"),
+        lambda: verify_shards(root / "manifest"),
+        lambda: open_data(root / "pairs"),
+        lambda: read_retrieval_set("urban1k", root / "urban1k"),
+        lambda: read_retrieval_set("flickr30k", root / "flickr30k"),
+        lambda: read_retrieval_set("flickr30k-test", root / "flickr30k"),
+        *(lambda name=name: read_captions(root / name) for name in ("pipe.json", "zero.json")),
+        *(lambda name=name: read_captions(root / name) for name in ("pipe.jsonl", "zero.jsonl")),
+    ):
+        try:
+            said.append(str(read()))
+        except (OSError, UserError) as error:
+            said.append(str(error))
+    return said
 
 
 def test_no_pipe_and_no_device_is_waited_for(tmp_path):
@@ -407,10 +400,9 @@ def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     (tmp_path / "manifest" / "1.tar").write_bytes(bytes(1024))
     for ending in ("tar", "json", "jsonl"):
         (tmp_path / f"zero.{ending}").symlink_to("/dev/zero")
-    command = [sys.executable, "-c", READ_ALL, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    image, shards, zero, pipe, manifest, verified, pairs, urban, *files = run.stdout.splitlines()
-    assert not run.stderr
+    # In a process that can be ended, for one that waits cannot.
+    [said] = forked(1, lambda _: read_all(tmp_path), group=False)
+    image, shards, zero, pipe, manifest, verified, pairs, urban, *files = said
     assert "not a regular file" in image
     for line, name in ((shards, "1.tar"), (zero, "zero"), (pipe, "pipe.tar")):
         assert f"no usable sample. The first fault: {name}: broken shard ([Errno 22] not a regular file" in line
@@ -418,58 +410,6 @@ def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     assert "0 images and 1 captions" in pairs
     assert "no entry that can be read. The first fault: caption/1.txt: unreadable file" in urban
     assert len(files) == 6 and all("cannot be read" in line and "not a regular file" in line for line in files)
-
-
-class Pipes:
-    """A data set whose every image is a pipe."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.images = folder, ImageFolder(folder)
-
-    def __len__(self):
-        return 1000
-
-    def __getitem__(self, index):
-        (self.folder / f"reading-{os.getpid()}").touch()
-        return read_or_bad(Record("a", "pipe.png", "A."), self.images.open)
-
-
-def load_pipes(folder: Path) -> None:
-    batches = iter(DataLoader(Pipes(folder), batch_size=1, num_workers=2, collate_fn=list))
-    time.sleep(600)
-    next(batches)
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to look for processes in")
-def test_no_worker_outlives_a_killed_run_because_of_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "pipe.png")
-    run = multiprocessing.get_context("fork").Process(target=load_pipes, args=(tmp_path,))
-    run.start()
-    try:
-        wait_until(lambda: len(list(tmp_path.glob("reading-*"))) == 2)
-        pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("reading-*")]
-    finally:
-        run.kill()
-        run.join()
-    try:
-        wait_until(lambda: not any(map(running, pids)))
-    finally:
-        for pid in filter(running, pids):
-            os.kill(pid, 9)
-
-
-def wait_until(done) -> None:
-    end = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # Shards

@@ -1,8 +1,7 @@
 """Imports point one way: from `app` down to the core, and downwards inside each of these rooms."""
 
 import ast
-import subprocess
-import sys
+import re
 import warnings
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.modules import MODULES, PACKAGE, ROOMS, ROOT
 
+from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command
+from debias_diffusion.errors import EXTRAS
 from debias_diffusion.moved import MOVED
 
 # Each layer may import those before it. A name stands for a module, or for a package with all that is in it.
@@ -121,16 +122,6 @@ def test_old_import_paths_lead_to_the_new_modules():
     assert draw_generator is sampling.draw_generator
 
 
-def test_old_commands_lead_to_the_new_modules_and_only_pages_import_matplotlib():
-    code = (
-        "import atexit, runpy, sys; import debias_diffusion.app.generate.rendering, debias_diffusion.training; "
-        "atexit.register(lambda: print('matplotlib.figure' in sys.modules)); sys.argv = ['build', '--help']; "
-        "runpy.run_module('debias_diffusion.toyworld.build', run_name='__main__')"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "--weights" in printed and printed.endswith("\nFalse\n")
-
-
 def test_one_name_is_installed_and_the_package_lists_every_folder():
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -142,3 +133,26 @@ def test_one_name_is_installed_and_the_package_lists_every_folder():
     }
     assert data < packages  # setuptools warns of each that is absent
     assert {name for name, path in MODULES.items() if path.name == "__init__.py"} == packages - data
+
+
+# By the name of the import, the name of the distribution where it is another.
+DISTRIBUTIONS = {"open_clip": "open_clip_torch", "torch_fidelity": "torch-fidelity"}
+
+
+def requirements(lines: list[str]) -> set[str]:
+    """The names of distributions, without extras and versions."""
+    return {re.match(r"[\w-]+", line)[0] for line in lines}
+
+
+def test_extras_install_what_is_optional_and_commands_name_one():
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for library, extra in EXTRAS.items():
+        distribution = DISTRIBUTIONS.get(library, library)
+        assert distribution in requirements(extras[extra]) - requirements(project["dependencies"])
+    for inner, outer in ("train", "eval"), ("eval", "app"), ("app", "all"), ("all", "dev"):
+        assert f"debias-diffusion[{inner}]" in extras[outer]
+    commands = [command for command in (*COMMANDS.values(), *EVALUATIONS.values()) if isinstance(command, Command)]
+    assert {command.extra for command in commands} == {"", "train", "eval", "app"}
+    assert {COMMANDS[name].extra for name in ("export", "generate")} == {""}

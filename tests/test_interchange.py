@@ -39,16 +39,25 @@ from debias_diffusion.interchange import (
     write_file,
 )
 from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.tokens import clip_tokenizer
+
+# Single files are read with CLIP's own vocabulary alone.
 
 
 @pytest.fixture(scope="module")
 def small():
-    return text_backbone(SMALL, 64, quick_gelu=True)
+    return text_backbone(SMALL, 64, quick_gelu=True, vocabulary=clip_tokenizer)
 
 
 @pytest.fixture(scope="module")
 def bigg():
-    return text_backbone(BIGG, 128, quick_gelu=False)
+    return text_backbone(BIGG, 128, quick_gelu=False, vocabulary=clip_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def wider():
+    """Wider than `small`, as SDXL's second encoder is wider than its first."""
+    return text_backbone({"width": 96, "heads": 1, "layers": 2}, 96, quick_gelu=False)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +75,8 @@ def comfyui_state(encoder, prefix):
 @pytest.mark.filterwarnings("error::UserWarning")  # only a bare two-tower has no sign that it is OpenAI's
 def test_an_encoder_of_openais_depth_is_the_same_in_every_format(tmp_path):
     """L/14's heads, blocks and activation, at a sixth of its width, out to each format and in again."""
-    backbone = text_backbone({"width": 128, "heads": 2, "layers": 12}, 128, quick_gelu=True)
+    sizes = {"width": 128, "heads": 2, "layers": 12}
+    backbone = text_backbone(sizes, 128, quick_gelu=True, vocabulary=clip_tokenizer)
     export_text_encoder(backbone, tmp_path / "plain")
     write_file(to_transformers(backbone)[0], tmp_path / "comfyui.safetensors")
     torch.save({"state_dict": {f"module.{n}": t for n, t in backbone.model.state_dict().items()}}, tmp_path / "clip.pt")
@@ -86,7 +96,7 @@ def test_an_encoder_of_openais_depth_is_the_same_in_every_format(tmp_path):
         assert all(torch.equal(weights[key], tensor) for key, tensor in encoder.state_dict().items()), name
         assert {key for key, value in encoder.config.to_dict().items() if value != sizes.get(key)} <= UNREAD
         assert theirs(CAPTIONS)["input_ids"] == tokenizer(CAPTIONS)["input_ids"]
-        assert (theirs.model_max_length, theirs.pad_token_id) == (248, EOS)
+        assert (theirs.model_max_length, theirs.pad_token_id) == (248, 49407)
 
 
 # Entries of a written config.json that change no state.
@@ -94,19 +104,20 @@ UNREAD = {"architectures", "dtype", "_name_or_path", "transformers_version", "pr
 
 
 def test_a_narrow_bigg_is_the_same_in_every_format(tmp_path, bigg, expected):
-    encoder, _ = to_transformers(bigg, projection=True)
-    export_text_encoder(bigg, tmp_path / "folder", projection=True)
-    bigg.save(tmp_path / "open_clip")
-    write_file(encoder, tmp_path / "clip_g.safetensors")
+    few_words = text_backbone(BIGG, 128, quick_gelu=False)
+    export_text_encoder(few_words, tmp_path / "folder", projection=True)
+    few_words.save(tmp_path / "open_clip")
+    write_file(to_transformers(bigg, projection=True)[0], tmp_path / "clip_g.safetensors")
     # As SDXL's checkpoints hold it: OpenAI's names under a prefix.
     sdxl = {f"conditioner.embedders.1.model.{name}": tensor for name, tensor in text_state(bigg).items()}
     save_file(sdxl, tmp_path / "sdxl.safetensors")
+    of_few_words = Expected(few_words)
     for name in ("folder", "open_clip", "clip_g.safetensors", "sdxl.safetensors"):
         loaded, tokenizer = load_text_encoder(tmp_path / name)
         assert type(loaded) is CLIPTextModelWithProjection and loaded.config.hidden_act == "gelu", name
         if "." in name:
             assert tokenizer.pad_token_id == loaded.config.pad_token_id == 0
-        expected["bigg"].check(loaded, tokenizer)
+        (expected["bigg"] if "." in name else of_few_words).check(loaded, tokenizer)
 
 
 def test_a_bigg_that_is_not_pooled_at_eot_is_loaded_without_its_projection(tmp_path):
@@ -121,23 +132,26 @@ def test_a_bigg_that_is_not_pooled_at_eot_is_loaded_without_its_projection(tmp_p
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_the_gelu_of_a_smaller_model_is_carried_by_every_format_that_can(tmp_path):
     """12 blocks and GELU, as LAION's ViT-B and ViT-L: against the rule, so it must be in the file."""
-    backbone = text_backbone(SMALL, 64, quick_gelu=False)
-    export_text_encoder(backbone, tmp_path / "folder")
-    backbone.save(tmp_path / "open_clip")
-    export_clip_model(backbone, tmp_path / "clip")
-    write_file(to_transformers(backbone)[0], tmp_path / "file.safetensors")
-    expected = Expected(backbone)
-    for name in (
-        *("folder", "open_clip", "clip", "file.safetensors"),
-        *("folder/text_encoder/model.safetensors", "open_clip/open_clip_model.safetensors", "clip/model.safetensors"),
+    files = ("text_encoder/model.safetensors", "open_clip/open_clip_model.safetensors", "clip/model.safetensors")
+    for vocabulary, names in (
+        (tiny_tokenizer, ("", "open_clip", "clip")),
+        (clip_tokenizer, (*files, "file.safetensors")),
     ):
-        encoder, tokenizer = load_text_encoder(tmp_path / name)
-        assert encoder.config.hidden_act == "gelu", name
-        expected.check(encoder, tokenizer)
+        folder = tmp_path / vocabulary.__name__
+        backbone = text_backbone(SMALL, 64, quick_gelu=False, vocabulary=vocabulary)
+        export_text_encoder(backbone, folder)
+        backbone.save(folder / "open_clip")
+        export_clip_model(backbone, folder / "clip")
+        write_file(to_transformers(backbone)[0], folder / "file.safetensors")
+        expected = Expected(backbone)
+        for name in names:
+            encoder, tokenizer = load_text_encoder(folder / name)
+            assert encoder.config.hidden_act == "gelu", name
+            expected.check(encoder, tokenizer)
     # For the weights alone the rule assumes OpenAI's activation, and warns.
     alone = tmp_path / "alone"
     alone.mkdir()
-    (tmp_path / "open_clip" / "open_clip_model.safetensors").rename(alone / "x.safetensors")
+    (folder / "open_clip" / "open_clip_model.safetensors").rename(alone / "x.safetensors")
     with pytest.warns(UserWarning, match="12 blocks quick_gelu is assumed.*--model ViT-L-14 "):
         assert load_text_encoder(alone / "x.safetensors")[0].config.hidden_act == "quick_gelu"
     # The configuration of another model beside it does not count.
@@ -151,12 +165,12 @@ def test_the_gelu_of_a_smaller_model_is_carried_by_every_format_that_can(tmp_pat
     ["", "clip_l.", "clip_l.transformer.", "cond_stage_model.transformer.", "conditioner.embedders.0.transformer."],
 )
 @pytest.mark.parametrize("kind", ["safetensors", "pt", "sft.bin"])
-def test_clip_l_is_found_under_every_prefix_whatever_the_file_is_called(tmp_path, small, bigg, prefix, kind):
+def test_clip_l_is_found_under_every_prefix_whatever_the_file_is_called(tmp_path, small, wider, prefix, kind):
     encoder, _ = to_transformers(small)
     state = {name: t.half() if t.is_floating_point() else t for name, t in comfyui_state(encoder, prefix).items()}
     # The rest of a checkpoint, SDXL's second encoder among it.
     state |= {"model.diffusion_model.input_blocks.0.0.weight": torch.zeros(3), "first_stage_model.x": torch.zeros(2)}
-    state |= {f"conditioner.embedders.1.model.{n}": t for n, t in text_state(bigg).items()}
+    state |= {f"conditioner.embedders.1.model.{n}": t for n, t in text_state(wider).items()}
     file = tmp_path / f"model.{kind}"
     torch.save({"state_dict": state, "global_step": 3}, file) if kind == "pt" else save_file(state, file)
     loaded, tokenizer = load_text_encoder(file)
@@ -267,7 +281,8 @@ def test_a_two_tower_that_no_clip_model_can_be_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_blocks():
-    encoder, _ = to_transformers(text_backbone({"width": 64, "heads": 1, "layers": 2}, 64, quick_gelu=True))
+    sizes = {"width": 64, "heads": 1, "layers": 2}
+    encoder, _ = to_transformers(text_backbone(sizes, 64, quick_gelu=True, vocabulary=clip_tokenizer))
     return comfyui_state(encoder, "")
 
 

@@ -1,6 +1,5 @@
 """The term that keeps the states a UNet reads: against the pipelines' own states, closed forms, and what is drawn."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,8 @@ from helpers import tiny_sdxl
 from helpers.tiny_clip import everyday, tiny_clip, tiny_siglip
 from helpers.tiny_data import caption, make_tiny_data
 from helpers.tiny_sdxl import assemble
-from helpers.training_runs import config, is_the_same_run, killed_copy, losses
+from helpers.training_runs import config, is_the_same_run, killed_copy, log, losses
+from helpers.vocabulary import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -21,9 +21,10 @@ from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.keep_states import SHARE, Teacher, state_errors
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.training import train
 
-LONG = "A street at night, seen from above. " + " ".join(f"House number {n} has {n} red windows." for n in range(1, 18))
+LONG = "A street at night, seen from above. " + " ".join(f"House number {n} is not red." for n in range(1, 24))
 
 
 def pipeline_states(backbone, text: str) -> torch.Tensor:
@@ -44,6 +45,9 @@ def stretched(**changes):
     backbone = tiny_clip()
     backbone.stretch(**changes)
     return backbone
+
+
+TOKENIZER = CaptionTokenizer(tiny_tokenizer(248), 248)
 
 
 # ---- what is compared
@@ -84,7 +88,7 @@ def test_texts_of_one_batch_do_not_change_each_other():
 
 def test_without_training_nothing_is_lost_where_positions_are_kept():
     backbone = stretched(keep=70)
-    teacher, texts = Teacher(backbone), [tokens_of(backbone, text) for text in ("A red cat.", LONG[:370])]
+    teacher, texts = Teacher(backbone), [tokens_of(backbone, text) for text in ("A red cat.", LONG[:310])]
     assert 80 < len(texts[1].ids) < 96
     short, long = state_errors(backbone.text, teacher, texts, backbone.tokenizer)
     assert short.item() == pytest.approx(0, abs=1e-9)
@@ -114,7 +118,7 @@ def test_the_teacher_has_the_positions_of_before_the_stretching(keep, factor):
 @settings(max_examples=100, deadline=None)
 @given(sentences=st.lists(st.text("abc .,!?é'\"", max_size=60), max_size=30), sample=st.integers(0, 99))
 def test_draws_are_texts_that_both_encoders_can_read(sentences, sample):
-    tokenizer, method = SHARED.tokenizer, find_method("debias-clip", {"keep_states": 1.0})
+    tokenizer, method = TOKENIZER, find_method("debias-clip", {"keep_states": 1.0})
     text = ". ".join(sentences)
     image = torch.zeros(3, 1, 1)
     (drawn,) = method.views(image, text, tokenizer, 0, 0, str(sample)).values()
@@ -129,8 +133,8 @@ def test_draws_are_texts_that_both_encoders_can_read(sentences, sample):
 
 
 def test_a_quarter_of_the_samples_and_of_these_a_third_in_part():
-    tokenizer, method = SHARED.tokenizer, find_method("long-clip", {"keep_states": 1.0})
-    whole = tokens_of(SHARED, LONG)
+    tokenizer, method = TOKENIZER, find_method("long-clip", {"keep_states": 1.0})
+    whole, _ = tokenize_text(tokenizer.cleaning(LONG), tokenizer.tokenizer)
     drawn = [method.views(torch.zeros(3, 1, 1), LONG, tokenizer, 7, 0, str(n))["state_tokens"][0] for n in range(2000)]
     rows = [row[row >= 0].tolist() for row in drawn]
     rows = [row for row in rows if row]
@@ -143,29 +147,22 @@ def test_a_quarter_of_the_samples_and_of_these_a_third_in_part():
 
 def test_a_methods_own_captions_stay_the_same():
     kept, plain = find_method("debias-clip", {"keep_states": 1.0}), find_method("debias-clip")
-    arguments = caption(3), SHARED.tokenizer, 0, 1, "x"
+    arguments = caption(3), TOKENIZER, 0, 1, "x"
     assert kept.captions(*arguments) == plain.captions(*arguments)
     assert find_method("debias-clip", {"keep_states": 0.0}) == plain
-
-
-SHARED = stretched()
 
 
 # ---- training
 
 
-def test_training_brings_the_states_back(tmp_path):
-    data, images = make_tiny_data(tmp_path, count=40)
-    base = tiny_clip()
-    base.save(tmp_path / "base")
+def test_training_brings_the_states_back(world, tmp_path):
+    data = make_tiny_data(tmp_path, count=40)
     errors = {}
-    for weight in (0.0, 20.0):
+    for weight, steps in ((0.0, 2), (20.0, 30)):
         output = tmp_path / f"run-{weight}"
-        settings = dict(model=str(tmp_path / "base"), data=data, images=images, output=str(output), batch=16)
-        settings |= dict(validation=4, components=3, epochs=99, max_steps=30, warmup=2, learning_rate=3e-3, workers=0)
-        train(TrainConfig(**settings, log_every=1, keep_states=weight))
-        lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-        errors[weight] = [line["state_error"] for line in lines if "state_error" in line]
+        settings = dict(batch=16, validation=0, learning_rate=3e-3, weight_decay=1e-2, epochs=99, max_steps=steps)
+        train(config((world[0], *data), output, keep_states=weight, checkpoint_every=30, **settings))
+        errors[weight] = [line["state_error"] for line in log(output) if "state_error" in line]
     assert not errors[0.0] and len(errors[20.0]) == 30
     assert sum(errors[20.0][-5:]) < 0.7 * sum(errors[20.0][:5])
 

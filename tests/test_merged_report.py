@@ -14,6 +14,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report, grouped, merged, read_results, section
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 
+pytestmark = pytest.mark.usefixtures("coarse_results")
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 
 
@@ -31,7 +32,7 @@ def clips(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, clips) -> Path:
+def results(tmp_path_factory, clips, coarse_results) -> Path:
     """Four results, of three runs on the same data and one on other data."""
     folder = tmp_path_factory.mktemp("results")
     retrieve(folder / "first", *clips[:2])

@@ -31,12 +31,18 @@ from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.model_files import check_finite, may_be_hub_id, read_config
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.loading import check_base, default_size, load_pipeline
+from debias_diffusion.tokens import clip_tokenizer
 
 CPU = torch.device("cpu")
 
 
 def small_clip():
     return tiny_clip(tokenizer=byte_tokenizer(77))
+
+
+def whole_vocabulary():
+    """For single files, which are read with CLIP's own alone."""
+    return tiny_clip(tokenizer=clip_tokenizer(77))
 
 
 def load_sdxl(folder: Path):
@@ -50,7 +56,7 @@ def save_vit(folder: Path) -> None:
 
 def save_file_alone(folder: Path) -> None:
     folder.mkdir()
-    write_file(to_transformers(tiny_clip())[0], folder / "weights.safetensors")
+    write_file(to_transformers(whole_vocabulary())[0], folder / "weights.safetensors")
 
 
 def copy_difference(folder: Path) -> None:
@@ -188,7 +194,7 @@ def rewritten(file: Path, compression: int, change=lambda name, data: data) -> N
 
 
 def test_torch_files_that_were_packed_again_or_resized_are_refused(tmp_path):
-    state = {name: tensor.clone() for name, tensor in tiny_clip().model.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in whole_vocabulary().model.state_dict().items()}
     file = tmp_path / "weights.pt"
     torch.save(state, file)
     rewritten(file, zipfile.ZIP_STORED)
@@ -282,9 +288,13 @@ def test_a_configuration_that_is_none_is_named(saved, content):
 
 def test_a_file_is_not_judged_by_a_deep_configuration_beside_it(tmp_path):
     save_file_alone(tmp_path / "a")
+    expected, _ = load_text_encoder(tmp_path / "a" / "weights.safetensors")
     for name in ("config.json", "open_clip_config.json"):
         (tmp_path / "a" / name).write_bytes(DEEP)
-    load_text_encoder(tmp_path / "a" / "weights.safetensors")
+    encoder, _ = load_text_encoder(tmp_path / "a" / "weights.safetensors")
+    assert encoder.config.to_dict() == expected.config.to_dict()
+    weights = expected.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in encoder.state_dict().items())
 
 
 WRONG = [

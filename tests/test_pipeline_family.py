@@ -287,7 +287,7 @@ def test_outputs(kind, ours):
 
 
 def test_batches_of_unequal_prompts(kind, ours):
-    prompts = [SHORT, SHORT[:25], 100 * "very long"]
+    prompts = [SHORT, SHORT[:25], 100 * "red cat "]
     inputs = {**kind.inputs, **{name: [image] * 3 for name, image in kind.images.items()}}
     with watched(ours) as seen:
         images = draw(ours, prompts, generator=generators(3), negative_prompt=["grey", "", OTHER], **inputs)
@@ -315,9 +315,9 @@ def test_kinds_of_pictures(kind, ours):
     tensors = {name: to_tensor(image)[None] for name, image in kind.images.items()}
     arrays = {name: tensor.permute(0, 2, 3, 1).numpy() for name, tensor in tensors.items()}
     for given in (tensors, arrays):
-        assert np.abs(draw(ours, LONG, **given, **kind.others) - images).max() < 1e-2
+        assert np.abs(draw(ours, LONG, **given, **kind.others) - images).max() < 1e-4
     other = {name: tiny_sdxl.picture(7) if name != "mask_image" else image for name, image in kind.images.items()}
-    assert np.abs(draw(ours, LONG, **other, **kind.others) - images).max() > 1e-2
+    assert np.abs(draw(ours, LONG, **other, **kind.others) - images).max() > 5e-3
 
 
 @only(["SDXL image to image", "SDXL inpainting", "SD 1.5 image to image"])

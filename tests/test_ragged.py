@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from helpers.text_batches import BACKBONE, BEGINNINGS, MANY, batch_of
+from helpers.text_batches import BEGINNINGS, MANY, batch_of, text_tower
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -74,12 +74,12 @@ def test_in_half_precision_on_a_gpu_it_is_near_double_precision(beginning, monke
         parts = [parameter.grad.flatten() for parameter in backbone.model.parameters() if parameter.grad is not None]
         return features.detach().double().cpu().flatten(), torch.cat(parts).double().cpu()
 
-    backbone = deepcopy(BACKBONE)
+    backbone = deepcopy(text_tower())
     backbone.to(torch.device("cuda"))
     backbone.model.float()
     used = []
     monkeypatch.setattr(packing, "has_kernel", lambda query: used.append(has_kernel(query)) or used[-1])
     half = run(backbone, tokens.to("cuda"), "cuda", True)
     assert used and all(used)
-    for ours, exact in zip(half, run(BACKBONE, tokens, "cpu", False), strict=True):
+    for ours, exact in zip(half, run(text_tower(), tokens, "cpu", False), strict=True):
         assert (ours - exact).norm() < 0.03 * exact.norm()

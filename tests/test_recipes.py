@@ -3,6 +3,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import BOS, EOS, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,8 @@ from debias_diffusion.methods import find_method
 from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, DualCaption, find_padding
 from debias_diffusion.methods.sampling import SAMPLERS
 from debias_diffusion.tokens import PAD, CaptionTokenizer
+from debias_diffusion.training import TrainConfig
+from debias_diffusion.training.step import Optimizer
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(60), 60)
 CAPTION = "A scene. The cat is red. The dog is blue. The sky is dark."
@@ -61,6 +65,19 @@ def test_the_recipes_are_the_papers():
     assert (long.short_weight, long.components, long.label_smoothing) == (0.5, 32, 0.1)
     assert (smart.short_weight, smart.components) == (1.0, 0)
     assert {recipe.pooling for recipe in RECIPES.values()} == {"eot"}
+
+
+def test_the_training_defaults_are_the_papers():
+    """Table S1, in its order; and the schedule, the kept positions and the scale of Long-CLIP, which it follows."""
+    defaults = TrainConfig("data", "output", "model")
+    assert (defaults.batch, defaults.epochs, defaults.warmup, defaults.weight_decay) == (256, 3, 200, 1e-2)
+    assert (defaults.learning_rate, defaults.betas, defaults.eps) == (1e-6, (0.9, 0.999), 1e-8)
+    assert (defaults.recipe, defaults.keep_positions, defaults.stretch) == ("debias-clip", 20, 4)
+    assert (defaults.initial_scale, defaults.freeze_image_tower, defaults.max_steps) == ("auto", False, None)
+    adamw = Optimizer(tiny_clip(), defaults.weight_decay, defaults.betas, defaults.eps).adamw
+    assert type(adamw) is torch.optim.AdamW
+    assert {(group["betas"], group["eps"]) for group in adamw.param_groups} == {((0.9, 0.999), 1e-8)}
+    assert {group["weight_decay"] for group in adamw.param_groups} == {1e-2, 0.0}
 
 
 def test_a_caption_without_weight_is_not_made():

@@ -305,6 +305,7 @@ def test_tokens_of_the_first_two_sentences(several, tiny_clip):
     assert not any("similarity" in table.header[0] for table in tables(several.report | {"encoders": older}))
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(several, tmp_path, monkeypatch):
     calls, encode = [], Backbone.encode_text
 
@@ -353,6 +354,7 @@ def test_evaluate_robustness_on_photographs(tiny_clip, tmp_path, capsys):
     assert all(edit.title in printed for edit in EDITS.values()) and "share of R@1 kept" in printed
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_edits_reach_the_encoder(tiny_clip, tmp_path):
     # Captions that agree but for the first sentence are all alike once it is removed: R@1 falls to 0, because ties
     # do not flatter. What the edits do to features is thus seen in the numbers.
@@ -374,6 +376,7 @@ def test_edits_reach_the_encoder(tiny_clip, tmp_path):
     assert 4 + 5 <= len(parts) <= 4 + 5 + SHUFFLES
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_who_finds_nothing_has_nothing_to_lose(tiny_clip, other_clip, tmp_path):
     data, images = make_tiny_data(tmp_path, 1)
     Path(data).write_text(json.dumps(json.loads(Path(data).read_text()) * 3))

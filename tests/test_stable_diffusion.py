@@ -9,7 +9,7 @@ from helpers.vocabulary import BOS, EOS, tiny_tokenizer
 
 from debias_diffusion.pipelines import StableDiffusionLongPromptImg2ImgPipeline, StableDiffusionLongPromptPipeline
 
-LONG = "a red cat on a blue sofa, " * 15 + "under a tree"  # 123 tokens, the first chunk cut after 72
+LONG = "a red cat on a blue sofa, " * 15 + "in a tree"  # 123 tokens, the first chunk cut after 72
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

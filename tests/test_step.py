@@ -1,22 +1,15 @@
 import math
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from helpers.literal import literal_info_nce, literal_sigmoid
-from helpers.steps import (
-    CASES,
-    assert_same_gradients,
-    gradients,
-    rich_setup,
-    run_in_processes,
-    step_setup,
-)
+from helpers.ranks import ranks
+from helpers.steps import CASES, assert_same_gradients, gradients, rich_setup, step_setup
 from open_clip.transformer import PatchDropout
-from safetensors.torch import load_file
 
 from debias_diffusion.training.step import Optimizer, backward
 
@@ -68,7 +61,7 @@ def assert_split_exactly(backbone, method, batch, modules, loss, expected):
     """Loss, gradients and their norm of the whole batch come out of chunks of any size."""
     models = [backbone] if modules is None else [backbone, modules]
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    for chunk in (None, 1, 3, 4):
+    for chunk in (None, 1, 4):
         for model in models:
             model.zero_grad()
         report = backward(backbone, method, batch, CPU, chunk=chunk, modules=modules)
@@ -78,11 +71,23 @@ def assert_split_exactly(backbone, method, batch, modules, loss, expected):
 
 
 @pytest.fixture(scope="module")
-def shared_gradients(tmp_path_factory):
-    """What two processes ended with, for all cases: {(case, chunk, rank): gradients}"""
-    folder = tmp_path_factory.mktemp("shared")
-    run_in_processes(2, str(Path(__file__).parent / "two_processes.py"), str(folder))
-    return {path.stem: load_file(path) for path in folder.iterdir()}
+def shared_gradients():
+    """What each of two processes, with half of the samples, ends with: [{(case, chunk): gradients}]"""
+
+    def steps(accelerator):
+        assert accelerator.num_processes == 2
+        found, half = {}, dict(size=3, first=3 * accelerator.process_index)
+        for case, chunk in product(CASES, (None, 2)):
+            backbone, recipe, batch = step_setup(case, **half)
+            backward(backbone, recipe, batch, accelerator, chunk=chunk)
+            found[case, chunk] = gradients(backbone)
+        for case, chunk in product(("rich", "kept"), (None, 2)):
+            backbone, method, batch, modules = rich_setup(kept=case == "kept", **half)
+            backward(backbone, method, batch, accelerator, chunk=chunk, modules=modules)
+            found[case, chunk] = gradients(backbone, modules)
+        return found
+
+    return ranks(2, steps)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -95,9 +100,8 @@ def test_loss_and_gradients_are_the_papers_however_the_batch_is_split(case, shar
     assert expected.keys() == dict(backbone.model.named_parameters()).keys()
     assert all(gradient.abs().sum() > 0 for gradient in expected.values())
     assert_split_exactly(backbone, recipe, batch, None, loss, expected)
-    for chunk in (None, 2):
-        for rank in range(2):
-            assert_same_gradients(shared_gradients[f"{case}-{chunk}-{rank}"], expected)
+    for of_one_process, chunk in product(shared_gradients, (None, 2)):
+        assert_same_gradients(of_one_process[case, chunk], expected)
 
 
 def test_a_methods_own_modules_features_and_views_are_split_exactly_too(shared_gradients):
@@ -111,9 +115,8 @@ def test_a_methods_own_modules_features_and_views_are_split_exactly_too(shared_g
     assert {"head.weight", "head.bias", "weight"} < expected.keys() and "frozen.weight" not in expected
     assert all(gradient.abs().sum() > 0 for gradient in expected.values())
     assert_split_exactly(backbone, method, batch, modules, loss, expected)
-    for chunk in (None, 2):
-        for rank in range(2):
-            assert_same_gradients(shared_gradients[f"rich-{chunk}-{rank}"], expected)
+    for of_one_process, chunk in product(shared_gradients, (None, 2)):
+        assert_same_gradients(of_one_process["rich", chunk], expected)
 
 
 def test_the_term_that_keeps_states_is_split_exactly_beside_any_method(shared_gradients):
@@ -133,9 +136,8 @@ def test_the_term_that_keeps_states_is_split_exactly_beside_any_method(shared_gr
     expected = gradients(backbone, modules)
     assert "method.head.weight" in expected and not any(name.startswith("teacher") for name in expected)
     assert_split_exactly(backbone, method, batch, modules, loss, expected)
-    for chunk in (None, 2):
-        for rank in range(2):
-            assert_same_gradients(shared_gradients[f"kept-{chunk}-{rank}"], expected)
+    for of_one_process, chunk in product(shared_gradients, (None, 2)):
+        assert_same_gradients(of_one_process["kept", chunk], expected)
 
 
 def test_chunks_draw_the_same_at_random_both_times():

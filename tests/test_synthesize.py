@@ -1,9 +1,7 @@
 """`synthesize` with a tiny LLaVA-NeXT, random or taught four scenes: what is kept, counted, refused and continued."""
 
 import json
-import random
 import shutil
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 import torch
 from helpers import tiny_llava
 from helpers.html_page import Page
-from helpers.two_commands import start_two
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
 
@@ -303,40 +300,6 @@ def test_a_damaged_part_is_written_again(tmp_path):
 
 
 # ---- as it is started
-
-
-def test_two_processes_continue_after_a_kill_with_the_same_bytes(models, scenes, tmp_path):
-    images = tmp_path / "images"
-    images.mkdir()
-    pictures = [Image.open(Path(scenes[0], name)) for name in scenes[2]]
-    rng = random.Random(0)
-    for index in range(16):
-        size = rng.choice([(48, 48), (100, 40), (48, 48)])
-        pictures[index % 4].resize(size).save(images / f"{index:02}.png")
-    settings = config(models["taught"], tmp_path / "whole", images=str(images), per_part=2, batch=2)
-    synthesize(settings)
-    assert lines(tmp_path / "whole" / "captions.jsonl")
-    shared = tmp_path / "shared"
-    arguments = f"synthesize --model {models['taught']} --images {images} --output {shared} --per-part 2 --batch 2"
-    arguments = [*arguments.split(), "--workers", "0"]
-    parts = shared / "parts"
-    processes = start_two(arguments, tmp_path / "killed")
-    deadline = time.monotonic() + 200
-    while not list(parts.glob("part-*.jsonl")) and processes[0].is_alive() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for process in processes:
-        process.kill()
-        process.join()
-    written = {path.name: path.stat().st_mtime_ns for path in parts.glob("part-*.jsonl")}
-    assert 0 < len(written) < 8 and not (shared / "captions.jsonl").exists()
-    for process in start_two(arguments, tmp_path / "screen"):
-        process.join(200)
-        assert process.exitcode == 0, (tmp_path / "screen-0").read_text()[-3000:]
-    printed = (tmp_path / "screen-0").read_text()
-    assert f"{len(written)} of 8 parts are finished" in printed and "each of 2 processes" in printed
-    assert "Kept" in printed and "Kept" not in (tmp_path / "screen-1").read_text()
-    assert {name: (parts / name).stat().st_mtime_ns for name in written} == written
-    assert content(shared) == content(tmp_path / "whole")
 
 
 def test_both_forms_as_a_newcomer_types_them(models, world, tmp_path, capsys):

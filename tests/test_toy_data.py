@@ -5,7 +5,6 @@ import pickle
 from pathlib import Path
 
 import pytest
-from helpers.tiny_clip import save_tiny_clip
 
 from debias_diffusion.data import Record, data_digest, open_data, read_captions, toy_scene, toy_scenes
 from debias_diffusion.errors import UserError
@@ -129,10 +128,10 @@ def test_a_copy_in_another_process_draws_the_same():
     assert again.open(image).tobytes() == source.open(image).tobytes()
 
 
-def test_train_reads_them_checks_them_and_caches_their_features(tmp_path, monkeypatch):
+def test_train_reads_them_checks_them_and_caches_their_features(tmp_path, world, monkeypatch):
     monkeypatch.setattr(toy_scenes, "PAIRS", 40)
     settings = dict(validation=4, batch=4, components=2, epochs=1, max_steps=2, warmup=1, workers=0, max_bad=0.0)
-    settings |= dict(data="toy/train-2", model=str(save_tiny_clip(tmp_path / "base")), output=str(tmp_path / "run"))
+    settings |= dict(data="toy/train-2", model=world[0], output=str(tmp_path / "run"))
     assert train(TrainConfig(**settings, check_data=True)) is None
     settings |= dict(freeze_image_tower=True, feature_cache=str(tmp_path / "features"))
     assert train(TrainConfig(**settings)) is not None

@@ -1,35 +1,33 @@
 import io
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import tarfile
-import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import open_clip
 import pytest
 import torch
-from helpers import poisoned_training
 from helpers.poisoned_training import poisoned_by
+from helpers.ranks import forked
 from helpers.tiny_clip import CONFIG, registered, tiny_siglip
 from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import (
     STEPS,
     config,
+    data_with_a_dragon,
     is_the_same_run,
     killed_copy,
     log,
     losses,
     recalls,
-    run_in_a_process,
-    run_in_two_processes,
     same_weights,
     saved,
-    wait_for_step,
     without_clock,
 )
 from PIL import Image
@@ -45,32 +43,25 @@ from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.retrieval import recall_at_k
-from debias_diffusion.training import TrainConfig, loop, train
+from debias_diffusion.training import TrainConfig, loop, stop, train
 from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.feature_cache import FeatureWriter
 from debias_diffusion.training.folder import RunFolder
 from debias_diffusion.training.setup import held_out_count
+from debias_diffusion.training.step import backward
 
 
-@pytest.fixture(scope="module")
-def finished(world, tmp_path_factory):
-    """The output folder of an uninterrupted run."""
-    output = tmp_path_factory.mktemp("finished")
-    train(config(world, output))
-    return output
-
-
-def test_a_run_leaves_what_it_says(world, finished):
-    lines = log(finished)
+def test_a_run_leaves_what_it_says(world, finished_run):
+    lines = log(finished_run)
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert {"loss", "short", "long", "logit_scale", "learning_rate", "epoch", "samples_per_second"} <= steps[0].keys()
-    assert [line["step"] for line in recalls(finished)] == [0, 3, 6, 7]
-    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["step-00000006", "step-00000007"]
-    assert json.loads((finished / "last" / "scores.json").read_text()) == {"step": 7}
-    assert not (finished / "best").exists()
-    assert open_clip.create_model(f"local-dir:{finished / 'last'}").context_length == 248
-    assert json.loads((finished / "settings.json").read_text())["precision"] == "fp32"  # auto, on a CPU
+    assert [line["step"] for line in recalls(finished_run)] == [0, 3, 6, 7]
+    assert sorted(path.name for path in (finished_run / "checkpoints").iterdir()) == ["step-00000006", "step-00000007"]
+    assert json.loads((finished_run / "last" / "scores.json").read_text()) == {"step": 7}
+    assert not (finished_run / "best").exists()
+    assert open_clip.create_model(f"local-dir:{finished_run / 'last'}").context_length == 248
+    assert json.loads((finished_run / "settings.json").read_text())["precision"] == "fp32"  # auto, on a CPU
 
 
 def test_the_best_is_chosen_on_pairs_that_are_neither_trained_on_nor_held_out(world, tmp_path, capsys):
@@ -110,9 +101,9 @@ def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
         train(replace(settings, keep_best=0))
 
 
-def test_a_run_of_an_earlier_release_continues_and_the_last_step_is_its_result(world, finished, tmp_path):
+def test_a_run_of_an_earlier_release_continues_and_the_last_step_is_its_result(world, finished_run, tmp_path):
     """Such a run kept the best by R@1 on the held-out pairs."""
-    run = killed_copy(finished, tmp_path / "run")
+    run = killed_copy(finished_run, tmp_path / "run")
     checkpoint = run / "checkpoints" / "step-00000006"
     with pytest.raises(UserError, match="has not ended, so it has no model yet"):
         load_two_tower(run)
@@ -122,66 +113,27 @@ def test_a_run_of_an_earlier_release_continues_and_the_last_step_is_its_result(w
     load_backbone(world[0]).save(run / "best")
     assert load_two_tower(run).context_length == 77  # the only model that there is
     train(config(world, run))
-    is_the_same_run(run, finished)
+    is_the_same_run(run, finished_run)
     assert load_two_tower(run).context_length == 248
 
 
-def test_training_learns_and_keeps_the_kept_rows(world, finished):
-    base, last = load_backbone(world[0]), load_backbone(str(finished / "last"))
+def test_training_learns_and_keeps_the_kept_rows(world, finished_run):
+    base, last = load_backbone(world[0]), load_backbone(str(finished_run / "last"))
     table = last.text.tower.positional_embedding
     assert torch.equal(table[:20], base.text.tower.positional_embedding[:20])
     stretched = load_backbone(world[0])
     stretched.stretch()
     assert (table[20:] != stretched.text.tower.positional_embedding[20:]).any(dim=1).all()
-    assert sum(losses(finished)[-2:]) < sum(losses(finished)[:2])
+    assert sum(losses(finished_run)[-2:]) < sum(losses(finished_run)[:2])
 
 
-def test_a_killed_run_continues_bit_identically(world, finished, tmp_path):
-    # Before the first checkpoint, and between two: a kill right after a checkpoint would prove less.
-    for step in (1, 5):
-        process = run_in_a_process(config(world, tmp_path))
-        wait_for_step(tmp_path, step, process)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not (tmp_path / "last").exists()
-    train(config(world, tmp_path, workers=2))
-    is_the_same_run(tmp_path, finished)
+def test_a_finished_run_is_not_made_again(world, finished_run, copy_of):
+    run = copy_of(finished_run)
+    assert train(config(world, run)) == run / "last"
+    assert without_clock(log(run)) == without_clock(log(finished_run))
 
 
-@pytest.mark.slow
-def test_killed_at_random_moments_it_still_ends_the_same(world, finished, tmp_path):
-    # 8 kills, in turn at a moment drawn from the next step on and inside the write of a checkpoint.
-    settings = dict(checkpoint_every=1, max_steps=200, eval_every=1000)
-    train(config(world, tmp_path / "alone", **settings))
-    rng, output, inside = random.Random(0), tmp_path / "killed", 0
-
-    def writes() -> bool:
-        return any((output / "checkpoints").glob(".step*"))
-
-    for kill in range(8):
-        process = run_in_a_process(config(world, output, **settings))
-        before = len(log(output)) if (output / "log.jsonl").exists() else 0
-        while process.poll() is None and (not (output / "log.jsonl").exists() or len(log(output)) <= before):
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.5))
-        while kill % 2 and process.poll() is None and not writes():
-            time.sleep(0.0005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        inside += writes()
-    assert not (output / "last").exists(), "all kills came too late"
-    assert inside, "no kill fell inside a write"
-    train(config(world, output, **settings))
-    is_the_same_run(output, tmp_path / "alone")
-
-
-def test_a_finished_run_is_not_made_again(world, finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
-    assert train(config(world, tmp_path / "run")) == tmp_path / "run" / "last"
-    assert without_clock(log(tmp_path / "run")) == without_clock(log(finished))
-
-
-def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, finished, tmp_path, capsys):
+def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, finished_run, tmp_path, capsys):
     train(config(world, tmp_path, pooling="average", keep_positions=0, max_steps=1))
     out = capsys.readouterr().out
     pairs = "18 to train on, 1 of them in each epoch's reserve; 6 held out"
@@ -189,20 +141,20 @@ def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, fi
     assert [part for part in (*parts, "time    about") if part not in out] == []
     last = load_backbone(str(tmp_path / "last"))
     assert (last.context_length, last.kept_positions, last.pooling) == (308, 0, "average")
-    assert load_backbone(str(finished / "last")).pooling == "eot"
+    assert load_backbone(str(finished_run / "last")).pooling == "eot"
 
 
-def test_an_already_stretched_model_is_trained_further_as_it_is(world, finished, tmp_path):
-    train(config((str(finished / "last"), *world[1:]), tmp_path, max_steps=1))
-    before, after = (load_backbone(str(f / "last")) for f in (finished, tmp_path))
+def test_an_already_stretched_model_is_trained_further_as_it_is(world, finished_run, tmp_path):
+    train(config((str(finished_run / "last"), *world[1:]), tmp_path, max_steps=1))
+    before, after = (load_backbone(str(f / "last")) for f in (finished_run, tmp_path))
     assert after.context_length == 248
     tables = [b.text.tower.positional_embedding for b in (before, after)]
     assert torch.equal(tables[0][:20], tables[1][:20]) and not torch.equal(tables[0], tables[1])
 
 
-def test_long_clip_and_overrides_change_the_run(world, finished, tmp_path):
+def test_long_clip_and_overrides_change_the_run(world, finished_run, tmp_path):
     changes = [{"recipe": "long-clip"}, {"padding": "none"}, {"short_weight": 0.7}, {"pooling": "average"}]
-    first = {losses(finished)[0]}
+    first = {losses(finished_run)[0]}
     for number, settings in enumerate(changes):
         train(config(world, tmp_path / str(number), max_steps=1, **settings))
         first.add(losses(tmp_path / str(number))[0])
@@ -210,24 +162,26 @@ def test_long_clip_and_overrides_change_the_run(world, finished, tmp_path):
 
 
 @pytest.mark.parametrize(("precision", "steps"), [("bf16", 4), ("fp16", 16)])
-def test_half_precisions_train_too_and_continue_bit_identically(world, finished, tmp_path, precision, steps):
+def test_half_precisions_train_too_and_continue_bit_identically(world, finished_run, tmp_path, precision, steps):
     settings = dict(precision=precision, max_steps=steps)
     train(config(world, tmp_path / "whole", **settings))
     half = losses(tmp_path / "whole")
-    assert half[0] == pytest.approx(losses(finished)[0], rel=0.05)
+    assert half[0] == pytest.approx(losses(finished_run)[0], rel=0.05)
     assert half[-1] < 0.7 * half[0]  # fp16 skips some steps first, until its scale is found
     train(config(world, killed_copy(tmp_path / "whole", tmp_path / "again", steps), **settings))
     assert same_weights(tmp_path / "whole", tmp_path / "again")
 
 
-def test_saving_memory_changes_nothing_but_rounding(world, finished, tmp_path):
+def test_saving_memory_changes_nothing_but_rounding(world, finished_run, tmp_path):
     train(config(world, tmp_path, chunk=3, checkpoint_activations=True))
-    assert losses(tmp_path) == pytest.approx(losses(finished), rel=1e-4)
+    assert losses(tmp_path)[0] == pytest.approx(losses(finished_run)[0], rel=1e-6)
+    # AdamW divides by the gradient's size, so rounding of gradients near 0 grows from step to step.
+    assert losses(tmp_path) == pytest.approx(losses(finished_run), rel=1e-3)
 
 
-def test_a_run_may_be_continued_with_less_memory(world, finished, tmp_path):
-    train(config(world, killed_copy(finished, tmp_path / "run"), chunk=2, keep=1))
-    assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=1e-4)
+def test_a_run_may_be_continued_with_less_memory(world, finished_run, tmp_path):
+    train(config(world, killed_copy(finished_run, tmp_path / "run"), chunk=2, keep=1))
+    assert losses(tmp_path / "run") == pytest.approx(losses(finished_run), rel=1e-4)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000007"]
 
 
@@ -246,18 +200,9 @@ def test_siglip_trains_with_its_own_loss_window_and_scale(world, tmp_path):
         train(config((str(tmp_path / "base"), *world[1:]), tmp_path / "other", label_smoothing=0.1))
 
 
-def data_with_fifteen(folder):
-    """(data file, image folder): the sixteenth caption has the word."""
-    data, images = make_tiny_data(folder)
-    entries = json.loads(Path(data).read_text())
-    entries[15]["conversations"][1]["value"] += " It is fifteen."
-    Path(data).write_text(json.dumps(entries))
-    return data, images
-
-
 def test_a_step_whose_loss_is_not_finite_is_not_applied_and_its_samples_are_named(world, tmp_path, monkeypatch):
-    data, images = data_with_fifteen(tmp_path / "world")
-    monkeypatch.setattr(loop, "prepare_backbone", poisoned_by("fifteen"))
+    data, images = data_with_a_dragon(tmp_path / "world")
+    monkeypatch.setattr(loop, "prepare_backbone", poisoned_by("dragon"))
     train(config((world[0], data, images), tmp_path / "run", max_steps=9))
     named = [json.loads(line) for line in (tmp_path / "run" / "not-finite.jsonl").read_text().splitlines()]
     left_out = {line["step"] for line in named}
@@ -271,14 +216,13 @@ def test_a_step_whose_loss_is_not_finite_is_not_applied_and_its_samples_are_name
 
 def test_two_processes_share_image_features_and_what_goes_wrong(world, tmp_path, monkeypatch):
     """A frozen image tower, a broken image and steps that are not finite, by one process and by two."""
-    monkeypatch.setattr(loop, "prepare_backbone", poisoned_by("fifteen"))
-    data, images = data_with_fifteen(tmp_path / "world")
+    monkeypatch.setattr(loop, "prepare_backbone", poisoned_by("dragon"))
+    data, images = data_with_a_dragon(tmp_path / "world")
     Path(images, "7.png").write_text("not an image")
     settings = dict(freeze_image_tower=True, max_bad=0.1, max_steps=6, eval_every=6)
     runs = [tmp_path / "alone" / "run", tmp_path / "shared" / "run"]  # each with a feature cache beside it
     train(config((world[0], data, images), runs[0], **settings))
-    program = (str(Path(poisoned_training.__file__)), "fifteen")
-    run_in_two_processes(config((world[0], data, images), runs[1], **settings), program)
+    forked(2, lambda _: str(train(config((world[0], data, images), runs[1], **settings))))
     for name in ("not-finite.jsonl", "bad-records.jsonl"):
         alone, shared = ([json.loads(line) for line in (run / name).read_text().splitlines()] for run in runs)
         assert shared and {json.dumps(line) for line in shared} == {json.dumps(line) for line in alone}
@@ -298,7 +242,7 @@ def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path, monkeypatch):
     assert len((tmp_path / "run" / "not-finite.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(world, finished, tmp_path):
+def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(world, finished_run, tmp_path):
     settings = dict(freeze_image_tower=True, feature_cache=str(tmp_path / "cache"))
     train(config(world, tmp_path / "first", **settings))
     base, last = load_backbone(world[0]), load_backbone(str(tmp_path / "first" / "last"))
@@ -306,8 +250,8 @@ def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(wor
         assert torch.equal(last.model.visual.state_dict()[name], tensor)
     assert not torch.equal(base.model.token_embedding.weight, last.model.token_embedding.weight)
     # The first step's loss needs no gradient: it is that of a run without freezing.
-    assert losses(tmp_path / "first")[0] == pytest.approx(losses(finished)[0], rel=1e-4)
-    assert recalls(tmp_path / "first")[0]["t2i_r1"] == recalls(finished)[0]["t2i_r1"]
+    assert losses(tmp_path / "first")[0] == pytest.approx(losses(finished_run)[0], rel=1e-4)
+    assert recalls(tmp_path / "first")[0]["t2i_r1"] == recalls(finished_run)[0]["t2i_r1"]
     written = {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")}
     assert written
     train(config(world, tmp_path / "second", **settings))
@@ -338,6 +282,25 @@ def test_sigterm_while_image_features_are_computed_stops_the_run_and_keeps_them(
     assert cached_bytes() == 40 * 24 * 4
 
 
+@pytest.mark.parametrize("apart", [0, 3])  # seconds, of two requests
+def test_a_second_ctrl_c_stops_at_once_but_not_one_that_a_launcher_forwards(world, tmp_path, monkeypatch, apart):
+    steps = []
+
+    def interrupted(*arguments):
+        steps.append(0)
+        for now in (100, 100 + apart):
+            monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda now=now: now))
+            os.kill(os.getpid(), signal.SIGINT)
+        return backward(*arguments)
+
+    monkeypatch.setattr(loop, "backward", interrupted)
+    with pytest.raises(KeyboardInterrupt) if apart else nullcontext():
+        assert train(config(world, tmp_path)) is None
+    assert len(steps) == 1
+    checkpoints = [path.name for path in tmp_path.glob("checkpoints/*")]
+    assert checkpoints == ([] if apart else ["step-00000001"])
+
+
 def test_tensorboard_has_what_the_log_has(world, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -356,7 +319,7 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_named(world, tmp_path, mo
         train(config(world, tmp_path, trackers="wandb"))
 
 
-def test_jsonl_and_shards_make_the_same_run_as_a_folder(world, finished, tmp_path):
+def test_jsonl_and_shards_make_the_same_run_as_a_folder(world, finished_run, tmp_path):
     entries = json.loads(Path(world[1]).read_text())
     lines = [{"image": e["image"], "caption": e["conversations"][1]["value"]} for e in entries]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -372,7 +335,7 @@ def test_jsonl_and_shards_make_the_same_run_as_a_folder(world, finished, tmp_pat
                     shard.addfile(member, io.BytesIO(content))
     train(config((world[0], str(tmp_path / "shards"), None), tmp_path / "tar"))
     for name in ("jsonl", "tar"):
-        assert same_weights(tmp_path / name, finished)
+        assert same_weights(tmp_path / name, finished_run)
 
 
 @pytest.mark.parametrize("spare", [6, 0])
@@ -530,12 +493,12 @@ def test_held_out_pairs_are_the_first_thousand_but_at_most_a_tenth(world, tmp_pa
     assert held_out_count(config(world, tmp_path, validation=1000), records) == 1000
 
 
-def test_a_run_keeps_the_held_out_pairs_it_began_with(world, finished, tmp_path):
+def test_a_run_keeps_the_held_out_pairs_it_began_with(world, finished_run, copy_of):
     """As runs begun when the default was a number."""
-    shutil.copytree(finished, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "last")
-    train(config(world, tmp_path / "run", validation="auto"))
-    assert same_weights(tmp_path / "run", finished)
+    run = copy_of(finished_run)
+    shutil.rmtree(run / "last")
+    train(config(world, run, validation="auto"))
+    assert same_weights(run, finished_run)
 
 
 def test_compiling_without_a_compiler_is_refused(world, tmp_path, monkeypatch):
@@ -545,11 +508,11 @@ def test_compiling_without_a_compiler_is_refused(world, tmp_path, monkeypatch):
         train(config(world, tmp_path / "run", compile=True))
 
 
-def test_an_output_folder_of_other_settings_is_refused(world, finished):
-    before = log(finished)
+def test_an_output_folder_of_other_settings_is_refused(world, finished_run, copy_of):
+    run = copy_of(finished_run)
     with pytest.raises(UserError, match=r"other settings \(learning_rate: 0.001 there, 0.0001 here; seed: 0"):
-        train(config(world, finished, seed=1, learning_rate=1e-4))
-    assert log(finished) == before
+        train(config(world, run, seed=1, learning_rate=1e-4))
+    assert log(run) == log(finished_run)
 
 
 def test_two_runs_do_not_share_a_folder(world, tmp_path):
@@ -569,8 +532,8 @@ def small_disk(tmp_path):
 
 
 def test_too_small_a_disk_is_noticed_before_the_run(world, small_disk):
-    with pytest.raises(UserError, match=r"needs about 0\.\d GB on the disk .* and 0.0 GB are free"):
-        train(config(world, small_disk / "run"))
+    with pytest.raises(UserError, match=r"needs about 0\.[1-9] GB on the disk .* and 0.0 GB are free"):
+        train(config(world, small_disk / "run", keep=200))
     # Nothing was begun there, so that other settings may try.
     assert not (small_disk / "run" / "settings.json").exists()
 
@@ -605,13 +568,13 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_costs_nothing_but_time(worl
     def fill_after_step_five(folder, line):
         write_line(folder, line)
         if line["step"] == 5:
-            resize(shutil.disk_usage(small_disk).used // 1000 + 4000)
+            resize(shutil.disk_usage(small_disk).used // 1000 + 400)  # a third of a checkpoint
 
     resize(200_000)
     output.mkdir()
     (small_disk / "checkpoints").mkdir()
     (output / "checkpoints").symlink_to(small_disk / "checkpoints")
-    settings = dict(max_steps=12, eval_every=100)
+    settings = dict(max_steps=8, eval_every=100)
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "log", fill_after_step_five)
         with pytest.raises(UserError, match="No space left on the disk.*start the same command again"):
@@ -624,7 +587,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_costs_nothing_but_time(worl
     assert same_weights(output, tmp_path / "alone")
 
 
-def test_the_images_pass_open_clips_validation_transform(world, finished):
+def test_the_images_pass_open_clips_validation_transform(world):
     backbone = load_backbone(world[0])
     image = Image.new("RGB", (50, 40), (255, 0, 0))
     _, _, transform = open_clip.create_model_and_transforms(f"local-dir:{world[0]}")

@@ -24,6 +24,7 @@ from debias_diffusion.interchange import (
 )
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.tokens import clip_tokenizer
 
 CAPTIONS = ["A cat sits on a red mat. " * 60, "A dog.", "Two birds fly over a blue house, and a man looks up. " * 4]
 
@@ -70,7 +71,7 @@ def test_a_run_is_its_last_model_and_a_folder_itself(tmp_path):
 
 
 def test_a_name_with_weights_is_that_model_and_without_any_is_refused(tmp_path):
-    backbone = tiny_clip(quick_gelu=True).eval()
+    backbone = tiny_clip(quick_gelu=True, tokenizer=clip_tokenizer(77)).eval()
     torch.save(backbone.model.state_dict(), tmp_path / "weights.pt")
     with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
         check(load_two_tower(f"tiny-quickgelu:{tmp_path / 'weights.pt'}"), backbone)
@@ -219,12 +220,12 @@ def known(tmp_path):
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_file_with_both_towers_is_the_model_of_its_sizes_with_a_warning(tmp_path, known):
-    backbone = tiny_clip().eval()
+    backbone = tiny_clip(tokenizer=clip_tokenizer(77)).eval()
     save_file(backbone.model.state_dict(), tmp_path / "weights.safetensors")
     with pytest.warns(UserWarning, match="tiny is assumed. Models of its sizes: tiny or tiny-quick"):
         check(load_two_tower(tmp_path / "weights.safetensors"), backbone)
     # A configuration beside it has precedence over the rule, by which three blocks have GELU.
-    quick = tiny_clip(quick_gelu=True).eval()
+    quick = tiny_clip(quick_gelu=True, tokenizer=clip_tokenizer(77)).eval()
     beside = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_act": "quick_gelu"}
     (tmp_path / "config.json").write_text(json.dumps(beside))
     check(load_two_tower(tmp_path / "weights.safetensors"), quick)
@@ -250,7 +251,7 @@ def test_twelve_blocks_and_long_clips_weights_are_openais_activation(tmp_path):
 
 
 def test_a_file_without_an_image_tower_or_of_unknown_sizes_is_refused(tmp_path, known):
-    backbone = tiny_clip()
+    backbone = tiny_clip(tokenizer=clip_tokenizer(77))
     state = backbone.model.state_dict()
     write_file(to_transformers(backbone)[0], tmp_path / "clip_l.safetensors")
     save_file({name: t for name, t in state.items() if not name.startswith("visual.")}, tmp_path / "text.safetensors")

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from adversarial.fuzzing import rounds
-from adversarial.processes import PATIENCE, files, finish, start
+from fuzzing import rounds
 from helpers import tiny_sdxl
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import make_tiny_data
+from processes import PATIENCE, files, finish, start
 from safetensors.torch import load_file
-
-pytestmark = pytest.mark.slow
 
 
 def flip(path: Path, rng: random.Random) -> None:

@@ -4,9 +4,10 @@ import io
 import os
 import subprocess
 import tarfile
+from functools import cache
 
 import pytest
-from adversarial.fuzzing import examples, fuzz, no_hang
+from fuzzing import examples, fuzz, no_hang
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -16,13 +17,16 @@ from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.methods import find_method
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
-pytestmark = pytest.mark.slow
-
-TOKENIZER = CaptionTokenizer(clip_tokenizer(77), 77)
 MODES = ("RGB", "L", "P", "1", "RGBA", "LA", "CMYK", "I;16", "I", "F")
 ENDINGS = ("jpg", "png", "webp", "gif", "tif", "eps", "avif", "dat")
 
 
+@cache
+def tokenizer() -> CaptionTokenizer:
+    return CaptionTokenizer(clip_tokenizer(77), 77)
+
+
+@cache
 def encoded() -> list[bytes]:
     """A small image in every format and mode that Pillow writes."""
     Image.init()
@@ -39,14 +43,14 @@ def encoded() -> list[bytes]:
     return files
 
 
-FILES = encoded()
-WHOLE = next(file for file in FILES if file.startswith(b"\x89PNG"))
+def whole_png() -> bytes:
+    return next(file for file in encoded() if file.startswith(b"\x89PNG"))
 
 
 @st.composite
 def damaged(draw) -> bytes:
     """One of the files: whole, with some bytes changed, cut short, with another's beginning, or with bytes added."""
-    content = bytearray(draw(st.sampled_from(FILES)))
+    content = bytearray(draw(st.sampled_from(encoded())))
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, max(0, min(len(content), 512) - 1)) | st.integers(0, max(0, len(content) - 1)))
         kind = draw(st.sampled_from(("flip", "cut", "begin", "add", "huge")))
@@ -55,7 +59,7 @@ def damaged(draw) -> bytes:
         elif kind == "cut":
             del content[at:]
         elif kind == "begin":
-            begin = draw(st.sampled_from(FILES))[: draw(st.integers(1, 64))]
+            begin = draw(st.sampled_from(encoded()))[: draw(st.integers(1, 64))]
             content[: len(begin)] = begin
         elif kind == "add":
             content[at:at] = draw(st.binary(max_size=64))
@@ -83,14 +87,14 @@ def sample(captions, source, index: int, reserve: int):
         return image
 
     dataset = CaptionDataset(
-        captions.records, source, preprocess, TOKENIZER, find_method("debias-clip"), 0, lambda epoch: [reserve]
+        captions.records, source, preprocess, tokenizer(), find_method("debias-clip"), 0, lambda epoch: [reserve]
     )
     with no_hang():
         return dataset[0, index, 0], seen
 
 
 def test_an_image_of_a_folder_opens_or_is_a_bad_record(tmp_path):
-    (tmp_path / "whole.png").write_bytes(WHOLE)
+    (tmp_path / "whole.png").write_bytes(whole_png())
     opened, refused = 0, 0
 
     @examples(200)
@@ -123,7 +127,7 @@ def test_a_shard_is_read_as_far_as_it_can_be(tmp_path):
     def search(contents, flips, data):
         buffer, first = io.BytesIO(), 0
         with tarfile.open(fileobj=buffer, mode="w") as tar:
-            for number, content in enumerate([WHOLE, *contents]):
+            for number, content in enumerate([whole_png(), *contents]):
                 for name, part in ((f"{number}.png", content), (f"{number}.txt", b"A. B.")):
                     member = tarfile.TarInfo(name)
                     member.size = len(part)
@@ -148,7 +152,7 @@ def test_every_path_in_a_folder_opens_or_is_a_bad_record(tmp_path):
     """What is no file of its own: links, loops, pipes, devices, folders, sockets."""
     inside = tmp_path / "images"
     inside.mkdir()
-    (tmp_path / "outside.png").write_bytes(WHOLE)
+    (tmp_path / "outside.png").write_bytes(whole_png())
     (inside / "loop").symlink_to("loop")
     (inside / "first").symlink_to("second")
     (inside / "second").symlink_to("first")

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from adversarial.fuzzing import rounds
-from adversarial.processes import PATIENCE, files, finish, start
+from fuzzing import rounds
 from helpers import tiny_sdxl
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import make_tiny_data
+from processes import PATIENCE, files, finish, start
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 

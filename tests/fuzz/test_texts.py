@@ -3,11 +3,10 @@
 import json
 import math
 
-import pytest
-from adversarial.fuzzing import examples, fuzz, no_hang
-from adversarial.mutations import damaged_bytes
+from fuzzing import examples, fuzz, no_hang
 from hypothesis import given
 from hypothesis import strategies as st
+from mutations import damaged_bytes
 
 from debias_diffusion.app.generate.prompts import read_prompts
 from debias_diffusion.data import open_data
@@ -17,9 +16,6 @@ from debias_diffusion.methods.sampling import SAMPLERS, draw_generator
 from debias_diffusion.sentences import join_sentences, split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clean, clip_tokenizer
 
-pytestmark = pytest.mark.slow
-
-TOKENIZER = CaptionTokenizer(clip_tokenizer(248), 248)
 PIECES = (
     *("Dr. No", "e.g.", "3.14", "...", "?!", "。", "॥", '"a." ', "(b. ", "\n", "\t", "\u2028", "\x00", "&amp;amp;"),
     *("<|endoftext|>", "<end_of_text>", "é", "e\u0301", "\u0345", "\ufeff", "\u200b", "👩‍👩‍👧", "ﬁ", "Ⅻ", "İ", "ſ"),
@@ -29,6 +25,7 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=20), max_size=40).ma
 
 
 def test_every_caption_is_split_sampled_and_tokenized():
+    tokenizer = CaptionTokenizer(clip_tokenizer(248), 248)
     recipes = [find_method(name) for name in ("debias-clip", "long-clip", "smart-clip-sampling")]
 
     @examples(200)
@@ -47,10 +44,10 @@ def test_every_caption_is_split_sampled_and_tokenized():
                 assert drawn and set(drawn) <= set(sentences)
             assert clean(clean(caption)) == clean(clean(clean(caption)))
             for recipe in recipes:
-                one, other = (recipe.captions(caption, TOKENIZER, seed, 0, "id") for _ in range(2))
+                one, other = (recipe.captions(caption, tokenizer, seed, 0, "id") for _ in range(2))
                 assert one == other
-                rows = recipe.collate([one], TOKENIZER).padded()
-                assert rows.shape[1] == 248 and (rows == TOKENIZER.markers.eot).sum(dim=1).min() == 1
+                rows = recipe.collate([one], tokenizer).padded()
+                assert rows.shape[1] == 248 and (rows == tokenizer.markers.eot).sum(dim=1).min() == 1
 
     fuzz(search, seconds=15)
 

@@ -1,20 +1,19 @@
-"""Steps of Fix-CLIP's cases on a tiny CLIP; as a program, shared by two processes."""
+"""Steps of Fix-CLIP's cases on a tiny CLIP."""
 
-import sys
 from dataclasses import replace
 
 import torch
 from helpers.tiny_clip import everyday, tiny_clip
 from helpers.tiny_data import caption
 from helpers.vocabulary import tiny_tokenizer
-from safetensors.torch import save_file
 
 from debias_diffusion.data.dataset import Collate, Sample
 from debias_diffusion.methods import METHODS
-from debias_diffusion.training.step import backward
+from debias_diffusion.models.regional_prompts import PromptSettings
 
 TOKENIZER = tiny_tokenizer(77)
 LAYERS, GROUPS, PROMPTS, COMPONENTS = 4, 2, 3, 3
+N = 16  # patches
 _HIERARCHY = {"groups": GROUPS, "first_group": 1}
 _PROMPTS = {"prompts": PROMPTS}
 _NONE = {"prompt_mask": "none"}
@@ -78,14 +77,14 @@ def gradients(*models):
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-if __name__ == "__main__":
-    from accelerate import Accelerator
+def pixels(count=3):
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
-    accelerator = Accelerator(cpu=True)
-    rank = accelerator.process_index
-    assert accelerator.num_processes == 2
-    for number, case in enumerate(CASES):
-        backbone, method, modules, batch = setup(case, size=3, first=3 * rank)
-        backward(backbone, method, batch, accelerator, chunk=2, modules=modules)
-        save_file(gradients(backbone, modules), f"{sys.argv[1]}/{number}-{rank}.safetensors")
-    accelerator.end_training()
+
+def prompted(mask="bands", update="replace", layers="own", count=PROMPTS):
+    """A float64 backbone of four blocks a tower with prompts of everyday size."""
+    backbone = tiny_clip(layers=LAYERS)
+    torch.manual_seed(2)
+    backbone.add_prompts(PromptSettings(count, mask, update, layers))
+    everyday(backbone.model.visual.regional_prompts)
+    return backbone.double()

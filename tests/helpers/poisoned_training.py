@@ -1,6 +1,6 @@
 """Training in which one word's embedding is NaN, as after a step that went wrong: no base model may come like that.
 
-python tests/poisoned_training.py WORD train --data=...
+python tests/helpers/poisoned_training.py WORD train --data=...
 """
 
 import sys

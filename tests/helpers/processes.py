@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 
 
 def start(command: list[str], **environment: str) -> subprocess.Popen:
@@ -18,3 +19,13 @@ def start_ranks(command: list[str], count: int) -> list[subprocess.Popen]:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
     return [start(command, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(count)]
+
+
+def run_in_processes(count, *command):
+    """What `count` processes of a Python program print, as torch's launcher starts them."""
+    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={count}", "--master_port=0", "--standalone"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launch, *command]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

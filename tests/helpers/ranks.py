@@ -7,6 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,24 +21,33 @@ PATIENCE = 60  # seconds, for what takes a few
 def forked(count: int, work: Callable[[int], Any], group: bool = True) -> list[Any]:
     """What `work(rank)` returns in each of `count` forked processes, as `torch.load(weights_only=True)` reads it.
 
+    A process that fails ends the others; its traceback is in the AssertionError.
+
     Args:
         group: the processes form one group over gloo, as a launcher's do.
 
     torch must have had one thread from its first operation on (conftest.py), or a child hangs.
     """
     assert torch.get_num_threads() == 1, "a process of several threads cannot be forked"
+    status = {}  # exit codes by process
     with tempfile.TemporaryDirectory() as folder:
-        children = [_fork(rank, count, work, folder, group) for rank in range(count)]
-        ends, status = time.monotonic() + PATIENCE, {}
-        while len(status) < count and time.monotonic() < ends and not any(status.values()):
-            for child in set(children) - status.keys():
-                if (ended := os.waitpid(child, os.WNOHANG))[0]:
-                    status[child] = ended[1]
-            time.sleep(0.005)
-        for child in set(children) - status.keys():  # hangs, or waits for one that has failed
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        assert [status.get(child) for child in children] == [0] * count, f"exit codes {status} of {children}"
+        children = []
+        try:
+            for rank in range(count):
+                children.append(_fork(rank, count, work, folder, group))
+            ends = time.monotonic() + PATIENCE
+            while len(status) < count and time.monotonic() < ends and not any(status.values()):
+                for child in set(children) - status.keys():
+                    if (ended := os.waitpid(child, os.WNOHANG))[0]:
+                        status[child] = os.waitstatus_to_exitcode(ended[1])
+                time.sleep(0.005)
+        finally:
+            for child in set(children) - status.keys():  # hangs, or waits for one that has failed
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        failed = "\n".join(file.read_text() for file in sorted(Path(folder).glob("*.txt")))
+        codes = [status.get(child, f"ended after {PATIENCE} s, or because another had failed") for child in children]
+        assert codes == [0] * count, f"exit codes {codes}\n{failed}"
         return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(count)]
 
 
@@ -48,22 +58,18 @@ def _fork(rank: int, count: int, work: Callable[[int], Any], folder: str, group:
         return child
     try:
         if group:
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": count,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": 0,
-            }
-            os.environ |= {name: str(value) for name, value in place.items()} | {"ACCELERATE_USE_CPU": "true"}
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "ACCELERATE_USE_CPU": "true"}
+            os.environ |= {name: str(value) for name, value in place.items()}
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
             AcceleratorState._reset_state(True)
         torch.save(work(rank), f"{folder}/{rank}.pt")
+        if group:
+            dist.barrier()  # who leaves earlier would break what another still receives
         sys.stdout.flush()
         os._exit(0)
     except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
+        Path(folder, f"{rank}.txt").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)
 
 

@@ -1,12 +1,9 @@
-"""Units of work for processes that `test_reproduce` starts."""
+"""Units of work for processes that `test_reproduce` forks."""
 
-import multiprocessing
 import os
 import time
 from pathlib import Path
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["debias_diffusion.app.units"])
 COUNT = 12
 SUM = "sum"
 

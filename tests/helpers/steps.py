@@ -1,9 +1,6 @@
 """One training step in float64: what a method and a batch are."""
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,13 +97,3 @@ def assert_same_gradients(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
-
-
-def run_in_processes(count, *command):
-    """What `count` processes of a Python program print, as torch's launcher starts them."""
-    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={count}", "--master_port=0", "--standalone"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launch, *command]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout

@@ -1,32 +1,41 @@
-"""Stops at any write, as a kill does, without a process to kill."""
+"""What a kill leaves in a folder, at any of its writes, without a process to kill."""
 
 import os
+import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
-WRITES = ("replace", "rename", "fsync", "unlink", "remove", "rmdir")
-
-
-class Stopped(BaseException):
-    """No `except Exception` may swallow it, as no program survives a kill."""
+# All that pathlib, shutil and debias_diffusion change or sync files with, other than writing into an open one.
+WRITES = ("mkdir", "replace", "rename", "fsync", "truncate", "unlink", "remove", "rmdir")
 
 
 @contextmanager
-def stopped_at(write: int):
-    """From the write of this number on every rename, sync and removal raises, cleaning up in `finally` included.
+def copied_at_writes(folder: Path, to: Path) -> Iterator[list[Path]]:
+    """Copies `folder` before each call of `WRITES`, to subfolders of `to`: what a kill at that moment leaves.
 
-    Yields a list with the name of each call that was asked for.
+    Yields the list of copies. A call before which nothing has changed since the last copy makes none.
     """
-    asked = []
+    copies, states, copying = [], [], False
 
-    def counted(name, function):
+    def copy(name: str) -> None:
+        nonlocal copying
+        if copying or not folder.exists():
+            return
+        copying = True
+        content = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+        if content not in states[-1:]:
+            states.append(content)
+            copies.append(shutil.copytree(folder, to / f"{len(copies):03}-before-{name}"))
+        copying = False
+
+    def copied_before(name, function):
         def call(*arguments, **options):
-            asked.append(name)
-            if len(asked) > write:
-                raise Stopped
+            copy(name)
             return function(*arguments, **options)
 
         return call
 
-    with mock.patch.multiple(os, **{name: counted(name, getattr(os, name)) for name in WRITES}):
-        yield asked
+    with mock.patch.multiple(os, **{name: copied_before(name, getattr(os, name)) for name in WRITES}):
+        yield copies

@@ -1,13 +1,14 @@
 """Text encoders in the layouts that people publish, and what each must compute."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
 import open_clip
 import torch
 from helpers.tiny_clip import CONFIG, tiny_clip
-from helpers.vocabulary import SIZE, tiny_tokenizer
-from transformers import CLIPTextModelWithProjection
+from helpers.vocabulary import tiny_tokenizer
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.tokens import CaptionTokenizer
@@ -19,18 +20,26 @@ CAPTIONS = [
 ]
 
 
-def text_backbone(text_cfg: dict, embed_dim: int, quick_gelu: bool, seed: int = 0) -> Backbone:
-    """A two-tower with open_clip's text tower of these sizes, stretched, and the smallest of image towers."""
-    text_cfg = {"context_length": 77, "vocab_size": SIZE} | text_cfg
+def text_backbone(
+    text_cfg: dict,
+    embed_dim: int,
+    quick_gelu: bool,
+    seed: int = 0,
+    vocabulary: Callable[[int], CLIPTokenizer] = tiny_tokenizer,
+) -> Backbone:
+    """A two-tower with open_clip's text tower of these sizes, stretched, and the smallest of image towers.
+
+    `vocabulary`: `clip_tokenizer` where a single file of the encoder is read, which takes CLIP's own alone.
+    """
+    tokenizer = vocabulary(77)
+    text_cfg = {"context_length": 77, "vocab_size": len(tokenizer)} | text_cfg
     config = deepcopy(CONFIG) | {"embed_dim": embed_dim, "text_cfg": text_cfg, "quick_gelu": quick_gelu}
     torch.manual_seed(seed)
     model = open_clip.CLIP(**deepcopy(config))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))  # biases too, which begin as zeros
-    backbone = Backbone(
-        model, CaptionTokenizer(tiny_tokenizer(77), 77), {"model_cfg": config, "preprocess_cfg": {}}, True
-    )
+    backbone = Backbone(model, CaptionTokenizer(tokenizer, 77), {"model_cfg": config, "preprocess_cfg": {}}, True)
     backbone.stretch()
     return backbone.eval()
 

@@ -132,6 +132,13 @@ def byte_tokenizer(context_length: int) -> CLIPTokenizer:
     return make_clip_tokenizer({word: i for i, word in enumerate(words)}, [], model_max_length=context_length)
 
 
+def without_weights(model, config):
+    """A Backbone around `model`, with a tiny tokenizer of the kind the family has."""
+    family, text_cfg = find_family("this", config), config["text_cfg"]
+    tokenizer = byte_tokenizer(77) if family.sot else siglip_tokenizer(2 if "act_kwargs" in text_cfg else 1)
+    return Backbone(model, family.caption_tokenizer(tokenizer, text_cfg), {"model_cfg": config}, random_weights=True)
+
+
 def save_tiny_clip(folder: Path, **settings) -> str:
     """The same as an open_clip folder, without traces of training: a base model."""
     tiny_clip(**settings).save(folder)

@@ -1,7 +1,7 @@
 """A LLaVA-NeXT of a few ten thousand parameters, with a tokenizer and a chat template: random, or taught a few scenes.
 
-`python tests/tiny_llava.py FOLDER` writes one that has learned four scenes of the toy world, for the README's kind of
-first run: it describes any image as one of these.
+`python tests/helpers/tiny_llava.py FOLDER` writes one that has learned four scenes of the toy world, for the README's
+kind of first run: it describes any image as one of these.
 """
 
 import argparse

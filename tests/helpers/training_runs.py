@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+from helpers.tiny_data import make_tiny_data
 from safetensors.torch import load_file
 
 from debias_diffusion.training import TrainConfig
@@ -21,6 +22,15 @@ def config(world, output, **settings) -> TrainConfig:
     defaults = dict(validation=6, batch=8, components=3, epochs=50, max_steps=STEPS, warmup=2, learning_rate=1e-3)
     defaults |= dict(workers=0, eval_every=3, checkpoint_every=2, log_every=1, weight_decay=0.1)
     return TrainConfig(data=data, images=images, output=str(output), model=model, **defaults | settings)
+
+
+def data_with_a_dragon(folder: Path) -> tuple[str, str]:
+    """(data file, image folder): the sixteenth caption has the word, which is one token."""
+    data, images = make_tiny_data(folder)
+    entries = json.loads(Path(data).read_text())
+    entries[15]["conversations"][1]["value"] += " It is a dragon."
+    Path(data).write_text(json.dumps(entries))
+    return data, images
 
 
 def log(output):
@@ -53,6 +63,8 @@ def is_the_same_run(output, other):
 def killed_copy(finished, output, step=STEPS):
     """A copy of a finished run as a kill in its step `step`, the last one, leaves it."""
     shutil.copytree(finished, output)
+    for path in (output, *output.rglob("*")):  # a shared folder is read-only
+        path.chmod(path.stat().st_mode | 0o200)
     shutil.rmtree(output / "last")
     shutil.rmtree(output / "checkpoints" / f"step-{step:08}")
     return output

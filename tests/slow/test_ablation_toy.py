@@ -128,7 +128,6 @@ def test_planted_harm_is_found_and_quieting_it_helps_unseen_scenes(world, block,
     check_planted_harm(world, block, seed, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("block", "seed"), ANOTHER)
 def test_planted_harm_is_found_in_another_head_of_every_layer(world, block, seed, tmp_path):
     check_planted_harm(world, block, seed, tmp_path)

@@ -1,6 +1,6 @@
 """The demo's page in a real browser: Debian's chromium, driven by Playwright, without requests to other machines.
 
-    python tests/test_demo_browser.py docs
+    PYTHONPATH=tests python tests/slow/test_demo_browser.py docs
 
 writes the screenshots of the documentation.
 """
@@ -8,14 +8,13 @@ writes the screenshots of the documentation.
 import base64
 import os
 import re
-import shutil
 import sys
-import warnings
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
 import pytest
+from helpers.browser import CHROMIUM, require_chromium
 from helpers.demo_clients import LONG, opened_page
 from helpers.demo_steps import counted_steps
 from PIL import Image
@@ -29,12 +28,7 @@ from debias_diffusion.app.generate.png_settings import read_settings
 from debias_diffusion.eval.common.encoders import labels
 from debias_diffusion.eval.options import TOYS
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    missing = "THE DEMO'S PAGE IS NOT TESTED: there is no chromium here (apt-get install chromium)"
-    warnings.warn(missing, stacklevel=1)
-    pytest.skip(missing, allow_module_level=True)
-
+require_chromium()
 expect.set_options(timeout=30_000)  # a busy machine takes more than the usual 5 seconds
 
 HOSTILE = "<img src=x onerror=window.hacked=1> ${window.hacked=1} {{window.hacked=1}}"

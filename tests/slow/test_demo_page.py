@@ -1,4 +1,4 @@
-"""The demo as programs use it: endpoints, queue, and refusals. tests/test_demo_browser.py tests the page."""
+"""The demo as programs use it: endpoints, queue, and refusals. tests/slow/test_demo_browser.py tests the page."""
 
 import base64
 import os
@@ -25,6 +25,7 @@ from gradio_client import Client, handle_file
 from gradio_client.utils import QueueError
 from helpers.demo_clients import LONG, Visitor, drawing, opened_page, wait_until
 from helpers.demo_steps import counted_steps
+from helpers.modules import ROOT
 from helpers.tiny_sdxl import build_tiny_sdxl
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -41,7 +42,7 @@ from debias_diffusion.errors import UserError
 
 QUICK = {"encoders": ["toy/clip"], "steps": 2}
 LENGTHY = {"steps": 100}  # by five encoders: 500 steps
-SPACE = Path(__file__).parents[1] / "app" / "space"
+SPACE = ROOT / "app" / "space"
 HOSTILE = "<img src=x onerror=\"alert('a')\">${alert(1)}{{x}}"
 
 
@@ -311,7 +312,6 @@ def test_nobody_gets_anothers_picture(url, models):
     assert together(url, range(4)) == [alone(models, seed=seed) for seed in range(4)]
 
 
-@pytest.mark.slow
 def test_fifty_at_once(url, models):
     found = together(url, range(50))
     expected = [alone(models, seed=seed) for seed in range(50)]
@@ -319,7 +319,6 @@ def test_fifty_at_once(url, models):
     assert found == expected
 
 
-@pytest.mark.slow
 def test_memory_stays_flat(visitor):
     def resident() -> int:
         return psutil.Process().memory_info().rss
@@ -622,7 +621,6 @@ def test_a_space_has_what_it_needs():
     assert re.match(r"[\w-]+", needed)[0] == "debias-diffusion"
 
 
-@pytest.mark.slow
 def test_a_space_opens_and_is_ended_by_an_interrupt(tmp_path):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "GRADIO_TEMP_DIR": str(tmp_path)}
     command = [sys.executable, str(SPACE / "app.py")]

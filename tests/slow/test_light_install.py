@@ -8,18 +8,15 @@ from pathlib import Path
 import pytest
 from helpers.modules import ROOT
 
-from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command
 from debias_diffusion.errors import EXTRAS
 
-TESTS = Path(__file__).parent
-# By the name of the import, the name of the distribution where it is another.
-DISTRIBUTIONS = {"open_clip": "open_clip_torch", "torch_fidelity": "torch-fidelity"}
+TESTS = ROOT / "tests"
 
 
 def run(code: str, folder: Path) -> str:
     """What the code prints in a process without the optional libraries, in `folder`."""
     code = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n{code}"
-    command = [sys.executable, TESTS / "without_extras.py"]
+    command = [sys.executable, TESTS / "helpers" / "without_extras.py"]
     done = subprocess.run(command, input=code, capture_output=True, text=True, cwd=folder, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -41,8 +38,9 @@ from debias_diffusion import load_text_encoder
 from debias_diffusion.app.cli import main
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines import with_long_prompts
+from debias_diffusion.tokens import clip_tokenizer
 
-base = str(tiny_sdxl.build_tiny_sdxl("base"))
+base = str(tiny_sdxl.build_tiny_sdxl("base", vocabulary=clip_tokenizer))
 pipe = with_long_prompts(diffusers.DiffusionPipeline.from_pretrained(base))
 pipe.set_progress_bar_config(disable=True)
 LONG = "A red cat sleeps on a blue sofa, next to a window. " * 12
@@ -104,22 +102,3 @@ def test_what_needs_an_extra_names_it(printed):
     ]
     for line, extra in zip(stopped, ("train", "train", "eval", "app"), strict=True):
         assert ") 2 error: " in line and line.endswith(install.format(extra))
-
-
-def requirements(lines: list[str]) -> set[str]:
-    """The names of distributions, without extras and versions."""
-    return {re.match(r"[\w-]+", line)[0] for line in lines}
-
-
-def test_extras_install_what_is_optional_and_commands_name_one():
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    for library, extra in EXTRAS.items():
-        distribution = DISTRIBUTIONS.get(library, library)
-        assert distribution in requirements(extras[extra]) - requirements(project["dependencies"])
-    for inner, outer in ("train", "eval"), ("eval", "app"), ("app", "all"), ("all", "dev"):
-        assert f"debias-diffusion[{inner}]" in extras[outer]
-    commands = [command for command in (*COMMANDS.values(), *EVALUATIONS.values()) if isinstance(command, Command)]
-    assert {command.extra for command in commands} == {"", "train", "eval", "app"}
-    assert {COMMANDS[name].extra for name in ("export", "generate")} == {""}

@@ -2,9 +2,7 @@
 
 import sys
 
-import pytest
-from helpers.processes import start_ranks
-from helpers.steps import run_in_processes
+from helpers.processes import run_in_processes, start_ranks
 
 SCRIPT = """
 import sys
@@ -48,7 +46,6 @@ def run_processes(count: int, case: str) -> tuple[list[int], list[str]]:
     return [process.returncode for process in processes], outputs
 
 
-@pytest.mark.slow
 def test_every_process_leaves_with_its_own_exit_code():
     codes, outputs = run_processes(4, "together")
     assert codes == [0, 2, 130, 1], outputs

@@ -5,25 +5,13 @@ import subprocess
 import sys
 import time
 
-import pytest
 from diffusers import StableDiffusionXLPipeline
 
-from debias_diffusion.interchange import load_text_encoder, load_two_tower
+from debias_diffusion.interchange import load_two_tower
 from debias_diffusion.models.backbone import load_backbone
-from debias_diffusion.models.shipped import NAMES, WEIGHTS, shipped
+from debias_diffusion.models.shipped import shipped
 from debias_diffusion.toymodels.fine_tuning import RECIPES
 from debias_diffusion.toymodels.scores import score_clip, score_sdxl
-
-MOST_BYTES = 24_000_000
-
-
-def test_all_names_are_there_in_less_than_24_megabytes():
-    assert all(name != shipped(name) for name in NAMES)
-    assert sum(file.stat().st_size for file in WEIGHTS.rglob("*.safetensors")) < MOST_BYTES
-    scores = json.loads((WEIGHTS / "scores.json").read_text())
-    assert scores["checker"]["rendered"]["objects"] >= 0.98
-    drawn = scores["toy/sdxl"]["plain"]
-    assert drawn["objects"] >= 0.95 and drawn["filled"] <= 0.03 and drawn["background"] >= 0.97
 
 
 def test_the_base_clip_is_shortsighted():
@@ -39,12 +27,6 @@ def test_stock_diffusers_draws_what_short_prompts_name():
     assert score_sdxl(pipe, "test", 40)[0]["objects"] > 0.9
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_shipped_encoders_read_248_tokens(recipe):
-    text_encoder, tokenizer = load_text_encoder(f"toy/{recipe}")
-    assert text_encoder.config.max_position_embeddings == tokenizer.model_max_length == 248
-
-
 def test_the_shipped_two_towers_show_the_cure():
     """As in the scores that come with the weights, with fewer scenes of another split."""
     recall = {}
@@ -57,7 +39,6 @@ def test_the_shipped_two_towers_show_the_cure():
         assert loss["debias-clip"] < 0.75 * loss["long-clip"]
 
 
-@pytest.mark.slow(minutes=20)
 def test_in_the_quickstart_debias_clip_loses_fewer_points_than_long_clip(tmp_path):
     """The command as people run it, but for fewer images and scenes, and killed in training and among images."""
     output = tmp_path / "quickstart"

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,7 @@ from helpers.training_runs import command_of_two_processes, config, is_the_same_
 
 from debias_diffusion.training import train
 
-SETTINGS = dict(checkpoint_every=1000, max_steps=40, eval_every=1000)
+SETTINGS = dict(checkpoint_every=1000, max_steps=100, eval_every=1000)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +42,7 @@ def has_stopped_and_can_continue(world, output, alone):
     is_the_same_run(output, alone)
 
 
-@pytest.mark.parametrize(
-    ("workers", "asked_with"),
-    [
-        (2, signal.SIGTERM),
-        pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("workers", "asked_with"), [(2, signal.SIGTERM), (0, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_signal_to_all_processes_of_a_run_writes_a_checkpoint(world, alone, tmp_path, workers, asked_with):
     process = start(command_of_one_process(config(world, tmp_path, workers=workers, **SETTINGS)))
     wait_for_step(tmp_path, 2, process)
@@ -74,7 +66,6 @@ def test_a_signal_to_both_processes_of_a_run_writes_one_checkpoint(world, tmp_pa
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
 
 
-@pytest.mark.slow
 def test_a_signal_to_a_launcher_and_all_its_processes_writes_one_checkpoint(world, tmp_path):
     settings = config(world, tmp_path, workers=1, **SETTINGS)
     process = start(command_of_two_processes(settings))
@@ -83,21 +74,6 @@ def test_a_signal_to_a_launcher_and_all_its_processes_writes_one_checkpoint(worl
     output = process.communicate(timeout=120)[0]
     assert output.count("The same command continues from there") == 1, output[-3000:]
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_stops_at_once(world, tmp_path):
-    settings = config(world, tmp_path, workers=1, **SETTINGS | {"max_steps": 100_000})
-    slow = "from debias_diffusion.training import *; import debias_diffusion.training.loop as loop, time\n"
-    slow += "encode = loop.backward\nloop.backward = lambda *a: (time.sleep(3), encode(*a))[1]\n"
-    values = {key: value for key, value in vars(settings).items() if value is not None}
-    process = start([sys.executable, "-c", f"{slow}train(TrainConfig(**{values!r}))"])
-    wait_for_step(tmp_path, 1, process)
-    process.send_signal(signal.SIGINT)
-    time.sleep(2.2)
-    process.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in process.communicate(timeout=120)[0]
-    assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
 READS = """

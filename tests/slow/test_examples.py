@@ -1,16 +1,16 @@
 """The notebooks of examples/, executed whole with the toy models: one cell of settings is replaced."""
 
 import json
-from pathlib import Path
 
 import torch
-from helpers.vocabulary import tiny_tokenizer
+from helpers.modules import ROOT
 from PIL import Image
 
 from debias_diffusion.models.shipped import shipped
+from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.toyworld.grammar import caption
 
-NOTEBOOK = Path(__file__).parent.parent / "examples" / "long_prompts_sdxl.ipynb"
+NOTEBOOK = ROOT / "examples" / "long_prompts_sdxl.ipynb"
 TOY = {"BASE": shipped("toy/sdxl"), "LONG_CLIP": "toy/long-clip", "NEGATIVE": ""}
 TOY |= {"DEVICE": "cpu", "DTYPE": "float32", "VARIANT": None, "SIZE": 48, "STEPS": 2, "GUIDANCE": 3.0, "SEED": 0}
 # Nothing within 77 tokens tells these two from each other.
@@ -39,7 +39,7 @@ def settings() -> dict:
 def test_the_settings_are_complete_and_the_prompts_are_long():
     values = settings()
     assert values.keys() == TOY.keys() and hasattr(torch, values["DTYPE"])
-    lengths = [len(ids) for ids in tiny_tokenizer(248)(values["PROMPTS"]).input_ids]
+    lengths = [len(ids) for ids in clip_tokenizer(248)(values["PROMPTS"]).input_ids]
     assert len(lengths) == 5 and min(lengths) > 77 + 20 and max(lengths) <= 248
 
 
