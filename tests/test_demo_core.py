@@ -118,7 +118,7 @@ def test_names_say_how_an_encoder_reads(toy):
     names = ["toy/clip", "overlap:toy/clip", "chunks:toy/clip"]
     models = DemoModels("toy/sdxl", names, CPU)
     cut, overlapping, separate = models.labels
-    assert models.labels == ["toy/clip", "toy/clip in overlapping chunks", "toy/clip in chunks"]
+    assert models.labels == ["toy/clip", "toy/clip, overlapping chunks", "toy/clip, separate chunks"]
     assert len({id(encoder.model) for encoder in models.encoders.values()}) == 1  # loaded once
     drawn = {item.label: item for item in pictures(models)}
     for label, long_prompts in ((cut, "cut"), (overlapping, "chunks"), (separate, "separate")):
@@ -139,7 +139,7 @@ def test_the_toy_world_opens_with_the_quickstarts_encoders():
     config = AppConfig()
     assert labels(config.encoders) == [
         "toy/clip",
-        "toy/clip in overlapping chunks",
+        "toy/clip, overlapping chunks",
         "toy/long-clip",
         "toy/debias-clip",
         "toy/debias-clip-sdxl",

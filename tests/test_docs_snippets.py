@@ -164,7 +164,7 @@ def test_command_lines_are_understood(page, in_repository, extended):
 def test_commands_in_sentences_have_options_that_exist(in_repository):
     """They may leave out what a command requires, and its command: "COMMAND"."""
     given = [words for words in inline_commands("debias-diffusion") if words[1] != "COMMAND" and len(words) > 3]
-    assert len(given) > 9
+    assert len(given) > 2
     for words in given:
         program, command, rest = command_of(words[1:])
         flags = {word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")}

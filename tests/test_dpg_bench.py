@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.pictures.drawing import folder_names
 from debias_diffusion.eval.pictures.dpg_bench import (
     COLUMNS,
     Answers,
@@ -471,26 +472,33 @@ def draw_and_ask(tmp_path, vqa, base, **changes) -> dict:
 def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_path, monkeypatch):
     write_bench(tmp_path / "bench")
     report = draw_and_ask(tmp_path, vilt, base)
-    assert list(report["encoders"]) == ["original", "long"] and report["drawing"]["steps"] == 1
-    folders = {label: tmp_path / "out" / "pictures" / label for label in report["encoders"]}
+    assert list(report["encoders"]) == ["SDXL's own, cut at 77 tokens", "long"] and report["drawing"]["steps"] == 1
+    folders = {
+        label: tmp_path / "out" / "pictures" / name for label, name in folder_names(list(report["encoders"])).items()
+    }
     for label, folder in folders.items():
         names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
         assert names == ["0/0.png", "0/1.png", "drawtext1/0.png", "drawtext1/1.png"]
         assert len({(folder / name).read_bytes() for name in names}) == 4
         # The same numbers as of pictures that are there.
         there = run(tmp_path, vilt, images=str(folder), output=str(tmp_path / f"there-{label}"), images_per_prompt=2)
-        assert list(there["encoders"]) == [label]
+        assert list(there["encoders"]) == [folder.name]
         for name in ("score_percent", "interval_percent", "by_category", "by_position", "pictures"):
-            assert there["encoders"][label][name] == report["encoders"][label][name]
+            assert there["encoders"][folder.name][name] == report["encoders"][label][name]
     first = report["compared"][0]
-    assert (first["a"], first["b"], first["score"]) == ("long", "original", "score")
+    assert (first["a"], first["b"], first["score"]) == ("long", "SDXL's own, cut at 77 tokens", "score")
     scores = [its["score_percent"] for its in report["encoders"].values()]
     assert first["difference"] == pytest.approx(scores[1] - scores[0])
     assert "long: hold" in str(tables(report)[0])
     # Prompt by prompt the noise is the same: picture i starts from seed + i.
     moved = draw_and_ask(tmp_path, vilt, base, encoders=["original"], seed=1, output=str(tmp_path / "moved"))
-    of_seed_1 = [tmp_path / "moved" / "pictures" / "original" / "0" / "0.png", folders["original"] / "0" / "1.png"]
-    assert of_seed_1[0].read_bytes() == of_seed_1[1].read_bytes() and list(moved["encoders"]) == ["original"]
+    of_seed_1 = [
+        tmp_path / "moved" / "pictures" / "SDXL-s-own-cut-at-77-tokens" / "0" / "0.png",
+        folders["SDXL's own, cut at 77 tokens"] / "0" / "1.png",
+    ]
+    assert of_seed_1[0].read_bytes() == of_seed_1[1].read_bytes() and list(moved["encoders"]) == [
+        "SDXL's own, cut at 77 tokens"
+    ]
     # What is missing is drawn and asked again, and what is finished is not.
     missing = folders["long"] / "0" / "1.png"
     whole = missing.read_bytes()

@@ -19,7 +19,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.cache import ResultCache
 from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures import generation
-from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject, folder_names
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation, figures, tables
 from debias_diffusion.eval.pictures.networks import ClsFeatures
 from debias_diffusion.eval.pictures.scores import ImageScores, dino_score
@@ -71,32 +71,35 @@ def report_of(config: dict) -> dict:
 
 def test_what_a_whole_evaluation_leaves(finished, encoder, dino, capsys):
     report, output = report_of(finished), Path(finished["output"])
-    assert report["evaluation"] == "generation" and list(report["encoders"]) == ["original", "long"]
+    assert report["evaluation"] == "generation" and list(report["encoders"]) == ["SDXL's own, cut at 77 tokens", "long"]
     assert report["images"] == 3 and [bad["where"] for bad in report["left_out"]] == ["no-such.png"]
     # An image keeps the number of its record, also where another has no original.
     names = ["000000.png", "000002.png", "000003.png"]
     for label, its in report["encoders"].items():
-        assert sorted(path.name for path in (output / "pictures" / label).glob("*.png")) == names
+        assert sorted(path.name for path in (output / "pictures" / folder_names([label])[label]).glob("*.png")) == names
         assert its["seconds"] > 0 and len(its["pictures"]) == 64
         assert {"fid_own", "kid_own", "dino_score"} <= set(its["scores"])
     digests = report["digests"]
     assert all(len(digests[name]) == 64 for name in ("data", "base", "dino", "own_features"))
     assert digests["inception_weights"] is None and digests["dino"] == digests["own_features"]
-    assert list(digests["encoders"]) == ["original", "long"] and digests["encoders"]["original"] == digests["base"]
+    assert (
+        list(digests["encoders"]) == ["SDXL's own, cut at 77 tokens", "long"]
+        and digests["encoders"]["SDXL's own, cut at 77 tokens"] == digests["base"]
+    )
     assert "32 x 32" in report["resize"]["dino"]
-    assert {(line["a"], line["b"]) for line in report["compared"]} == {("long", "original")}
+    assert {(line["a"], line["b"]) for line in report["compared"]} == {("long", "SDXL's own, cut at 77 tokens")}
     assert [its["cut_at"] for its in report["encoders"].values()] == [77, None]
     assert any("first 77 tokens" in note for note in report["notes"])
     # The scores are those of the named files, and what is compared is their difference.
     network, scores = ClsFeatures(dino, CPU), {}
     originals = [Path(skimage.data_dir) / entry["image"] for entry in json.loads(PHOTOGRAPHS.read_text())[:3]]
     for label in report["encoders"]:
-        drawn = [output / "pictures" / label / name for name in names]
+        drawn = [output / "pictures" / folder_names([label])[label] / name for name in names]
         scores[label] = dino_score(network(drawn, 3), network(originals, 3))
         number = report["encoders"][label]["scores"]["dino_score"]
         assert number["value"] == pytest.approx(scores[label]) and number["low"] <= number["value"] <= number["high"]
     (difference,) = [line["difference"] for line in report["compared"] if line["score"] == "dino_score"]
-    assert difference == pytest.approx(scores["long"] - scores["original"]) and difference != 0
+    assert difference == pytest.approx(scores["long"] - scores["SDXL's own, cut at 77 tokens"]) and difference != 0
     for name in ("generation.png", "examples.png"):
         assert min(Image.open(output / name).size) > 200
     assert str(tables(report)[0]).startswith("3 images, with 95% intervals")
@@ -121,7 +124,7 @@ def test_an_interrupted_evaluation_continues_and_ends_equal(finished, tmp_path, 
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "pictures").rglob("0*.png")}
     assert len(written) == 4 and not (tmp_path / "out" / "generation.json").exists()
     resumed, whole = evaluate_generation(config), report_of(finished)
-    for label in ("original", "long"):
+    for label in ("SDXL's own, cut at 77 tokens", "long"):
         assert resumed["encoders"][label]["scores"] == whole["encoders"][label]["scores"]
         assert resumed["encoders"][label]["pictures"] == whole["encoders"][label]["pictures"]
     assert resumed["compared"] == whole["compared"]
@@ -145,10 +148,13 @@ def test_what_is_finished_is_not_done_again(finished, tmp_path, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in files} == files
     # One encoder fewer: its numbers are those of before.
     alone = evaluate_generation(GenerationConfig(**config | {"encoders": config["encoders"][:1]}))
-    assert alone["encoders"]["original"] == before["encoders"]["original"] and alone["compared"] == []
+    assert (
+        alone["encoders"]["SDXL's own, cut at 77 tokens"] == before["encoders"]["SDXL's own, cut at 77 tokens"]
+        and alone["compared"] == []
+    )
     # Another picture is scored anew.
-    picture = output / "pictures" / "original" / "000002.png"
-    picture.write_bytes((output / "pictures" / "original" / "000000.png").read_bytes())
+    picture = output / "pictures" / "SDXL-s-own-cut-at-77-tokens" / "000002.png"
+    picture.write_bytes((output / "pictures" / "SDXL-s-own-cut-at-77-tokens" / "000000.png").read_bytes())
     with pytest.raises(AssertionError, match="scored again"):
         evaluate_generation(GenerationConfig(**config))
 
@@ -268,7 +274,7 @@ def test_captions_that_refer_back_are_scored_by_how_objects_are_told(tmp_path):
     assert len(ways) == 3 and {"difference", "low", "high", "p"} <= ways[0].keys()
     told, compared = map(str, tables(report)[2:])
     assert "symbolic reader, cut at 77 tokens" in told and f"{every['in_chunks']:.1f}" in told
-    assert "toy/debias-clip - toy/clip in chunks, objects right, by reference across a cut, %" in compared
+    assert "toy/debias-clip - toy/clip, separate chunks, objects right, by reference across a cut, %" in compared
     # Text before the prompt moves the cuts.
     captions = [toy_scene(record)[1] for record in read_toy_scenes("toy/referring-test")[0].records[:4]]
     prefixed = generation._Generation(replace(config, prefix="a photo of many things, " * 6))

@@ -136,7 +136,7 @@ def test_tokens_are_counted_while_typing(page):
     # They follow the chosen encoders and how these read.
     page.get_by_role("button", name="Advanced settings").click()
     page.get_by_label("Cut: every encoder stops at 77 tokens").check()
-    page.get_by_label("toy/clip in overlapping chunks", exact=True).uncheck()
+    page.get_by_label("toy/clip, overlapping chunks", exact=True).uncheck()
     expect(page.locator("ol.sentences .token.none")).to_have_count(18)
     page.get_by_role("radio", name="Overlapping chunks").check()
     expect(page.locator("ol.sentences .token.all")).to_have_count(93)

@@ -54,7 +54,11 @@ def test_in_the_quickstart_debias_clip_loses_fewer_points_than_long_clip(tmp_pat
     subprocess.run(command, check=True)
     assert {file: file.stat().st_mtime_ns for file in made} == made
     assert (output / "report.html").read_text().count("<img") > 10
-    recall = json.loads((output / "report.json").read_text())["retrieval"]
+    encoders = json.loads((output / "evaluation" / "robustness.json").read_text())["encoders"]
+    recall = {label.rpartition("/")[2]: scores["recall_at_1_percent"] for label, scores in encoders.items()}
     for edit in ("move4", "remove"):
-        loses = {recipe: recall[recipe]["keep"]["t2i_r1"] - recall[recipe][edit]["t2i_r1"] for recipe in RECIPES}
+        loses = {
+            recipe: recall[recipe]["keep"]["text_to_image"] - recall[recipe][edit]["text_to_image"]
+            for recipe in RECIPES
+        }
         assert loses["debias-clip"] < loses["long-clip"]

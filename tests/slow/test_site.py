@@ -16,14 +16,14 @@ def test_the_site_builds_and_a_broken_link_is_the_only_warning(tmp_path, caplog)
     from mkdocs.config import load_config
 
     shutil.copytree(DOCS, tmp_path / "docs")
-    with open(tmp_path / "docs" / "classification.md", "a") as page:
+    with open(tmp_path / "docs" / "robustness.md", "a") as page:
         page.write("\n[gone](../benchmarks/gone.py)\n")
     config = load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(tmp_path / "docs"), site_dir=str(tmp_path / "site"))
     config.plugins.on_startup(command="build", dirty=False)
     with caplog.at_level(logging.WARNING, "mkdocs"):
         build(config)
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert "'classification.md'" in warning and "'../benchmarks/gone.py'" in warning
+    assert "'robustness.md'" in warning and "'../benchmarks/gone.py'" in warning
     reference = (tmp_path / "site" / "api-pipelines.html").read_text()
     assert "Lets an existing pipeline read prompts of any length." in reference
     assert "read each chunk but the first together with the end of the text before it" in reference

@@ -1,4 +1,4 @@
-"""The README's first run, with a ViT-B/16."""
+"""The first run of docs/training.md, with a ViT-B/16."""
 
 import json
 import re
@@ -17,7 +17,9 @@ FIRST_RUN_BYTES = 8_000_000_000  # checkpoints of a ViT-B/16 with AdamW's state,
 def test_the_first_run_at_true_size(tmp_path):
     if (free := shutil.disk_usage(tmp_path).free) < FIRST_RUN_BYTES:
         pytest.skip(f"{free / 1e9:.1f} GB are free on the disk of {str(tmp_path)!r}, and this needs 8 GB")
-    lines = re.search(r"<!-- first run -->\n```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    lines = re.search(r"<!-- first run -->\n```bash\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)[
+        1
+    ]
     # The environment of these tests instead of .venv; a copy of what the lines name, so that runs/ is not this tree's.
     lines = lines.replace("make .venv/installed && . .venv/bin/activate", f'PATH="{Path(sys.executable).parent}:$PATH"')
     for name in ("configs", "tests"):
