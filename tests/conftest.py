@@ -22,11 +22,18 @@ import debias_diffusion
 torch.set_num_threads(1)
 
 # On a busy machine any example may take long; no test asserts a time.
-hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+# In CI examples are the same each time.
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("default")
 
-# The files of tests that take longest, which start first, so that in the end no process waits for another.
-LONGEST = ()
+# The files of tests that take longest, slow ones and then fast ones, start first: else a process waits in the end.
+LONGEST = """
+test_shipped_weights test_wheel test_true_size test_benchmarks test_stopping test_processes
+test_generate test_pipeline_family test_training test_quickstart test_demo_core
+test_align test_families test_fix_clip test_pipeline_suite test_continuing
+test_export test_generation test_interchange test_synthesize test_everything
+test_step test_robustness test_keys_values test_reproduce test_ablation_export
+""".split()
 
 
 def pytest_report_header():

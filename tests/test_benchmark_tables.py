@@ -7,7 +7,6 @@ import pytest
 
 from debias_diffusion.eval.pictures.reading import ACROSS, ALL, ALONE, READERS
 from debias_diffusion.eval.pictures.toy_objects import BY_TELLING
-from debias_diffusion.eval.story import EDITS
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def test_scores_and_differences_get_the_names_of_their_rows(benchmark, report):
 
 def test_every_seed_stands_in_each_table(benchmark, report):
     rows = [benchmark.IN_CHUNKS, benchmark.OVERLAPPING, benchmark.SDXL]
-    edits = {edit: {"t2i_r1": 60.0 - place, "i2t_r1": 40.0 + place} for place, edit in enumerate(EDITS)}
+    edits = {edit: {"t2i_r1": 60.0 - place, "i2t_r1": 40.0 + place} for place, edit in enumerate(benchmark.EDITS)}
     drawn, plain = benchmark._drawn(report, rows), benchmark._drawn(report | {"ceilings": []}, rows)
     result = {
         "retrieval": {"debias-clip": edits},

@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.pictures.drawing import folder_names
 from debias_diffusion.eval.pictures.dpg_bench import (
     COLUMNS,
     Answers,
@@ -48,6 +47,7 @@ from debias_diffusion.eval.pictures.dpg_bench import (
     tables,
     token_position,
 )
+from debias_diffusion.eval.pictures.drawing import folder_names
 
 CPU = torch.device("cpu")
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] is there a the truck red cat ? yes no".split()
