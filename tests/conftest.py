@@ -175,6 +175,19 @@ def known(tmp_path):
 
 
 @pytest.fixture(scope="module")
+def extended():
+    """The method of docs/extending.md is registered, as its page has it."""
+    from helpers.pages import BLOCKS
+
+    from debias_diffusion.methods import METHODS
+
+    (block,) = [block for block in BLOCKS["extending.md"] if block.language == "python"]
+    exec(compile(block.code, block.page, "exec"), {"__name__": "predicting"})
+    yield
+    del METHODS["predicting"]
+
+
+@pytest.fixture(scope="module")
 def full_precision():
     """No autocast: where a CPU has no units for bfloat16, training the toy models in it takes seven times as long."""
     with pytest.MonkeyPatch.context() as patch:

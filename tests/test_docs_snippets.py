@@ -25,7 +25,6 @@ from debias_diffusion.data import retrieval_sets
 from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.eval.text_image import classification
-from debias_diffusion.methods import METHODS
 from debias_diffusion.models.shipped import shipped
 
 LANGUAGES = {"": "a drawing", "text": "not to be run", "mermaid": "a drawing", "bibtex": "tests/test_citation.py"}
@@ -140,15 +139,6 @@ def inline_commands(start: str) -> list[list[str]]:
 @pytest.fixture
 def in_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
-
-
-@pytest.fixture(scope="module")
-def extended():
-    """The method of docs/extending.md is registered, as its page has it."""
-    (block,) = [block for block in BLOCKS["extending.md"] if block.language == "python"]
-    exec(compile(block.code, block.page, "exec"), {"__name__": "predicting"})
-    yield
-    del METHODS["predicting"]
 
 
 @pytest.mark.parametrize("page", [name for name in PAGES if "bash" in {block.language for block in BLOCKS[name]}])

@@ -2,15 +2,13 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers import shared_units
 from helpers.ranks import forked
-from helpers.small_papers import PAPERS, write_small_papers
+from helpers.small_papers import PAPERS, count_compared, write_small_papers
 
 from debias_diffusion.app.reproduce import ReproduceConfig, reproduce
 from debias_diffusion.app.reproduce.availability import missing_weights
@@ -51,14 +49,7 @@ def settings(papers, tmp_path_factory):
     return {"world": "toy", "papers": str(papers), "output": str(output), "device": "cpu"}
 
 
-def test_the_list_needs_no_large_library():
-    code = (
-        "import sys; from debias_diffusion.app.cli import main\n"
-        "main(['reproduce', '--list', '--papers', sys.argv[1]])\n"
-        "assert not {'torch', 'open_clip', 'matplotlib'} & sys.modules.keys()"
-    )
-    listed = subprocess.run([sys.executable, "-c", code, PAPERS], check=True, capture_output=True, text=True).stdout
-    assert "table-S4" in listed
+def test_weights_that_are_not_here_are_named_with_a_way_to_get_them():
     base = Base("ViT-B-16-quickgelu", "openai", "nobody/nothing")
     [line] = missing_weights(base)
     assert "The weights ViT-B-16-quickgelu:openai are not in" in line and "hf download nobody/nothing" in line
@@ -73,16 +64,7 @@ def test_a_table_is_executed_from_end_to_end(written, papers, settings):
     """All of them are in slow/test_reproduce.py."""
     output = Path(settings["output"]) / "toy"
     assert [file.name for file in written] == ["table-S4.md"]
-    table, content = read_tables(papers)["table-S4"], read_json_object(output / "table-S4.json")
-    assert list(content["rows"]) == list(table.rows)
-    compared = 0
-    for label, cells in content["rows"].items():
-        for cell, number in zip(cells.values(), table.rows[label].published, strict=False):
-            assert cell["published"] == number
-            if number is not None:
-                assert cell["difference"] == pytest.approx(cell["ours"] - number, abs=1e-3)
-                compared += 1
-    assert compared > 0
+    assert count_compared(read_tables(papers)["table-S4"], read_json_object(output / "table-S4.json")) > 0
     assert "| Shuffle |" in (output / "table-S4.md").read_text()
 
 

@@ -30,3 +30,16 @@ def write_small_papers(folder: Path) -> Path:
         table["rows"] = {row: table["rows"][row]}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(table, sort_keys=False))
     return folder
+
+
+def count_compared(table, content: dict) -> int:
+    """How many numbers of a result stand beside published ones, each of which it has with its difference."""
+    assert list(content["rows"]) == list(table.rows)
+    compared = 0
+    for label, cells in content["rows"].items():
+        for cell, number in zip(cells.values(), table.rows[label].published, strict=False):
+            assert cell["published"] == number
+            if number is not None:
+                assert abs(cell["difference"] - (cell["ours"] - number)) <= 1e-3
+                compared += 1
+    return compared

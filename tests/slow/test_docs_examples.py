@@ -50,15 +50,6 @@ def with_stand_ins(code: str) -> str:
     return code
 
 
-@pytest.fixture(scope="module")
-def extended():
-    """The method of docs/extending.md is registered, as its page has it."""
-    (block,) = [block for block in BLOCKS["extending.md"] if block.language == "python"]
-    exec(compile(block.code, block.page, "exec"), {"__name__": "predicting"})
-    yield
-    del METHODS["predicting"]
-
-
 WIDTH = DEEP["text_cfg"]["width"]
 
 

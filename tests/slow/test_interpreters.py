@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.small_papers import PAPERS
 from torch.utils.data import DataLoader
 
 from debias_diffusion.data import read_captions, sharegpt4v
@@ -105,3 +106,13 @@ def test_a_worker_that_is_not_forked_maps_the_data_file(tmp_path, monkeypatch):
     records = read_captions(tmp_path / "d.jsonl").records
     assert len(pickle.dumps(records)) < 50 * len(records)
     assert list(DataLoader(records, None, num_workers=1, multiprocessing_context="spawn")) == list(records)
+
+
+def test_the_list_of_reproduce_needs_no_large_library():
+    code = (
+        "import sys; from debias_diffusion.app.cli import main\n"
+        "main(['reproduce', '--list', '--papers', sys.argv[1]])\n"
+        "assert not {'torch', 'open_clip', 'matplotlib'} & sys.modules.keys()"
+    )
+    listed = subprocess.run([sys.executable, "-c", code, PAPERS], check=True, capture_output=True, text=True).stdout
+    assert "table-S4" in listed
