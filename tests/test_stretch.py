@@ -7,7 +7,7 @@ import torch
 from helpers.tiny_clip import byte_tokenizer
 from helpers.tiny_sdxl import text_encoder, text_encoder_2
 from helpers.vocabulary import tiny_tokenizer
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
@@ -176,7 +176,7 @@ def test_what_cannot_be_stretched_is_named(tokenizer):
     narrow = text_encoder().to(torch.float8_e4m3fn)
     with pytest.raises(UserError, match="is quantised. Stretch the original"):
         stretch_text_encoder(narrow, tokenizer)
-    encoder.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), encoder)
     with pytest.raises(UserError, match="q_proj.*LoRA.*before they are added"):
         stretch_text_encoder(encoder, tokenizer)
 
