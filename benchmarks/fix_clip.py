@@ -40,7 +40,7 @@ from debias_diffusion.eval.common.intervals import paired_difference
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.files import write_json, write_text
-from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import relative_error, without_eot
 from debias_diffusion.methods.objectives import contrastive_loss
@@ -53,7 +53,8 @@ from debias_diffusion.toyworld.grammar import caption, short_caption
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import COLOURS, PLACES, base_scene, generator, scene
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.loop import train
 
 RESULTS = Path(__file__).parent / "results"
 TEACHER, UNET = "toy/clip", "toy/sdxl"

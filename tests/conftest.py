@@ -121,7 +121,7 @@ def build_long_clip(folder: Path, _) -> None:
 def build_finished_run(folder: Path, request) -> None:
     from helpers.training_runs import config
 
-    from debias_diffusion.training import train
+    from debias_diffusion.training.loop import train
 
     train(config(request.getfixturevalue("world"), folder))
 

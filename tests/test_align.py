@@ -18,9 +18,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from debias_diffusion.app.align import AlignConfig, align, latents
 from debias_diffusion.app.align import command as align_command
-from debias_diffusion.app.align.command import Alignment
+from debias_diffusion.app.align import latents
+from debias_diffusion.app.align.command import Alignment, align
+from debias_diffusion.app.align.options import AlignConfig
 from debias_diffusion.app.align.samples import PART, Sample
 from debias_diffusion.app.generate.command import generate
 from debias_diffusion.app.generate.options import GenerateConfig
@@ -28,7 +29,9 @@ from debias_diffusion.data import Record
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
-from debias_diffusion.interchange import load_text_encoder, load_two_tower, write_text_encoder
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.transformers_folder import write_text_encoder
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch

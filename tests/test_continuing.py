@@ -17,8 +17,9 @@ from helpers.training_runs import config, is_the_same_run, killed_copy, log, los
 from safetensors.torch import load_file, save_file
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.training import loop, train
+from debias_diffusion.training import loop
 from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.loop import train
 
 STEPS = 6
 NEWEST, OLDER = f"step-{STEPS:08}", f"step-{STEPS - 2:08}"

@@ -22,7 +22,7 @@ from debias_diffusion.eval.pictures import drawing
 from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from debias_diffusion.eval.pictures.generation import GenerationConfig
 from debias_diffusion.files import _MACHINE
-from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, memory
 
 # Of 77, 152 and 227 positions, in mixed order.

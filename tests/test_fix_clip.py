@@ -39,7 +39,8 @@ from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import data_digest, open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
-from debias_diffusion.interchange import load_text_encoder, load_two_tower
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import KeepStates
@@ -47,8 +48,9 @@ from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.image_tower import ImageTower, MaskedPatches
 from debias_diffusion.models.regional_prompts import LAYERS as SHARINGS
 from debias_diffusion.models.regional_prompts import MASKS, UPDATES, PromptSettings, bands
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.feature_cache import cache_key
+from debias_diffusion.training.loop import train
 from debias_diffusion.training.step import Optimizer, backward
 
 CPU = Accelerator(cpu=True)

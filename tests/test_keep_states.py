@@ -22,7 +22,7 @@ from debias_diffusion.methods.keep_states import SHARE, Teacher, state_errors
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.tokens import CaptionTokenizer
-from debias_diffusion.training import train
+from debias_diffusion.training.loop import train
 
 LONG = "A street at night, seen from above. " + " ".join(f"House number {n} is not red." for n in range(1, 24))
 

@@ -34,7 +34,8 @@ from debias_diffusion.data.json_list import BrokenList, NotAList, read_list
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.sharegpt4v import INDEX
 from debias_diffusion.errors import UserError
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.loop import train
 
 
 def entry(number, caption="A cat. A dog."):

@@ -39,14 +39,16 @@ from debias_diffusion.data import open_data
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder, explain_full_disk
-from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.retrieval import recall_at_k
-from debias_diffusion.training import TrainConfig, loop, stop, train
+from debias_diffusion.training import loop, stop
 from debias_diffusion.training.batches import GlobalBatches
+from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.feature_cache import FeatureWriter
 from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.loop import train
 from debias_diffusion.training.setup import held_out_count
 from debias_diffusion.training.step import backward
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from debias_diffusion.chunks import TRAINED_POSITIONS
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
-from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.places import fitted_second
 from debias_diffusion.limits import Layer, check_guidance, check_pixels, check_seeds, check_side, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped

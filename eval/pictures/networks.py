@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel
 
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.model_files import (
     build_empty,
     check_finite,

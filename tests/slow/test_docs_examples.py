@@ -29,9 +29,10 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel
 
 from debias_diffusion.app.cli import main
-from debias_diffusion.app.export import ExportConfig, export
+from debias_diffusion.app.export.command import export
+from debias_diffusion.app.export.options import ExportConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods import METHODS
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.tokens import clip_tokenizer
