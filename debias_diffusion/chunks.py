@@ -158,9 +158,6 @@ def split_chunks(tokens: Tokens, slots: int) -> list[range]:
     return chunks
 
 
-split_windows = split_chunks  # the name of earlier releases, for one more
-
-
 def split_overlapping(tokens: Tokens, slots: int) -> list[Chunk]:
     """Chunks of at most `slots` tokens, each but the first read together with the end of the text before it.
 

@@ -103,7 +103,7 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
         "dtype": "float32",
         "tokens": n_tokens,
         "positions": 152,
-        "windows": [1, 3],
+        "chunks": [1, 3],
     }
 
 
@@ -263,7 +263,7 @@ def test_a_folder_of_pictures(drawn, tmp_path):
     assert [(entry["file"], entry["where"], entry["prompt"], entry["seed"]) for entry in index] == [
         (name, f"line {i + 1}", line, i) for i, (name, line) in enumerate(zip(names, LINES, strict=True))
     ]
-    assert [(entry["positions"], entry["windows"]) for entry in index] == [
+    assert [(entry["positions"], entry["chunks"]) for entry in index] == [
         (152, [1, 2]) if len(line) > 9 else (77, [1, 1]) for line in LINES
     ]
     assert all(0 < entry["tokens"] <= entry["positions"] - 2 for entry in index)
@@ -742,7 +742,7 @@ def test_the_second_encoder_stretched(base, encoder, tmp_path):
     path = make(encoder_2="stretch")
     settings = read_settings(path)
     assert (settings["encoder_2"], settings["encoder_2_sha256"]) == ("stretch", None)
-    assert settings["windows"] == [1, 1] and settings["positions"] == 152
+    assert settings["chunks"] == [1, 1] and settings["positions"] == 152
 
     pipe = load_sdxl(base, encoder, torch.device("cpu"))
     stretched, tokenizer = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
@@ -813,7 +813,7 @@ def test_overlap(tmp_path):
 def test_weighting(tmp_path):
     def make(prompt, **changes):
         path = draw(tmp_path, prompt, **changes)
-        return pixels(path).tobytes(), read_settings(path)["windows"]
+        return pixels(path).tobytes(), read_settings(path)["chunks"]
 
     plain, as_text = make("a red star"), make("a (red:1.5) star")
     weighted = make("a (red:1.5) star", weighting=True)
@@ -834,7 +834,7 @@ def test_stable_diffusion_15(tmp_path, monkeypatch):
     encoder = save_encoder(tmp_path / "encoder", 32)
     make = partial(draw, tmp_path, base=str(base))
     path = make(PROMPT, encoder=str(encoder))
-    assert read_settings(path)["windows"] == [1]
+    assert read_settings(path)["chunks"] == [1]
     pipe = load_pipeline(base, encoder, torch.device("cpu"))
     expected = drawn_by(pipe, PROMPT)
     assert Image.open(path).tobytes() == expected.tobytes()

@@ -446,8 +446,8 @@ def test_overlap_changes_nothing_within_one_chunk_and_the_late_states_of_several
     plain = [pipe.set_long_prompt(overlap=False).encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
     assert torch.equal(short, plain[0]) and torch.equal(long[:, :76], plain[1][:, :76])
     assert long.shape == plain[1].shape and not torch.allclose(long[:, 80:120], plain[1][:, 80:120], atol=1e-3)
-    assert pipe.prompt_layout(words(120, ".")).windows == (2, 2)
-    assert pipe.set_long_prompt().prompt_layout(words(120, ".")).windows == (3, 3)
+    assert pipe.prompt_layout(words(120, ".")).chunks == (2, 2)
+    assert pipe.set_long_prompt().prompt_layout(words(120, ".")).chunks == (3, 3)
 
 
 @pytest.fixture

@@ -293,7 +293,7 @@ def _difference(task: ImageTask) -> str:
 
 
 def _index_entry(task: ImageTask, settings: dict) -> dict:
-    names = ("prompt", "negative_prompt", "prompt_2", "seed", "tokens", "positions", "windows")
+    names = ("prompt", "negative_prompt", "prompt_2", "seed", "tokens", "positions", "chunks")
     return {"file": task.path.name, "where": task.where} | {name: settings.get(name) for name in names}
 
 

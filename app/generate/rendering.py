@@ -102,16 +102,16 @@ class Studio:
         """
         try:
             layout = read_layout(pipe, prompt, self.sampling)
-            windows = [layout.windows]
+            chunks = [layout.chunks]
             if self.sampling.guided and prompt.negative_prompt is not None:
                 turned = {"prompt": prompt.negative_prompt, "negative_prompt": prompt.prompt}
                 turned |= {} if prompt.prompt_2 is None else {"negative_prompt_2": prompt.prompt_2}
-                windows.append(pipe.prompt_layout(**turned).windows)
+                chunks.append(pipe.prompt_layout(**turned).chunks)
         except ValueError as error:
             raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
-        if self.config.strict and max(map(max, windows)) > 1:
+        if self.config.strict and max(map(max, chunks)) > 1:
             raise UserError(
-                f"With its {layout.tokens} tokens it takes {_chunks(max(windows))}, and --strict allows one chunk."
+                f"With its {layout.tokens} tokens it takes {_chunks(max(chunks))}, and --strict allows one chunk."
             )
         return layout
 
@@ -204,7 +204,7 @@ def _layouts(
 def _print_layouts(layouts: Sequence[PromptLayout], several: bool) -> None:
     if not several:
         [layout] = layouts
-        print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({_chunks(layout.windows)})")
+        print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({_chunks(layout.chunks)})")
         return
     counts = sorted(Counter(layout.positions for layout in layouts).items())
     print(

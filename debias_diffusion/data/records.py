@@ -25,9 +25,9 @@ class Record:
     caption: str
     short: str | None = None
 
-    def values(self) -> list[str]:
-        """As JSON values, which identify the record; without a short caption as before there were any."""
-        return [self.sample_id, self.image, self.caption] + ([] if self.short is None else [self.short])
+    def values(self) -> list[str | None]:
+        """As JSON values, which identify the record."""
+        return [self.sample_id, self.image, self.caption, self.short]
 
 
 class Content(Protocol):

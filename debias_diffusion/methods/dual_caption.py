@@ -178,17 +178,9 @@ class DualCaption(Method):
         return f"{short}{padding}{components}, {self.pooling} pooling"
 
 
-Recipe = DualCaption  # the name in earlier releases
 RECIPES = {
     "debias-clip": DualCaption(sampling="random", padding="random", short_weight=0.1),
     "debias-clip-sdxl": DualCaption(sampling="random", padding="random", short_weight=0.1, keep_states=3.0),
     "long-clip": DualCaption(sampling="summary", padding="none", short_weight=0.5),
     "smart-clip-sampling": DualCaption(sampling="opening", padding="none", short_weight=1.0, components=0),
 }
-
-
-def find_recipe(name: str) -> Method:
-    """`methods.find_method`, under the name of earlier releases."""
-    from . import find_method
-
-    return find_method(name)

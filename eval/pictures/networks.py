@@ -224,7 +224,7 @@ class TwoTowerFeatures:
         """[N, D] features of the texts, cut at the context length, on the CPU."""
         return encode_texts(self.backbone, texts, batch_size, self.device)
 
-    def over_window(self, texts: Sequence[str]) -> int:
+    def longer_than_context(self, texts: Sequence[str]) -> int:
         """How many of the texts exceed the context length."""
         tokenizer = self.backbone.tokenizer
         return sum(tokenizer.count(text) > tokenizer.context_length for text in texts)

@@ -205,7 +205,7 @@ def test_pipelines(folder, loaded_sdxl):
 
 def test_faq(folder, loaded_sdxl):
     last = follow("faq.md", {"pipe": loaded_sdxl, "long_prompt": LONG_PROMPT})[-1]
-    assert last["image"].size and last["layout"].tokens == 150 and last["layout"].windows[0] > 1
+    assert last["image"].size and last["layout"].tokens == 150 and last["layout"].chunks[0] > 1
 
 
 def test_other_pipelines(tmp_path, monkeypatch):
