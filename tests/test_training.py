@@ -49,7 +49,7 @@ from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.feature_cache import FeatureWriter
 from debias_diffusion.training.folder import RunFolder
 from debias_diffusion.training.loop import train
-from debias_diffusion.training.setup import held_out_count
+from debias_diffusion.training.setup import held_out_count, load_base_model, load_base_tokenizer, prepare_backbone
 from debias_diffusion.training.step import backward
 
 
@@ -99,24 +99,16 @@ def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     train(settings)
     assert len({line["choosing_t2i_r1"] for line in log(tmp_path) if "choosing_t2i_r1" in line}) == 1
     assert json.loads((tmp_path / "best" / "scores.json").read_text())["step"] == 3
-    with pytest.raises(UserError, match="keep_best: 5 there, None here"):
+    with pytest.raises(UserError, match="keep_best: 5 there, 0 here"):
         train(replace(settings, keep_best=0))
 
 
-def test_a_run_of_an_earlier_release_continues_and_the_last_step_is_its_result(world, finished_run, tmp_path):
-    """Such a run kept the best by R@1 on the held-out pairs."""
+def test_of_an_unfinished_run_the_best_is_loaded_if_it_keeps_one(world, finished_run, tmp_path):
     run = killed_copy(finished_run, tmp_path / "run")
-    checkpoint = run / "checkpoints" / "step-00000006"
     with pytest.raises(UserError, match="has not ended, so it has no model yet"):
         load_two_tower(run)
-    state = json.loads((checkpoint / "state.json").read_text())
-    (checkpoint / "state.json").write_text(json.dumps(state | {"best_r1": 50.0, "best_step": 3}))
-    (checkpoint / "SHA256SUMS").unlink()
     load_backbone(world[0]).save(run / "best")
-    assert load_two_tower(run).context_length == 77  # the only model that there is
-    train(config(world, run))
-    is_the_same_run(run, finished_run)
-    assert load_two_tower(run).context_length == 248
+    assert load_two_tower(run).context_length == 77
 
 
 def test_training_learns_and_keeps_the_kept_rows(world, finished_run):
@@ -395,7 +387,7 @@ def test_whole_epochs_have_every_pair_and_a_stand_in_that_no_worker_process_or_r
     # killed in the last of eight steps, and continued with worker processes
     train(config(whole, killed_copy(tmp_path / "run", tmp_path / "again", 8), workers=2, **settings))
     is_the_same_run(tmp_path / "again", tmp_path / "run")
-    with pytest.raises(UserError, match="belongs to a run with other settings .whole_epochs: True there, None here"):
+    with pytest.raises(UserError, match="belongs to a run with other settings .whole_epochs: True there, False here"):
         train(config(whole, tmp_path / "run", **settings | {"whole_epochs": False}))
 
 
@@ -426,6 +418,14 @@ def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys)
     assert "7.png: unreadable image" in capsys.readouterr().out
     assert len((tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()) == 1
     assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_captions_are_counted_for_the_context_length_that_is_trained(world, finished_run, tmp_path):
+    stretched = str(finished_run / "last")
+    for model, settings, length in ((world[0], {}, 248), (world[0], {"keep_positions": 0}, 308), (stretched, {}, 248)):
+        run = config((model, *world[1:]), tmp_path, **settings)
+        expected = prepare_backbone(load_base_model(run), run).tokenizer.context_length
+        assert load_base_tokenizer(run).context_length == expected == length
 
 
 def test_check_data_compares_shards_with_their_checksums(world, tmp_path, capsys):
@@ -468,17 +468,13 @@ def test_bad_settings_are_named(world, tmp_path):
     refused("cannot be made", output=str(tmp_path / "file"))
 
 
-def test_random_weights_are_asked_for_and_runs_begun_without_asking_resume(world, tmp_path):
+def test_random_weights_are_asked_for(world, tmp_path):
     with registered(tmp_path / "configs", Tiny=CONFIG):
-        settings = config(("Tiny", *world[1:]), tmp_path / "run", max_steps=3, pretrained="none")
-        train(settings)
-        run, before = RunFolder(tmp_path / "run"), (tmp_path / "run" / "last").stat().st_mtime_ns
-        run.claim({name: value for name, value in run.settings().items() if name != "sha256"} | {"pretrained": None})
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000003")
-        train(replace(settings, pretrained=None))
-        assert (tmp_path / "run" / "last").stat().st_mtime_ns > before
+        settings = config(("Tiny", *world[1:]), tmp_path / "run", max_steps=1)
         with pytest.raises(UserError, match=r"'Tiny' is a name without weights.*\(no tags for this model\)"):
-            train(replace(settings, pretrained=None, output=str(tmp_path / "other")))
+            train(settings)
+        train(replace(settings, check_data=True))  # of which only captions' lengths are counted
+        assert train(replace(settings, pretrained="none")) == tmp_path / "run" / "last"
 
 
 def test_toy_scenes_are_trained_on_at_the_defaults(tmp_path, capsys, monkeypatch):
@@ -493,14 +489,6 @@ def test_toy_scenes_are_trained_on_at_the_defaults(tmp_path, capsys, monkeypatch
 def test_held_out_pairs_are_the_first_thousand_but_at_most_a_tenth(world, tmp_path, records, held_out):
     assert held_out_count(config(world, tmp_path, validation="auto"), records) == held_out
     assert held_out_count(config(world, tmp_path, validation=1000), records) == 1000
-
-
-def test_a_run_keeps_the_held_out_pairs_it_began_with(world, finished_run, copy_of):
-    """As runs begun when the default was a number."""
-    run = copy_of(finished_run)
-    shutil.rmtree(run / "last")
-    train(config(world, run, validation="auto"))
-    assert same_weights(run, finished_run)
 
 
 def test_compiling_without_a_compiler_is_refused(world, tmp_path, monkeypatch):

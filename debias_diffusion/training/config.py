@@ -22,9 +22,6 @@ FIX_CLIP_OPTIONS = (
     *("mask_ratio", "masked_patches", "short_positions", "prompts", "prompt_mask", "prompt_update", "prompt_layers"),
     *("groups", "first_group", "new_rate"),
 )
-# Settings that stand among a run's only where they are given: runs of earlier releases do not have them.
-_EMPTY_UNLESS_GIVEN = ("method", "keep_states", "whole_epochs", "keep_best")
-ADDED = (*_EMPTY_UNLESS_GIVEN, *FIX_CLIP_OPTIONS)
 # Options that are settings of the recipe; others are given in `method`.
 RECIPE_OPTIONS = (
     *("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling", "keep_states"),
@@ -108,11 +105,9 @@ class RunConfig:
         return [name.strip() for name in (self.trackers or "").split(",") if name.strip()]
 
     def settings(self) -> dict:
-        """All settings that decide the result, as plain JSON values; `ADDED` only where they are given."""
+        """All settings that decide the result, as plain JSON values."""
         settings = asdict(self) | {"betas": list(self.betas)}
-        ignored = {*_WITHOUT_EFFECT, *(name for name in ADDED if settings.get(name) is None)}
-        ignored |= {name for name in _EMPTY_UNLESS_GIVEN if not settings.get(name)}
-        return {name: value for name, value in settings.items() if name not in ignored}
+        return {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
 
 
 @dataclass

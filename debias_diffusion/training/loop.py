@@ -19,7 +19,7 @@ from .feature_cache import FrozenTower, cached_images
 from .folder import RunFolder
 from .plan import PROBE, print_plan
 from .run import Run
-from .setup import base_model_digest, load_base_model, make_modules, prepare_backbone
+from .setup import base_model_digest, load_base_model, load_base_tokenizer, make_modules, prepare_backbone
 from .step import Optimizer, autocast, backward
 from .stop import StopRequest
 from .trackers import make_accelerator
@@ -41,7 +41,7 @@ def train(config: TrainConfig) -> Path | None:
         UserError: something in `config` or the data cannot be used; says what to do.
     """
     if config.check_data:
-        check_data(config, prepare_backbone(load_base_model(config, name_alone=True), config).tokenizer)
+        check_data(config, load_base_tokenizer(config))
         return None
     accelerator = make_accelerator(config)
     folder = RunFolder(config.output)
@@ -57,7 +57,7 @@ class _Training(Run):
         super().__init__(config, accelerator, folder)
         if self.method.reads_short:
             look_for_short_captions(self.records, config.max_bad)
-        base_model = load_base_model(config, name_alone=self.earlier.get("pretrained", "") is None)
+        base_model = load_base_model(config)
         self.settings["base_model_sha256"] = base_model_digest(base_model)
         self.backbone = prepare_backbone(base_model, config)
         self.method = self.method.bind(self.backbone)

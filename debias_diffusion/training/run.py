@@ -72,12 +72,10 @@ class Run(ABC):
             )
         self.captions, self.images = open_data(config.data, config.images, cache=folder.path)
         self.all_records = self.captions.records
-        # A run keeps the reserve and the held-out pairs it began with: a larger --max-bad must not change the draws.
+        # A run keeps the reserve it began with: a larger --max-bad must not change the draws.
         self.earlier = folder.settings()
         reserve = self.earlier.get("max_bad", config.max_bad)
         validation = held_out_count(config, len(self.all_records))
-        if config.validation == "auto":
-            validation = self.earlier.get("validation", validation)
         share = 0.0 if config.whole_epochs else reserve
         not_trained, self.records, spare = split(self.captions, config, validation + config.keep_best, share)
         self.held_out, self.choosing = not_trained[:validation], not_trained[validation:]
