@@ -13,7 +13,6 @@ _MODULES = {
     "StableDiffusionXLLongPromptImg2ImgPipeline": ".stable_diffusion_xl",
     "StableDiffusionXLLongPromptInpaintPipeline": ".stable_diffusion_xl",
     "StableDiffusionXLLongPromptPipeline": ".stable_diffusion_xl",
-    "keep_keys_values": ".keys_values",
     "parse_weights": ".weighting",
     "with_long_prompts": ".any_pipeline",
     "write_custom_pipeline": ".custom_pipeline",
