@@ -19,7 +19,7 @@ _WITHOUT_EFFECT = (
 )
 # Options of the recipes fix-clip and long-clip.
 FIX_CLIP_OPTIONS = (
-    *("mask_ratio", "masked_patches", "short_positions", "prompts", "prompt_mask", "prompt_update", "prompt_layers"),
+    *("mask_ratio", "masked_patches", "short_positions", "prompts", "prompt_mask", "prompt_layers"),
     *("groups", "first_group", "new_rate"),
 )
 # Options that are settings of the recipe; others are given in `method`.
@@ -146,8 +146,7 @@ class TrainConfig(RunConfig):
             and not stretched; or shared, one table for all captions.
         prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
         prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all; r2p:
-            prompts to all patches; p2r: patches to prompts too; product: bands as the paper's equation 4 is printed.
-        prompt_update: replace the prompts after each block (the paper), or carry what they have read to the next.
+            prompts to all patches; p2r: patches to prompts too.
         prompt_layers: own prompts for each block, or the same shared by all.
         groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
         first_group: The first group that is compared, from 1; null compares the last three.
@@ -212,8 +211,7 @@ class TrainConfig(RunConfig):
     masked_patches: Literal["replace", "discard"] | None = None
     short_positions: Literal["own", "shared"] | None = None
     prompts: int | None = None
-    prompt_mask: Literal["bands", "none", "r2p", "p2r", "product"] | None = None
-    prompt_update: Literal["replace", "carry"] | None = None
+    prompt_mask: Literal["bands", "none", "r2p", "p2r"] | None = None
     prompt_layers: Literal["own", "shared"] | None = None
     groups: int | None = None
     first_group: int | None = None
