@@ -27,7 +27,7 @@ from debias_diffusion.files import path_digest
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.models.shipped import shipped
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, memory
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines import rendering as renderer
 from debias_diffusion.pipelines.loading import load_pipeline, load_sdxl
 
@@ -586,34 +586,6 @@ def test_too_little_memory_is_explained(many, monkeypatch, error, message):
     monkeypatch.setattr(UNet2DConditionModel, "forward", forward)
     with pytest.raises(RuntimeError if message[0] == "^" else UserError, match=message):
         many("memory", LINES[:1])
-
-
-def test_what_cannot_fit_is_refused_before_models_are_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 2 * 10**9)
-    needs = r"An image of 8000 x 8000 pixels needs at least \d\d\.\d GB"
-    with pytest.raises(UserError, match=needs + r" .* 2\.0 GB are free on cpu. Render a smaller one"):
-        draw(tmp_path, height=8000, width=8000)
-    assert memory.decoding_bytes("toy/sdxl", torch.float16, 64, 64, 3) == 3 * 3 * 32 * 64 * 64 * 2
-
-
-def test_a_batch_that_cannot_fit_is_refused_before_it_is_drawn(drawn, many, monkeypatch):
-    monkeypatch.setattr(
-        memory, "free_bytes", lambda device: 5 * memory.decoding_bytes("toy/sdxl", torch.float32, 48, 48)
-    )
-    monkeypatch.setattr(UNet2DConditionModel, "forward", None)
-    with pytest.raises(
-        UserError, match="8 images at once of 48 x 48 pixels need at least 0.0 GB .* Render fewer at once"
-    ):
-        many("large-batch", ["a star"] * 8, batch=100)
-    monkeypatch.undo()
-    assert len(pictures(many("large-batch", ["a star", LONG], batch=5))) == 2
-
-
-def test_the_memory_that_is_free_is_at_least_what_is_refused_from():
-    assert 10**8 < memory.free_bytes(torch.device("cpu")) < 10**14
-    assert memory.free_bytes(torch.device("meta")) is None
-    memory.check_memory("toy/sdxl", torch.device("meta"), torch.float32, 10**5, 10**5)
 
 
 # Values that are no numbers

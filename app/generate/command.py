@@ -69,7 +69,6 @@ def generate(config: GenerateConfig) -> Path:
     )
     studio = Studio(config, pick_device(config.device))
     _check_second_prompts(studio.kind, config, prompts)
-    studio.check_memory(1)
     advice = f"Try --low-memory, a smaller --batch than {config.batch}, or a smaller image."
     with explain_memory(studio.device, advice):
         if config.several:

@@ -22,7 +22,6 @@ from debias_diffusion.pipelines.loading import (
     load_pipeline,
     model_digest,
 )
-from debias_diffusion.pipelines.memory import check_memory
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
     Sampling,
@@ -83,11 +82,6 @@ class Studio:
             **runtime_settings(self.device, self.dtype),
         }
 
-    def check_memory(self, images: int) -> None:
-        """Raises UserError where that many images at once cannot fit the memory."""
-        size = self.sampling.height, self.sampling.width
-        check_memory(self.config.base, self.device, self.dtype, *size, images)
-
     def image_prompt(self, settings: dict) -> ImagePrompt:
         """What an image with these settings is rendered from."""
         names = ("prompt", "negative_prompt", "prompt_2")
@@ -142,7 +136,7 @@ def render_missing(
         the images with values that are not finite, see `generate_images`; no files are written for them
 
     Raises:
-        UserError: no prompt can be read, or the largest batch cannot fit the memory.
+        UserError: no prompt can be read.
     """
     config, sampling = studio.config, studio.sampling
     pipe = studio.load("encoders" if config.low_memory else "all")
@@ -150,7 +144,6 @@ def render_missing(
     layouts = _layouts(studio, pipe, tasks, prompts, left_out)
     wanted = {index for index, task in enumerate(tasks) if task.path in missing}
     batches = plan_batches(prompts, layouts, config.batch, wanted)
-    studio.check_memory(max(map(len, batches), default=1))
     sampler = type(pipe.scheduler).__name__
     texts = [[prompts[index] for index in batch] for batch in batches]
     if config.low_memory:
