@@ -130,7 +130,7 @@ def test_a_finished_run_is_not_made_again(world, finished_run, copy_of):
 def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, finished_run, tmp_path, capsys):
     train(config(world, tmp_path, pooling="average", keep_positions=0, max_steps=1))
     out = capsys.readouterr().out
-    pairs = "18 to train on, 1 of them in each epoch's reserve; 6 held out"
+    pairs = "18 to train on; 6 held out"
     parts = ("context length 308", "debias-clip", "average pooling", pairs, "1 of 8 pairs", "GB a process")
     assert [part for part in (*parts, "time    about") if part not in out] == []
     last = load_backbone(str(tmp_path / "last"))
@@ -332,18 +332,15 @@ def test_jsonl_and_shards_make_the_same_run_as_a_folder(world, finished_run, tmp
         assert same_weights(tmp_path / name, finished_run)
 
 
-@pytest.mark.parametrize("spare", [6, 0])
-def test_every_process_and_worker_sees_each_pair_once_and_reserves_stand_in_for_bad_ones(world, tmp_path, spare):
+def test_every_process_and_worker_sees_each_pair_once_and_others_replace_bad_ones(world, tmp_path):
     data, images = make_tiny_data(tmp_path / "world", count=40)
     for bad in (3, 17, 30):
         Path(images, f"{bad}.png").write_text("not an image")
     captions, source = open_data(data, images)
     backbone, recipe = load_backbone(world[0]), RECIPES["debias-clip"]
-    batches = GlobalBatches(40, 8, 3, seed=0, spare=spare)
-    replacements = batches.reserve if spare else batches.stand_ins
-    dataset = CaptionDataset(
-        captions.records, source, backbone.read_pixels, backbone.tokenizer, recipe, 0, replacements
-    )
+    batches = GlobalBatches(40, 8, 3, seed=0)
+    read = source, backbone.read_pixels, backbone.tokenizer, recipe
+    dataset = CaptionDataset(captions.records, *read, 0, batches.stand_ins)
 
     def steps(workers, world_size):
         loaders = [
@@ -365,20 +362,18 @@ def test_every_process_and_worker_sees_each_pair_once_and_reserves_stand_in_for_
     assert alone == steps(2, 1) == steps(0, 2) == steps(1, 2)
     for epoch in range(3):
         seen = [(key[1], sample) for step in alone for key, sample in step if key[0] == epoch]
-        reserve = {f"{index}.png" for index in replacements(epoch)}
         replaced = {index: sample for index, sample in seen if sample != f"{index}.png"}
-        assert set(replaced) <= {3, 17, 30} and set(replaced.values()) <= reserve
+        assert set(replaced) == {3, 17, 30}
         assert not {"3.png", "17.png", "30.png"} & {sample for _, sample in seen}
         whole = [sample for index, sample in seen if index not in replaced]
-        assert len(whole) == len(set(whole)) and not (spare and set(whole) & reserve)
-    assert any(key[1] in (3, 17, 30) for step in alone for key, _ in step)
+        assert len(whole) == len(set(whole)) == 37 and set(replaced.values()) <= set(whole)
 
 
-def test_whole_epochs_have_every_pair_and_a_stand_in_that_no_worker_process_or_restart_changes(world, tmp_path, capsys):
+def test_epochs_have_every_pair_and_a_stand_in_that_no_worker_process_or_restart_changes(world, tmp_path, capsys):
     data, images = make_tiny_data(tmp_path / "world", count=38)
     Path(images, "17.png").write_text("not an image")
     whole = (world[0], data, images)
-    settings = dict(max_steps=None, epochs=2, max_bad=0.05, whole_epochs=True)
+    settings = dict(max_steps=None, epochs=2, max_bad=0.05)
     train(config(whole, tmp_path / "run", **settings))
     out = capsys.readouterr().out
     assert "32 to train on; 6 held out" in out and "8 of 8 pairs (2.00 epochs)" in out
@@ -387,8 +382,6 @@ def test_whole_epochs_have_every_pair_and_a_stand_in_that_no_worker_process_or_r
     # killed in the last of eight steps, and continued with worker processes
     train(config(whole, killed_copy(tmp_path / "run", tmp_path / "again", 8), workers=2, **settings))
     is_the_same_run(tmp_path / "again", tmp_path / "run")
-    with pytest.raises(UserError, match="belongs to a run with other settings .whole_epochs: True there, False here"):
-        train(config(whole, tmp_path / "run", **settings | {"whole_epochs": False}))
 
 
 def test_captions_that_cannot_be_used_are_named_once_and_too_many_stop_the_run(world, tmp_path):
@@ -482,7 +475,7 @@ def test_toy_scenes_are_trained_on_at_the_defaults(tmp_path, capsys, monkeypatch
         loop._Training, "make_steps", lambda run, request: run.print_plan(0)
     )  # 9 steps of 256 would take long
     train(TrainConfig(data="toy/train-2", model="toy/clip", output=str(tmp_path), workers=0))
-    assert "900 to train on, 9 of them in each epoch's reserve; 100 held out (auto" in capsys.readouterr().out
+    assert "900 to train on; 100 held out (auto" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("records", "held_out"), [(1_200_000, 1000), (10_000, 1000), (9_999, 999), (24, 2), (5, 0)])

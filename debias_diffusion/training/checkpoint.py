@@ -31,7 +31,7 @@ class TrainState:
         best_r1: with `keep_best`, the best mean of the two R@1 on the pairs that choose, in percent; -1 before the
             first measurement.
         best_step: the step of that measurement.
-        replaced: unreadable records that the reserve replaced.
+        replaced: unreadable records that others replaced.
         not_finite: the latest steps in a row that were skipped because their loss was not finite.
     """
 

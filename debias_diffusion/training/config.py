@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # A run may resume with other values of these: they change how it runs, but not (beyond rounding) its result.
 _WITHOUT_EFFECT = (
-    *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "check_data"),
+    *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "max_bad", "check_data"),
     *("chunk", "checkpoint_activations", "compile", "feature_cache", "latent_cache"),
 )
 # Options of the recipes fix-clip and long-clip.
@@ -47,7 +47,7 @@ _GROUPS = {
     "Validation, checkpoints and logs": (
         *("validation", "keep_best", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
     ),
-    "Bad records": ("max_bad", "whole_epochs", "check_data"),
+    "Bad records": ("max_bad", "check_data"),
 }
 
 
@@ -76,7 +76,6 @@ class RunConfig:
     log_every: int
     trackers: str | None
     max_bad: float
-    whole_epochs: bool = False
     keep_best: int = 0
 
     def check_run(self) -> None:
@@ -185,10 +184,9 @@ class TrainConfig(RunConfig):
         keep: How many of the newest checkpoints are kept.
         log_every: Steps between lines in log.jsonl.
         trackers: tensorboard, wandb, or both with a comma between; null for log.jsonl alone, which is always written.
-        max_bad: Largest share of bad records before the run stops, from 0 to 1. The same share of each epoch is its
-            reserve, which replaces them. A stopped run may resume with another value, and keeps its reserve.
-        whole_epochs: Train on every pair in every epoch, without a reserve. An unreadable image is then replaced by
-            another pair of the epoch, always the same, which the epoch has twice.
+        max_bad: Largest share of bad records before the run stops, from 0 to 1. An unreadable image is replaced by
+            another pair of the epoch, always the same, which the epoch then has twice; with 0 by none. A stopped run
+            may resume with another value.
         check_data: Read all images and captions, report the bad records, and train nothing.
     """
 
@@ -244,7 +242,6 @@ class TrainConfig(RunConfig):
     log_every: int = 10
     trackers: str | None = None
     max_bad: float = 0.01
-    whole_epochs: bool = False
     check_data: bool = False
 
     def __post_init__(self):

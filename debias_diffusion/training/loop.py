@@ -1,6 +1,6 @@
 """The training run: set up, print the plan, make the steps, save the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -88,15 +88,10 @@ class _Training(Run):
                 self.backbone.tokenizer,
                 self.method,
                 self.config.seed,
-                self._replacements(),
+                self.batches.stand_ins if self.config.max_bad else None,
             )
             state = self.make_steps(request)
             return state and self._finish(state)
-
-    def _replacements(self) -> Callable[[int], Sequence[int]]:
-        """What stands in for unreadable images, by epoch; nothing where `max_bad` allows none."""
-        from_epoch = self.config.whole_epochs and self.config.max_bad
-        return self.batches.stand_ins if from_epoch else self.batches.reserve
 
     def _compute_image_features(self, request: StopRequest) -> None:
         """Computes the features that the cache lacks; from then on images are features, and the image tower rests."""

@@ -150,14 +150,11 @@ def held_out_count(config: RunConfig, records: int) -> int:
     return min(VALIDATION, records // 10) if config.validation == "auto" else config.validation
 
 
-def split(
-    captions: Captions, config: RunConfig, validation: int, reserve: float
-) -> tuple[Sequence[Record], Sequence[Record], int]:
-    """(held-out pairs, training pairs, size of each epoch's reserve).
+def split(captions: Captions, config: RunConfig, validation: int) -> tuple[Sequence[Record], Sequence[Record]]:
+    """(held-out pairs, training pairs).
 
     Args:
         validation: how many are held out, with those that choose the best model.
-        reserve: the share of the training pairs in each epoch's reserve, if enough for a batch remain.
 
     Raises:
         UserError: too few remain for a batch.
@@ -169,5 +166,4 @@ def split(
             f"{len(records)} usable pairs less {validation} held out leave {left} to train on, fewer than "
             f"a batch of {config.batch}. Lower --validation, --keep-best or --batch, or give more pairs."
         )
-    spare = min(math.ceil(reserve * left), left - config.batch)
-    return records[:validation], records[validation:], spare
+    return records[:validation], records[validation:]
