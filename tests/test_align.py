@@ -328,6 +328,8 @@ def test_the_plan_says_what_is_fitted_and_what_it_takes(settings, models, tmp_pa
         ({"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
         ({"pixels": 100}, "pixels is 100, but must be a multiple of 8"),
         ({"batch": 0}, "batch is 0, but must be at least 1"),
+        ({"seed": -1}, "seed is -1, but must be a whole number from 0 to 4294967295"),
+        ({"eps": -1.0}, "eps is -1.0, but must be at least 0"),
         ({"encoder": "no/such/thing/here"}, "no/such/thing/here"),
         ({"encoder": "toy/clip"}, "'toy/clip' has width 128, and the encoder of .* that it replaces has width 32"),
         ({"encoder_2": "wide"}, "has width 32, and the encoder of .* has width 40"),

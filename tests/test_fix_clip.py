@@ -291,6 +291,8 @@ def literal_loss(case, backbone, method, modules, batch):
         basis = torch.linalg.svd((masked - mean).detach(), full_matrices=False).Vh[:COMPONENTS].T
         masked = mean + (masked - mean) @ basis @ basis.T
     scale = tower.logit_scale.exp()
+    if not (method.has_long and method.has_short):
+        return literal_info_nce(masked if method.has_short else image, texts, scale, 0.1)
     total = literal_info_nce(image, texts[:n], scale, 0.1) + literal_info_nce(masked, texts[n:], scale, 0.1)
     for at, group in enumerate(method.hierarchy.numbers if method.hierarchy else ()):
         size = LAYERS // GROUPS

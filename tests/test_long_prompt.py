@@ -480,6 +480,14 @@ def test_the_vectors_of_a_textual_inversion_stay_together(inverted, base):
     assert all(map(same, stock.encode_prompt("a <x> <y>, <x>"), inverted.encode_prompt("a <x> <y>, <x>")))
 
 
+def test_names_of_inversions_may_end_in_a_number(base):
+    pipe = assemble_copy(StableDiffusionXLLongPromptPipeline, base)
+    tiny_sdxl.add_inversions(pipe, {"style_2": 2, "style_3": 1, "style": 1})
+    tokens = texts_of(pipe, "style_2 style_3 style style_2")[0]
+    assert tokens.ids == [SIZE, SIZE + 1, SIZE + 2, SIZE + 3, SIZE, SIZE + 1]
+    assert tokens.cuts == [Cut.NEVER, Cut.WORD, Cut.WORD, Cut.WORD, Cut.NEVER, Cut.SENTENCE]
+
+
 def test_no_warning_of_texts_that_are_read_in_full(inverted, caplog):
     """That ids past the window "will result in indexing errors" holds for stock use, and there is still said."""
     prompt = f"{words(200)} <x> and {words(200)} (red:1.2)"

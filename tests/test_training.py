@@ -39,6 +39,7 @@ from debias_diffusion.data import open_data
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder, explain_full_disk
+from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.backbone import load_backbone
@@ -103,6 +104,12 @@ def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
         train(replace(settings, keep_best=0))
 
 
+def test_open_clips_prefix_may_name_a_run(finished_run):
+    for name in (f"local-dir:{finished_run}", f"local-dir:{finished_run / 'last'}"):
+        assert load_two_tower(name).context_length == 248
+        assert load_text_encoder(name)[0].config.max_position_embeddings == 248
+
+
 def test_of_an_unfinished_run_the_best_is_loaded_if_it_keeps_one(world, finished_run, tmp_path):
     run = killed_copy(finished_run, tmp_path / "run")
     with pytest.raises(UserError, match="has not ended, so it has no model yet"):
@@ -119,6 +126,13 @@ def test_training_learns_and_keeps_the_kept_rows(world, finished_run):
     stretched.stretch()
     assert (table[20:] != stretched.text.tower.positional_embedding[20:]).any(dim=1).all()
     assert sum(losses(finished_run)[-2:]) < sum(losses(finished_run)[:2])
+
+
+def test_the_greatest_seed_and_a_single_pair_are_trained_on(world, tmp_path):
+    data, images = make_tiny_data(tmp_path / "world", count=1)
+    settings = dict(seed=2**32 - 1, batch=1, components=0, validation=0, max_steps=2)
+    assert train(config((world[0], data, images), tmp_path / "run", **settings))
+    assert len(losses(tmp_path / "run")) == 2
 
 
 def test_a_finished_run_is_not_made_again(world, finished_run, copy_of):
@@ -445,6 +459,9 @@ def test_bad_settings_are_named(world, tmp_path):
     refused("keep_best is -1, but must be at least 0", keep_best=-1)
     refused("24 usable pairs less 17 held out leave 7.*--keep-best", keep_best=11)
     refused("learning_rate is -1, but must be above 0", learning_rate=-1)
+    refused("eps is -1.0, but must be at least 0", eps=-1.0)
+    for seed in (-1, 2**32):
+        refused(f"seed is {seed}, but must be a whole number from 0 to 4294967295", seed=seed)
     refused("Unknown recipe 'debiased'. Did you mean debias-clip", recipe="debiased")
     refused("Unknown sampling 'randm'. Did you mean random", sampling="randm")
     refused("components is 8, but must be at least 1 and less than 7", components=8)

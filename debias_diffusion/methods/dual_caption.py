@@ -118,6 +118,11 @@ class DualCaption(Method):
     def has_short(self) -> bool:
         return self.short_weight > 0
 
+    @property
+    def text_names(self) -> list[str]:
+        """The features of the captions, in their order in a batch."""
+        return ["long_text"] * self.has_long + ["short_text"] * self.has_short
+
     def check(self, batch: int, embed_dim: int) -> None:
         if self.has_short and self.components:
             if batch % self.component_parts:
@@ -158,8 +163,7 @@ class DualCaption(Method):
         """{"image", "long_text", "short_text"}, each [batch, embed_dim]; no text without weight."""
         image = image_features(backbone, batch)
         texts = backbone.encode_text(batch.tokens).unflatten(0, (-1, len(batch)))
-        names = ["long_text"] * self.has_long + ["short_text"] * self.has_short
-        return {"image": image.to(texts.dtype), **dict(zip(names, texts, strict=True))}
+        return {"image": image.to(texts.dtype), **dict(zip(self.text_names, texts, strict=True))}
 
     def losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None

@@ -321,14 +321,14 @@ class FixClip(DualCaption):
         return {"is_masked": self.masked_view.draw(self.patches, seed, epoch, sample_id)}
 
     def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
-        """{"image", "long_text", "short_text"} and, with these parts, "masked", each [batch, embed_dim]; "image_groups"
-        and "text_groups" [batch, compared groups, embed_dim]; all at least in float32."""
+        """{"image", "long_text", "short_text"}, no text without weight, and with these parts "masked", each [batch,
+        embed_dim]; "image_groups", "text_groups" [batch, compared groups, embed_dim]; all at least in float32."""
         if not (self.masked_view or self.regional_prompts or self.hierarchy):
             return super().encode(backbone, batch, modules)
         features, states = self._encode_images(backbone, batch, modules)
         blocks = self.hierarchy.blocks(_depth(backbone)) if self.hierarchy else ()
         texts, text_states = backbone.text.encode(batch.tokens, blocks)
-        features |= dict(zip(("long_text", "short_text"), texts.split(len(batch)), strict=True))
+        features |= dict(zip(self.text_names, texts.split(len(batch)), strict=True))
         if self.hierarchy:
             of_long = text_states[: len(batch)]
             features["image_groups"] = modules.image_heads(self.hierarchy.aggregate(_at_least_float(states)))

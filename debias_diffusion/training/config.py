@@ -88,6 +88,9 @@ class RunConfig:
         for name in ("max_steps", "chunk"):
             self.require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or null")
         self.require("learning_rate", self.learning_rate > 0 and math.isfinite(self.learning_rate), "above 0")
+        self.require("eps", self.eps >= 0 and math.isfinite(self.eps), "at least 0")
+        # A step's draws are seeded with the seed and, in the lower half of 64 bits, its number.
+        self.require("seed", 0 <= self.seed < 2**32, f"a whole number from 0 to {2**32 - 1}")
         self.require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         check_max_bad(self.max_bad)
         for name in self.tracker_names():

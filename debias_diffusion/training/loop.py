@@ -121,7 +121,7 @@ class _Training(Run):
         )
 
     def print_plan(self, start: int) -> None:
-        probe = self.collate([self.dataset[(0, index, index)] for index in range(PROBE)])
+        probe = self.collate([self.dataset[(0, index, index)] for index in range(min(PROBE, len(self.records)))])
         print_plan(
             self.config,
             self.method,

@@ -92,7 +92,7 @@ class Moments:
 
     def add(self, student: Tensor, teacher: Tensor, variance: float) -> None:
         """The states of one caption, [tokens, width] each; every caption counts alike, in shares of its variance."""
-        student, teacher, weight = student.double().cpu(), teacher.double().cpu(), 1 / (variance * len(student))
+        student, teacher, weight = student.cpu().double(), teacher.cpu().double(), 1 / (variance * len(student))
         self.captions += 1
         self.n += weight * len(student)
         self.s += weight * student.sum(0)
@@ -150,7 +150,7 @@ def measure_drift(
         ):
             end = len(text.ids) + 1  # the position of EOT
             variance = teacher[1 : end + 1].var(dim=0, correction=0).mean().item()
-            at = (student - teacher).square().mean(dim=1).double().cpu() / variance
+            at = (student - teacher).square().mean(dim=1).cpu().double() / variance
             places = {"text": at[1:end], "sot": at[:1], "eot": at[end : end + 1], "pads": at[end + 1 :]}
             for part, values in places.items():
                 errors[part].append(values.mean().item())

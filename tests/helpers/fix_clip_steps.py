@@ -30,6 +30,8 @@ CASES = {
     "7 all": ("fix-clip", _HIERARCHY | _PROMPTS),
     "discard": ("fix-clip", _HIERARCHY | _PROMPTS | {"masked_patches": "discard"}),
     "shared": ("fix-clip", _HIERARCHY | _PROMPTS | {"prompt_layers": "shared", "short_positions": "shared"}),
+    "short alone": ("long-clip", {"short_weight": 1.0} | _PROMPTS),
+    "long alone": ("long-clip", {"short_weight": 0.0} | _PROMPTS),
     "last group": ("fix-clip", {"groups": GROUPS, "first_group": 2, "mask_ratio": 0.0} | _PROMPTS),
 }
 
