@@ -69,7 +69,7 @@ class Run(ABC):
             raise UserError(
                 f"batch is {config.batch}, but must be a multiple of the {accelerator.num_processes} processes."
             )
-        self.captions, self.images = open_data(config.data, config.images, cache=folder.path)
+        self.captions, self.images = open_data(config.data, config.images)
         self.all_records = self.captions.records
         validation = held_out_count(config, len(self.all_records))
         not_trained, self.records = split(self.captions, config, validation + config.keep_best)
