@@ -24,7 +24,7 @@ from debias_diffusion.limits import check_seeds
 from debias_diffusion.models.shipped import GUIDANCE_SCALE
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training import train
+from debias_diffusion.training.loop import train
 
 from .export.command import export
 from .export.options import ExportConfig

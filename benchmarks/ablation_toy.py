@@ -39,7 +39,7 @@ from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate
 from debias_diffusion.eval.text_image.retrieval import hits
 from debias_diffusion.eval.text_image.robustness import edit_caption
 from debias_diffusion.files import write_json, write_text
-from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_ranks
 
 RESULTS = Path(__file__).parent / "results"

@@ -47,7 +47,7 @@ from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.render import render as render_scene
 from debias_diffusion.toyworld.scenes import scene
-from debias_diffusion.training import train
+from debias_diffusion.training.loop import train
 
 BASE, FEATURES = "toy/sdxl", "toy/features"
 FITTED_ON = "train"  # split

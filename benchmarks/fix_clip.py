@@ -8,9 +8,9 @@ learns toy/clip's image features. An object's place is 2 x 2 patches, G = 3, K =
 places.
 
 Rows, trained on the same pairs with the same budget: the eight of Table 4 (DB the masked view with its positions, HF
-the hierarchy, RP regional prompts without, UM with their mask), and ours: "carry", in which prompts keep what they
-have read; "states kept", all with --keep-states; and all with other rates of the new parameters. --more adds Table 5
-and shared prompts. All of these but "carry" are trained with two of the seeds.
+the hierarchy, RP regional prompts without, UM with their mask), and ours: "states kept", all with --keep-states; and
+all with other rates of the new parameters. --more adds Table 5 and shared prompts. Ours and these are trained with two
+of the seeds.
 
 Each row is scored on scenes that no model has seen, 500 for each seed: R@1 of long captions, of short captions, of
 summaries against whole and against masked images; each group's features alone; hidden states against the base model's;
@@ -40,7 +40,7 @@ from debias_diffusion.eval.common.intervals import paired_difference
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.files import write_json, write_text
-from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import relative_error, without_eot
 from debias_diffusion.methods.objectives import contrastive_loss
@@ -51,18 +51,16 @@ from debias_diffusion.toymodels.clip import draw_indices, render_all
 from debias_diffusion.toymodels.stage import run_stage
 from debias_diffusion.toyworld.grammar import caption, short_caption
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import COLOURS, PLACES, base_scene, generator, scene
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.toyworld.scenes import base_scene, generator, scene
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.loop import train
 
 RESULTS = Path(__file__).parent / "results"
 TEACHER, UNET = "toy/clip", "toy/sdxl"
 VISION = {"layers": 6, "patch_size": 8}
 GROUPS, FIRST, PROMPTS, RATIO = 3, 2, 3, 0.75
 HELD_OUT, TRAINED_ON, BATCH = 100, 3000, 32
-SCENES, ROWS_OF_PLACES = 500, 3
-PROBED = (600, 400)  # scenes that a linear probe learns from, and is scored on
-_RIDGE = 10.0
+SCENES = 500
 
 _HF = {"groups": GROUPS, "first_group": FIRST}
 _RP = {"prompts": PROMPTS}
@@ -78,7 +76,6 @@ TABLE_4 = {
     "5 DB+RP+UM": FIX | {"groups": 0} | _RP,
     "6 HF+RP+UM": LONG | _HF | _RP,
     "7 all": FIX | _HF | _RP,
-    "carry": FIX | _HF | _RP | {"prompt_update": "carry"},
     "states kept": FIX | _HF | _RP | {"keep_states": 3.0},
     "rate 10": FIX | _HF | _RP | {"new_rate": 10.0},
     "rate 100": FIX | _HF | _RP | {"new_rate": 100.0},
@@ -126,7 +123,6 @@ EXPECTED = (
     Expectation("RP", "long", "3 DB+RP", "1 DB", text="long captions (1 to 3)"),
     Expectation("UM", "long", "5 DB+RP+UM", "3 DB+RP", text="long captions (3 to 5)"),
     Expectation("UM", "short", "5 DB+RP+UM", "3 DB+RP", text="short captions (3 to 5)"),
-    Expectation("ours", "long", "carry", "7 all", text="long captions, prompts carried"),
 )
 
 
@@ -312,53 +308,6 @@ def _drift(backbone: Backbone, base: Backbone, texts: Sequence[str]) -> list[flo
     return errors
 
 
-# ---- what carried prompts know
-
-
-@torch.inference_mode()
-def probe_rows(model: str, seed: int) -> dict[str, float]:
-    """Accuracy in percent, of a linear probe from a prompt's last state to the colours at the places of a row.
-
-    Returns:
-        "own_row": of prompt j and row j; "other_rows": of all other pairs; "most_frequent": of the commonest answer.
-    """
-    backbone = load_two_tower(model)
-    scenes = [scene(f"test-probe-{seed}", index) for index in range(sum(PROBED))]
-    names = [None, *COLOURS]
-    places = list(PLACES)
-    answers = torch.tensor(
-        [[names.index({t.place: t.colour for t in drawn.things}.get(place)) for place in places] for drawn in scenes]
-    )
-    pixels = torch.stack([backbone.read_pixels(render(drawn)) for drawn in scenes])
-    states = torch.cat([backbone.image.last_states(backbone.as_floats(part)) for part in pixels.split(100)])
-    prompts = states[:, 1 : 1 + PROMPTS].double()
-    accuracy = {(prompt, place): [] for prompt in range(PROMPTS) for place in range(len(places))}
-    for prompt, place in accuracy:
-        accuracy[prompt, place] = _linear_probe(prompts[:, prompt], answers[:, place], len(names))
-    row_of = [place // ROWS_OF_PLACES for place in range(len(places))]
-    same = [value for (prompt, place), value in accuracy.items() if prompt == row_of[place]]
-    different = [value for (prompt, place), value in accuracy.items() if prompt != row_of[place]]
-    tested = answers[PROBED[0] :]
-    commonest = [100 * (tested[:, place] == 0).double().mean().item() for place in range(len(places))]
-    return {
-        "own_row": float(np.mean(same)),
-        "other_rows": float(np.mean(different)),
-        "most_frequent": float(np.mean(commonest)),
-    }
-
-
-def _linear_probe(states: Tensor, answers: Tensor, classes: int) -> float:
-    """Accuracy in percent on the second part, of ridge regression to the classes on the first."""
-    learned = PROBED[0]
-    mean, deviation = states[:learned].mean(0), states[:learned].std(0) + 1e-6
-    inputs = torch.cat([(states - mean) / deviation, torch.ones(len(states), 1, dtype=states.dtype)], dim=1)
-    targets = F.one_hot(answers, classes).to(states.dtype)
-    gram = inputs[:learned].T @ inputs[:learned] + _RIDGE * torch.eye(inputs.shape[1], dtype=states.dtype)
-    weights = torch.linalg.solve(gram, inputs[:learned].T @ targets[:learned])
-    right = (inputs[learned:] @ weights).argmax(1) == answers[learned:]
-    return 100 * right.double().mean().item()
-
-
 # ---- all of it
 
 
@@ -379,8 +328,6 @@ def run_seed(base: str, rows: dict[str, dict], seed: int, steps: int, prompts: i
             discards = bool(flags) and flags.get("masked_patches") == "discard"
             result = {"machine": machine(torch.device("cpu")), "log": _last_losses(folder)}
             result["scores"] = score(model, backbone, unseen, modules, discards)
-            if row == "carry":
-                result["probe"] = probe_rows(model, seed)
             write_json(file, result)
         results[row] = json.loads(file.read_text())
     file = output / f"seed-{seed}" / f"drawn-{prompts}.json"
@@ -446,7 +393,6 @@ def tables(seeds: dict[int, dict]) -> str:
         _expectation_table(seeds, rows),
         "## Features of one group alone: R@1 in % of long captions",
         _group_table(seeds, rows),
-        *_carried(seeds, rows),
         *_drawn_tables(seeds),
     ]
     return "\n\n".join(parts) + "\n"
@@ -492,18 +438,6 @@ def _group_table(seeds: dict[int, dict], rows: Sequence[str]) -> str:
     return Table(["row", *titles], lines).markdown()
 
 
-def _carried(seeds: dict[int, dict], rows: Sequence[str]) -> list[str]:
-    if "carry" not in rows:
-        return []
-    probes = {seed: result["rows"]["carry"]["probe"] for seed, result in seeds.items()}
-    lines = [[seed, *(f"{value:.1f}" for value in probe.values())] for seed, probe in probes.items()]
-    titles = ["seed", "its row", "other rows", "the commonest answer"]
-    return [
-        "## Colours by place, read from a carried prompt's last state by a linear probe: accuracy in %",
-        Table(titles, lines).markdown(),
-    ]
-
-
 def _drawn_tables(seeds: dict[int, dict]) -> list[str]:
     drawn = {seed: result["drawn"] for seed, result in seeds.items() if result["drawn"]}
     if not drawn:
@@ -533,7 +467,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of each row")
     parser.add_argument("--base-steps", type=int, default=1500, help="of the base model, made once")
     parser.add_argument("--prompts", type=int, default=100, help="that each of some rows draws; 0: none")
-    parser.add_argument("--more", action="store_true", help="the rows beside Table 4 and carry")
+    parser.add_argument("--more", action="store_true", help="the rows beside Table 4 and ours")
     parser.add_argument("--output", type=Path, default=Path("runs/fix-clip"))
     arguments = parser.parse_args()
     rows = TABLE_4 | (MORE if arguments.more else {})

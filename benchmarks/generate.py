@@ -1,4 +1,4 @@
-"""The cost of longer prompts for an image, and the savings of keeping keys and values over the steps.
+"""The cost of longer prompts for an image.
 
     python benchmarks/generate.py [--model toy|sdxl|tiny] [--steps 30] [--repeats 7]
 
@@ -6,14 +6,12 @@ Counted: the FLOPs of SDXL at 1024 x 1024, its true configuration without weight
 batch; with guidance it runs on two, and every number of a step but the ratios doubles.
 Timed: the steps of an image with guidance, from the embeddings to the latents, and the encoding of its prompt. On an
 accelerator the model is SDXL with random weights in half precision, on the CPU the toy SDXL; `tiny` is a small random
-one that tries the path of the accelerator on the CPU. The variants take turns, so that other load affects all; ratios
-are to the steps of stock diffusers (77 positions, nothing kept) in the same round.
+one that tries the path of the accelerator on the CPU. The lengths take turns, so that other load affects all; ratios
+are to the steps of stock diffusers (77 positions) in the same round.
 Prints Markdown, and writes to benchmarks/results/.
 """
 
 import argparse
-import contextlib
-import itertools
 import json
 import statistics
 from pathlib import Path
@@ -21,14 +19,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
-from diffusers.models.attention_processor import Attention
 from machine import machine, seconds
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.keys_values import keep_keys_values
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.tokens import clip_tokenizer
 
@@ -156,18 +152,11 @@ def parts(total: int, by_module: dict[str, int]) -> dict[str, float]:
 def count(steps: int) -> dict:
     """SDXL's FLOPs at the lengths of `COUNTED`."""
     pipe = random_sdxl("sdxl", torch.device("meta"), torch.float32)
-    layers = [layer for layer in pipe.unet.modules() if isinstance(layer, Attention) and layer.is_cross_attention]
-    width = sum(layer.to_k.out_features + layer.to_v.out_features for layer in layers)
     rows = {}
     for positions in tqdm(COUNTED, desc="counting"):
         inputs = unet_inputs(pipe, positions)
         plain, by_module = flops(lambda inputs=inputs: pipe.unet(**inputs))
-        with keep_keys_values(pipe):
-            first, _ = flops(lambda inputs=inputs: pipe.unet(**inputs))
-            later, _ = flops(lambda inputs=inputs: pipe.unet(**inputs))
-        assert first == plain
-        rows[positions] = {"plain": plain, "kept": round((first + (steps - 1) * later) / steps)}
-        rows[positions] |= {"kept_mb": round(2 * 2 * width * positions / 1e6, 1), "shares": parts(plain, by_module)}
+        rows[positions] = {"plain": plain, "shares": parts(plain, by_module)}
     prompts = {positions: prompt_of(pipe, positions) for positions in POSITIONS}
     encode = {
         positions: flops(lambda prompt=prompt: pipe.encode_prompt(prompt, device="meta", negative_prompt=""))[0]
@@ -176,7 +165,7 @@ def count(steps: int) -> dict:
     decode, _ = flops(lambda: pipe.vae.decode(unet_inputs(pipe, STOCK)["sample"]))
     stock = rows[STOCK]["plain"]
     for positions, row in rows.items():
-        row |= {f"{name}_to_stock": round(row[name] / stock, 4) for name in ("plain", "kept")}
+        row["plain_to_stock"] = round(row["plain"] / stock, 4)
         if positions in encode:
             row["encode"] = encode[positions]
             picture = encode[positions] + 2 * steps * row["plain"] + decode
@@ -189,19 +178,16 @@ def print_counted(result: dict) -> None:
     tera, rows = 1e12, result["rows"]
     print(
         f"\nCounted: SDXL's UNet ({result['unet_parameters'] / 1e9:.3f} billion parameters) at 1024 x 1024, one row of "
-        f"the batch (two with guidance).\nKept: the average of {result['steps']} steps. Encoding: CLIP-L of {WINDOW} "
-        f"positions, bigG in chunks of {STOCK}, prompt and negative prompt; its share\nis of an image with guidance, "
-        f"{result['steps']} plain steps and decoding ({result['decode'] / tera:.2f} TFLOP).\n\n"
-        "| positions | TFLOP a step | to stock | kept | to stock | kept MB, fp16, guidance | encoding TFLOP | share |\n"
-        "|---|---|---|---|---|---|---|---|"
+        f"the batch (two with guidance).\nEncoding: CLIP-L of {WINDOW} positions, bigG in chunks of {STOCK}, prompt "
+        f"and negative prompt; its share\nis of an image with guidance, {result['steps']} steps and decoding "
+        f"({result['decode'] / tera:.2f} TFLOP).\n\n"
+        "| positions | TFLOP a step | to stock | encoding TFLOP | share |\n"
+        "|---|---|---|---|---|"
     )
     for positions, row in rows.items():
         encode = f"{row['encode'] / tera:.3f} | {100 * row['encode_share']:.2f}%" if "encode" in row else "|"
-        print(
-            f"| {positions} | {row['plain'] / tera:.3f} | {100 * (row['plain_to_stock'] - 1):+.2f}% "
-            f"| {row['kept'] / tera:.3f} | {100 * (row['kept_to_stock'] - 1):+.2f}% | {row['kept_mb']:.0f} | {encode} |"
-        )
-    print(f"\n| share of a plain step | {' | '.join(map(str, rows))} |\n|---{'|---' * len(rows)}|")
+        print(f"| {positions} | {row['plain'] / tera:.3f} | {100 * (row['plain_to_stock'] - 1):+.2f}% | {encode} |")
+    print(f"\n| share of a step | {' | '.join(map(str, rows))} |\n|---{'|---' * len(rows)}|")
     for part in rows[STOCK]["shares"]:
         shares = (f"{100 * row['shares'][part]:.1f}%" for row in rows.values())
         print(f"| {part} | {' | '.join(shares)} |")
@@ -211,46 +197,36 @@ def print_counted(result: dict) -> None:
 
 
 @torch.no_grad()
-def measure(pipe: StableDiffusionXLLongPromptPipeline, steps: int, repeats: int) -> dict:
-    """Seconds of every round; and whether keeping left the latents as they were."""
+def measure(pipe: StableDiffusionXLLongPromptPipeline, steps: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of every round, by what was done."""
     pipe.set_progress_bar_config(disable=True)
     device = pipe.device
-    variants = list(itertools.product(POSITIONS, ("plain", "kept")))
     prompts = {positions: prompt_of(pipe, positions) for positions in POSITIONS}
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
     times: dict[str, list[float]] = {}
-    equal = True
     for repeat in tqdm(range(-1, repeats), desc="rounds, the first uncounted"):
-        latents = {}
-        for positions, how in variants:
+        for positions in POSITIONS:
             embeds = {}
 
             def encode(positions=positions, embeds=embeds) -> None:
                 results = pipe.encode_prompt(prompts[positions], device=device, negative_prompt="")
                 embeds.update(zip(names, results, strict=True))
 
-            def draw(positions=positions, how=how, embeds=embeds, latents=latents) -> None:
-                with keep_keys_values(pipe) if how == "kept" else contextlib.nullcontext():
-                    latents[positions, how] = pipe(
-                        **embeds,
-                        num_inference_steps=steps,
-                        generator=torch.Generator().manual_seed(0),
-                        output_type="latent",
-                    ).images
+            def draw(embeds=embeds) -> None:
+                generator = torch.Generator().manual_seed(0)
+                pipe(**embeds, num_inference_steps=steps, generator=generator, output_type="latent")
 
-            taken = {f"{positions} encode": seconds(encode, device), f"{positions} {how}": seconds(draw, device)}
+            taken = {f"{positions} encode": seconds(encode, device), f"{positions} plain": seconds(draw, device)}
             if repeat >= 0:
                 for name, value in taken.items():
                     times.setdefault(name, []).append(value)
-        equal &= all(torch.equal(latents[p, "plain"], latents[p, "kept"]) for p in POSITIONS)
-    return {"seconds": times, "latents_equal": equal}
+    return times
 
 
 def time_pictures(model: str, device: torch.device, steps: int, repeats: int) -> dict:
     half = torch.float32 if device.type == "cpu" else torch.float16
     pipe = load_sdxl("toy/sdxl", "toy/debias-clip", device) if model == "toy" else random_sdxl(model, device, half)
-    result = measure(pipe, steps, repeats)
-    times = result["seconds"]
+    times = measure(pipe, steps, repeats)
 
     def ratio(name: str, other: str) -> list[float]:
         """The median, and the smallest and largest, of the rounds' ratios."""
@@ -259,13 +235,11 @@ def time_pictures(model: str, device: torch.device, steps: int, repeats: int) ->
 
     rows = {}
     for positions in POSITIONS:
-        plain, kept, encode = (f"{positions} {how}" for how in ("plain", "kept", "encode"))
+        plain, encode = f"{positions} plain", f"{positions} encode"
         picture = statistics.median(times[plain]) + statistics.median(times[encode])
         rows[positions] = {
             "step_ms": round(1000 * statistics.median(times[plain]) / steps, 3),
             "plain_to_stock": ratio(plain, f"{STOCK} plain"),
-            "kept_to_stock": ratio(kept, f"{STOCK} plain"),
-            "kept_to_plain": ratio(kept, plain),
             "encode_ms": round(1000 * statistics.median(times[encode]), 3),
             "encode_share": round(statistics.median(times[encode]) / picture, 4),
         }
@@ -278,33 +252,25 @@ def time_pictures(model: str, device: torch.device, steps: int, repeats: int) ->
         "steps": steps,
         "repeats": repeats,
         "ratios": "median, least and most of the rounds, which took turns with whatever else ran there",
-        "baseline": f"steps of stock diffusers: {STOCK} positions, nothing kept",
-        "latents_equal": result["latents_equal"],
+        "baseline": f"steps of stock diffusers: {STOCK} positions",
         "rows": rows,
     }
 
 
 def print_timed(result: dict) -> None:
-    equal = "equal" if result["latents_equal"] else "NOT equal"
     print(
         f"\nTimed on {result['machine']}: {result['model']}, {result['pixels']} pixels, {result['precision']}, "
         f"guidance, {result['steps']} steps, {result['repeats']} rounds.\n"
-        f"Ratios ({result['ratios']}) are to {result['baseline']}.\nKept and plain latents were {equal}.\n\n"
-        "| positions | ms a step | to stock | kept, to stock | kept, to plain | ms encoding | share of both |\n"
-        "|---|---|---|---|---|---|---|"
+        f"Ratios ({result['ratios']}) are to {result['baseline']}.\n\n"
+        "| positions | ms a step | to stock | ms encoding | share of both |\n"
+        "|---|---|---|---|---|"
     )
     for positions, row in result["rows"].items():
-        ratios = (
-            f"{median:.2f} ({least:.2f}-{most:.2f})"
-            for median, least, most in (row[f"{name}_to_{other}"] for name, other in _RATIOS)
-        )
+        median, least, most = row["plain_to_stock"]
         print(
-            f"| {positions} | {row['step_ms']:.2f} | {' | '.join(ratios)} | {row['encode_ms']:.1f} "
+            f"| {positions} | {row['step_ms']:.2f} | {median:.2f} ({least:.2f}-{most:.2f}) | {row['encode_ms']:.1f} "
             f"| {100 * row['encode_share']:.1f}% |"
         )
-
-
-_RATIOS = (("plain", "stock"), ("kept", "stock"), ("kept", "plain"))
 
 
 def write(name: str, result: dict) -> None:

@@ -21,7 +21,7 @@ from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training import train
+from debias_diffusion.training.loop import train
 
 RECIPES = ("long-clip", "debias-clip-sdxl")
 STEPS = 150  # of the quickstart's trainings

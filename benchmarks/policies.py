@@ -28,7 +28,8 @@ from debias_diffusion.eval.common.intervals import paired_difference
 from debias_diffusion.eval.common.report import digest, versions, weights_digest
 from debias_diffusion.eval.pictures.toy_objects import LATE
 from debias_diffusion.files import write_json, write_text
-from debias_diffusion.interchange import import_text_encoder, stretch_text_encoder, to_transformers
+from debias_diffusion.interchange.stretch import stretch_text_encoder
+from debias_diffusion.interchange.text_encoders import import_text_encoder, to_transformers
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
@@ -40,7 +41,7 @@ from debias_diffusion.toyworld.checker import objects_correct
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.scenes import Scene, scene
-from debias_diffusion.training import train
+from debias_diffusion.training.loop import train
 
 RESULTS = Path(__file__).parent / "results"
 SPLIT = "development"

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from seeds import EDITS, difference_cell, write_results
 
-from debias_diffusion.app.align import AlignConfig, align
+from debias_diffusion.app.align.command import align
+from debias_diffusion.app.align.options import AlignConfig
 from debias_diffusion.app.quickstart import RESULTS_FOLDER, QuickstartConfig, Setup, quickstart
 from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP
@@ -35,7 +36,7 @@ from debias_diffusion.files import read_json_object
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
 from debias_diffusion.toyworld.grammar import STYLES
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training import train
+from debias_diffusion.training.loop import train
 
 REPORT = "generation.json"
 FULL = {"scenes": 1000, "prompts": 200, "train": "all"}  # settings of each quickstart

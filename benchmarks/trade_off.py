@@ -24,7 +24,7 @@ from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evalua
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training import train
+from debias_diffusion.training.loop import train
 
 PICTURE = Path(__file__).parents[1] / "docs" / "trade-off.png"
 SPLITS = {"long": ("toy/development", 100), "short": ("toy/short-development", 60)}

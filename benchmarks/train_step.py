@@ -50,7 +50,6 @@ from debias_diffusion.methods.keep_states import SHARE, KeepStates
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.models.blocks import block_forward, causal_attention, full_attention
-from debias_diffusion.models.regional_prompts import bands
 from debias_diffusion.training.step import AdamW, Optimizer, autocast, backward
 
 RESULTS = Path(__file__).parent / "results"
@@ -250,9 +249,9 @@ class FixClipSteps:
         """[1 + count + patches] squared, True where a row may attend (E3)."""
         mask = torch.ones(1 + count + patches, 1 + count + patches, dtype=torch.bool)
         mask[1 + count :, 1 : 1 + count] = False
-        mask[1 : 1 + count] = torch.cat(
-            [torch.zeros(count, 1, dtype=torch.bool), torch.eye(count, dtype=torch.bool), bands(count, patches)], dim=1
-        )
+        bands = torch.eye(count, dtype=torch.bool).repeat_interleave(patches // count, dim=1)
+        mask[1 : 1 + count] = False
+        mask[1 : 1 + count, 1 : 1 + count + bands.shape[1]] = torch.cat([torch.eye(count, dtype=torch.bool), bands], 1)
         return mask
 
     def _literal_text(self, rows: torch.Tensor, table: torch.Tensor):

@@ -1,16 +1,17 @@
 """CLIP text encoders that read long prompts to the end: training, and import and export."""
 
-from .lazy import lazy_names
-from .moved import keep_old_names
+from importlib import import_module
 
 __all__ = ["load_text_encoder", "split_sentences", "stretch_positions"]
 
-keep_old_names()
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "load_text_encoder": ".interchange",
-        "split_sentences": ".sentences",
-        "stretch_positions": ".models.positions",
-    },
-)
+_MODULES = {
+    "load_text_encoder": ".interchange.load",
+    "split_sentences": ".sentences",
+    "stretch_positions": ".models.positions",
+}
+
+
+def __getattr__(name: str):  # PEP 562: their modules take seconds to import
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

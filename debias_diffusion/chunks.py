@@ -109,12 +109,16 @@ def rate_cuts(text: str, spans: list[tuple[int, int]], added_tokens: list[str | 
         spans: start and end of each token in `text`, in characters.
         added_tokens: the content of each added token, None for tokens of the original vocabulary.
     """
-    cuts = []
+    cuts: list[Cut] = []
     for (_, end), (start, _), name, next_name in zip(spans, spans[1:], added_tokens, added_tokens[1:], strict=False):
         gap = text[end:start]
         # Closing quotation marks and brackets may follow the end of a sentence or clause: (like this.)
         last = text[max(0, end - 8) : end].rstrip("\"'”’»)]}")[-1:] or " "
-        if next_name is not None and next_name == _next_vector(name):
+        # A textual inversion "<x>" of several vectors is the tokens "<x>", "<x>_1", "<x>_2", ...
+        if not (cuts and cuts[-1] == Cut.NEVER):
+            stem, vector = name, 0
+        if stem is not None and next_name == f"{stem}_{vector + 1}":
+            vector += 1
             cuts.append(Cut.NEVER)
         elif start < end:  # both tokens are bytes of one character
             cuts.append(Cut.TOKEN)
@@ -125,14 +129,6 @@ def rate_cuts(text: str, spans: list[tuple[int, int]], added_tokens: list[str | 
         else:
             cuts.append(Cut.WORD if gap else Cut.TOKEN)
     return cuts + [Cut.SENTENCE] * (len(spans) > 0)
-
-
-def _next_vector(name: str | None) -> str | None:
-    """The token of a textual inversion that follows `name`: "<x>_1" after "<x>", "<x>_2" after "<x>_1"."""
-    if name is None:
-        return None
-    stem, _, number = name.rpartition("_")
-    return f"{stem}_{int(number) + 1}" if stem and number.isdecimal() else f"{name}_1"
 
 
 def split_chunks(tokens: Tokens, slots: int) -> list[range]:
@@ -156,9 +152,6 @@ def split_chunks(tokens: Tokens, slots: int) -> list[range]:
         chunks.append(range(start, end))
         start = end
     return chunks
-
-
-split_windows = split_chunks  # the name of earlier releases, for one more
 
 
 def split_overlapping(tokens: Tokens, slots: int) -> list[Chunk]:

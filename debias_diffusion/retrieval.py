@@ -65,7 +65,7 @@ def recall_ranks(
     number of strangers. An image's other captions are not strangers.
 
     Args:
-        image_features: [N, D], finite, normalised or not.
+        image_features: [N, D], finite, normalised or not, on a device with double precision, as the CPU.
         text_features: [M, D]
         block: images, and captions, compared at once; memory grows with block * block, not with N * M.
         image_of: the row of each caption's image, [M], each image at least once; None: caption i is image i's, N = M.

@@ -1,32 +1,26 @@
 """diffusers pipelines that read prompts of any length."""
 
-from .any_pipeline import with_long_prompts
-from .custom_pipeline import write_custom_pipeline
-from .keys_values import keep_keys_values
-from .long_prompt import PromptLayout, SDLongPromptMixin, SDXLLongPromptMixin
-from .stable_diffusion import StableDiffusionLongPromptImg2ImgPipeline, StableDiffusionLongPromptPipeline
-from .stable_diffusion_xl import (
-    StableDiffusionXLLongPromptControlNetImg2ImgPipeline,
-    StableDiffusionXLLongPromptControlNetPipeline,
-    StableDiffusionXLLongPromptImg2ImgPipeline,
-    StableDiffusionXLLongPromptInpaintPipeline,
-    StableDiffusionXLLongPromptPipeline,
-)
-from .weighting import parse_weights
+from importlib import import_module
 
-__all__ = [
-    "PromptLayout",
-    "SDLongPromptMixin",
-    "SDXLLongPromptMixin",
-    "StableDiffusionLongPromptImg2ImgPipeline",
-    "StableDiffusionLongPromptPipeline",
-    "StableDiffusionXLLongPromptControlNetImg2ImgPipeline",
-    "StableDiffusionXLLongPromptControlNetPipeline",
-    "StableDiffusionXLLongPromptImg2ImgPipeline",
-    "StableDiffusionXLLongPromptInpaintPipeline",
-    "StableDiffusionXLLongPromptPipeline",
-    "keep_keys_values",
-    "parse_weights",
-    "with_long_prompts",
-    "write_custom_pipeline",
-]
+_MODULES = {
+    "PromptLayout": ".long_prompt",
+    "SDLongPromptMixin": ".long_prompt",
+    "SDXLLongPromptMixin": ".long_prompt",
+    "StableDiffusionLongPromptImg2ImgPipeline": ".stable_diffusion",
+    "StableDiffusionLongPromptPipeline": ".stable_diffusion",
+    "StableDiffusionXLLongPromptControlNetImg2ImgPipeline": ".stable_diffusion_xl",
+    "StableDiffusionXLLongPromptControlNetPipeline": ".stable_diffusion_xl",
+    "StableDiffusionXLLongPromptImg2ImgPipeline": ".stable_diffusion_xl",
+    "StableDiffusionXLLongPromptInpaintPipeline": ".stable_diffusion_xl",
+    "StableDiffusionXLLongPromptPipeline": ".stable_diffusion_xl",
+    "parse_weights": ".weighting",
+    "with_long_prompts": ".any_pipeline",
+    "write_custom_pipeline": ".custom_pipeline",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str):  # PEP 562: diffusers takes seconds to import
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,8 +21,9 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
-from debias_diffusion.interchange import load_text_encoder, model_of_run, stretch_text_encoder
-from debias_diffusion.interchange.places import model_and_weights
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.places import model_and_weights, model_of_run
+from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import read_encoder
 from debias_diffusion.models.model_files import check_bounds, check_finite, explain_failure, may_be_hub_id, read_config
 from debias_diffusion.models.shipped import shipped

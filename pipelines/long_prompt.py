@@ -54,12 +54,12 @@ class PromptLayout(NamedTuple):
     Attributes:
         tokens: tokens of the longest text without BOS and EOS, the most of any tokenizer.
         positions: length of the embeddings.
-        windows: for each text encoder, the number of chunks that the longest text takes.
+        chunks: for each text encoder, the number of chunks that the longest text takes.
     """
 
     tokens: int
     positions: int
-    windows: tuple[int, ...]
+    chunks: tuple[int, ...]
 
 
 class LongPromptMixin:
@@ -190,10 +190,10 @@ class LongPromptMixin:
         return fixed
 
     def _check_strict(self, texts: list[list[Tokens]], positions: int) -> None:
-        if self._long_prompt.strict and max((layout := self._layout(texts, positions)).windows) > 1:
+        if self._long_prompt.strict and max((layout := self._layout(texts, positions)).chunks) > 1:
             lengths = [_context_length(encoder) for _, encoder in self._text_encoders()]
             raise ValueError(
-                f"a text of {layout.tokens} tokens takes {' and '.join(map(str, layout.windows))} chunks of the text"
+                f"a text of {layout.tokens} tokens takes {' and '.join(map(str, layout.chunks))} chunks of the text"
                 f" encoders, which have {' and '.join(map(str, lengths))} positions, and `strict` allows one: shorten"
                 " it, use an encoder with more positions, or call set_long_prompt(strict=False)."
             )

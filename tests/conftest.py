@@ -32,7 +32,7 @@ test_shipped_weights test_wheel test_true_size test_benchmarks test_stopping tes
 test_generate test_pipeline_family test_training test_quickstart test_demo_core
 test_align test_families test_fix_clip test_pipeline_suite test_continuing
 test_export test_generation test_interchange test_synthesize test_everything
-test_step test_robustness test_keys_values test_reproduce test_ablation_export
+test_step test_robustness test_reproduce test_ablation_export
 """.split()
 
 
@@ -121,7 +121,7 @@ def build_long_clip(folder: Path, _) -> None:
 def build_finished_run(folder: Path, request) -> None:
     from helpers.training_runs import config
 
-    from debias_diffusion.training import train
+    from debias_diffusion.training.loop import train
 
     train(config(request.getfixturevalue("world"), folder))
 

@@ -31,11 +31,14 @@ from debias_diffusion.ablation.search import (
     probe,
 )
 from debias_diffusion.ablation.suppression import Suppressed
-from debias_diffusion.app.ablate import AblateConfig, ablate, command
+from debias_diffusion.app.ablate import command
+from debias_diffusion.app.ablate.command import ablate
+from debias_diffusion.app.ablate.options import AblateConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.inputs import read_source
-from debias_diffusion.interchange import load_text_encoder, load_two_tower
+from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.models.blocks import before_attention, block_forward, causal_attention, full_attention
 from debias_diffusion.models.image_tower import ImageTower
@@ -511,6 +514,43 @@ def test_heads_of_a_text_tower_are_searched_on_several_sets_of_texts(tmp_path):
     parts = [problem.margins[name](encoded[0], encoded[1][name], 0) for name in ("whole", "shorter")]
     torch.testing.assert_close(fitness, (parts[0] + parts[1]) / 2)
     assert not backbone.text.changes
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on a device without double precision, as Apple's mps: what is computed from it is there too."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        if function is torch.Tensor.cpu:
+            with torch._C.DisableTorchFunctionSubclass():
+                return arguments[0].as_subclass(torch.Tensor)
+        result = super().__torch_function__(function, types, arguments, options or {})
+        if isinstance(result, cls) and result.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return result
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_device_without_double_precision_gives_the_same(tower, tmp_path):
+    with pytest.raises(TypeError, match="float64"):
+        torch.ones(2).as_subclass(OnDevice).double()
+    backbone, results = tiny_clip().eval(), []
+    texts = [f"A {colour} cat number {n}." for n in range(6) for colour in ("red", "blue", "green")]
+    with torch.no_grad():
+        pixels = torch.randn(len(texts), 3, 32, 32, generator=torch.Generator().manual_seed(4))
+        embedded = backbone.image.embed(pixels)
+        features = {"image": backbone.image(pixels), "text": backbone.encode_text(backbone.tokenize(texts))}
+    for place in (lambda tensor: tensor, lambda tensor: tensor.as_subclass(OnDevice)):
+        if tower == "image":
+            problem = ImageProblem(Population(backbone.image, 0.1), place(embedded), {"keep": place(features["text"])})
+        else:
+            tokens = {"keep": [backbone.tokenize(texts)]}
+            problem = TextProblem(TextPopulation(backbone.text, 0.1), place(features["image"]), tokens)
+        problem.make_margins(k1=5, k2=5)
+        mask, history = genetic_search(problem, tmp_path / f"{len(results)}.jsonl", generations=2)
+        shares = mean_shares(backbone.image, place(embedded), 0.1) if tower == "image" else ()
+        results.append((probe(problem), mask.tolist(), [row.fitness.tolist() for row in history], *shares))
+    assert results[0][:3] == results[1][:3] and all(map(torch.equal, results[0][3:], results[1][3:]))
 
 
 # ---- what a search leaves

@@ -18,16 +18,21 @@ from transformers import AutoModel, CLIPModel, CLIPProcessor, CLIPTextModel, CLI
 from debias_diffusion.ablation.folding import fold_text_heads
 from debias_diffusion.ablation.heads import Ablation, apply_saved
 from debias_diffusion.ablation.saved import write_ablation
-from debias_diffusion.app.ablate import AblateConfig
-from debias_diffusion.app.export import ExportConfig, export
+from debias_diffusion.app.ablate.options import AblateConfig
+from debias_diffusion.app.export.command import export
+from debias_diffusion.app.export.options import ExportConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.attention import load_reader
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.interchange import export_clip_model, load_text_encoder, load_two_tower, to_transformers
+from debias_diffusion.interchange.clip_model import export_clip_model
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models import backbone
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the river.", ""]

@@ -18,9 +18,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from debias_diffusion.app.align import AlignConfig, align, latents
 from debias_diffusion.app.align import command as align_command
-from debias_diffusion.app.align.command import Alignment
+from debias_diffusion.app.align import latents
+from debias_diffusion.app.align.command import Alignment, align
+from debias_diffusion.app.align.options import AlignConfig
 from debias_diffusion.app.align.samples import PART, Sample
 from debias_diffusion.app.generate.command import generate
 from debias_diffusion.app.generate.options import GenerateConfig
@@ -28,7 +29,9 @@ from debias_diffusion.data import Record
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
-from debias_diffusion.interchange import load_text_encoder, load_two_tower, write_text_encoder
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.transformers_folder import write_text_encoder
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
@@ -272,7 +275,7 @@ def test_bad_images_are_replaced_and_named(settings, world, tmp_path):
     align(settings(tmp_path / "run", images=str(images), epochs=1, max_steps=None, max_bad=0.1))
     named = (tmp_path / "run" / "bad-records.jsonl").read_text()
     assert "9.png" in named and "1.png" in named
-    assert [line["pairs"] for line in lines_of(tmp_path / "run") if "pairs" in line] == [3, 3]
+    assert [line["pairs"] for line in lines_of(tmp_path / "run") if "pairs" in line] == [3, 3, 3]
     assert (tmp_path / "run" / "encoder" / "text_encoder" / "model.safetensors").is_file()
     with pytest.raises(UserError, match="--max-bad allows"):
         align(settings(tmp_path / "strict", images=str(images), max_bad=0.0))
@@ -282,14 +285,17 @@ def test_latents_are_computed_of_what_the_steps_read_alone(settings, tmp_path, m
     config = settings(tmp_path, max_steps=2, max_bad=0.2, latent_cache=str(tmp_path / "latents"))
     run = prepared(config)
     read = {run.records[index].image for batch in run.batches.iterate() for _, index, _ in batch}
-    assert (len(run.records), len(read), run.batches.spare) == (20, 8, 2)  # of four that a whole epoch would have
+    assert (len(run.records), len(read)) == (20, 8)
     (file,) = (tmp_path / "latents").rglob("features-*")
-    assert file.stat().st_size == (8 + 2 + 4) * 4 * 4 * 8 * 8  # and the reserve's, and the held-out ones
+    assert file.stat().st_size == (8 + 4) * 4 * 4 * 8 * 8  # and the held-out ones
+    # What would replace an unreadable image is one of them too, and of the other step.
+    first, second = ({index for _, index, _ in batch} for batch in run.batches.iterate())
+    assert set(run.dataset.stand_ins(0)[: len(first)].tolist()) == second
     assert 0 not in {index for _, index, _ in next(run.batches.iterate())}
     run.print_plan(0)  # measured on pairs that the run reads
     usage = SimpleNamespace(free=100)
     monkeypatch.setattr(latents.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(UserError, match="latents of 14 images take 0.0 GB in .*Give another --latent-cache"):
+    with pytest.raises(UserError, match="latents of 12 images take 0.0 GB in .*Give another --latent-cache"):
         prepared(replace(config, latent_cache=str(tmp_path / "full")))
 
 
@@ -322,6 +328,8 @@ def test_the_plan_says_what_is_fitted_and_what_it_takes(settings, models, tmp_pa
         ({"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
         ({"pixels": 100}, "pixels is 100, but must be a multiple of 8"),
         ({"batch": 0}, "batch is 0, but must be at least 1"),
+        ({"seed": -1}, "seed is -1, but must be a whole number from 0 to 4294967295"),
+        ({"eps": -1.0}, "eps is -1.0, but must be at least 0"),
         ({"encoder": "no/such/thing/here"}, "no/such/thing/here"),
         ({"encoder": "toy/clip"}, "'toy/clip' has width 128, and the encoder of .* that it replaces has width 32"),
         ({"encoder_2": "wide"}, "has width 32, and the encoder of .* has width 40"),

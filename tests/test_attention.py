@@ -27,7 +27,8 @@ from debias_diffusion.eval.text_image.attention import (
     split_words,
 )
 from debias_diffusion.eval.text_image.robustness import edit_caption
-from debias_diffusion.interchange import to_transformers, write_text_encoder
+from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 CAPTIONS = [

@@ -9,7 +9,8 @@ from helpers.tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tin
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import to_transformers, write_file
+from debias_diffusion.interchange.single_file import write_file
+from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 

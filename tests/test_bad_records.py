@@ -7,7 +7,7 @@ import pytest
 from debias_diffusion.data.bad_records import BadRecord, check_share, report_bad, too_many
 from debias_diffusion.errors import UserError
 from debias_diffusion.limits import check_max_bad
-from debias_diffusion.training import TrainConfig
+from debias_diffusion.training.config import TrainConfig
 
 BAD = [BadRecord(f"{index}.png", "unreadable image" if index else "missing image", "\x1b[2J") for index in range(7)]
 

@@ -8,47 +8,29 @@ from hypothesis import strategies as st
 from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.schedule import learning_rate
 
-# (records, batch, reserve)
-sizes = st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 10)).map(
-    lambda drawn: (drawn[0] + drawn[1] + drawn[2], drawn[0], drawn[2])
-)
+# (records, batch)
+sizes = st.tuples(st.integers(1, 40), st.integers(0, 60)).map(lambda drawn: (drawn[0] + drawn[1], drawn[0]))
 
 
 @given(sizes, st.integers(1, 5), st.integers(0, 1000))
 def test_every_record_comes_once_an_epoch_and_never_twice_in_a_batch(size, epochs, seed):
-    records, batch, spare = size
-    batches = GlobalBatches(records, batch, epochs, seed, spare=spare)
+    records, batch = size
+    batches = GlobalBatches(records, batch, epochs, seed)
     steps = list(batches.iterate())
-    assert len(steps) == batches.total_steps == (records - spare) * epochs // batch
+    assert len(steps) == batches.total_steps == records * epochs // batch
     assert all(len(step) == batch for step in steps)
     assert all(len({index for _, index, _ in step}) == batch for step in steps)
     seen = Counter((epoch, index) for epoch, index, _ in chain.from_iterable(steps))
     assert set(seen.values()) == {1}
-    assert len(seen) + batches.dropped == (records - spare) * epochs
-    whole = [epoch for epoch in range(epochs) if sum(e == epoch for e, _ in seen) == records - spare]
+    assert len(seen) + batches.dropped == records * epochs
+    whole = [epoch for epoch in range(epochs) if sum(e == epoch for e, _ in seen) == records]
     assert len(whole) >= epochs - 1
     order = [(epoch, place) for epoch, _, place in chain.from_iterable(steps)]
     assert order == sorted(order)
 
 
-@given(sizes, st.integers(0, 1000))
-def test_an_epochs_reserve_is_all_that_it_does_not_train_on(size, seed):
-    records, batch, spare = size
-    batches = GlobalBatches(records, batch, 2, seed, spare=spare)
-    for epoch in range(2):
-        trained = set(batches._order(epoch, carried=batches.reserve(0)[:1] if batch > 1 else batches.reserve(0)[:0]))
-        reserve = set(batches.reserve(epoch))
-        assert len(reserve) == spare and not trained & reserve
-        assert trained | reserve == set(range(records))
-
-
-def test_the_reserve_is_another_one_in_each_epoch():
-    batches = GlobalBatches(1000, 10, 2, 0, spare=50)
-    assert len(set(batches.reserve(0)) & set(batches.reserve(1))) < 25
-
-
 @given(st.integers(1, 20), st.integers(3, 6), st.integers(0, 1000))
-def test_without_a_reserve_what_stands_in_is_another_record_of_the_epoch_and_of_another_batch(batch, steps, seed):
+def test_what_stands_in_is_another_record_of_the_epoch_and_of_another_batch(batch, steps, seed):
     batches = GlobalBatches(batch * steps, batch, 2, seed)
     for step in batches.iterate():
         together = {index for _, index, _ in step}
@@ -60,10 +42,10 @@ def test_without_a_reserve_what_stands_in_is_another_record_of_the_epoch_and_of_
 
 @given(sizes, st.integers(0, 1000), st.data())
 def test_any_start_and_any_number_of_processes_see_the_same(size, seed, data):
-    records, batch, spare = size
+    records, batch = size
     world = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
     start = data.draw(st.integers(0, records * 3 // batch))
-    batches = GlobalBatches(records, batch, 3, seed, spare=spare)
+    batches = GlobalBatches(records, batch, 3, seed)
     shared = [list(batches.iterate(start, rank, world)) for rank in range(world)]
     together = [list(chain.from_iterable(parts)) for parts in zip(*shared, strict=True)]
     assert together == list(batches.iterate())[start:]

@@ -6,10 +6,10 @@ import pytest
 import yaml
 from diffusers import AutoencoderKL
 
-from debias_diffusion.app.align import AlignConfig
+from debias_diffusion.app.align.options import AlignConfig
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command, main
-from debias_diffusion.app.generate import GenerateConfig
-from debias_diffusion.training import TrainConfig
+from debias_diffusion.app.generate.options import GenerateConfig
+from debias_diffusion.training.config import TrainConfig
 
 
 def run(capsys, *arguments):

@@ -37,11 +37,11 @@ def images(tmp_path):
     return ImageFolder(tmp_path)
 
 
-def dataset(images, count=6, recipe="debias-clip", extra=(), reserve=None):
+def dataset(images, count=6, recipe="debias-clip", extra=(), stand_ins=None):
     captions = [entry(f"{i}.png", f"Scene {i}. A red cat. A blue dog. A bird.") for i in range(count)]
     path = write(images.root / "data.json", captions + [entry(name, "A. B.") for name in extra])
     records = read_sharegpt4v(path).records
-    return CaptionDataset(records, images, as_tensor, TOKENIZER, RECIPES[recipe], 5, reserve)
+    return CaptionDataset(records, images, as_tensor, TOKENIZER, RECIPES[recipe], 5, stand_ins)
 
 
 def test_sharegpt4vs_layout_is_read_and_its_bad_records_are_left_out_and_named(tmp_path):
@@ -187,7 +187,7 @@ def test_unreadable_images_are_replaced_the_same_way_each_time_and_named(images)
     (images.root / "text.png").write_text("not an image")
     whole = (images.root / "5.png").read_bytes()
     (images.root / "cut.png").write_bytes(whole[: len(whole) // 2])
-    data = dataset(images, extra=["gone.png", "text.png", "cut.png", "../x.png"], reserve=in_reserve)
+    data = dataset(images, extra=["gone.png", "text.png", "cut.png", "../x.png"], stand_ins=stand_ins)
     for place, index in enumerate(range(6, 10)):
         sample = data[(0, index, place)]
         assert sample.bad[0].where == data.records[index].image
@@ -200,14 +200,14 @@ def test_unreadable_images_are_replaced_the_same_way_each_time_and_named(images)
     assert data[(0, 2, 0)].bad == []
 
 
-def in_reserve(epoch):
+def stand_ins(epoch):
     return [6, 4, 5]
 
 
 def test_nothing_but_unreadable_images_stops_with_an_explanation(images):
-    data = dataset(images, count=0, extra=[f"gone{i}.png" for i in range(40)], reserve=lambda epoch: range(30))
+    data = dataset(images, count=0, extra=[f"gone{i}.png" for i in range(40)], stand_ins=lambda epoch: range(30))
     with pytest.raises(UserError, match="20 images in a row cannot be read.*--check-data"):
         data[(0, 39, 7)]
-    alone = dataset(images, count=0, extra=["gone.png"], reserve=None)
-    with pytest.raises(UserError, match="An image that no reserve .* stands in for cannot be read from"):
+    alone = dataset(images, count=0, extra=["gone.png"], stand_ins=None)
+    with pytest.raises(UserError, match="An image that no other may replace .--max-bad. cannot be read from"):
         alone[(0, 0, 0)]

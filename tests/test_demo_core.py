@@ -651,7 +651,7 @@ def test_the_picture_itself_is_never_decoded(tiny):
 
 
 def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
-    encoders, unused = ["/home/me/long", "gone"], {"prompt_2": "a dog", "windows": [1, 3]}
+    encoders, unused = ["/home/me/long", "gone"], {"prompt_2": "a dog", "chunks": [1, 3]}
     request, notes = request_of_png(settings_with(encoders=encoders, base="other", scheduler="PLMS", **unused), tiny)
     assert request.encoders == ("long",) and request.scheduler == "Euler" and request.long_prompts == "separate"
     assert len(notes) == 4
@@ -659,7 +659,7 @@ def test_what_is_not_here_is_left_out_with_a_word(toy, tiny):
         notes, ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2"), strict=True
     ):
         assert words in note
-    request, notes = request_of_png(settings_with(windows=[1, 3], overlap=True), tiny)
+    request, notes = request_of_png(settings_with(chunks=[1, 3], overlap=True), tiny)
     assert request.long_prompts == "chunks" and not notes
     request, notes = request_of_png(settings_with(height=1024, width=768), toy)
     assert request.encoders == tuple(TOYS) and (request.height, request.width) == (48, 48) and len(notes) == 3

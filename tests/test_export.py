@@ -19,16 +19,20 @@ from safetensors.torch import load_file
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import load_text_encoder
-from debias_diffusion.app.export import ExportConfig, export, hub, model_card
 from debias_diffusion.app.export import command as export_module
+from debias_diffusion.app.export import hub, model_card
+from debias_diffusion.app.export.command import export
 from debias_diffusion.app.export.model_card import Exported, code
+from debias_diffusion.app.export.options import ExportConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
-from debias_diffusion.interchange import to_transformers, write_file
+from debias_diffusion.interchange.single_file import write_file
+from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.loop import train
 
 
 @pytest.fixture(scope="module")

@@ -36,19 +36,20 @@ from safetensors.torch import load_file
 from debias_diffusion.app.ablate.command import AblateConfig, ablate
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data import data_digest, open_data
+from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import bytes_digest
-from debias_diffusion.interchange import load_text_encoder, load_two_tower
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import KeepStates
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.image_tower import ImageTower, MaskedPatches
 from debias_diffusion.models.regional_prompts import LAYERS as SHARINGS
-from debias_diffusion.models.regional_prompts import MASKS, UPDATES, PromptSettings, bands
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
+from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.feature_cache import cache_key
+from debias_diffusion.training.loop import train
 from debias_diffusion.training.step import Optimizer, backward
 
 CPU = Accelerator(cpu=True)
@@ -76,21 +77,21 @@ def literal_allowed(mask, patches, count=PROMPTS):
     return allowed
 
 
-def literal_attention(block, x, allowed, multiplied):
-    """Softmax attention of one sequence [tokens, width], with E4's mask."""
+def literal_attention(block, x, allowed):
+    """Softmax attention of one sequence [tokens, width], where `allowed` is 1."""
     attention, heads = block.attn, block.attn.num_heads
     query, key, value = (
         part.unflatten(-1, (heads, -1)).transpose(0, 1)
         for part in F.linear(block.ln_1(x), attention.in_proj_weight, attention.in_proj_bias).chunk(3, dim=-1)
     )
     logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
-    logits = logits * allowed if multiplied else logits.masked_fill(allowed == 0, -torch.inf)
+    logits = logits.masked_fill(allowed == 0, -torch.inf)
     attended = (logits.softmax(dim=-1) @ value).transpose(0, 1).flatten(1)
     x = x + attention.out_proj(attended)
     return x + block.mlp(block.ln_2(x))
 
 
-def literal_image(visual, image, mask=None, update=None, is_masked=None, vector=None):
+def literal_image(visual, image, mask=None, is_masked=None, vector=None):
     """(feature, CLS after each block) of one image: a sequence of CLS, prompts and patches, softmax over all of it."""
     patches = visual.conv1(image[None])[0].flatten(1).T
     kept = list(range(N))
@@ -103,25 +104,23 @@ def literal_image(visual, image, mask=None, update=None, is_masked=None, vector=
     x = visual.ln_pre(x)
     prompts = visual.regional_prompts.prompts if mask else None
     allowed = literal_allowed(mask, kept) if mask else torch.ones(len(x), len(x), dtype=torch.float64)
-    states, carried = [], None
+    states = []
     for number, block in enumerate(visual.transformer.resblocks):
         if mask:
-            new = prompts[number % len(prompts)]
-            carried = new if carried is None or update == "replace" else carried + new
-            x = torch.cat([x[:1], carried, x[1:]])
-        x = literal_attention(block, x, allowed, mask == "product")
+            x = torch.cat([x[:1], prompts[number % len(prompts)], x[1:]])
+        x = literal_attention(block, x, allowed)
         if mask:
-            carried, x = x[1 : 1 + PROMPTS], torch.cat([x[:1], x[1 + PROMPTS :]])
+            x = torch.cat([x[:1], x[1 + PROMPTS :]])
         states.append(x[0])
     return visual.ln_post(x[:1])[0] @ visual.proj, states
 
 
-@pytest.mark.parametrize(("mask", "update", "layers"), product(MASKS, UPDATES, SHARINGS))
-def test_prompts_equal_explicit_softmax_over_all_tokens(mask, update, layers):
-    backbone = prompted(mask, update, layers)
+@pytest.mark.parametrize(("mask", "layers"), product(MASKS, SHARINGS))
+def test_prompts_equal_explicit_softmax_over_all_tokens(mask, layers):
+    backbone = prompted(mask, layers)
     visual, images = backbone.model.visual, pixels()
     weights = torch.randn(3, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    expected = torch.stack([literal_image(visual, image, mask, update)[0] for image in images])
+    expected = torch.stack([literal_image(visual, image, mask)[0] for image in images])
     (expected * weights).sum().backward()
     expected_gradients = gradients(visual)
     assert expected_gradients["regional_prompts.prompts"].abs().amax(dim=(1, 2)).min() > 0
@@ -136,32 +135,10 @@ def test_prompts_equal_explicit_softmax_over_all_tokens(mask, update, layers):
         assert gradients(visual).keys() == expected_gradients.keys()
 
 
-def test_as_replaced_what_prompts_attend_to_changes_nothing():
+def test_what_prompts_attend_to_changes_nothing():
     features = {mask: prompted(mask).encode_image(pixels()) for mask in MASKS}
     assert torch.equal(features["r2p"], features["bands"]) and torch.equal(features["p2r"], features["none"])
-    distances = [(features[a] - features[b]).abs().max() for a, b in (("bands", "none"), ("bands", "product"))]
-    assert min(distances) > 1e-3
-    carried = [prompted(mask, "carry").encode_image(pixels()) for mask in ("bands", "r2p")]
-    assert (carried[0] - carried[1]).abs().max() > 1e-3
-
-
-def test_bands_are_runs_of_equal_length_and_the_rest_have_none():
-    assert bands(3, 16).sum(1).tolist() == [5, 5, 5] and bands(3, 16).any(0).tolist() == [True] * 15 + [False]
-    assert bands(4, 196).sum(1).tolist() == [49] * 4 and bands(4, 256)[1].nonzero().flatten().tolist() == [
-        *range(64, 128)
-    ]
-
-
-def test_a_carried_prompt_reads_its_band_alone():
-    backbone = prompted("bands", "carry")
-    tower, images = ImageTower(backbone.model.visual), pixels().requires_grad_()
-    hidden_states = tower.prompts.insert(tower.embed(images))
-    attend = tower.prompts.attention(backbone.model.visual.transformer.resblocks[0], 0, N)
-    after = tower.run_block(0, hidden_states, attend)
-    for prompt in range(PROMPTS):
-        (gradient,) = torch.autograd.grad(after[:, 1 + prompt].square().sum(), images, retain_graph=True)
-        per_patch = gradient.abs().unfold(2, 8, 8).unfold(3, 8, 8).sum(dim=(0, 1, 4, 5)).flatten()
-        assert torch.equal(per_patch > 0, bands(PROMPTS, N)[prompt])
+    assert (features["bands"] - features["none"]).abs().max() > 1e-3
 
 
 def test_the_plain_tower_equals_open_clips_and_other_recipes_use_that():
@@ -181,17 +158,15 @@ def test_the_plain_tower_equals_open_clips_and_other_recipes_use_that():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("discard", [False, True])
-def test_both_views_equal_the_formulas_with_and_without_checkpointing(discard, update, checkpointing):
-    backbone = prompted("bands", update)
+def test_both_views_equal_the_formulas_with_and_without_checkpointing(discard, checkpointing):
+    backbone = prompted("bands")
     visual, images = backbone.model.visual, pixels().requires_grad_()
     is_masked = torch.stack([MaskedView(0.75).draw(N, 0, 0, str(index)) for index in range(3)])
     vector = None if discard else torch.randn(32, dtype=torch.float64).requires_grad_()
-    expected = [literal_image(visual, image, "bands", update) for image in images]
+    expected = [literal_image(visual, image, "bands") for image in images]
     hidden = [
-        literal_image(visual, image, "bands", update, row, vector)[0]
-        for image, row in zip(images, is_masked, strict=True)
+        literal_image(visual, image, "bands", row, vector)[0] for image, row in zip(images, is_masked, strict=True)
     ]
     backbone.model.visual.set_grad_checkpointing(checkpointing)
     features, masked, states = ImageTower(visual).encode_with_masked(images, [1, 3], MaskedPatches(is_masked, vector))
@@ -285,16 +260,15 @@ def test_aggregation_and_weights_are_the_papers():
 def literal_loss(case, backbone, method, modules, batch):
     """E1 to E8 on literal rows, one image after the other."""
     visual, tower, n = backbone.model.visual, backbone.model, len(batch)
-    prompts = (method.prompt_mask, method.prompt_update) if method.prompts else ()
-    raw = [literal_image(visual, image, *prompts) for image in batch.images]
+    mask = method.prompt_mask if method.prompts else None
+    raw = [literal_image(visual, image, mask) for image in batch.images]
     image = torch.stack([feature for feature, _ in raw])
     masked = image
     if method.mask_ratio:
         vector = modules.mask_vector if method.masked_patches == "replace" else None
-        prompts = prompts or (None, None)
         masked = torch.stack(
             [
-                literal_image(visual, picture, *prompts, row, vector)[0]
+                literal_image(visual, picture, mask, row, vector)[0]
                 for picture, row in zip(batch.images, batch.views["is_masked"], strict=True)
             ]
         )
@@ -317,6 +291,8 @@ def literal_loss(case, backbone, method, modules, batch):
         basis = torch.linalg.svd((masked - mean).detach(), full_matrices=False).Vh[:COMPONENTS].T
         masked = mean + (masked - mean) @ basis @ basis.T
     scale = tower.logit_scale.exp()
+    if not (method.has_long and method.has_short):
+        return literal_info_nce(masked if method.has_short else image, texts, scale, 0.1)
     total = literal_info_nce(image, texts[:n], scale, 0.1) + literal_info_nce(masked, texts[n:], scale, 0.1)
     for at, group in enumerate(method.hierarchy.numbers if method.hierarchy else ()):
         size = LAYERS // GROUPS
@@ -434,8 +410,8 @@ def test_states_can_be_kept_beside_it():
         ({"mask_ratio": 1.0}, "mask_ratio must be above 0 and below 1"),
         ({"masked_patches": "drop"}, "masked_patches must be one of replace, discard"),
         ({"prompts": -1}, "prompts must be a whole number from 1, or 0"),
-        ({"prompt_mask": "some"}, "prompt_mask must be one of bands, none, r2p, p2r, product"),
-        ({"prompts": 0, "prompt_update": "x"}, "prompt_update must be one of replace, carry"),
+        ({"prompt_mask": "some"}, "prompt_mask must be one of bands, none, r2p, p2r"),
+        ({"prompts": 0, "prompt_layers": "x"}, "prompt_layers must be one of own, shared"),
         ({"short_positions": "both"}, "short_positions must be one of own, shared"),
         ({"new_rate": 0.0}, "new_rate must be above 0"),
         ({"padding": "random"}, "Give --padding none, or --short-positions shared"),
@@ -493,10 +469,6 @@ def test_the_flags_belong_to_two_recipes():
     for flag in ({"groups": 2}, {"mask_ratio": 0.0}, {"new_rate": 10.0}):
         with pytest.raises(UserError, match=f"The recipe 'debias-clip' has no setting '{next(iter(flag))}'"):
             TrainConfig("data", "output", "model", recipe="debias-clip", **flag)
-    plain = TrainConfig("data", "output", "model", recipe="fix-clip").settings()
-    assert not {"groups", "mask_ratio", "prompts", "new_rate"} & plain.keys()
-    given = TrainConfig("data", "output", "model", recipe="fix-clip", groups=0, mask_ratio=0.0, prompts=0).settings()
-    assert (given["groups"], given["mask_ratio"], given["prompts"]) == (0, 0.0, 0)
     method = TrainConfig("data", "output", "model", recipe="long-clip", groups=6, prompts=4).make_method()
     assert (method.components, method.mask_ratio, method.short_positions) == (32, 0.0, "shared")
 
@@ -551,7 +523,7 @@ def test_evaluations_keep_the_prompts_and_open_clip_refuses_them(fix_world, fini
     with pytest.raises(RuntimeError, match="regional_prompts"):
         open_clip.create_model(f"local-dir:{finished / 'last'}")
     key, digest = cache_key(backbone, "fp32"), backbone.digest()
-    backbone.config["debias_diffusion"]["regional_prompts"]["update"] = "carry"
+    backbone.config["debias_diffusion"]["regional_prompts"]["mask"] = "none"
     assert cache_key(backbone, "fp32") != key and backbone.digest() != digest
     backbone.config["debias_diffusion"]["regional_prompts"]["mask"] = "all"
     backbone.save(tmp_path / "hostile")
@@ -625,14 +597,6 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
     assert "no short caption" in (tmp_path / "run" / "bad-records.jsonl").read_text()
     train(config(world, tmp_path / "checked", **settings | {"max_bad": 0.5, "check_data": True}))
     assert (tmp_path / "checked" / "bad-records.jsonl").read_text().count("no short caption") == 5
-
-
-def test_records_without_a_short_caption_have_the_digest_that_they_had(tmp_path):
-    data, images = make_tiny_data(tmp_path)
-    write_shards(ShardsConfig(data, str(tmp_path / "shards"), images, workers=0))
-    captions, _ = open_data(tmp_path / "shards")
-    rows = b"".join(json.dumps([r.sample_id, r.image, r.caption]).encode() + b"\n" for r in captions.records)
-    assert data_digest(tmp_path / "shards", captions) == bytes_digest([rows])
 
 
 def test_published_sizes_fit():

@@ -18,14 +18,16 @@ from PIL import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from debias_diffusion.app import cli
-from debias_diffusion.app.generate import GenerateConfig, contact_sheet, generate, rendering
+from debias_diffusion.app.generate import contact_sheet, rendering
+from debias_diffusion.app.generate.command import generate
+from debias_diffusion.app.generate.options import GenerateConfig
 from debias_diffusion.app.generate.png_settings import first_difference, read_settings, write_png
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import path_digest
-from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.models.shipped import shipped
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, memory
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines import rendering as renderer
 from debias_diffusion.pipelines.loading import load_pipeline, load_sdxl
 
@@ -101,7 +103,7 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
         "dtype": "float32",
         "tokens": n_tokens,
         "positions": 152,
-        "windows": [1, 3],
+        "chunks": [1, 3],
     }
 
 
@@ -261,7 +263,7 @@ def test_a_folder_of_pictures(drawn, tmp_path):
     assert [(entry["file"], entry["where"], entry["prompt"], entry["seed"]) for entry in index] == [
         (name, f"line {i + 1}", line, i) for i, (name, line) in enumerate(zip(names, LINES, strict=True))
     ]
-    assert [(entry["positions"], entry["windows"]) for entry in index] == [
+    assert [(entry["positions"], entry["chunks"]) for entry in index] == [
         (152, [1, 2]) if len(line) > 9 else (77, [1, 1]) for line in LINES
     ]
     assert all(0 < entry["tokens"] <= entry["positions"] - 2 for entry in index)
@@ -586,34 +588,6 @@ def test_too_little_memory_is_explained(many, monkeypatch, error, message):
         many("memory", LINES[:1])
 
 
-def test_what_cannot_fit_is_refused_before_models_are_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 2 * 10**9)
-    needs = r"An image of 8000 x 8000 pixels needs at least \d\d\.\d GB"
-    with pytest.raises(UserError, match=needs + r" .* 2\.0 GB are free on cpu. Render a smaller one"):
-        draw(tmp_path, height=8000, width=8000)
-    assert memory.decoding_bytes("toy/sdxl", torch.float16, 64, 64, 3) == 3 * 3 * 32 * 64 * 64 * 2
-
-
-def test_a_batch_that_cannot_fit_is_refused_before_it_is_drawn(drawn, many, monkeypatch):
-    monkeypatch.setattr(
-        memory, "free_bytes", lambda device: 5 * memory.decoding_bytes("toy/sdxl", torch.float32, 48, 48)
-    )
-    monkeypatch.setattr(UNet2DConditionModel, "forward", None)
-    with pytest.raises(
-        UserError, match="8 images at once of 48 x 48 pixels need at least 0.0 GB .* Render fewer at once"
-    ):
-        many("large-batch", ["a star"] * 8, batch=100)
-    monkeypatch.undo()
-    assert len(pictures(many("large-batch", ["a star", LONG], batch=5))) == 2
-
-
-def test_the_memory_that_is_free_is_at_least_what_is_refused_from():
-    assert 10**8 < memory.free_bytes(torch.device("cpu")) < 10**14
-    assert memory.free_bytes(torch.device("meta")) is None
-    memory.check_memory("toy/sdxl", torch.device("meta"), torch.float32, 10**5, 10**5)
-
-
 # Values that are no numbers
 
 
@@ -740,7 +714,7 @@ def test_the_second_encoder_stretched(base, encoder, tmp_path):
     path = make(encoder_2="stretch")
     settings = read_settings(path)
     assert (settings["encoder_2"], settings["encoder_2_sha256"]) == ("stretch", None)
-    assert settings["windows"] == [1, 1] and settings["positions"] == 152
+    assert settings["chunks"] == [1, 1] and settings["positions"] == 152
 
     pipe = load_sdxl(base, encoder, torch.device("cpu"))
     stretched, tokenizer = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
@@ -811,7 +785,7 @@ def test_overlap(tmp_path):
 def test_weighting(tmp_path):
     def make(prompt, **changes):
         path = draw(tmp_path, prompt, **changes)
-        return pixels(path).tobytes(), read_settings(path)["windows"]
+        return pixels(path).tobytes(), read_settings(path)["chunks"]
 
     plain, as_text = make("a red star"), make("a (red:1.5) star")
     weighted = make("a (red:1.5) star", weighting=True)
@@ -832,7 +806,7 @@ def test_stable_diffusion_15(tmp_path, monkeypatch):
     encoder = save_encoder(tmp_path / "encoder", 32)
     make = partial(draw, tmp_path, base=str(base))
     path = make(PROMPT, encoder=str(encoder))
-    assert read_settings(path)["windows"] == [1]
+    assert read_settings(path)["chunks"] == [1]
     pipe = load_pipeline(base, encoder, torch.device("cpu"))
     expected = drawn_by(pipe, PROMPT)
     assert Image.open(path).tobytes() == expected.tobytes()

@@ -338,7 +338,7 @@ def test_from_single_file(base, loaded, tmp_path):
     encoder = {"text_encoder": tiny_sdxl.stretched(stock.text_encoder, 248), "tokenizer": tiny_tokenizer(248)}
     single = StableDiffusionXLLongPromptPipeline.from_single_file(path, config=str(base), **encoder)
     assert single.text_encoder is encoder["text_encoder"]
-    assert single.prompt_layout(LONG).windows == (1, 3)
+    assert single.prompt_layout(LONG).chunks == (1, 3)
     assert torch.equal(single.encode_prompt(LONG)[0], ours(loaded, **encoder).encode_prompt(LONG)[0])
 
 

@@ -8,10 +8,13 @@ from helpers.tiny_sdxl import build_tiny_sdxl
 from huggingface_hub import ModelInfo, constants
 
 from debias_diffusion import load_text_encoder
-from debias_diffusion.app.export import ExportConfig, export
+from debias_diffusion.app.export.command import export
+from debias_diffusion.app.export.options import ExportConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import export_text_encoder, hub_file, load_two_tower
+from debias_diffusion.interchange import hub_file
 from debias_diffusion.interchange.hub_file import find_hub_file
+from debias_diffusion.interchange.transformers_folder import export_text_encoder
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.pipelines.loading import load_sdxl
 
 NAME = "SomeOne/LongCLIP-tiny"

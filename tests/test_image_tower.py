@@ -11,7 +11,7 @@ from open_clip.transformer import VisionTransformer
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.encoders import how_used
-from debias_diffusion.interchange import export_clip_model
+from debias_diffusion.interchange.clip_model import export_clip_model
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.blocks import full_attention
 from debias_diffusion.models.image_tower import ImageTower
@@ -135,7 +135,6 @@ def test_a_plain_backbone_keeps_open_clips_forward_and_its_cache_key():
     torch.testing.assert_close(backbone.image(plain), backbone.encode_image(plain), rtol=1e-6, atol=1e-6)
     assert json.dumps(cache_key(backbone, "bf16")) == json.dumps(
         {
-            "format": 2,
             "weights": weights_digest(backbone.model.visual),
             "vision_cfg": backbone.config["model_cfg"]["vision_cfg"],
             "preprocess": str(backbone.preprocess),

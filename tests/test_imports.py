@@ -2,7 +2,6 @@
 
 import ast
 import re
-import warnings
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -11,11 +10,10 @@ from helpers.modules import MODULES, PACKAGE, ROOMS, ROOT
 
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command
 from debias_diffusion.errors import EXTRAS
-from debias_diffusion.moved import MOVED
 
 # Each layer may import those before it. A name stands for a module, or for a package with all that is in it.
 LAYERS = (
-    ("lazy", "moved", "errors", "limits", "png", "devices", "process_group"),
+    ("errors", "limits", "png", "devices", "process_group"),
     ("files",),
     ("sentences", "tokens", "chunks"),
     ("toyworld",),
@@ -108,18 +106,6 @@ def test_the_rules_see_what_they_forbid(tmp_path):
     with pytest.raises(AssertionError, match="reaches out"):
         imports(f"{PACKAGE}.eval.common.x", module)
     assert layer(f"{PACKAGE}.eval.common.report") < layer(f"{PACKAGE}.eval.everything") < layer(f"{PACKAGE}.app.cli")
-
-
-def test_old_import_paths_lead_to_the_new_modules():
-    assert not {f"{PACKAGE}.{name}" for name in MOVED} & set(MODULES)
-    assert {f"{PACKAGE}.{name}" for name in MOVED.values()} <= set(MODULES)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        from debias_diffusion.captions import draw_generator
-    assert "debias_diffusion.methods.sampling" in str(caught[-1].message)
-    from debias_diffusion.methods import sampling
-
-    assert draw_generator is sampling.draw_generator
 
 
 def test_one_name_is_installed_and_the_package_lists_every_folder():

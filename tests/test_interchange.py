@@ -31,13 +31,10 @@ from transformers.utils import hub
 
 from debias_diffusion import load_text_encoder
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import (
-    export_clip_model,
-    export_text_encoder,
-    import_text_encoder,
-    to_transformers,
-    write_file,
-)
+from debias_diffusion.interchange.clip_model import export_clip_model
+from debias_diffusion.interchange.single_file import write_file
+from debias_diffusion.interchange.text_encoders import import_text_encoder, to_transformers
+from debias_diffusion.interchange.transformers_folder import export_text_encoder
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.tokens import clip_tokenizer
 

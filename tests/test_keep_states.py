@@ -18,11 +18,13 @@ from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.methods import METHODS, find_method
-from debias_diffusion.methods.keep_states import SHARE, Teacher, state_errors
+from debias_diffusion.methods.keep_states import SHARE, Teacher, _Modules, state_errors
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.tokens import CaptionTokenizer
-from debias_diffusion.training import train
+from debias_diffusion.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from debias_diffusion.training.loop import train
+from debias_diffusion.training.step import Optimizer
 
 LONG = "A street at night, seen from above. " + " ".join(f"House number {n} is not red." for n in range(1, 24))
 
@@ -179,6 +181,31 @@ def test_a_killed_run_resumes_bit_identically_and_chunks_change_nothing(world, t
     assert load_backbone(str(run / "last")).context_length == 248
     with pytest.raises(UserError, match="keep_states: 5.0 there, None here"):
         train(config(world, run, max_steps=6))
+
+
+def test_checkpoints_hold_what_a_method_trains_and_its_buffers_but_not_the_teacher(tmp_path):
+    def parts(seed):
+        backbone, method = stretched(), torch.nn.BatchNorm1d(3)
+        torch.manual_seed(seed)
+        for tensor in method.state_dict().values():
+            tensor.copy_(torch.randint(1, 9, tensor.shape))
+        modules = _Modules(method, Teacher(backbone))
+        return backbone.model, Optimizer(backbone, 0.0, (0.9, 0.999), 1e-8, modules=modules), modules
+
+    model, optimizer, modules = parts(0)
+    sum(parameter.sum() for parameter in (*model.parameters(), *modules.method.parameters())).backward()
+    optimizer.step(1e-3)
+    save_checkpoint(tmp_path, model, optimizer, TrainState(step=1), 1, modules)
+    files = {file.name: load_file(file) for file in tmp_path.rglob("*.safetensors")}
+    own = {f"method.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
+    assert len(files) == 3 and files["method.safetensors"].keys() == own
+    assert not any("teacher" in name for tensors in files.values() for name in tensors)
+    again, optimizer, others = parts(1)
+    others.teacher.positional_embedding.data.fill_(7.0)
+    load_checkpoint(tmp_path, again, optimizer, others)
+    for name, tensor in modules.method.state_dict().items():
+        assert torch.equal(others.method.state_dict()[name], tensor)
+    assert (others.teacher.positional_embedding == 7.0).all()
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

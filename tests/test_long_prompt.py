@@ -446,8 +446,8 @@ def test_overlap_changes_nothing_within_one_chunk_and_the_late_states_of_several
     plain = [pipe.set_long_prompt(overlap=False).encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
     assert torch.equal(short, plain[0]) and torch.equal(long[:, :76], plain[1][:, :76])
     assert long.shape == plain[1].shape and not torch.allclose(long[:, 80:120], plain[1][:, 80:120], atol=1e-3)
-    assert pipe.prompt_layout(words(120, ".")).windows == (2, 2)
-    assert pipe.set_long_prompt().prompt_layout(words(120, ".")).windows == (3, 3)
+    assert pipe.prompt_layout(words(120, ".")).chunks == (2, 2)
+    assert pipe.set_long_prompt().prompt_layout(words(120, ".")).chunks == (3, 3)
 
 
 @pytest.fixture
@@ -478,6 +478,14 @@ def test_the_vectors_of_a_textual_inversion_stay_together(inverted, base):
         **{name: getattr(inverted, name) for name in ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2")},
     )
     assert all(map(same, stock.encode_prompt("a <x> <y>, <x>"), inverted.encode_prompt("a <x> <y>, <x>")))
+
+
+def test_names_of_inversions_may_end_in_a_number(base):
+    pipe = assemble_copy(StableDiffusionXLLongPromptPipeline, base)
+    tiny_sdxl.add_inversions(pipe, {"style_2": 2, "style_3": 1, "style": 1})
+    tokens = texts_of(pipe, "style_2 style_3 style style_2")[0]
+    assert tokens.ids == [SIZE, SIZE + 1, SIZE + 2, SIZE + 3, SIZE, SIZE + 1]
+    assert tokens.cuts == [Cut.NEVER, Cut.WORD, Cut.WORD, Cut.WORD, Cut.NEVER, Cut.SENTENCE]
 
 
 def test_no_warning_of_texts_that_are_read_in_full(inverted, caplog):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from debias_diffusion.app.cli import main
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS, Method, find_method
-from debias_diffusion.training import train
+from debias_diffusion.training.loop import train
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 SETTINGS = dict(recipe="predicting", method={"alpha": 0.75}, max_steps=5)

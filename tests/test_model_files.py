@@ -19,14 +19,12 @@ from transformers import AutoModel, ViTConfig, ViTModel
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.pictures.dpg_bench import VqaModel
 from debias_diffusion.eval.pictures.networks import ClsFeatures, InceptionFeatures
-from debias_diffusion.interchange import (
-    export_clip_model,
-    export_text_encoder,
-    load_text_encoder,
-    load_two_tower,
-    to_transformers,
-    write_file,
-)
+from debias_diffusion.interchange.clip_model import export_clip_model
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.single_file import write_file
+from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.interchange.transformers_folder import export_text_encoder
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.model_files import check_finite, may_be_hub_id, read_config
 from debias_diffusion.models.shipped import shipped

@@ -8,7 +8,7 @@ from helpers import tiny_flux, tiny_sdxl
 from helpers.drawing import LATE, PLAIN, same_picture
 from helpers.vocabulary import tiny_tokenizer
 
-from debias_diffusion.interchange import stretch_text_encoder
+from debias_diffusion.interchange.stretch import stretch_text_encoder
 
 LONG = 248
 

@@ -15,7 +15,8 @@ from PIL import Image
 
 from debias_diffusion.data import Record, data_digest, open_data, read_captions
 from debias_diffusion.errors import UserError
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.loop import train
 
 
 def put(folder: Path, *names: str, caption="A cat. A dog."):

@@ -527,7 +527,7 @@ def test_from_pipe_keeps_the_configuration(own_stock, ours):
     assert np.array_equal(draw(there, SHORT), draw(own_stock, SHORT))
     assert not np.array_equal(draw(there, SHORT), draw(ours, SHORT))
     replaced = Ours.from_pipe(own_stock, text_encoder=tiny_sdxl.stretched(own_stock.text_encoder, 248))
-    assert replaced.prompt_layout(LONG).windows == (1, 3)
+    assert replaced.prompt_layout(LONG).chunks == (1, 3)
 
 
 def test_from_pipe_casts_to_float32_unless_told(own_stock, prompt):

@@ -95,5 +95,5 @@ def test_the_second_encoder_is_the_one_named(policies):
     assert trained.text_encoder_2 is stretched.text_encoder_2
     assert trained.text_encoder.config.max_position_embeddings == 248
     long = "In the top left there is a small red star. " * 9
-    assert trained.prompt_layout(long).windows == (1, 1)
-    assert policies.make_pipeline(policies.Policy("clip"), None).prompt_layout(long).windows == (2, 2)
+    assert trained.prompt_layout(long).chunks == (1, 1)
+    assert policies.make_pipeline(policies.Policy("clip"), None).prompt_layout(long).chunks == (2, 2)

@@ -17,7 +17,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
 from debias_diffusion.eval.pictures.generation import GenerationConfig
 from debias_diffusion.eval.story import CLAIMS
-from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.toymodels.fine_tuning import RECIPES, toy_training
 from debias_diffusion.toymodels.vae import SIZE
 from debias_diffusion.toyworld.grammar import caption

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from skimage import data_dir
 
-from debias_diffusion.app.ablate import AblateConfig
-from debias_diffusion.app.align import AlignConfig
+from debias_diffusion.app.ablate.options import AblateConfig
+from debias_diffusion.app.align.options import AlignConfig
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.sentences import split_sentences
-from debias_diffusion.training import TrainConfig
+from debias_diffusion.training.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 README, TRAINING = (ROOT / "README.md").read_text(), (ROOT / "docs" / "training.md").read_text()

@@ -15,7 +15,7 @@ from debias_diffusion.methods import find_method
 from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, DualCaption, find_padding
 from debias_diffusion.methods.sampling import SAMPLERS
 from debias_diffusion.tokens import PAD, CaptionTokenizer
-from debias_diffusion.training import TrainConfig
+from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.step import Optimizer
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(60), 60)

@@ -1,6 +1,7 @@
 """The released DeBias-CLIP's kind of file: two tables of positions, the text tower under `text.`, loaded everywhere."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import open_clip
 import pytest
@@ -8,13 +9,15 @@ import torch
 from helpers.released import CAPTIONS, DEEP, TEXT, released, two_tables
 from helpers.tiny_clip import everyday, tiny_siglip
 
-from debias_diffusion.app.export import ExportConfig, export
+from debias_diffusion.app.export.command import export
+from debias_diffusion.app.export.options import ExportConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import load_text_encoder, load_two_tower
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.weights import load_weights
 from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.setup import load_base_model, prepare_backbone
+from debias_diffusion.training.setup import load_base_model, load_base_tokenizer, prepare_backbone
 
 GUESSED = "does not name its activation"
 
@@ -32,6 +35,7 @@ def test_both_towers_load_bare_and_by_name_and_are_not_stretched_again(known, tm
     check(load_two_tower(f"deep-quickgelu:{file}"), expected)
     config = TrainConfig("x.json", str(tmp_path / "run"), model="deep-quickgelu", pretrained=str(file))
     check(prepare_backbone(load_base_model(config), config), expected)
+    assert load_base_tokenizer(replace(config, keep_positions=0)).context_length == 248
     load_two_tower(file).save(tmp_path / "saved")
     check(load_backbone(str(tmp_path / "saved")), expected)
 

@@ -10,13 +10,14 @@ from helpers import shared_units
 from helpers.ranks import forked
 from helpers.small_papers import PAPERS, count_compared, write_small_papers
 
-from debias_diffusion.app.reproduce import ReproduceConfig, reproduce
 from debias_diffusion.app.reproduce.availability import missing_weights
 from debias_diffusion.app.reproduce.building import Work
 from debias_diffusion.app.reproduce.claims import all_claims, decide, with_epochs
 from debias_diffusion.app.reproduce.command import PAGE, RESULTS
 from debias_diffusion.app.reproduce.differences import FAILS, HOLDS, UNDECIDED, UNTESTED, of_numbers, over_seeds
+from debias_diffusion.app.reproduce.listing import reproduce
 from debias_diffusion.app.reproduce.measuring import attention_slope
+from debias_diffusion.app.reproduce.options import ReproduceConfig
 from debias_diffusion.app.reproduce.papers import (
     Base,
     Claim,

@@ -292,7 +292,7 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, anothe
         numbers = report["encoders"][label]
         assert numbers["recall_percent"] == recall_at_k(images, texts)
         lengths = [backbone.tokenizer.count(record.caption) for record in records]
-        assert numbers["captions_over_window"] == sum(length > 77 for length in lengths) > 0
+        assert numbers["captions_longer_than_context"] == sum(length > 77 for length in lengths) > 0
         for direction, recalls in numbers["recall_percent"].items():
             for k, value in recalls.items():
                 low, high = numbers["interval_percent"][direction][k]
@@ -336,7 +336,7 @@ def test_results_of_an_earlier_version_have_no_mean_r():
     values = {"R@1": 1.0, "R@5": 2.0, "R@10": 3.0}
     of_both = dict.fromkeys(retrieval.DIRECTIONS, values)
     limits = {direction: {name: [0.0, 9.0] for name in values} for direction in of_both}
-    numbers = {"captions_over_window": 0, "recall_percent": of_both, "interval_percent": limits}
+    numbers = {"captions_longer_than_context": 0, "recall_percent": of_both, "interval_percent": limits}
     report = {"encoders": {"old": numbers}, "compared": []}
     assert len(retrieval.tables(report)) == 2
     mean_r = dict.fromkeys((*retrieval.DIRECTIONS, "both"), 2.0)

@@ -457,7 +457,7 @@ def test_a_benchmark_with_five_captions_an_image_is_evaluated(evaluate, tmp_path
     report = evaluate("flickr30k", batch_size=3)
     assert report == json.loads((tmp_path / "out" / "retrieval.json").read_text())
     (numbers,) = report["encoders"].values()
-    assert (report["images"], report["captions"], numbers["captions_over_window"]) == (2, 11, 1)
+    assert (report["images"], report["captions"], numbers["captions_longer_than_context"]) == (2, 11, 1)
     assert report["digests"]["data"] == read_retrieval_set("flickr30k", tmp_path).digest()
     assert set(numbers["recall_percent"]["text_to_image"]) == {"R@1", "R@5", "R@10"}
     assert numbers["recall_percent"]["text_to_image"]["R@5"] == 100.0  # of 2 images

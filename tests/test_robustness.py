@@ -345,8 +345,8 @@ def test_evaluate_robustness_on_photographs(tiny_clip, tmp_path, capsys):
     for direction, recalls in expected["recall_percent"].items():
         assert numbers["recall_at_1_percent"]["keep"][direction] == recalls["R@1"]
         assert numbers["interval_percent"]["keep"][direction] == expected["interval_percent"][direction]["R@1"]
-    assert numbers["captions_over_window"]["keep"] == expected["captions_over_window"] > 0
-    assert numbers["captions_over_window"]["first"] == 0
+    assert numbers["captions_longer_than_context"]["keep"] == expected["captions_longer_than_context"] > 0
+    assert numbers["captions_longer_than_context"]["first"] == 0
     with Image.open(tmp_path / "robustness" / "robustness.png") as image:
         assert image.format == "PNG" and image.width > image.height > 200
         assert len(image.convert("RGB").getcolors(1 << 24)) > 10

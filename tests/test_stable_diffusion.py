@@ -151,7 +151,7 @@ def test_another_pipeline_made_of_it_has_its_options(ours):
     ours.set_long_prompt()
     with pytest.raises(ValueError, match="`strict` allows one"):
         encode(other, LONG)
-    assert StableDiffusionLongPromptImg2ImgPipeline.from_pipe(ours).prompt_layout(LONG).windows == (3,)
+    assert StableDiffusionLongPromptImg2ImgPipeline.from_pipe(ours).prompt_layout(LONG).chunks == (3,)
     stock = StableDiffusionPipeline.from_pipe(other)
     assert type(stock) is StableDiffusionPipeline and stock.unet is ours.unet
     assert encode(StableDiffusionLongPromptPipeline.from_pipe(stock), LONG)[0].shape[1] == 152

@@ -14,7 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from debias_diffusion import stretch_positions
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import stretch_text_encoder
+from debias_diffusion.interchange.stretch import stretch_text_encoder
 
 OLD = torch.tensor([[*range(20), *range(20, 248, 4)]])  # where the 77 old positions are in the new table
 

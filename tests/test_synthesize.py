@@ -16,14 +16,17 @@ from transformers import CLIPConfig, CLIPModel
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.app.synthesize import SynthesizeConfig, fault, synthesize
 from debias_diffusion.app.synthesize.captioner import Asked, Captioner
+from debias_diffusion.app.synthesize.cleaning import fault
+from debias_diffusion.app.synthesize.command import synthesize
 from debias_diffusion.app.synthesize.instructions import LONG, SHORT, draw_instruction
+from debias_diffusion.app.synthesize.options import SynthesizeConfig
 from debias_diffusion.app.synthesize.parts import Outcome, Parts
 from debias_diffusion.data import open_data, verify_shards
 from debias_diffusion.errors import UserError
 from debias_diffusion.sentences import split_sentences
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.loop import train
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import to_transformers
+from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models.text_tower import POOLINGS
 
 

@@ -12,7 +12,8 @@ from debias_diffusion.files import write_json
 from debias_diffusion.toyworld import grammar, scenes
 from debias_diffusion.toyworld.checker import objects_correct
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.loop import train
 
 NAMES = ["toy/test", "toy/validation", "toy/development", "toy/test-2", "toy/train-2", "toy/short-test"]
 NAMES += ["toy/referring-test", "toy/short-referring-test-2"]

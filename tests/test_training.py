@@ -39,15 +39,18 @@ from debias_diffusion.data import open_data
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder, explain_full_disk
-from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.retrieval import recall_at_k
-from debias_diffusion.training import TrainConfig, loop, stop, train
+from debias_diffusion.training import loop, stop
 from debias_diffusion.training.batches import GlobalBatches
+from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.feature_cache import FeatureWriter
 from debias_diffusion.training.folder import RunFolder
-from debias_diffusion.training.setup import held_out_count
+from debias_diffusion.training.loop import train
+from debias_diffusion.training.setup import held_out_count, load_base_model, load_base_tokenizer, prepare_backbone
 from debias_diffusion.training.step import backward
 
 
@@ -97,24 +100,22 @@ def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     train(settings)
     assert len({line["choosing_t2i_r1"] for line in log(tmp_path) if "choosing_t2i_r1" in line}) == 1
     assert json.loads((tmp_path / "best" / "scores.json").read_text())["step"] == 3
-    with pytest.raises(UserError, match="keep_best: 5 there, None here"):
+    with pytest.raises(UserError, match="keep_best: 5 there, 0 here"):
         train(replace(settings, keep_best=0))
 
 
-def test_a_run_of_an_earlier_release_continues_and_the_last_step_is_its_result(world, finished_run, tmp_path):
-    """Such a run kept the best by R@1 on the held-out pairs."""
+def test_open_clips_prefix_may_name_a_run(finished_run):
+    for name in (f"local-dir:{finished_run}", f"local-dir:{finished_run / 'last'}"):
+        assert load_two_tower(name).context_length == 248
+        assert load_text_encoder(name)[0].config.max_position_embeddings == 248
+
+
+def test_of_an_unfinished_run_the_best_is_loaded_if_it_keeps_one(world, finished_run, tmp_path):
     run = killed_copy(finished_run, tmp_path / "run")
-    checkpoint = run / "checkpoints" / "step-00000006"
     with pytest.raises(UserError, match="has not ended, so it has no model yet"):
         load_two_tower(run)
-    state = json.loads((checkpoint / "state.json").read_text())
-    (checkpoint / "state.json").write_text(json.dumps(state | {"best_r1": 50.0, "best_step": 3}))
-    (checkpoint / "SHA256SUMS").unlink()
     load_backbone(world[0]).save(run / "best")
-    assert load_two_tower(run).context_length == 77  # the only model that there is
-    train(config(world, run))
-    is_the_same_run(run, finished_run)
-    assert load_two_tower(run).context_length == 248
+    assert load_two_tower(run).context_length == 77
 
 
 def test_training_learns_and_keeps_the_kept_rows(world, finished_run):
@@ -127,6 +128,13 @@ def test_training_learns_and_keeps_the_kept_rows(world, finished_run):
     assert sum(losses(finished_run)[-2:]) < sum(losses(finished_run)[:2])
 
 
+def test_the_greatest_seed_and_a_single_pair_are_trained_on(world, tmp_path):
+    data, images = make_tiny_data(tmp_path / "world", count=1)
+    settings = dict(seed=2**32 - 1, batch=1, components=0, validation=0, max_steps=2)
+    assert train(config((world[0], data, images), tmp_path / "run", **settings))
+    assert len(losses(tmp_path / "run")) == 2
+
+
 def test_a_finished_run_is_not_made_again(world, finished_run, copy_of):
     run = copy_of(finished_run)
     assert train(config(world, run)) == run / "last"
@@ -136,7 +144,7 @@ def test_a_finished_run_is_not_made_again(world, finished_run, copy_of):
 def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, finished_run, tmp_path, capsys):
     train(config(world, tmp_path, pooling="average", keep_positions=0, max_steps=1))
     out = capsys.readouterr().out
-    pairs = "18 to train on, 1 of them in each epoch's reserve; 6 held out"
+    pairs = "18 to train on; 6 held out"
     parts = ("context length 308", "debias-clip", "average pooling", pairs, "1 of 8 pairs", "GB a process")
     assert [part for part in (*parts, "time    about") if part not in out] == []
     last = load_backbone(str(tmp_path / "last"))
@@ -338,18 +346,15 @@ def test_jsonl_and_shards_make_the_same_run_as_a_folder(world, finished_run, tmp
         assert same_weights(tmp_path / name, finished_run)
 
 
-@pytest.mark.parametrize("spare", [6, 0])
-def test_every_process_and_worker_sees_each_pair_once_and_reserves_stand_in_for_bad_ones(world, tmp_path, spare):
+def test_every_process_and_worker_sees_each_pair_once_and_others_replace_bad_ones(world, tmp_path):
     data, images = make_tiny_data(tmp_path / "world", count=40)
     for bad in (3, 17, 30):
         Path(images, f"{bad}.png").write_text("not an image")
     captions, source = open_data(data, images)
     backbone, recipe = load_backbone(world[0]), RECIPES["debias-clip"]
-    batches = GlobalBatches(40, 8, 3, seed=0, spare=spare)
-    replacements = batches.reserve if spare else batches.stand_ins
-    dataset = CaptionDataset(
-        captions.records, source, backbone.read_pixels, backbone.tokenizer, recipe, 0, replacements
-    )
+    batches = GlobalBatches(40, 8, 3, seed=0)
+    read = source, backbone.read_pixels, backbone.tokenizer, recipe
+    dataset = CaptionDataset(captions.records, *read, 0, batches.stand_ins)
 
     def steps(workers, world_size):
         loaders = [
@@ -371,20 +376,18 @@ def test_every_process_and_worker_sees_each_pair_once_and_reserves_stand_in_for_
     assert alone == steps(2, 1) == steps(0, 2) == steps(1, 2)
     for epoch in range(3):
         seen = [(key[1], sample) for step in alone for key, sample in step if key[0] == epoch]
-        reserve = {f"{index}.png" for index in replacements(epoch)}
         replaced = {index: sample for index, sample in seen if sample != f"{index}.png"}
-        assert set(replaced) <= {3, 17, 30} and set(replaced.values()) <= reserve
+        assert set(replaced) == {3, 17, 30}
         assert not {"3.png", "17.png", "30.png"} & {sample for _, sample in seen}
         whole = [sample for index, sample in seen if index not in replaced]
-        assert len(whole) == len(set(whole)) and not (spare and set(whole) & reserve)
-    assert any(key[1] in (3, 17, 30) for step in alone for key, _ in step)
+        assert len(whole) == len(set(whole)) == 37 and set(replaced.values()) <= set(whole)
 
 
-def test_whole_epochs_have_every_pair_and_a_stand_in_that_no_worker_process_or_restart_changes(world, tmp_path, capsys):
+def test_epochs_have_every_pair_and_a_stand_in_that_no_worker_process_or_restart_changes(world, tmp_path, capsys):
     data, images = make_tiny_data(tmp_path / "world", count=38)
     Path(images, "17.png").write_text("not an image")
     whole = (world[0], data, images)
-    settings = dict(max_steps=None, epochs=2, max_bad=0.05, whole_epochs=True)
+    settings = dict(max_steps=None, epochs=2, max_bad=0.05)
     train(config(whole, tmp_path / "run", **settings))
     out = capsys.readouterr().out
     assert "32 to train on; 6 held out" in out and "8 of 8 pairs (2.00 epochs)" in out
@@ -393,8 +396,6 @@ def test_whole_epochs_have_every_pair_and_a_stand_in_that_no_worker_process_or_r
     # killed in the last of eight steps, and continued with worker processes
     train(config(whole, killed_copy(tmp_path / "run", tmp_path / "again", 8), workers=2, **settings))
     is_the_same_run(tmp_path / "again", tmp_path / "run")
-    with pytest.raises(UserError, match="belongs to a run with other settings .whole_epochs: True there, None here"):
-        train(config(whole, tmp_path / "run", **settings | {"whole_epochs": False}))
 
 
 def test_captions_that_cannot_be_used_are_named_once_and_too_many_stop_the_run(world, tmp_path):
@@ -426,6 +427,14 @@ def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
+def test_captions_are_counted_for_the_context_length_that_is_trained(world, finished_run, tmp_path):
+    stretched = str(finished_run / "last")
+    for model, settings, length in ((world[0], {}, 248), (world[0], {"keep_positions": 0}, 308), (stretched, {}, 248)):
+        run = config((model, *world[1:]), tmp_path, **settings)
+        expected = prepare_backbone(load_base_model(run), run).tokenizer.context_length
+        assert load_base_tokenizer(run).context_length == expected == length
+
+
 def test_check_data_compares_shards_with_their_checksums(world, tmp_path, capsys):
     shards = tmp_path / "shards"
     write_shards(ShardsConfig(data=world[1], images=world[2], output=str(shards), size=32, per_shard=12))
@@ -450,6 +459,9 @@ def test_bad_settings_are_named(world, tmp_path):
     refused("keep_best is -1, but must be at least 0", keep_best=-1)
     refused("24 usable pairs less 17 held out leave 7.*--keep-best", keep_best=11)
     refused("learning_rate is -1, but must be above 0", learning_rate=-1)
+    refused("eps is -1.0, but must be at least 0", eps=-1.0)
+    for seed in (-1, 2**32):
+        refused(f"seed is {seed}, but must be a whole number from 0 to 4294967295", seed=seed)
     refused("Unknown recipe 'debiased'. Did you mean debias-clip", recipe="debiased")
     refused("Unknown sampling 'randm'. Did you mean random", sampling="randm")
     refused("components is 8, but must be at least 1 and less than 7", components=8)
@@ -466,17 +478,13 @@ def test_bad_settings_are_named(world, tmp_path):
     refused("cannot be made", output=str(tmp_path / "file"))
 
 
-def test_random_weights_are_asked_for_and_runs_begun_without_asking_resume(world, tmp_path):
+def test_random_weights_are_asked_for(world, tmp_path):
     with registered(tmp_path / "configs", Tiny=CONFIG):
-        settings = config(("Tiny", *world[1:]), tmp_path / "run", max_steps=3, pretrained="none")
-        train(settings)
-        run, before = RunFolder(tmp_path / "run"), (tmp_path / "run" / "last").stat().st_mtime_ns
-        run.claim({name: value for name, value in run.settings().items() if name != "sha256"} | {"pretrained": None})
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000003")
-        train(replace(settings, pretrained=None))
-        assert (tmp_path / "run" / "last").stat().st_mtime_ns > before
+        settings = config(("Tiny", *world[1:]), tmp_path / "run", max_steps=1)
         with pytest.raises(UserError, match=r"'Tiny' is a name without weights.*\(no tags for this model\)"):
-            train(replace(settings, pretrained=None, output=str(tmp_path / "other")))
+            train(settings)
+        train(replace(settings, check_data=True))  # of which only captions' lengths are counted
+        assert train(replace(settings, pretrained="none")) == tmp_path / "run" / "last"
 
 
 def test_toy_scenes_are_trained_on_at_the_defaults(tmp_path, capsys, monkeypatch):
@@ -484,21 +492,13 @@ def test_toy_scenes_are_trained_on_at_the_defaults(tmp_path, capsys, monkeypatch
         loop._Training, "make_steps", lambda run, request: run.print_plan(0)
     )  # 9 steps of 256 would take long
     train(TrainConfig(data="toy/train-2", model="toy/clip", output=str(tmp_path), workers=0))
-    assert "900 to train on, 9 of them in each epoch's reserve; 100 held out (auto" in capsys.readouterr().out
+    assert "900 to train on; 100 held out (auto" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("records", "held_out"), [(1_200_000, 1000), (10_000, 1000), (9_999, 999), (24, 2), (5, 0)])
 def test_held_out_pairs_are_the_first_thousand_but_at_most_a_tenth(world, tmp_path, records, held_out):
     assert held_out_count(config(world, tmp_path, validation="auto"), records) == held_out
     assert held_out_count(config(world, tmp_path, validation=1000), records) == 1000
-
-
-def test_a_run_keeps_the_held_out_pairs_it_began_with(world, finished_run, copy_of):
-    """As runs begun when the default was a number."""
-    run = copy_of(finished_run)
-    shutil.rmtree(run / "last")
-    train(config(world, run, validation="auto"))
-    assert same_weights(run, finished_run)
 
 
 def test_compiling_without_a_compiler_is_refused(world, tmp_path, monkeypatch):

@@ -15,14 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import (
-    export_clip_model,
-    export_text_encoder,
-    load_text_encoder,
-    load_two_tower,
-    write_file,
-)
+from debias_diffusion.interchange.clip_model import export_clip_model
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.interchange.transformers_folder import export_text_encoder
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 

@@ -30,7 +30,7 @@ from debias_diffusion.eval.common.inputs import Pairs, read_source
 from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.text_image.robustness import edit_caption
 from debias_diffusion.files import folder_lock, read_json_object, write_json
-from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.image_tower import PROMPTS_AND_ATTENTION
 from debias_diffusion.retrieval import encode_images, encode_texts
 from debias_diffusion.sentences import split_sentences

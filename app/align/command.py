@@ -1,23 +1,22 @@
 """Fits SDXL's text encoders to the frozen UNet that reads them: a resumable run, as training is."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from debias_diffusion.data import Record
 from debias_diffusion.files import atomic_folder, explain_full_disk
-from debias_diffusion.interchange import import_text_encoder, write_text_encoder
 from debias_diffusion.interchange.places import FIRST, SECOND
+from debias_diffusion.interchange.text_encoders import import_text_encoder
+from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.pipelines.loading import check_base, default_size, load_sdxl, model_digest
-from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.checkpoint import TrainState
 from debias_diffusion.training.feature_cache import cached_images
 from debias_diffusion.training.folder import RunFolder
@@ -65,12 +64,6 @@ class Alignment(Run):
     def __init__(self, config: AlignConfig, accelerator: Accelerator, folder: RunFolder):
         super().__init__(config, accelerator, folder)
         self.pixels = config.pixels or min(default_size(config.base))
-        # The reserve is a share of what the steps read, or latents of many images would be computed for nothing.
-        steps, spare = self.batches.total_steps, self.batches.spare
-        spare = min(spare, math.ceil(self.settings["max_bad"] * steps * config.batch))
-        self.batches = GlobalBatches(
-            len(self.records), config.batch, config.epochs, config.seed, config.max_steps, spare
-        )
         self.settings |= {
             "pixels": self.pixels,
             "base_sha256": model_digest(config.base),
@@ -111,7 +104,9 @@ class Alignment(Run):
 
     def prepare(self, request: StopRequest) -> None:
         """Computes the latents that the cache lacks; from then on images are latents, and the autoencoder rests."""
-        records = self._needed_records()
+        read = self._indices_by_epoch()
+        trained = np.unique(np.concatenate(list(read.values())))
+        records = [*self.held_out[:MEASURED], *(self.records[index] for index in trained.tolist())]
         check_latents(self.vae, len(records), self.config.latent_folder())
         latents, bad = cached_images(
             self.vae,
@@ -128,17 +123,16 @@ class Alignment(Run):
         make = partial(
             AlignDataset, latents=latents, seed=self.config.seed, tokenizers=tokenizers, shape=self.vae.shape
         )
-        self.dataset = make(self.records, reserve=self.batches.reserve)
+        # Half of the pairs read later: another batch, and its latent is there.
+        stand_ins = {epoch: np.roll(indices, -(len(indices) // 2)) for epoch, indices in read.items()}
+        self.dataset = make(self.records, stand_ins=stand_ins.get if self.config.max_bad else None)
         unreadable = {record.where for record in bad}
         self.measured = make([record for record in self.held_out[:MEASURED] if record.image not in unreadable])
 
-    def _needed_records(self) -> list[Record]:
-        """Those that some step or measurement reads, and the reserve: often few of the data."""
-        keys = [key for batch in self.batches.iterate() for key in batch]
-        needed = {index for _, index, _ in keys}
-        for epoch in {epoch for epoch, _, _ in keys}:
-            needed.update(map(int, self.batches.reserve(epoch)))
-        return [*self.held_out[:MEASURED], *(self.records[index] for index in sorted(needed))]
+    def _indices_by_epoch(self) -> dict[int, np.ndarray]:
+        """The indices of the pairs that steps read, often few of the data, by epoch and in order."""
+        keys = np.array([key for batch in self.batches.iterate() for key in batch])
+        return {epoch: keys[keys[:, 0] == epoch, 1] for epoch in np.unique(keys[:, 0]).tolist()}
 
     def backward(self, batch: AlignBatch) -> dict[str, float]:
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""

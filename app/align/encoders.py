@@ -7,8 +7,10 @@ from diffusers import StableDiffusionXLPipeline
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import load_text_encoder, load_two_tower, stretch_text_encoder, to_transformers
-from debias_diffusion.interchange.text_encoders import TextEncoder, make_encoder, prefixed_state
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.stretch import stretch_text_encoder
+from debias_diffusion.interchange.text_encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.pipelines.loading import STRETCH, check_same_width, model_digest
 

@@ -71,8 +71,9 @@ class AlignConfig(RunConfig):
         keep: How many of the newest checkpoints are kept.
         log_every: Steps between lines in log.jsonl.
         trackers: tensorboard, wandb, or both with a comma between; null for log.jsonl alone, which is always written.
-        max_bad: Largest share of bad records before the run stops, from 0 to 1. The same share of each epoch is its
-            reserve, which replaces them. A stopped run may resume with another value, and keeps its reserve.
+        max_bad: Largest share of bad records before the run stops, from 0 to 1. An unreadable image is replaced by
+            another pair that the epoch reads, always the same; with 0 by none. A stopped run may resume with another
+            value.
     """
 
     GROUPS = _GROUPS  # without an annotation, so no option

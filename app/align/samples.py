@@ -100,9 +100,9 @@ class AlignDataset(RecordDataset):
         seed: int,
         tokenizers: Sequence[PreTrainedTokenizerBase],
         shape: tuple[int, ...],
-        reserve: Callable[[int], Sequence[int]] | None = None,
+        stand_ins: Callable[[int], Sequence[int]] | None = None,
     ):
-        super().__init__(records, latents, lambda latent: latent.view(shape), seed, reserve)
+        super().__init__(records, latents, lambda latent: latent.view(shape), seed, stand_ins)
         self.tokenizers = tokenizers
 
     def __getitem__(self, key: Key) -> Sample:

@@ -158,7 +158,7 @@ def _positions(models: DemoModels, request: Request, label: str) -> int:
     pipe = models.pipeline(label, request)
     texts = [cleaned(text, request.weighting) for text in (request.prompt, request.negative_prompt) if text]
     layouts = [pipe.prompt_layout(text, do_classifier_free_guidance=False) for text in texts]
-    chunks = max(max(layout.windows) for layout in layouts)
+    chunks = max(max(layout.chunks) for layout in layouts)
     return max(chunks * (models.stock_context - 2) + 2, *(layout.positions for layout in layouts))
 
 

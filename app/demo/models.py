@@ -14,7 +14,7 @@ from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.common.encoders import labels
 from debias_diffusion.eval.common.settings import CHUNKS, ORIGINAL, OVERLAP, check_encoders, split_reading
 from debias_diffusion.eval.text_image.attention import Reader
-from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline

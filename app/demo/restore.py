@@ -79,8 +79,8 @@ def image_of_png(file: bytes, request: Request, models: DemoModels) -> Drawn | N
 
 def _in_chunks(settings: dict) -> bool:
     """Whether a text encoder took several."""
-    windows = settings.get("windows")
-    return isinstance(windows, list) and any(isinstance(count, int) and count > 1 for count in windows)
+    chunks = settings.get("chunks")
+    return isinstance(chunks, list) and any(isinstance(count, int) and count > 1 for count in chunks)
 
 
 def _settings_text(file: str | bytes) -> str:

@@ -11,16 +11,17 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from debias_diffusion.ablation.saved import is_ablation
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder
-from debias_diffusion.interchange import (
-    load_text_encoder,
-    model_of_run,
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.places import MODELING_FILE, model_of_run
+from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
+from debias_diffusion.interchange.text_encoders import (
+    TextEncoder,
+    is_bigg,
+    keeps_projection,
+    text_config,
     to_transformers,
-    write_file,
-    write_text_encoder,
 )
-from debias_diffusion.interchange.places import MODELING_FILE
-from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, written_metadata
-from debias_diffusion.interchange.text_encoders import TextEncoder, is_bigg, keeps_projection, text_config
+from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.models.model_files import CONFIG_FILE, WEIGHTS_FILE
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
@@ -144,7 +145,7 @@ def _check_prompts(config: ExportConfig, source: _Source) -> None:
         raise UserError(
             f"The image tower of {config.model!r} has regional prompts, which no other program knows: {config.to} "
             "would give other features. Export the text encoder (--to transformers or comfyui), load both towers with "
-            "debias_diffusion.interchange.load_two_tower, or train with --prompts 0."
+            "debias_diffusion.interchange.two_tower.load_two_tower, or train with --prompts 0."
         )
 
 
@@ -179,7 +180,7 @@ def _read(config: ExportConfig) -> _Source:
 
 
 def _load_two_tower(model: str) -> "Backbone":
-    from debias_diffusion.interchange import load_two_tower  # open_clip is optional
+    from debias_diffusion.interchange.two_tower import load_two_tower  # open_clip is optional
 
     return load_two_tower(model)
 
@@ -255,7 +256,7 @@ def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
 
 
 def _clip(config: ExportConfig, source: _Source, output: Path) -> None:
-    from debias_diffusion.interchange import export_clip_model
+    from debias_diffusion.interchange.clip_model import export_clip_model
 
     backbone = source.backbone
     with atomic_folder(output) as folder:

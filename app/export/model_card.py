@@ -24,8 +24,7 @@ from debias_diffusion.ablation.saved import is_ablation, read_ablation
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_json_object
 from debias_diffusion.interchange.places import MODELS_OF_RUN, is_open_clip_name, model_and_weights
-from debias_diffusion.training import TrainConfig
-from debias_diffusion.training.config import CHOOSING, method_settings
+from debias_diffusion.training.config import CHOOSING, TrainConfig, method_settings
 
 if TYPE_CHECKING:
     from debias_diffusion.ablation.heads import Ablation
@@ -64,8 +63,8 @@ class Exported:
 
 
 OPEN_CLIP_UNABLATED = (
-    "it ignores the suppressed heads in open_clip_config.json. `debias_diffusion.interchange.load_two_tower` and "
-    "`debias-diffusion evaluate` suppress them."
+    "it ignores the suppressed heads in open_clip_config.json. `debias_diffusion.interchange.two_tower.load_two_tower` "
+    "and `debias-diffusion evaluate` suppress them."
 )
 
 
@@ -196,7 +195,7 @@ class _Search:
         return cls(base, ablation, read_json_object(Path(model) / ABLATION_FILE).get("settings", {}))
 
     def command(self) -> str:
-        from ..ablate import AblateConfig
+        from ..ablate.options import AblateConfig
 
         return _command("debias-diffusion ablate", self.settings, AblateConfig)
 

@@ -69,7 +69,6 @@ def generate(config: GenerateConfig) -> Path:
     )
     studio = Studio(config, pick_device(config.device))
     _check_second_prompts(studio.kind, config, prompts)
-    studio.check_memory(1)
     advice = f"Try --low-memory, a smaller --batch than {config.batch}, or a smaller image."
     with explain_memory(studio.device, advice):
         if config.several:
@@ -293,7 +292,7 @@ def _difference(task: ImageTask) -> str:
 
 
 def _index_entry(task: ImageTask, settings: dict) -> dict:
-    names = ("prompt", "negative_prompt", "prompt_2", "seed", "tokens", "positions", "windows")
+    names = ("prompt", "negative_prompt", "prompt_2", "seed", "tokens", "positions", "chunks")
     return {"file": task.path.name, "where": task.where} | {name: settings.get(name) for name in names}
 
 

@@ -22,7 +22,6 @@ from debias_diffusion.pipelines.loading import (
     load_pipeline,
     model_digest,
 )
-from debias_diffusion.pipelines.memory import check_memory
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
     Sampling,
@@ -83,11 +82,6 @@ class Studio:
             **runtime_settings(self.device, self.dtype),
         }
 
-    def check_memory(self, images: int) -> None:
-        """Raises UserError where that many images at once cannot fit the memory."""
-        size = self.sampling.height, self.sampling.width
-        check_memory(self.config.base, self.device, self.dtype, *size, images)
-
     def image_prompt(self, settings: dict) -> ImagePrompt:
         """What an image with these settings is rendered from."""
         names = ("prompt", "negative_prompt", "prompt_2")
@@ -102,16 +96,16 @@ class Studio:
         """
         try:
             layout = read_layout(pipe, prompt, self.sampling)
-            windows = [layout.windows]
+            chunks = [layout.chunks]
             if self.sampling.guided and prompt.negative_prompt is not None:
                 turned = {"prompt": prompt.negative_prompt, "negative_prompt": prompt.prompt}
                 turned |= {} if prompt.prompt_2 is None else {"negative_prompt_2": prompt.prompt_2}
-                windows.append(pipe.prompt_layout(**turned).windows)
+                chunks.append(pipe.prompt_layout(**turned).chunks)
         except ValueError as error:
             raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
-        if self.config.strict and max(map(max, windows)) > 1:
+        if self.config.strict and max(map(max, chunks)) > 1:
             raise UserError(
-                f"With its {layout.tokens} tokens it takes {_chunks(max(windows))}, and --strict allows one chunk."
+                f"With its {layout.tokens} tokens it takes {_chunks(max(chunks))}, and --strict allows one chunk."
             )
         return layout
 
@@ -142,7 +136,7 @@ def render_missing(
         the images with values that are not finite, see `generate_images`; no files are written for them
 
     Raises:
-        UserError: no prompt can be read, or the largest batch cannot fit the memory.
+        UserError: no prompt can be read.
     """
     config, sampling = studio.config, studio.sampling
     pipe = studio.load("encoders" if config.low_memory else "all")
@@ -150,7 +144,6 @@ def render_missing(
     layouts = _layouts(studio, pipe, tasks, prompts, left_out)
     wanted = {index for index, task in enumerate(tasks) if task.path in missing}
     batches = plan_batches(prompts, layouts, config.batch, wanted)
-    studio.check_memory(max(map(len, batches), default=1))
     sampler = type(pipe.scheduler).__name__
     texts = [[prompts[index] for index in batch] for batch in batches]
     if config.low_memory:
@@ -204,7 +197,7 @@ def _layouts(
 def _print_layouts(layouts: Sequence[PromptLayout], several: bool) -> None:
     if not several:
         [layout] = layouts
-        print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({_chunks(layout.windows)})")
+        print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({_chunks(layout.chunks)})")
         return
     counts = sorted(Counter(layout.positions for layout in layouts).items())
     print(

@@ -13,9 +13,11 @@ from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.files import json_digest, read_json_object, write_json
 from debias_diffusion.methods import METHODS
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training import TrainConfig, train
+from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.loop import train
 
-from ..ablate import AblateConfig, ablate
+from ..ablate.command import ablate
+from ..ablate.options import AblateConfig
 from ..units import Unit
 from .measuring import KINDS
 from .papers import Column, Model, World, describe, fill

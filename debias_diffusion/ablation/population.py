@@ -188,6 +188,6 @@ def mean_shares(tower: ImageTower, embedded: Tensor, beta: float, batch: int = 6
             attended, share = attend_with_share(query, key, value, full_attention)
             suppressed = share / (beta + (1 - beta) * share).clamp(min=torch.finfo(share.dtype).tiny)
             for row, part in enumerate((share, suppressed)):
-                sums[row, number] += part[..., 0].double().mean(dim=1).sum(dim=0).cpu()
+                sums[row, number] += part[..., 0].cpu().double().mean(dim=1).sum(dim=0)
             states = after_attention(block, states, attended)
     return tuple(sums / len(embedded))

@@ -78,7 +78,8 @@ class Problem(ABC):
         images, of_sets = encoded
         texts, rows = next(iter(of_sets.values())), []
         for number in range(max(len(images), len(texts))):
-            pair = (F.normalize(part[number % len(part)], dim=-1) for part in (images, texts))
+            # On the CPU, because not every device has the double precision of ranks.
+            pair = (F.normalize(part[number % len(part)], dim=-1).cpu() for part in (images, texts))
             recalls = recall_at_k(*pair, [k for k in KS if k <= images.shape[1]])
             flat = {f"{way}_{k}": value for way, of_way in recalls.items() for k, value in of_way.items()}
             rows.append(flat | {"mean_r": sum(flat.values()) / len(flat)})
@@ -231,7 +232,7 @@ class _Scored:
         fitness = torch.full((len(masks),), -torch.inf, dtype=torch.float64)
         for number, key in enumerate(keys):
             if key in self.known:
-                fitness[number] = self.problem.fitness(self.known[key], generation)[0].double()
+                fitness[number] = self.problem.fitness(self.known[key], generation)[0].item()
         return fitness
 
 

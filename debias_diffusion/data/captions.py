@@ -1,7 +1,7 @@
 """Captions in entries and files: where they are, and which ones can be used."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .bad_records import BadRecord, refused
 from .records import Record
@@ -12,11 +12,10 @@ _ANSWERS, _QUESTIONS = ("gpt", "assistant"), ("human", "user", "system")
 
 @dataclass(frozen=True)
 class Captions:
-    """The usable `records` of a data set in order, its `bad` ones, and the `sha256` of its file, if it is one."""
+    """The usable `records` of a data set in order, and its `bad` ones."""
 
     records: Sequence[Record]
     bad: list[BadRecord]
-    sha256: str | None = field(default=None, compare=False)
 
 
 def sort_out(

@@ -33,23 +33,23 @@ class Sample:
 class RecordDataset(Dataset):
     """Samples by key, each a pure function of that key and the seed.
 
-    A record whose image cannot be read is replaced by one of the epoch's reserve, which depends on the key alone, and
-    named in the sample's `bad`; so every process stays in step and a restart draws the same. A subclass makes samples.
+    A record whose image cannot be read is replaced by another of the epoch, which depends on the key alone, and named
+    in the sample's `bad`; so every process stays in step and a restart draws the same. A subclass makes samples.
 
     Args:
         records: all of them.
         images: where their images come from.
         preprocess: an opened image to the tensor that a batch is made of.
         seed: of the draws.
-        reserve: an epoch's records that stand in for others, by index (see `training.batches.GlobalBatches.reserve`).
-            None: there are none, and an unreadable image is an error.
+        stand_ins: an epoch's records that replace others, by the place of these in it (see
+            `training.batches.GlobalBatches.stand_ins`). None: there are none, and an unreadable image is an error.
     """
 
     records: Sequence[Record]
     images: ImageSource
     preprocess: Callable[[Image.Image], torch.Tensor]
     seed: int
-    reserve: Callable[[int], Sequence[int]] | None
+    stand_ins: Callable[[int], Sequence[int]] | None
 
     def __len__(self) -> int:
         return len(self.records)
@@ -62,7 +62,7 @@ class RecordDataset(Dataset):
             if not isinstance(image, BadRecord):
                 return record, image, bad
             bad.append(image)
-        many = f"{len(bad)} images in a row" if len(bad) > 1 else "An image that no reserve (--max-bad) stands in for"
+        many = f"{len(bad)} images in a row" if len(bad) > 1 else "An image that no other may replace (--max-bad)"
         raise UserError(
             f"{many} cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "
             "`train --check-data` names them all."
@@ -73,11 +73,11 @@ class RecordDataset(Dataset):
         return None
 
     def _candidates(self, epoch: int, index: int, place: int) -> Iterator[Record]:
-        """The record asked for, then the reserve's, in an order in which neighbours begin at different ones."""
+        """The record asked for, then those that replace it, in order."""
         yield self.records[index]
-        reserve = self.reserve(epoch) if self.reserve else ()
-        for attempt in range(min(_ATTEMPTS - 1, len(reserve))):
-            yield self.records[int(reserve[(place + attempt) % len(reserve)])]
+        stand_ins = self.stand_ins(epoch) if self.stand_ins else ()
+        for attempt in range(min(_ATTEMPTS - 1, len(stand_ins))):
+            yield self.records[int(stand_ins[(place + attempt) % len(stand_ins)])]
 
 
 def without_short_caption(record: Record) -> BadRecord | None:
@@ -98,9 +98,9 @@ class CaptionDataset(RecordDataset):
         tokenizer: CaptionTokenizer,
         recipe: Method,
         seed: int,
-        reserve: Callable[[int], Sequence[int]] | None = None,
+        stand_ins: Callable[[int], Sequence[int]] | None = None,
     ):
-        super().__init__(records, images, preprocess, seed, reserve)
+        super().__init__(records, images, preprocess, seed, stand_ins)
         self.tokenizer, self.recipe = tokenizer, recipe
 
     def fault(self, record: Record) -> BadRecord | None:

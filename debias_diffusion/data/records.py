@@ -1,18 +1,15 @@
 """Records that stay bytes, in memory or in a file, until they are read."""
 
-import hashlib
 import json
 import os
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from ..errors import UserError
 from ..files import open_regular
 
 
@@ -25,9 +22,9 @@ class Record:
     caption: str
     short: str | None = None
 
-    def values(self) -> list[str]:
-        """As JSON values, which identify the record; without a short caption as before there were any."""
-        return [self.sample_id, self.image, self.caption] + ([] if self.short is None else [self.short])
+    def values(self) -> list[str | None]:
+        """As JSON values, which identify the record."""
+        return [self.sample_id, self.image, self.caption, self.short]
 
 
 class Content(Protocol):
@@ -101,68 +98,17 @@ class InMemory:
 
 
 class InFile:
-    """The bytes of a file, read on demand. The system's cache holds them once for all processes.
+    """The bytes of a regular file, read on demand. The system's cache holds them once for all processes.
 
-    Safe for threads, and can be pickled for workers.
-
-    Args:
-        path: of a regular file.
-        sha256: of its content, in hexadecimal.
-        file: the open file and its `stamp` when it had that content. None opens and checks it.
-
-    Raises:
-        UserError: the file has other content, or cannot be read.
+    Safe for threads, and can be pickled for workers. The file must not change.
     """
 
-    def __init__(self, path: str | os.PathLike, sha256: str, file: tuple[BinaryIO, tuple] | None = None):
-        self._path, self._sha256 = os.path.abspath(path), sha256
-        with self._explained():
-            self._file, self._stamp = file or (open_regular(path), None)
-            weakref.finalize(self, self._file.close)
-            if self._stamp is None:
-                self._check()
+    def __init__(self, path: str | os.PathLike):
+        self._path, self._file = os.path.abspath(path), open_regular(path)
+        weakref.finalize(self, self._file.close)
 
     def __reduce__(self):
-        return InFile, (self._path, self._sha256)
+        return InFile, (self._path,)
 
     def read(self, start: int, end: int) -> bytes:
-        """The bytes from `start` up to `end`. Raises UserError when the file has changed, or can no longer be read."""
-        with self._explained():
-            content = os.pread(self._file.fileno(), end - start, start)
-            if stamp(self._file) == self._stamp:  # checked afterwards: bytes read before a change are right
-                return content
-            self._check()
-        return self.read(start, end)
-
-    def _check(self) -> None:
-        before, total, at = stamp(self._file), hashlib.sha256(), 0
-        while chunk := os.pread(self._file.fileno(), 1 << 20, at):
-            total.update(chunk)
-            at += len(chunk)
-        if total.hexdigest() != self._sha256 or stamp(self._file) != before:
-            raise changed(self._path)
-        self._stamp = before
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"The data file {self._path!r} cannot be read any more ({error.strerror}). Start the same command "
-                "again when it can."
-            ) from error
-
-
-def stamp(file: BinaryIO) -> tuple:
-    """Changes with an open file's content, and also with its name or permissions."""
-    status = os.fstat(file.fileno())
-    return status.st_size, status.st_ctime_ns
-
-
-def changed(path: str | os.PathLike) -> UserError:
-    """The error for a data file whose content has changed."""
-    return UserError(
-        f"The data file {os.fspath(path)!r} was changed while it was in use. Put the old one back and start the same "
-        "command again, or start anew with another output."
-    )
+        return os.pread(self._file.fileno(), end - start, start)

@@ -15,9 +15,7 @@ from .sharegpt4v import read_jsonl, read_sharegpt4v
 from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
 
 
-def open_data(
-    data: str | os.PathLike, images: str | os.PathLike | None = None, cache: str | os.PathLike | None = None
-) -> tuple[Captions, ImageSource]:
+def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) -> tuple[Captions, ImageSource]:
     """Image-caption pairs, and what opens their images.
 
     Args:
@@ -25,7 +23,6 @@ def open_data(
             holds `*.tar` or one `.tar`; a folder of image and caption files; or scenes of the toy world, such as
             `toy/test`.
         images: folder that the image paths in a JSON or JSONL file start from. None for all others.
-        cache: folder for the index of a large JSON or JSONL file, so that it is parsed once. None writes no index.
 
     Raises:
         UserError: `images` is missing or too much, or the data cannot be used.
@@ -44,7 +41,7 @@ def open_data(
             "folder that the paths start from."
         )
     folder = ImageFolder(images)
-    return _read_file(Path(data), cache), folder
+    return _read_file(Path(data)), folder
 
 
 def read_captions(data: str | os.PathLike) -> Captions:
@@ -77,8 +74,8 @@ def _require_file(data: str | os.PathLike) -> None:
         )
 
 
-def _read_file(path: Path, cache: str | os.PathLike | None = None) -> Captions:
-    return (read_jsonl if path.suffix.lower() == ".jsonl" else read_sharegpt4v)(path, cache)
+def _read_file(path: Path) -> Captions:
+    return (read_jsonl if path.suffix.lower() == ".jsonl" else read_sharegpt4v)(path)
 
 
 def is_shards(path: Path) -> bool:
@@ -95,7 +92,7 @@ def data_digest(data: str | os.PathLike, captions: Captions) -> str:
     """
     path = Path(data)
     if not _holds_images(data):
-        return captions.sha256 or sha256(path)
+        return sha256(path)
     records = (record.values() for record in captions.records)
     faults = (list(vars(record).values()) for record in captions.bad)
     rows = (json.dumps(values).encode() + b"\n" for values in chain(records, faults))

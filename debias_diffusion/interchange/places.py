@@ -35,12 +35,13 @@ MODELING_FILE = "modeling_ablated_clip.py"  # beside a CLIPModel whose image tow
 
 def fitted_second(model: str | os.PathLike) -> str | None:
     """SDXL's second encoder that `align` has fitted beside a first one, in the folder of the alignment; else None."""
-    folder = Path(model) / SECOND
+    folder = Path(os.fspath(model).removeprefix("local-dir:")) / SECOND
     return str(folder) if folder.is_dir() else None
 
 
 def model_of_run(model: str) -> str:
-    """The folder of a training run's model after the last step; `model` itself if it is no run's folder.
+    """The folder of a training run's model after the last step; `model` itself if it is no run's folder. open_clip's
+    prefix for folders may stand before its name.
 
     Of a run that has not ended the best model so far, if it keeps one. Of an alignment the two-tower with the fitted
     first encoder, or that encoder alone.
@@ -48,7 +49,7 @@ def model_of_run(model: str) -> str:
     Raises:
         UserError: the run has not ended, and has no model yet.
     """
-    folder = Path(model)
+    folder = Path(model.removeprefix("local-dir:"))
     if (folder / CONFIG_FILE).is_file():
         return model
     for name in MODELS_OF_RUN:

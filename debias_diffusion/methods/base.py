@@ -28,7 +28,7 @@ class Batch:
 
     Attributes:
         keys: one per sample.
-        sample_ids: of each sample, or of its replacement from the reserve.
+        sample_ids: of each sample, or of the one that stands in for it.
         images: [batch, 3, height, width] pixels; [batch, embed_dim] image features where `cached_features` is set.
         tokens: the method's captions, one kind after the other: `len(tokens)` is a multiple of the batch, and all rows
             share one prefix.

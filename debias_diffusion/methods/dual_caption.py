@@ -118,6 +118,11 @@ class DualCaption(Method):
     def has_short(self) -> bool:
         return self.short_weight > 0
 
+    @property
+    def text_names(self) -> list[str]:
+        """The features of the captions, in their order in a batch."""
+        return ["long_text"] * self.has_long + ["short_text"] * self.has_short
+
     def check(self, batch: int, embed_dim: int) -> None:
         if self.has_short and self.components:
             if batch % self.component_parts:
@@ -158,8 +163,7 @@ class DualCaption(Method):
         """{"image", "long_text", "short_text"}, each [batch, embed_dim]; no text without weight."""
         image = image_features(backbone, batch)
         texts = backbone.encode_text(batch.tokens).unflatten(0, (-1, len(batch)))
-        names = ["long_text"] * self.has_long + ["short_text"] * self.has_short
-        return {"image": image.to(texts.dtype), **dict(zip(names, texts, strict=True))}
+        return {"image": image.to(texts.dtype), **dict(zip(self.text_names, texts, strict=True))}
 
     def losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
@@ -178,17 +182,9 @@ class DualCaption(Method):
         return f"{short}{padding}{components}, {self.pooling} pooling"
 
 
-Recipe = DualCaption  # the name in earlier releases
 RECIPES = {
     "debias-clip": DualCaption(sampling="random", padding="random", short_weight=0.1),
     "debias-clip-sdxl": DualCaption(sampling="random", padding="random", short_weight=0.1, keep_states=3.0),
     "long-clip": DualCaption(sampling="summary", padding="none", short_weight=0.5),
     "smart-clip-sampling": DualCaption(sampling="opening", padding="none", short_weight=1.0, components=0),
 }
-
-
-def find_recipe(name: str) -> Method:
-    """`methods.find_method`, under the name of earlier releases."""
-    from . import find_method
-
-    return find_method(name)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..models.backbone import Backbone
 from ..models.image_tower import ImageTower, MaskedPatches
-from ..models.regional_prompts import LAYERS, MASKS, UPDATES, PromptSettings
+from ..models.regional_prompts import LAYERS, MASKS, PromptSettings
 from ..tokens import CaptionTokenizer
 from . import dual_caption
 from .base import Batch, Caption, image_features
@@ -166,7 +166,7 @@ class FixClip(DualCaption):
         mask_ratio, masked_patches: see `MaskedView`; a ratio of 0 compares short captions with the images themselves.
         short_positions: "own": short captions are cut at the base model's context length and read with its own rows of
             positions, which are not trained. "shared": as in Long-CLIP.
-        prompts, prompt_mask, prompt_update, prompt_layers: see `PromptSettings`; 0 prompts: none.
+        prompts, prompt_mask, prompt_layers: see `PromptSettings`; 0 prompts: none.
         groups, first_group: see `Hierarchy`; 0 groups: none. No first group: the last three are compared.
         new_rate: multiplies the learning rate of the mask vector, the prompts and the heads, which begin as they were
             drawn; above 0.
@@ -178,7 +178,6 @@ class FixClip(DualCaption):
     short_positions: str = "shared"
     prompts: int = 0
     prompt_mask: str = MASKS[0]
-    prompt_update: str = UPDATES[0]
     prompt_layers: str = LAYERS[0]
     groups: int = 0
     first_group: int | None = None
@@ -196,7 +195,7 @@ class FixClip(DualCaption):
             raise UserError(f"new_rate must be above 0, got {self.new_rate}")
         if self.first_group is not None and not self.groups:
             raise UserError(f"first_group is {self.first_group}, but no groups are compared. Give --groups too.")
-        PromptSettings(self.prompts or 1, self.prompt_mask, self.prompt_update, self.prompt_layers)
+        PromptSettings(self.prompts or 1, self.prompt_mask, self.prompt_layers)
         has_parts = [self.masked_view, self.hierarchy, self.has_own_positions]  # each checks its settings
         if any(has_parts) and not (self.has_long and self.has_short):
             raise UserError(
@@ -215,9 +214,7 @@ class FixClip(DualCaption):
 
     @property
     def regional_prompts(self) -> PromptSettings | None:
-        if not self.prompts:
-            return None
-        return PromptSettings(self.prompts, self.prompt_mask, self.prompt_update, self.prompt_layers)
+        return PromptSettings(self.prompts, self.prompt_mask, self.prompt_layers) if self.prompts else None
 
     @property
     def hierarchy(self) -> Hierarchy | None:
@@ -324,14 +321,14 @@ class FixClip(DualCaption):
         return {"is_masked": self.masked_view.draw(self.patches, seed, epoch, sample_id)}
 
     def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
-        """{"image", "long_text", "short_text"} and, with these parts, "masked", each [batch, embed_dim]; "image_groups"
-        and "text_groups" [batch, compared groups, embed_dim]; all at least in float32."""
+        """{"image", "long_text", "short_text"}, no text without weight, and with these parts "masked", each [batch,
+        embed_dim]; "image_groups", "text_groups" [batch, compared groups, embed_dim]; all at least in float32."""
         if not (self.masked_view or self.regional_prompts or self.hierarchy):
             return super().encode(backbone, batch, modules)
         features, states = self._encode_images(backbone, batch, modules)
         blocks = self.hierarchy.blocks(_depth(backbone)) if self.hierarchy else ()
         texts, text_states = backbone.text.encode(batch.tokens, blocks)
-        features |= dict(zip(("long_text", "short_text"), texts.split(len(batch)), strict=True))
+        features |= dict(zip(self.text_names, texts.split(len(batch)), strict=True))
         if self.hierarchy:
             of_long = text_states[: len(batch)]
             features["image_groups"] = modules.image_heads(self.hierarchy.aggregate(_at_least_float(states)))
@@ -395,10 +392,7 @@ def _spelled(settings: PromptSettings | None) -> str:
     """Prompts as the options that ask for them."""
     if settings is None:
         return "--prompts 0"
-    return (
-        f"--prompts {settings.count} --prompt-mask {settings.mask} --prompt-update {settings.update} "
-        f"--prompt-layers {settings.layers}"
-    )
+    return f"--prompts {settings.count} --prompt-mask {settings.mask} --prompt-layers {settings.layers}"
 
 
 def _check_towers(base_model: Backbone) -> None:

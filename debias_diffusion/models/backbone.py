@@ -38,11 +38,11 @@ from .model_files import (
     find_file,
     read_config,
 )
-from .positions import FACTOR, KEEP, stretch_positions
+from .positions import FACTOR, KEEP, stretch_positions, stretched_length
 from .regional_prompts import PromptSettings, RegionalPrompts
 from .shipped import shipped
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions, set_short_positions
-from .weight_files import read_state, save_tensors, weights_digest
+from .weight_files import is_long_clip, read_state, save_tensors, weights_digest
 from .weights import count_numbers, find_weights, load_weights, read_weights
 
 SHORT_POSITIONS_FILE = (
@@ -372,13 +372,38 @@ def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
         return _load(shipped(model), pretrained)
 
 
-def _load(model: str, pretrained: str | None) -> Backbone:
+def load_tokenizer(model: str, pretrained: str | None, keep: int, factor: int) -> CaptionTokenizer:
+    """The tokenizer of a two-tower for its stretched context length, without the weights.
+
+    Args:
+        model, pretrained: as for `load_backbone`.
+        keep, factor: what the model would be stretched with; one that is stretched already keeps its length.
+    """
+    with explain_failure(f"The tokenizer of {model!r} could not be loaded"):
+        model = shipped(model)
+        config, source, family = _find(model, pretrained)
+        file = Path(pretrained) if pretrained and os.path.isfile(pretrained) else None
+        tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
+        if "keep" in config.get("debias_diffusion", {}):
+            return tokenizer
+        if file and is_long_clip(read_weights(file) or {}):
+            keep, factor = KEEP, FACTOR
+        return tokenizer.with_context_length(stretched_length(tokenizer.context_length, keep, factor))
+
+
+def _find(model: str, pretrained: str | None) -> tuple[dict, str | None, Family]:
+    """The configuration and source of `_find_config`, and the family; weights fit the model as far as names say it."""
     config, source = _find_config(model)
     family = find_family(model, config["model_cfg"])
     if source is None:
         _check_pretrained(model, pretrained)
     elif pretrained is not None:
         raise UserError(f"{model!r} brings its own weights; leave out pretrained={pretrained!r}, or give a model name.")
+    return config, source, family
+
+
+def _load(model: str, pretrained: str | None) -> Backbone:
+    config, source, family = _find(model, pretrained)
     with _quiet_logging():
         file = find_weights(model, source, pretrained)
         if source is not None:

@@ -157,12 +157,8 @@ class ImageTower:
             return features, of_masked, states[:batch]
         visible = masked.visible()
         features, _, states = self.encode_with_masked(images, blocks)
-        hidden_states, _ = self._run(self._with_cls(patches, visible), cls_alone=True, kept=visible)
+        hidden_states, _ = self._run(self._with_cls(patches, visible), cls_alone=True)
         return features, self.project(hidden_states), states
-
-    def last_states(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, 1 + patches, width] after the last block; carried prompts stand between CLS and the patches."""
-        return self._run(self.embed(images), keep_prompts=True)[0]
 
     def compile(self, **options) -> None:
         """Compiles everything but the attention of `encode_with_masked`."""
@@ -193,37 +189,29 @@ class ImageTower:
         blocks: Sequence[int] = (),
         attends: Mapping[int, Attention] | None = None,
         cls_alone: bool = False,
-        kept: torch.Tensor | None = None,
-        keep_prompts: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The blocks' input -> their output, and the states of CLS after some of them.
 
         Args:
             cls_alone: only CLS of the last block's output is wanted, [batch, 1, width].
-            kept: see `RegionalPrompts.attention`.
-            keep_prompts: leave the states of carried prompts in the output.
         """
-        transformer, prompts = self.visual.transformer, self.prompts
+        transformer = self.visual.transformer
         numbers, cls_states = block_numbers(transformer, blocks), {}
-        hidden_states = prompts.insert(hidden_states) if prompts else hidden_states
         for block in range(self.depth):
-            attend = self._attention(block, attends, kept)
+            attend = self._attention(block, attends)
             parts = self._parts(last=block == self.depth - 1) if cls_alone else {}
             hidden_states = run_block(transformer, block, hidden_states, attend, **parts)
             if block in numbers:
                 cls_states[block] = hidden_states[:, 0]
-            hidden_states = prompts.update(block, hidden_states) if prompts else hidden_states
-        if prompts and not (cls_alone or keep_prompts):
-            hidden_states = prompts.remove(hidden_states)
         states = [cls_states[number] for number in numbers]
         return hidden_states, stack_states(states, hidden_states, hidden_states.shape[-1])
 
-    def _attention(self, block: int, attends: Mapping[int, Attention] | None, kept: torch.Tensor | None) -> Attention:
+    def _attention(self, block: int, attends: Mapping[int, Attention] | None) -> Attention:
         """The attention of a block in one pass: with the prompts, if there are any, or as `attends` has it."""
         if self.prompts and (attends or self.attends):
             raise UserError(PROMPTS_AND_ATTENTION)
         if self.prompts:
-            return self.prompts.attention(self.visual.transformer.resblocks[block], block, self.patches, kept)
+            return self.prompts.attention(self.visual.transformer.resblocks[block], block)
         return (self.attends if attends is None else attends).get(block, full_attention)
 
     def _parts(self, last: bool) -> dict[str, Callable]:

@@ -13,7 +13,6 @@ from .blocks import (
     Attention,
     after_attention,
     before_attention,
-    block_forward,  # noqa: F401 (its import path of earlier releases)
     block_numbers,
     causal_attention,
     run_block,

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
 
 from ..files import atomic_file, atomic_folder, write_json
-from ..interchange import to_transformers
+from ..interchange.text_encoders import to_transformers
 from ..models.backbone import Backbone, load_backbone
 from ..models.shipped import WEIGHTS
 from ..models.weight_difference import save_fine_tuned
 from ..toyworld.grammar import STYLES, caption
 from ..toyworld.pairs import write_pairs
 from ..toyworld.vocabulary import learn_tokenizer
-from ..training import train
+from ..training.loop import train
 from . import sdxl
 from .clip import train_clip
 from .feature_network import train_features

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..training import TrainConfig
+from ..training.config import TrainConfig
 
 VALIDATION = 100  # pairs held out
 RECIPES = ("long-clip", "debias-clip", "debias-clip-sdxl")

@@ -11,32 +11,28 @@ from ..methods.base import Key
 class GlobalBatches:
     """The samples of every step, the same however many processes share them.
 
-    Each epoch is a permutation of all records. The last few are its reserve: they replace unreadable records, and are
-    trained on in other epochs. Batches are cut from the concatenated epochs: the remainder of one opens the first batch
-    of the next, in which no record occurs twice; the remainder of the last is dropped.
+    Each epoch is a permutation of all records. Batches are cut from the concatenated epochs: the remainder of one opens
+    the first batch of the next, in which no record occurs twice; the remainder of the last is dropped.
 
     Args:
         records: their number.
-        batch: samples a step over all processes, at most `records - spare`.
+        batch: samples a step over all processes, at most `records`.
         epochs: passes over the records.
         seed: of the permutations.
         max_steps: upper limit of steps.
-        spare: records in each epoch's reserve.
 
     Attributes:
-        samples_per_epoch: records of an epoch without its reserve.
         total_steps: steps of the run.
     """
 
-    def __init__(self, records: int, batch: int, epochs: int, seed: int, max_steps: int | None = None, spare: int = 0):
-        self.records, self.batch, self.epochs, self.seed, self.spare = records, batch, epochs, seed, spare
-        self.samples_per_epoch = records - spare
-        self.total_steps = min(self.samples_per_epoch * epochs // batch, max_steps or records * epochs)
+    def __init__(self, records: int, batch: int, epochs: int, seed: int, max_steps: int | None = None):
+        self.records, self.batch, self.epochs, self.seed = records, batch, epochs, seed
+        self.total_steps = min(records * epochs // batch, max_steps or records * epochs)
 
     @property
     def dropped(self) -> int:
         """Samples of all epochs that no step sees."""
-        return self.samples_per_epoch * self.epochs - self.total_steps * self.batch
+        return self.records * self.epochs - self.total_steps * self.batch
 
     @property
     def remainder(self) -> int:
@@ -63,12 +59,8 @@ class GlobalBatches:
                 step += 1
             rest = queue[len(queue) - len(queue) % self.batch :]
 
-    def reserve(self, epoch: int) -> np.ndarray:
-        """The indices of the records that replace unreadable ones in `epoch`."""
-        return _permutation(self.records, self.seed, epoch)[self.samples_per_epoch :]
-
     def stand_ins(self, epoch: int) -> np.ndarray:
-        """The indices of the records that replace unreadable ones in an epoch without a reserve, by their place in it.
+        """The indices of the records that replace unreadable ones in `epoch`, by their place in it.
 
         They are those half an epoch away, so that in data of more than two batches no batch has a record twice, but for
         the first of an epoch, in which the remainder of the one before may hold it already.
@@ -77,7 +69,7 @@ class GlobalBatches:
 
     def _order(self, epoch: int, carried: np.ndarray) -> np.ndarray:
         """The epoch's records in order; those carried over into its first batch do not occur twice in it."""
-        order = _permutation(self.records, self.seed, epoch)[: self.samples_per_epoch].copy()
+        order = _permutation(self.records, self.seed, epoch).copy()
         if len(carried):
             repeated = np.isin(order, carried)
             head = self.batch - len(carried)
@@ -87,11 +79,11 @@ class GlobalBatches:
         return order
 
 
-@lru_cache(maxsize=2)  # workers look the reserve up for every unreadable image
+@lru_cache(maxsize=2)
 def _permutation(records: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(records)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # workers look it up for every unreadable image
 def _half_an_epoch_on(records: int, seed: int, epoch: int) -> np.ndarray:
     return np.roll(_permutation(records, seed, epoch), -(records // 2))

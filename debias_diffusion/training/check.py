@@ -46,7 +46,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     Shards are also compared with their checksums.
 
     Returns:
-        {"pairs", "usable", "bad": {kind: count}, "sentences_mean", "tokens_mean", "tokens_p95", "over_window",
+        {"pairs", "usable", "bad": {kind: count}, "sentences_mean", "tokens_mean", "tokens_p95", "longer_than_context",
         "captions": the fields of `CaptionStatistics`}
 
     Raises:
@@ -67,13 +67,13 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
         "sentences_mean": round(statistics.sentences_mean, 1),
         "tokens_mean": round(statistics.tokens_mean, 1),
         "tokens_p95": round(float(np.percentile(tokens, 95)), 1),
-        "over_window": int((tokens > tokenizer.context_length).sum()),
+        "longer_than_context": int((tokens > tokenizer.context_length).sum()),
         "captions": asdict(statistics),
     }
     print(
         f"{report['usable']} of {report['pairs']} pairs can be used.\n"
         f"Captions: {report['sentences_mean']} sentences and {report['tokens_mean']} tokens on average, 95% within "
-        f"{report['tokens_p95']:.0f}; {report['over_window']} are longer than the context length of "
+        f"{report['tokens_p95']:.0f}; {report['longer_than_context']} are longer than the context length of "
         f"{tokenizer.context_length} and would be cut.\n{statistics}"
     )
     report_bad(bad + changed, Path(config.output))

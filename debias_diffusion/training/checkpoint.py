@@ -31,7 +31,7 @@ class TrainState:
         best_r1: with `keep_best`, the best mean of the two R@1 on the pairs that choose, in percent; -1 before the
             first measurement.
         best_step: the step of that measurement.
-        replaced: unreadable records that the reserve replaced.
+        replaced: unreadable records that others replaced.
         not_finite: the latest steps in a row that were skipped because their loss was not finite.
     """
 
@@ -106,11 +106,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: AdamW, modules: n
 
 
 def _verify(checkpoint: Path, files: tuple[str, ...]) -> None:
-    """Raises ValueError for a file that has changed since it was written. Earlier versions wrote no checksums."""
-    sums = checkpoint / CHECKSUMS
-    if not sums.exists():
-        return
-    lines = sums.read_text(encoding="ascii").splitlines()
+    """Raises ValueError for a file that has changed since it was written."""
+    lines = (checkpoint / CHECKSUMS).read_text(encoding="ascii").splitlines()
     for name in files:
         if f"{sha256(checkpoint / name)}  {name}" not in lines:
             raise ValueError(f"{name} and its checksum in {CHECKSUMS} do not agree; one of them is damaged")

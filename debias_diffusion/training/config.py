@@ -14,17 +14,14 @@ if TYPE_CHECKING:
 
 # A run may resume with other values of these: they change how it runs, but not (beyond rounding) its result.
 _WITHOUT_EFFECT = (
-    *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "check_data"),
+    *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "max_bad", "check_data"),
     *("chunk", "checkpoint_activations", "compile", "feature_cache", "latent_cache"),
 )
 # Options of the recipes fix-clip and long-clip.
 FIX_CLIP_OPTIONS = (
-    *("mask_ratio", "masked_patches", "short_positions", "prompts", "prompt_mask", "prompt_update", "prompt_layers"),
+    *("mask_ratio", "masked_patches", "short_positions", "prompts", "prompt_mask", "prompt_layers"),
     *("groups", "first_group", "new_rate"),
 )
-# Settings that stand among a run's only where they are given: runs of earlier releases do not have them.
-_EMPTY_UNLESS_GIVEN = ("method", "keep_states", "whole_epochs", "keep_best")
-ADDED = (*_EMPTY_UNLESS_GIVEN, *FIX_CLIP_OPTIONS)
 # Options that are settings of the recipe; others are given in `method`.
 RECIPE_OPTIONS = (
     *("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling", "keep_states"),
@@ -50,7 +47,7 @@ _GROUPS = {
     "Validation, checkpoints and logs": (
         *("validation", "keep_best", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
     ),
-    "Bad records": ("max_bad", "whole_epochs", "check_data"),
+    "Bad records": ("max_bad", "check_data"),
 }
 
 
@@ -79,7 +76,6 @@ class RunConfig:
     log_every: int
     trackers: str | None
     max_bad: float
-    whole_epochs: bool = False
     keep_best: int = 0
 
     def check_run(self) -> None:
@@ -92,6 +88,9 @@ class RunConfig:
         for name in ("max_steps", "chunk"):
             self.require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or null")
         self.require("learning_rate", self.learning_rate > 0 and math.isfinite(self.learning_rate), "above 0")
+        self.require("eps", self.eps >= 0 and math.isfinite(self.eps), "at least 0")
+        # A step's draws are seeded with the seed and, in the lower half of 64 bits, its number.
+        self.require("seed", 0 <= self.seed < 2**32, f"a whole number from 0 to {2**32 - 1}")
         self.require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         check_max_bad(self.max_bad)
         for name in self.tracker_names():
@@ -108,11 +107,9 @@ class RunConfig:
         return [name.strip() for name in (self.trackers or "").split(",") if name.strip()]
 
     def settings(self) -> dict:
-        """All settings that decide the result, as plain JSON values; `ADDED` only where they are given."""
+        """All settings that decide the result, as plain JSON values."""
         settings = asdict(self) | {"betas": list(self.betas)}
-        ignored = {*_WITHOUT_EFFECT, *(name for name in ADDED if settings.get(name) is None)}
-        ignored |= {name for name in _EMPTY_UNLESS_GIVEN if not settings.get(name)}
-        return {name: value for name, value in settings.items() if name not in ignored}
+        return {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
 
 
 @dataclass
@@ -151,8 +148,7 @@ class TrainConfig(RunConfig):
             and not stretched; or shared, one table for all captions.
         prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
         prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all; r2p:
-            prompts to all patches; p2r: patches to prompts too; product: bands as the paper's equation 4 is printed.
-        prompt_update: replace the prompts after each block (the paper), or carry what they have read to the next.
+            prompts to all patches; p2r: patches to prompts too.
         prompt_layers: own prompts for each block, or the same shared by all.
         groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
         first_group: The first group that is compared, from 1; null compares the last three.
@@ -191,10 +187,9 @@ class TrainConfig(RunConfig):
         keep: How many of the newest checkpoints are kept.
         log_every: Steps between lines in log.jsonl.
         trackers: tensorboard, wandb, or both with a comma between; null for log.jsonl alone, which is always written.
-        max_bad: Largest share of bad records before the run stops, from 0 to 1. The same share of each epoch is its
-            reserve, which replaces them. A stopped run may resume with another value, and keeps its reserve.
-        whole_epochs: Train on every pair in every epoch, without a reserve. An unreadable image is then replaced by
-            another pair of the epoch, always the same, which the epoch has twice.
+        max_bad: Largest share of bad records before the run stops, from 0 to 1. An unreadable image is replaced by
+            another pair of the epoch, always the same, which the epoch then has twice; with 0 by none. A stopped run
+            may resume with another value.
         check_data: Read all images and captions, report the bad records, and train nothing.
     """
 
@@ -217,8 +212,7 @@ class TrainConfig(RunConfig):
     masked_patches: Literal["replace", "discard"] | None = None
     short_positions: Literal["own", "shared"] | None = None
     prompts: int | None = None
-    prompt_mask: Literal["bands", "none", "r2p", "p2r", "product"] | None = None
-    prompt_update: Literal["replace", "carry"] | None = None
+    prompt_mask: Literal["bands", "none", "r2p", "p2r"] | None = None
     prompt_layers: Literal["own", "shared"] | None = None
     groups: int | None = None
     first_group: int | None = None
@@ -251,7 +245,6 @@ class TrainConfig(RunConfig):
     log_every: int = 10
     trackers: str | None = None
     max_bad: float = 0.01
-    whole_epochs: bool = False
     check_data: bool = False
 
     def __post_init__(self):

@@ -27,12 +27,11 @@ from .step import autocast
 STAMP = 16  # bytes that identify one version of an image file
 _CHECKSUM = 8  # bytes of a checksum over stamp and features
 _ROW = STAMP + _CHECKSUM
-_FORMAT = 2  # the first one had no checksums
 
 
 def cache_key(backbone: Backbone, precision: str) -> dict:
     """Everything but the image itself that its features depend on."""
-    return {"format": _FORMAT, **backbone.image_fingerprint(), "precision": precision}
+    return backbone.image_fingerprint() | {"precision": precision}
 
 
 class FeatureCache:

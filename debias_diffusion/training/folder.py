@@ -11,7 +11,6 @@ from ..errors import UserError, reason
 from ..files import atomic_file, atomic_folder, folder_lock, json_digest, restore_folder, write_json
 from ..models.backbone import Backbone
 from .checkpoint import restore_checkpoints
-from .config import ADDED
 
 NOT_FINITE = "not-finite.jsonl"
 _PATHS = ("data", "images", "base", "model")  # settings that may be paths: relative or absolute is the same
@@ -23,7 +22,7 @@ class RunFolder:
     Attributes:
         path: the folder.
         last: open_clip folder of the model after the last step, the result of the run.
-        best: that of the best model so far, with `keep_best` and in runs of earlier releases.
+        best: that of the best model so far, with `keep_best`.
         checkpoints: the folder of checkpoints to resume from.
     """
 
@@ -76,11 +75,8 @@ class RunFolder:
             return {}
         try:
             settings = json.loads(self._settings.read_text(encoding="utf-8"))
-            complete = "seed" in settings and 0 <= settings.get("max_bad", 0) <= 1
-            problem = None if complete else "no run wrote it"
-            # Runs of earlier versions wrote neither.
-            if {"sha256", "base_model_sha256"} & settings.keys() and settings.get("sha256") != json_digest(settings):
-                problem = "it and its checksum do not agree; it was changed or is damaged"
+            is_whole = settings.get("sha256") == json_digest(settings)
+            problem = None if is_whole else "it and its checksum do not agree; it was changed or is damaged"
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             problem = reason(error)
         if problem:
@@ -94,12 +90,9 @@ class RunFolder:
     def check_settings(self, settings: dict) -> None:
         """Raises UserError that names the differing settings if the folder belongs to a run with others."""
         begun = self.settings()
-        keys = dict.fromkeys([*settings, *ADDED])
-        differing = [key for key in keys if not _is_same(key, settings.get(key), begun.get(key))]
-        if "base_model_sha256" not in begun:  # written by an earlier version
-            differing = [key for key in differing if key != "base_model_sha256"]
+        differing = [key for key, value in settings.items() if not _is_same(key, value, begun.get(key))]
         if begun and differing:
-            changes = "; ".join(f"{key}: {begun.get(key)!r} there, {settings.get(key)!r} here" for key in differing)
+            changes = "; ".join(f"{key}: {begun.get(key)!r} there, {settings[key]!r} here" for key in differing)
             contents = (key.removesuffix("_sha256") for key in differing if key.endswith("_sha256"))
             replaced = "".join(f" The {name.replace('_', ' ')} is another one, by its contents." for name in contents)
             raise UserError(

@@ -1,6 +1,6 @@
 """The training run: set up, print the plan, make the steps, save the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from .feature_cache import FrozenTower, cached_images
 from .folder import RunFolder
 from .plan import PROBE, print_plan
 from .run import Run
-from .setup import base_model_digest, load_base_model, make_modules, prepare_backbone
+from .setup import base_model_digest, load_base_model, load_base_tokenizer, make_modules, prepare_backbone
 from .step import Optimizer, autocast, backward
 from .stop import StopRequest
 from .trackers import make_accelerator
@@ -41,7 +41,7 @@ def train(config: TrainConfig) -> Path | None:
         UserError: something in `config` or the data cannot be used; says what to do.
     """
     if config.check_data:
-        check_data(config, prepare_backbone(load_base_model(config, name_alone=True), config).tokenizer)
+        check_data(config, load_base_tokenizer(config))
         return None
     accelerator = make_accelerator(config)
     folder = RunFolder(config.output)
@@ -57,7 +57,7 @@ class _Training(Run):
         super().__init__(config, accelerator, folder)
         if self.method.reads_short:
             look_for_short_captions(self.records, config.max_bad)
-        base_model = load_base_model(config, name_alone=self.earlier.get("pretrained", "") is None)
+        base_model = load_base_model(config)
         self.settings["base_model_sha256"] = base_model_digest(base_model)
         self.backbone = prepare_backbone(base_model, config)
         self.method = self.method.bind(self.backbone)
@@ -88,15 +88,10 @@ class _Training(Run):
                 self.backbone.tokenizer,
                 self.method,
                 self.config.seed,
-                self._replacements(),
+                self.batches.stand_ins if self.config.max_bad else None,
             )
             state = self.make_steps(request)
             return state and self._finish(state)
-
-    def _replacements(self) -> Callable[[int], Sequence[int]]:
-        """What stands in for unreadable images, by epoch; nothing where `max_bad` allows none."""
-        from_epoch = self.config.whole_epochs and self.config.max_bad
-        return self.batches.stand_ins if from_epoch else self.batches.reserve
 
     def _compute_image_features(self, request: StopRequest) -> None:
         """Computes the features that the cache lacks; from then on images are features, and the image tower rests."""
@@ -126,7 +121,7 @@ class _Training(Run):
         )
 
     def print_plan(self, start: int) -> None:
-        probe = self.collate([self.dataset[(0, index, index)] for index in range(PROBE)])
+        probe = self.collate([self.dataset[(0, index, index)] for index in range(min(PROBE, len(self.records)))])
         print_plan(
             self.config,
             self.method,

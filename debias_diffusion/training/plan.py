@@ -135,8 +135,7 @@ def print_plan(
     weights = "RANDOM" if backbone.random_weights else config.pretrained or "its own"
     made = f", {start} of them made" if start else ""
     total = batches.total_steps
-    epochs = total * config.batch / batches.samples_per_epoch
-    reserve = f", {batches.spare} of them in each epoch's reserve" if batches.spare else ""
+    epochs = total * config.batch / batches.records
     chunks = f" in chunks of {config.chunk}" if config.chunk else ""
     rest = f"; the last {batches.remainder} pairs fill no step" if batches.remainder else ""
     towers = "text tower, with cached image features" if config.freeze_image_tower else "both towers"
@@ -147,7 +146,7 @@ def print_plan(
         f"{stretched['keep']} positions kept, the others times {stretched['factor']}; {backbone.loss} loss",
         "recipe": f"{config.recipe}: {method.describe()}",
         "trained": towers,
-        "pairs": f"{batches.records} to train on{reserve}; {held_out} held out{chosen}{choosing}",
+        "pairs": f"{batches.records} to train on; {held_out} held out{chosen}{choosing}",
         "steps": f"{total} of {config.batch} pairs{chunks} ({epochs:.2f} epochs){made}{rest}",
         "machine": f"{accelerator.num_processes} x {accelerator.device.type}, {precision}",
         "memory": f"about {memory / GB:.1f} GB a process ({cost.state_bytes / GB:.1f} weights, gradients and AdamW, "

@@ -45,7 +45,6 @@ class Run(ABC):
         images: where their images come from.
         missing: how many of the images that were looked up are missing.
         batches: the samples of each step.
-        earlier: the settings that the folder's run began with; empty for a new one.
         settings: everything that decides the result. A subclass adds the rest, then calls `begin`.
         model: what is trained and what a checkpoint holds.
         modules: further modules that are trained, or None.
@@ -70,27 +69,18 @@ class Run(ABC):
             raise UserError(
                 f"batch is {config.batch}, but must be a multiple of the {accelerator.num_processes} processes."
             )
-        self.captions, self.images = open_data(config.data, config.images, cache=folder.path)
+        self.captions, self.images = open_data(config.data, config.images)
         self.all_records = self.captions.records
-        # A run keeps the reserve and the held-out pairs it began with: a larger --max-bad must not change the draws.
-        self.earlier = folder.settings()
-        reserve = self.earlier.get("max_bad", config.max_bad)
         validation = held_out_count(config, len(self.all_records))
-        if config.validation == "auto":
-            validation = self.earlier.get("validation", validation)
-        share = 0.0 if config.whole_epochs else reserve
-        not_trained, self.records, spare = split(self.captions, config, validation + config.keep_best, share)
+        not_trained, self.records = split(self.captions, config, validation + config.keep_best)
         self.held_out, self.choosing = not_trained[:validation], not_trained[validation:]
         self.missing = look_for_images(self.records, self.images, config.max_bad)
         self.settings = config.settings() | {
             "validation": validation,
             "precision": self.precision,
             "data_sha256": data_digest(config.data, self.captions),
-            "max_bad": reserve,
         }
-        self.batches = GlobalBatches(
-            len(self.records), config.batch, config.epochs, config.seed, config.max_steps, spare
-        )
+        self.batches = GlobalBatches(len(self.records), config.batch, config.epochs, config.seed, config.max_steps)
         self.bad_records = BadRecordsFile(folder.path)
 
     @abstractmethod
@@ -140,8 +130,7 @@ class Run(ABC):
             if state.step < total:
                 self.print_plan(state.step)
                 if self.missing:
-                    by = "other pairs replace" if config.whole_epochs else "the reserve replaces"
-                    print(f"  {self.missing} of the images that were looked up are missing; {by} them.")
+                    print(f"  {self.missing} of the images that were looked up are missing; other pairs replace them.")
             self.folder.claim(self.settings)
             self.folder.cut_log(state.step)
         bar = tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main)
@@ -196,7 +185,7 @@ class Run(ABC):
         speed = config.batch / (time.perf_counter() - started)
         bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
         if self.main and finite and (state.step % config.log_every == 0 or state.step == self.batches.total_steps):
-            epoch = round(state.step * config.batch / self.batches.samples_per_epoch, 4)
+            epoch = round(state.step * config.batch / self.batches.records, 4)
             numbers = {name: value for name, value in report.items() if math.isfinite(value)}  # fp16 may overflow
             line = {"step": state.step, "epoch": epoch, **numbers, "learning_rate": rate}
             self.log(line | {"samples_per_second": round(speed, 2)})

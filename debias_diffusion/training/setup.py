@@ -16,39 +16,38 @@ from ..ablation.saved import is_ablation, read_ablation
 from ..data import Captions, Record
 from ..errors import UserError
 from ..methods import Method
-from ..models.backbone import Backbone, load_backbone
+from ..models.backbone import Backbone, load_backbone, load_tokenizer
 from ..models.chinese_clip import NOT_TRAINED, is_chinese_clip
 from ..models.families import CHINESE_CLIP
 from ..models.weight_files import weights_digest
+from ..tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig
 from .step import MAX_LOGIT_SCALE
 
 VALIDATION = 1000  # pairs held out by default: ShareGPT4V's validation split
 
 
-def load_base_model(config: TrainConfig, name_alone: bool = False) -> Backbone:
-    """The base model unchanged; random weights come from the seed.
+def load_base_tokenizer(config: TrainConfig) -> CaptionTokenizer:
+    """The tokenizer that the base model is trained with, without its weights. Raises UserError as `load_base_model`."""
+    _check_trainable(config.model)
+    return load_tokenizer(config.model, _weights(config), config.keep_positions, config.stretch)
 
-    Args:
-        name_alone: whether a model's name without `pretrained` may stand for random weights. It does for runs of
-            earlier versions.
+
+def load_base_model(config: TrainConfig) -> Backbone:
+    """The base model unchanged; random weights come from the seed.
 
     Raises:
         UserError: the model cannot be used, has suppressed heads, or no weights are named.
     """
-    named, pretrained = config.model in open_clip.list_models() and not Path(config.model).exists(), config.pretrained
-    if is_chinese_clip(config.model):
-        raise UserError(f"{config.model!r} is a {CHINESE_CLIP}. {NOT_TRAINED}")
-    if named and pretrained is None and not name_alone:
+    _check_trainable(config.model)
+    if _is_name(config.model) and config.pretrained is None:
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(config.model)) or "(no tags for this model)"
         raise UserError(
             f"{config.model!r} is a name without weights. Give --pretrained with a tag: {tags}; or a file of weights; "
             "or none, which trains from random weights."
         )
-    if is_ablation(config.model):
-        raise _ablated(config.model, read_ablation(config.model)[0])
     torch.manual_seed(config.seed)
-    backbone = load_backbone(config.model, None if named and pretrained == "none" else pretrained)
+    backbone = load_backbone(config.model, _weights(config))
     if backbone.image_attention or backbone.text_attention:
         raise _ablated(config.model, "the model that it was made from")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
@@ -56,6 +55,24 @@ def load_base_model(config: TrainConfig, name_alone: bool = False) -> Backbone:
             f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
         )
     return backbone
+
+
+def _is_name(model: str) -> bool:
+    """Whether a model is one of open_clip's names, which bring no weights."""
+    return model in open_clip.list_models() and not Path(model).exists()
+
+
+def _weights(config: TrainConfig) -> str | None:
+    """`pretrained` as `load_backbone` takes it."""
+    return None if config.pretrained == "none" and _is_name(config.model) else config.pretrained
+
+
+def _check_trainable(model: str) -> None:
+    """Raises UserError for a Chinese-CLIP, and for a model with suppressed heads."""
+    if is_chinese_clip(model):
+        raise UserError(f"{model!r} is a {CHINESE_CLIP}. {NOT_TRAINED}")
+    if is_ablation(model):
+        raise _ablated(model, read_ablation(model)[0])
 
 
 def _ablated(model: str, base: str) -> UserError:
@@ -133,14 +150,11 @@ def held_out_count(config: RunConfig, records: int) -> int:
     return min(VALIDATION, records // 10) if config.validation == "auto" else config.validation
 
 
-def split(
-    captions: Captions, config: RunConfig, validation: int, reserve: float
-) -> tuple[Sequence[Record], Sequence[Record], int]:
-    """(held-out pairs, training pairs, size of each epoch's reserve).
+def split(captions: Captions, config: RunConfig, validation: int) -> tuple[Sequence[Record], Sequence[Record]]:
+    """(held-out pairs, training pairs).
 
     Args:
         validation: how many are held out, with those that choose the best model.
-        reserve: the share of the training pairs in each epoch's reserve, if enough for a batch remain.
 
     Raises:
         UserError: too few remain for a batch.
@@ -152,5 +166,4 @@ def split(
             f"{len(records)} usable pairs less {validation} held out leave {left} to train on, fewer than "
             f"a batch of {config.batch}. Lower --validation, --keep-best or --batch, or give more pairs."
         )
-    spare = min(math.ceil(reserve * left), left - config.batch)
-    return records[:validation], records[validation:], spare
+    return records[:validation], records[validation:]

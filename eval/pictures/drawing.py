@@ -22,7 +22,7 @@ from tqdm import tqdm
 from debias_diffusion.chunks import TRAINED_POSITIONS
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
-from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.places import fitted_second
 from debias_diffusion.limits import Layer, check_guidance, check_pixels, check_seeds, check_side, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
@@ -38,7 +38,7 @@ from debias_diffusion.pipelines.loading import (
     model_digest,
     quiet_diffusers,
 )
-from debias_diffusion.pipelines.memory import check_memory, explain_memory
+from debias_diffusion.pipelines.memory import explain_memory
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
     Sampling,
@@ -283,8 +283,6 @@ class Drawing:
             layouts = {index: read_layout(pipe, prompt, self.sampling) for index, prompt in enumerate(prompts)}
             wanted = {index for index, subject in enumerate(subjects) if subject.name in missing}
             batches = plan_batches(prompts, layouts, self.settings.images_at_once, wanted)
-            at_once = max(map(len, batches), default=1)
-            check_memory(self.settings.base, processes.device, self.dtype, *self.settings.size(), at_once)
 
         def render_own(batches_now: Sequence[Sequence[int]]) -> None:
             if processes.index < len(batches_now):

@@ -20,7 +20,7 @@ from debias_diffusion.chunks import Tokens, tokenize_text
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
-from debias_diffusion.interchange import load_text_encoder
+from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.long_prompt import encode_tokens
@@ -92,7 +92,7 @@ class Moments:
 
     def add(self, student: Tensor, teacher: Tensor, variance: float) -> None:
         """The states of one caption, [tokens, width] each; every caption counts alike, in shares of its variance."""
-        student, teacher, weight = student.double().cpu(), teacher.double().cpu(), 1 / (variance * len(student))
+        student, teacher, weight = student.cpu().double(), teacher.cpu().double(), 1 / (variance * len(student))
         self.captions += 1
         self.n += weight * len(student)
         self.s += weight * student.sum(0)
@@ -150,7 +150,7 @@ def measure_drift(
         ):
             end = len(text.ids) + 1  # the position of EOT
             variance = teacher[1 : end + 1].var(dim=0, correction=0).mean().item()
-            at = (student - teacher).square().mean(dim=1).double().cpu() / variance
+            at = (student - teacher).square().mean(dim=1).cpu().double() / variance
             places = {"text": at[1:end], "sot": at[:1], "eot": at[end : end + 1], "pads": at[end + 1 :]}
             for part, values in places.items():
                 errors[part].append(values.mean().item())

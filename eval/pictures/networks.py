@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel
 
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.model_files import (
     build_empty,
     check_finite,
@@ -224,7 +224,7 @@ class TwoTowerFeatures:
         """[N, D] features of the texts, cut at the context length, on the CPU."""
         return encode_texts(self.backbone, texts, batch_size, self.device)
 
-    def over_window(self, texts: Sequence[str]) -> int:
+    def longer_than_context(self, texts: Sequence[str]) -> int:
         """How many of the texts exceed the context length."""
         tokenizer = self.backbone.tokenizer
         return sum(tokenizer.count(text) > tokenizer.context_length for text in texts)

@@ -421,7 +421,7 @@ class _EncodedCaptions:
         rows = {score: [row_of.get(text) for text in column] for score, column in texts.items()}
         notes = []
         for name, group in (("captions", captions), ("sentences", list(chain(*sentences)))):
-            if over := network.over_window(group):
+            if over := network.longer_than_context(group):
                 length = f"CLIPScore's context length of {network.backbone.context_length} tokens"
                 notes.append(f"{over} of {len(group)} {name} exceed {length} and were cut.")
         return cls(network.of_texts(list(different), batch_size), rows, notes)

@@ -19,9 +19,10 @@ from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
-from debias_diffusion.interchange import load_text_encoder, load_two_tower, model_of_run
-from debias_diffusion.interchange.places import model_and_weights
+from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.interchange.places import model_and_weights, model_of_run
 from debias_diffusion.interchange.text_encoders import TextEncoder
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import CONFIG_FILE, Backbone
 from debias_diffusion.models.model_files import explain_failure
 from debias_diffusion.models.shipped import shipped

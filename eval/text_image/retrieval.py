@@ -157,7 +157,7 @@ def _retrieve(evaluation: Evaluation, encoder: TwoTower) -> dict:
             "images": len(readable.features),
             "image_of": readable.image_of,
             "window": tokenizer.context_length,
-            "captions_over_window": over,
+            "captions_longer_than_context": over,
             "ranks": {direction: values.tolist() for direction, values in ranks.items()},
         }
 
@@ -179,7 +179,7 @@ def _numbers(result: dict) -> dict:
     mean_r, mean_r_interval = mean_recall(result)
     return {
         "window": result["window"],
-        "captions_over_window": result["captions_over_window"],
+        "captions_longer_than_context": result["captions_longer_than_context"],
         "recall_percent": recall,
         "interval_percent": interval,
         "mean_r_percent": mean_r,
@@ -327,7 +327,7 @@ def tables(report: dict) -> list[Table]:
     recalls = []
     for direction in DIRECTIONS:
         rows = [
-            [label, numbers["captions_over_window"], *_with_intervals(numbers, direction)]
+            [label, numbers["captions_longer_than_context"], *_with_intervals(numbers, direction)]
             for label, numbers in report["encoders"].items()
         ]
         columns = [column for k in KS for column in (f"R@{k}", "95%")]

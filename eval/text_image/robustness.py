@@ -169,7 +169,10 @@ def _evaluate(evaluation: Evaluation, encoder: TwoTower, edits: Sequence[str] = 
         results[edit].append(_rank(evaluation, encoder, readable, texts))
     return EditedHits(
         tokenizer.context_length,
-        {edit: float(np.mean([result["over_window"] for result in of_edit])) for edit, of_edit in results.items()},
+        {
+            edit: float(np.mean([result["longer_than_context"] for result in of_edit]))
+            for edit, of_edit in results.items()
+        },
         {
             edit: {way: np.stack([hits(result["ranks"][way], 1) for result in of_edit]) for way in DIRECTIONS}
             for edit, of_edit in results.items()
@@ -190,7 +193,7 @@ def _rank(evaluation: Evaluation, encoder: TwoTower, readable: Readable, texts: 
         features = encode_texts(encoder.backbone, texts, batch_size, evaluation.device, progress=False)
         ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
         return {
-            "over_window": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
+            "longer_than_context": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
             "ranks": {direction: values.tolist() for direction, values in ranks.items()},
             "similarities": _similarities(readable, features).tolist(),
         }
@@ -257,7 +260,7 @@ def _numbers(label: str, result: EditedHits, shares: dict[str, Share]) -> dict:
     kept = {direction: share.numbers() for direction, share in shares.items()}
     return {
         "window": result.window,
-        "captions_over_window": result.over,
+        "captions_longer_than_context": result.over,
         "recall_at_1_percent": {
             name: {direction: float(values.mean()) for direction, values in by_direction.items()}
             for name, by_direction in by_edit.items()
@@ -490,7 +493,7 @@ def _similarity_tables(encoders: dict[str, dict]) -> list[Table]:
 
 
 def _row(numbers: dict, edit: str) -> list[str | None]:
-    cells = [EDITS[edit].title, f"{numbers['captions_over_window'][edit]:.0f}"]
+    cells = [EDITS[edit].title, f"{numbers['captions_longer_than_context'][edit]:.0f}"]
     for way in DIRECTIONS:
         value, ends = (numbers[name][edit][way] for name in ("recall_at_1_percent", "interval_percent"))
         drop = numbers["drop_points"].get(edit, {}).get(way)

@@ -78,8 +78,8 @@ def no_program(monkeypatch):
     assert not started
 
 
-def sample(captions, source, index: int, reserve: int):
-    """A record through the data set that training reads, with another in reserve: (sample, modes and sizes seen)."""
+def sample(captions, source, index: int, stand_in: int):
+    """A record through the data set that training reads, with another to replace it: (sample, modes and sizes seen)."""
     seen = []
 
     def preprocess(image):
@@ -87,7 +87,7 @@ def sample(captions, source, index: int, reserve: int):
         return image
 
     dataset = CaptionDataset(
-        captions.records, source, preprocess, tokenizer(), find_method("debias-clip"), 0, lambda epoch: [reserve]
+        captions.records, source, preprocess, tokenizer(), find_method("debias-clip"), 0, lambda epoch: [stand_in]
     )
     with no_hang():
         return dataset[0, index, 0], seen
@@ -104,7 +104,7 @@ def test_an_image_of_a_folder_opens_or_is_a_bad_record(tmp_path):
         (tmp_path / f"image.{ending}").write_bytes(content)
         rows = "".join(f'{{"image": "{name}", "caption": "A. B."}}\n' for name in (f"image.{ending}", "whole.png"))
         (tmp_path / "data.jsonl").write_text(rows)
-        read, seen = sample(*open_data(tmp_path / "data.jsonl", tmp_path), index=0, reserve=1)
+        read, seen = sample(*open_data(tmp_path / "data.jsonl", tmp_path), index=0, stand_in=1)
         assert [mode for mode, _ in seen] == ["RGB"]
         if read.sample_id == "whole.png":
             (bad,) = read.bad
@@ -142,7 +142,7 @@ def test_a_shard_is_read_as_far_as_it_can_be(tmp_path):
         assert captions.records[0].sample_id == "a/0" and all(record.caption for record in captions.records)
         for index, record in enumerate(captions.records):
             assert images.is_there(record.image)
-            read, _ = sample(captions, images, index, reserve=0)
+            read, _ = sample(captions, images, index, stand_in=0)
             assert read.sample_id in (record.sample_id, "a/0") and len(read.bad) == (read.sample_id != record.sample_id)
 
     fuzz(search, seconds=10)

@@ -28,10 +28,10 @@ CASES = {
     "5 DB+RP+UM": ("fix-clip", {"groups": 0} | _PROMPTS),
     "6 HF+RP+UM": ("long-clip", _HIERARCHY | _PROMPTS),
     "7 all": ("fix-clip", _HIERARCHY | _PROMPTS),
-    "carry": ("fix-clip", _HIERARCHY | _PROMPTS | {"prompt_update": "carry"}),
-    "carry product": ("fix-clip", _HIERARCHY | _PROMPTS | {"prompt_update": "carry", "prompt_mask": "product"}),
-    "discard": ("fix-clip", _HIERARCHY | _PROMPTS | {"masked_patches": "discard", "prompt_update": "carry"}),
+    "discard": ("fix-clip", _HIERARCHY | _PROMPTS | {"masked_patches": "discard"}),
     "shared": ("fix-clip", _HIERARCHY | _PROMPTS | {"prompt_layers": "shared", "short_positions": "shared"}),
+    "short alone": ("long-clip", {"short_weight": 1.0} | _PROMPTS),
+    "long alone": ("long-clip", {"short_weight": 0.0} | _PROMPTS),
     "last group": ("fix-clip", {"groups": GROUPS, "first_group": 2, "mask_ratio": 0.0} | _PROMPTS),
 }
 
@@ -81,10 +81,10 @@ def pixels(count=3):
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def prompted(mask="bands", update="replace", layers="own", count=PROMPTS):
+def prompted(mask="bands", layers="own", count=PROMPTS):
     """A float64 backbone of four blocks a tower with prompts of everyday size."""
     backbone = tiny_clip(layers=LAYERS)
     torch.manual_seed(2)
-    backbone.add_prompts(PromptSettings(count, mask, update, layers))
+    backbone.add_prompts(PromptSettings(count, mask, layers))
     everyday(backbone.model.visual.regional_prompts)
     return backbone.double()

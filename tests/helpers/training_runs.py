@@ -12,7 +12,7 @@ import torch
 from helpers.tiny_data import make_tiny_data
 from safetensors.torch import load_file
 
-from debias_diffusion.training import TrainConfig
+from debias_diffusion.training.config import TrainConfig
 
 STEPS = 7
 
@@ -76,7 +76,7 @@ def saved(run, name):
 
 def run_in_a_process(settings: TrainConfig, **environment: str) -> subprocess.Popen:
     values = {key: value for key, value in vars(settings).items() if value is not None}
-    code = f"from debias_diffusion.training import *\ntrain(TrainConfig(**{values!r}))"
+    code = f"from debias_diffusion.training.loop import *\ntrain(TrainConfig(**{values!r}))"
     output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen([sys.executable, "-c", code], env=os.environ | environment, **output)
 

@@ -7,7 +7,7 @@ from diffusers import StableDiffusionXLPipeline
 from transformers import ViTConfig, ViTModel
 
 from debias_diffusion.app.quickstart import Setup
-from debias_diffusion.interchange import to_transformers
+from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.shipped import WEIGHTS
 from debias_diffusion.tokens import load_tokenizer

@@ -8,7 +8,7 @@ from debias_diffusion.models.image_tower import MaskedPatches
 
 
 def test_an_image_tower_with_prompts_gives_the_same():
-    backbone, images = prompted(update="carry"), pixels()
+    backbone, images = prompted(), pixels()
     masked = MaskedPatches(torch.stack([MaskedView(0.5).draw(N, 0, 0, str(at)) for at in range(3)]), None)
     expected = backbone.image.encode_with_masked(images, [0, 3], masked)
     torch.compiler.reset()

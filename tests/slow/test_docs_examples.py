@@ -29,9 +29,10 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel
 
 from debias_diffusion.app.cli import main
-from debias_diffusion.app.export import ExportConfig, export
+from debias_diffusion.app.export.command import export
+from debias_diffusion.app.export.options import ExportConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import load_two_tower
+from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods import METHODS
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.tokens import clip_tokenizer
@@ -204,7 +205,7 @@ def test_pipelines(folder, loaded_sdxl):
 
 def test_faq(folder, loaded_sdxl):
     last = follow("faq.md", {"pipe": loaded_sdxl, "long_prompt": LONG_PROMPT})[-1]
-    assert last["image"].size and last["layout"].tokens == 150 and last["layout"].windows[0] > 1
+    assert last["image"].size and last["layout"].tokens == 150 and last["layout"].chunks[0] > 1
 
 
 def test_other_pipelines(tmp_path, monkeypatch):

@@ -64,9 +64,9 @@ def test_a_list_of_commands_imports_no_large_library():
     """Neither does any command's help: torch alone takes seconds."""
     code = """
 import sys
-from debias_diffusion.app.align import AlignConfig
+from debias_diffusion.app.align.options import AlignConfig
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command, main
-from debias_diffusion.app.generate import GenerateConfig
+from debias_diffusion.app.generate.options import GenerateConfig
 main(["evaluate"])
 for command in [*([name] for name in COMMANDS), *(["evaluate", name] for name in EVALUATIONS)]:
     main([*command, "--help"])
@@ -89,11 +89,11 @@ def test_accelerate_launch_m():
     assert done.returncode == 0 and done.stdout.startswith("debias-diffusion "), done.stderr
 
 
-def test_old_commands_lead_to_the_new_modules_and_only_pages_import_matplotlib():
+def test_only_pages_import_matplotlib():
     code = (
-        "import atexit, runpy, sys; import debias_diffusion.app.generate.rendering, debias_diffusion.training; "
+        "import atexit, runpy, sys; import debias_diffusion.app.generate.rendering, debias_diffusion.training.loop; "
         "atexit.register(lambda: print('matplotlib.figure' in sys.modules)); sys.argv = ['build', '--help']; "
-        "runpy.run_module('debias_diffusion.toyworld.build', run_name='__main__')"
+        "runpy.run_module('debias_diffusion.toymodels.build', run_name='__main__')"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "--weights" in printed and printed.endswith("\nFalse\n")

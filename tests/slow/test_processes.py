@@ -25,9 +25,11 @@ from helpers.training_runs import (
 )
 from safetensors.torch import load_file
 
-from debias_diffusion.app.align import AlignConfig, align
+from debias_diffusion.app.align.command import align
+from debias_diffusion.app.align.options import AlignConfig
 from debias_diffusion.methods import METHODS
-from debias_diffusion.training import loop, train
+from debias_diffusion.training import loop
+from debias_diffusion.training.loop import train
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 

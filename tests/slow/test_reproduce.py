@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from helpers.small_papers import count_compared, write_small_papers
 
-from debias_diffusion.app.reproduce import ReproduceConfig, reproduce
 from debias_diffusion.app.reproduce.command import RESULTS
 from debias_diffusion.app.reproduce.evidence import evidence_page
+from debias_diffusion.app.reproduce.listing import reproduce
+from debias_diffusion.app.reproduce.options import ReproduceConfig
 from debias_diffusion.app.reproduce.papers import read_tables
 from debias_diffusion.files import read_json_object
 

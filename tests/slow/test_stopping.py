@@ -13,7 +13,7 @@ from helpers.processes import start, start_ranks
 from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import command_of_two_processes, config, is_the_same_run, wait_for_step
 
-from debias_diffusion.training import train
+from debias_diffusion.training.loop import train
 
 SETTINGS = dict(checkpoint_every=1000, max_steps=100, eval_every=1000)
 
