@@ -199,8 +199,8 @@ def loaded_sdxl(models):
 
 def test_pipelines(folder, loaded_sdxl):
     after = follow("pipelines.md", {"pipe": loaded_sdxl, "prompt": LONG_PROMPT})
-    check_pipelines(after[:2])
-    assert after[0]["image"].size == after[2]["image"].size == (64, 64)
+    check_pipelines(after)
+    assert after[0]["image"].size == (64, 64)
 
 
 def test_faq(folder, loaded_sdxl):
