@@ -145,7 +145,7 @@ def _check_prompts(config: ExportConfig, source: _Source) -> None:
         raise UserError(
             f"The image tower of {config.model!r} has regional prompts, which no other program knows: {config.to} "
             "would give other features. Export the text encoder (--to transformers or comfyui), load both towers with "
-            "debias_diffusion.interchange.two_tower.load_two_tower, or train with --prompts 0."
+            "debias_diffusion.interchange.two_tower.load_two_tower, or train with --method.prompts 0."
         )
 
 

@@ -78,7 +78,7 @@ class DualCaption(Method):
             with the features themselves.
         label_smoothing: in [0, 1); 0.1 in Long-CLIP's code. Not used by the sigmoid loss.
         pooling: "eot", or "average" over all tokens that are not pads (section E.2).
-        component_parts: equal parts of the global batch, in its order, that each have components of their own. 1 takes
+        component_parts: Equal parts of the global batch, in its order, that each have components of their own. 1 takes
             those of the whole batch. Long-CLIP's code takes those of each process, before gathering: as many parts as
             it has processes. The loss is the same however many processes a run has.
     """
