@@ -389,10 +389,8 @@ def test_both_tables_stay_where_they_are_frozen():
 
 def test_states_can_be_kept_beside_it():
     backbone, _, _, _ = setup("7 all")
-    method = replace(method_of("7 all"), keep_states=1.0)
-    kept = KeepStates(method).bind(backbone)
-    assert kept.rate("method/method.mask_vector") == 1.0 and not kept.reads_short
-    modules = kept.modules(backbone).double()
+    kept = replace(method_of("7 all"), terms=(KeepStates(1.0),)).bind(backbone)
+    modules = kept.all_modules(backbone).double()
     report = backward(backbone, kept, make_batch(backbone, kept), CPU, modules=modules)
     assert {"group_1", "group_2", "state_error", "short", "long"} <= report.keys()
 
@@ -417,7 +415,7 @@ def test_states_can_be_kept_beside_it():
         ({"padding": "random"}, "Give --padding none, or --method.short_positions shared"),
         ({"short_weight": 0.0}, "need both captions. Give one between 0 and 1"),
         ({"patches": 3}, "has no setting 'patches'"),
-        ({"first_group": "4"}, "first_group must be of type int"),
+        ({"first_group": "4"}, "first_group must be of type int or null, got '4'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes, message):

@@ -84,6 +84,42 @@ def image_features(backbone: Backbone, batch: Batch) -> Tensor:
     return batch.images if batch.cached_features else backbone.encode_image(batch.images)
 
 
+class Term(ABC):
+    """A loss for any method, beside the method's own, from views, modules and features of its own.
+
+    A frozen dataclass, like a method. Its functions do what those of `Method` with the same name do.
+    """
+
+    @abstractmethod
+    def check_base(self, base_model: Backbone) -> None:
+        """Raises UserError when the term cannot be used with this base model."""
+
+    @abstractmethod
+    def modules(self, backbone: Backbone) -> nn.Module: ...
+
+    @abstractmethod
+    def views(
+        self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
+    ) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def losses(self, features: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]: ...
+
+    @abstractmethod
+    def describe(self) -> str: ...
+
+
+class MethodAndTerms(nn.Module):
+    """The modules of a method, or None, and of its terms."""
+
+    def __init__(self, method: nn.Module | None, terms: Sequence[nn.Module]):
+        super().__init__()
+        self.method, self.terms = method, nn.ModuleList(terms)
+
+
 @dataclass(frozen=True)
 class Method(ABC):
     """What a model learns from, and which losses it minimises.
@@ -91,14 +127,14 @@ class Method(ABC):
     A method is a frozen dataclass: its fields are its settings, and `__post_init__` raises UserError for values that
     cannot be used. `methods.METHODS` lists them by the name that `--recipe` takes.
 
-    Four functions have to be written: `captions`, `encode`, `losses` and `describe`. The others have defaults.
+    Four functions have to be written: `captions`, `encode`, `losses` and `describe`. The others have defaults, and
+    those called `all_...` add the terms.
 
     Attributes:
-        keep_states: weight of the term that keeps the hidden states which a UNet reads, for any method: `find_method`
-            adds it (`keep_states.KeepStates`). 0 leaves it out.
+        terms: losses that are added.
     """
 
-    keep_states: float = field(default=0.0, kw_only=True)
+    terms: tuple[Term, ...] = field(default=(), kw_only=True, metadata={"is_setting": False})
 
     @property
     def reads_short(self) -> bool:
@@ -199,3 +235,35 @@ class Method(ABC):
     @abstractmethod
     def describe(self) -> str:
         """What the model learns from, in one line for the plan and the model card."""
+
+    def all_modules(self, backbone: Backbone) -> nn.Module | None:
+        modules = self.modules(backbone)
+        return MethodAndTerms(modules, [term.modules(backbone) for term in self.terms]) if self.terms else modules
+
+    def all_views(
+        self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
+    ) -> dict[str, Tensor]:
+        views = self.views(image, caption, tokenizer, seed, epoch, sample_id)
+        for term in self.terms:
+            views = views | term.views(image, caption, tokenizer, seed, epoch, sample_id)
+        return views
+
+    def all_features(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+        if not self.terms:
+            return self.encode(backbone, batch, modules)
+        features = self.encode(backbone, batch, modules.method)
+        for term, of_term in zip(self.terms, modules.terms, strict=True):
+            features = features | term.encode(backbone, batch, of_term)
+        return features
+
+    def all_losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        losses, report = self.losses(features, scale, bias)
+        for term in self.terms:
+            of_term, reported = term.losses(features)
+            losses, report = losses | of_term, report | reported
+        return losses, report
+
+    def describe_all(self) -> str:
+        return "; ".join([self.describe(), *(term.describe() for term in self.terms)])

@@ -102,6 +102,8 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
     """
     method = config.make_method()
     method.check_base(backbone, config.keep_positions, config.freeze_image_tower)
+    for term in method.terms:
+        term.check_base(backbone)
     if "keep" not in backbone.config.get("debias_diffusion", {}):
         most = backbone.context_length - 2
         if config.keep_positions > most:
@@ -127,7 +129,7 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
 def make_modules(method: Method, backbone: Backbone, seed: int) -> nn.Module | None:
     """The method's own modules, the same on every process and in every run of that seed."""
     torch.manual_seed(seed)
-    return method.modules(backbone)
+    return method.all_modules(backbone)
 
 
 def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
