@@ -129,8 +129,7 @@ def _load(config: ExportConfig) -> _Source:
     if config.positions == "short":
         _read_short(config, source)
     if backbone := source.backbone:
-        from debias_diffusion.ablation.folding import fold_text_heads, soft_heads
-        from debias_diffusion.ablation.heads import noted
+        from debias_diffusion.ablation.heads import fold_text_heads, noted, soft_heads
 
         source.digest = backbone.digest() if config.scores else None
         text = noted(backbone, "text")
