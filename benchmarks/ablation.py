@@ -116,8 +116,10 @@ def loop(backbone: Backbone, pixels: Tensor, masks: Tensor) -> Tensor:
     features = []
     for mask in masks:
         ablation = Ablation.of_mask("image", mask, BETA)
-        attends = {block: Suppressed(torch.tensor(row)) for block, row in enumerate(ablation.beta) if min(row) < 1}
-        features.append(backbone.image.encode(pixels, attends=attends)[0])
+        beta = enumerate(ablation.beta)
+        backbone.image.attends = {block: Suppressed(torch.tensor(row)) for block, row in beta if min(row) < 1}
+        features.append(backbone.image(pixels))
+    backbone.image.attends = {}
     return torch.stack(features)
 
 

@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..models.backbone import Backbone
 from ..models.image_tower import ImageTower, MaskedPatches
 from ..models.regional_prompts import LAYERS, MASKS, PromptSettings
+from ..models.text_tower import set_short_positions
 from ..tokens import CaptionTokenizer
 from . import dual_caption
 from .base import Batch, Caption, image_features
@@ -281,7 +282,8 @@ class FixClip(DualCaption):
         if self.regional_prompts and backbone.prompt_settings is None:
             backbone.add_prompts(self.regional_prompts)
         if self.has_own_positions and backbone.short_positions is None:
-            backbone.keep_short_positions(backbone.text.tower.positional_embedding[backbone.unstretched_rows])
+            tower = backbone.text.tower
+            set_short_positions(tower, tower.positional_embedding[backbone.unstretched_rows])
 
     def bind(self, backbone: Backbone) -> "FixClip":
         if self._is_plain:
