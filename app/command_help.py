@@ -17,6 +17,7 @@ POSITIONAL = {
 # One name for one thing in every command, and other names that are read: of other programs, and of some dataclasses.
 NAMES = {
     "batch": ("batch_size",),
+    "import": ("import_file",),
     "learning_rate": ("lr",),
     "precision": ("dtype",),
     "steps": ("num_inference_steps",),

@@ -3,7 +3,11 @@
 `docs/extending.md` shows how to add one.
 """
 
+import sys
 from dataclasses import fields, replace
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -13,11 +17,29 @@ from .dual_caption import RECIPES as DUAL_CAPTION_RECIPES
 from .fix_clip import RECIPES as FIX_CLIP_RECIPES
 from .keep_states import KeepStates
 
-__all__ = ["METHODS", "Batch", "Caption", "Method", "Term", "find_method", "image_features"]
+__all__ = ["METHODS", "Batch", "Caption", "Method", "Term", "find_method", "image_features", "import_methods"]
 
 _KEEP_STATES = "keep_states"  # a setting of every method: the weight of that term, 0 for none
 # What `--recipe` may name.
 METHODS: dict[str, Method] = {**DUAL_CAPTION_RECIPES, **FIX_CLIP_RECIPES}
+
+
+@cache
+def import_methods(file: str) -> None:
+    """Runs a Python file that adds methods to METHODS, once in a process.
+
+    Args:
+        file: its absolute path.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"There is no Python file {file!r} to import. Give the file that adds your method to METHODS.")
+    spec = spec_from_file_location(f"imported_{path.stem}", path)
+    sys.modules[spec.name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 def find_method(name: str, settings: dict[str, Any] | None = None) -> Method:

@@ -2,6 +2,7 @@
 
 import ast
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ _GROUPS = {
         *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
         "freeze_image_tower",
     ),
-    "Recipe": ("recipe", *RECIPE_OPTIONS, "method"),
+    "Recipe": ("recipe", "import_file", *RECIPE_OPTIONS, "method"),
     "Optimization": (
         *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
     ),
@@ -122,6 +123,8 @@ class TrainConfig(RunConfig):
             may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
         recipe: debias-clip, debias-clip-sdxl (the same with keep_states, for encoders that go into SDXL), long-clip,
             smart-clip-sampling or fix-clip. The options that follow, to method, override a part of it.
+        import_file: Python file that adds your method to the recipes (docs/extending.md). Its contents are a setting of
+            the run.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
             second to a random end), independent (each with probability 1/2), shuffle (all, in random order), keep-4 or
             keep-N (that many), details (all, in order). With it: summary (nothing else),
@@ -184,6 +187,7 @@ class TrainConfig(RunConfig):
     images: str | None = None
     pretrained: str | None = None
     recipe: str = "debias-clip"
+    import_file: str | None = None
     sampling: str | None = None
     padding: str | None = None
     short_weight: float | None = None
@@ -231,8 +235,10 @@ class TrainConfig(RunConfig):
 
     def make_method(self) -> "Method":
         """The method that `recipe` names, with the settings given."""
-        from ..methods import find_method  # takes seconds, which help need not wait for
+        from ..methods import find_method, import_methods  # takes seconds, which help need not wait for
 
+        if self.import_file:
+            import_methods(os.path.realpath(self.import_file))
         return find_method(self.recipe, method_settings(vars(self)))
 
     @staticmethod
