@@ -217,7 +217,7 @@ def test_weights_that_cannot_be_used_are_refused(weight):
 
 def test_a_tower_that_no_unet_reads_is_refused():
     with pytest.raises(UserError, match="keep_states is 2, but no UNet of SDXL reads the text tower of a SigLIP"):
-        KeepStates(2.0).check_base(tiny_siglip())
+        KeepStates(2.0).check_base(tiny_siglip(), 20, False)
 
 
 def test_every_recipe_takes_the_term():

@@ -40,9 +40,9 @@ class MaskedView:
     """The view of an image that its short caption is compared with (section 3.2).
 
     Attributes:
-        ratio: alpha, the share of patches that are masked, above 0 and below 1.
-        patches: "replace" puts one learned vector, zeros at first, in their place, before positions are added; CLS is
-            never masked. "discard" leaves them out (Table 5, "Dis.").
+        ratio: alpha, see `FixClip.mask_ratio`; not 0.
+        patches: "replace": the vector is zeros at first, and put in before positions are added. CLS is never masked.
+            "discard": Table 5, "Dis.".
     """
 
     ratio: float

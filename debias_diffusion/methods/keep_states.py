@@ -121,7 +121,7 @@ class KeepStates(Term):
         if not (self.weight > 0 and math.isfinite(self.weight)):
             raise UserError(f"keep_states must be at least 0, got {self.weight}")
 
-    def check_base(self, base_model: Backbone) -> None:
+    def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
         if not base_model.family.causal:
             raise UserError(
                 f"keep_states is {self.weight:g}, but no UNet of SDXL reads the text tower of a "
@@ -156,7 +156,9 @@ class KeepStates(Term):
             errors = errors.index_put((is_drawn.nonzero().flatten(),), of_drawn.to(errors))
         return {"state_error": errors, "state_drawn": drawn}
 
-    def losses(self, features: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         error = features["state_error"].sum() / features["state_drawn"].sum().clamp(min=1)
         return {"state_loss": self.weight * error}, {"state_error": error.detach()}
 
