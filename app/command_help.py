@@ -17,6 +17,7 @@ POSITIONAL = {
 # One name for one thing in every command, and other names that are read: of other programs, and of some dataclasses.
 NAMES = {
     "batch": ("batch_size",),
+    "import": ("import_file",),
     "learning_rate": ("lr",),
     "precision": ("dtype",),
     "steps": ("num_inference_steps",),
@@ -50,6 +51,10 @@ def help_page(program: str, summary: str, options: type, example: str) -> str:
         lines += ["", f"{title}:"]
         for name in names:
             lines += _entry(_heading(name, options), _explained(fields[name], texts.get(name, ""), options), columns)
+    for title, more in (options.more_help() if hasattr(options, "more_help") else {}).items():
+        lines += ["", f"{title}:"]
+        for heading, text in more.items():
+            lines += _entry(heading, text, columns)
     lines += ["", "Of every command:"]
     lines += _entry("--config FILE", "YAML file with any of these options; options beside it count more.", columns)
     lines += _entry("--print-config", "Print all options as YAML, and do nothing else.", columns)

@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from debias_diffusion.ablation.genetic import FLIP, first_masks, population_size
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.ablation.population import Population
-from debias_diffusion.ablation.search import every_mask, single_heads
 from debias_diffusion.ablation.suppression import Suppressed
 from debias_diffusion.devices import pick_device
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.files import write_json, write_text
+from debias_diffusion.head_search.genetic import FLIP, first_masks, population_size
+from debias_diffusion.head_search.population import Population
+from debias_diffusion.head_search.problems import every_mask, single_heads
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.models.blocks import full_attention
 
@@ -116,8 +116,10 @@ def loop(backbone: Backbone, pixels: Tensor, masks: Tensor) -> Tensor:
     features = []
     for mask in masks:
         ablation = Ablation.of_mask("image", mask, BETA)
-        attends = {block: Suppressed(torch.tensor(row)) for block, row in enumerate(ablation.beta) if min(row) < 1}
-        features.append(backbone.image.encode(pixels, attends=attends)[0])
+        beta = enumerate(ablation.beta)
+        backbone.image.attends = {block: Suppressed(torch.tensor(row)) for block, row in beta if min(row) < 1}
+        features.append(backbone.image(pixels))
+    backbone.image.attends = {}
     return torch.stack(features)
 
 

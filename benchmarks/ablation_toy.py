@@ -27,9 +27,7 @@ import torch
 from machine import machine
 
 from debias_diffusion.ablation.heads import ABLATED, Ablation
-from debias_diffusion.ablation.population import TextPopulation
 from debias_diffusion.ablation.saved import is_ablation, read_ablation, write_ablation
-from debias_diffusion.ablation.search import KS, TextProblem, every_mask
 from debias_diffusion.app.ablate.command import AblateConfig, ablate
 from debias_diffusion.data import open_data
 from debias_diffusion.eval.common.intervals import paired_difference
@@ -39,6 +37,8 @@ from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate
 from debias_diffusion.eval.text_image.retrieval import hits
 from debias_diffusion.eval.text_image.robustness import edit_caption
 from debias_diffusion.files import write_json, write_text
+from debias_diffusion.head_search.population import TextPopulation
+from debias_diffusion.head_search.problems import KS, TextProblem, every_mask
 from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_ranks
 

@@ -200,7 +200,9 @@ def train_row(base: str, folder: Path, flags: dict, seed: int, steps: int, outpu
         eval_every=steps,
         checkpoint_every=50,
         keep=1,
-        **flags,
+        recipe=flags["recipe"],
+        keep_states=flags.get("keep_states"),
+        method={name: value for name, value in flags.items() if name not in ("recipe", "keep_states")},
     )
     if not (folder / "last" / "scores.json").is_file() and train(config) is None:
         raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from

@@ -37,7 +37,7 @@ from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.pipelines.rendering import last_for_penultimate
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
-from debias_diffusion.toyworld.checker import objects_correct
+from debias_diffusion.toyworld import checker
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.scenes import Scene, scene
@@ -174,7 +174,7 @@ class Bench:
                     guidance_scale=GUIDANCE_SCALE,
                 ).images
                 for index, image in zip(batch, images, strict=True):
-                    right = objects_correct(image, prompts.scenes[index])
+                    right = checker.compare(image, prompts.scenes[index]).correct
                     cache[kind][str(index)] = {"positions": positions, "right": right}
                 cache["seconds"] = round(cache["seconds"] + time.monotonic() - started, 1)
                 write_json(file, cache)

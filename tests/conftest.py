@@ -175,16 +175,17 @@ def known(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def extended():
-    """The method of docs/extending.md is registered, as its page has it."""
+def extended(tmp_path_factory):
+    """A folder with the file of docs/extending.md."""
     from helpers.pages import BLOCKS
 
     from debias_diffusion.methods import METHODS
 
     (block,) = [block for block in BLOCKS["extending.md"] if block.language == "python"]
-    exec(compile(block.code, block.page, "exec"), {"__name__": "predicting"})
-    yield
-    del METHODS["predicting"]
+    folder = tmp_path_factory.mktemp("extending")
+    (folder / "predicting.py").write_text(block.code)
+    yield folder
+    METHODS.pop("predicting", None)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from helpers.vocabulary import tiny_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModel, CLIPModel, CLIPProcessor, CLIPTextModel, CLIPTokenizer, dynamic_module_utils
 
-from debias_diffusion.ablation.folding import fold_text_heads
-from debias_diffusion.ablation.heads import Ablation, apply_saved
+from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text_heads
 from debias_diffusion.ablation.saved import write_ablation
 from debias_diffusion.app.ablate.options import AblateConfig
 from debias_diffusion.app.export.command import export
@@ -39,8 +38,8 @@ CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the ri
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 ABLATIONS = {
     "image": Ablation("image", ((1.0, 0.1), (0.0, 0.5))),
-    "text": Ablation.of_names("text", ["0-0", "1-2", "2-3"], 0.0, 3, 4),
-    "soft": Ablation.of_names("text", ["1-2"], 0.1, 3, 4),
+    "text": Ablation("text", ((0.0, 1.0, 1.0, 1.0), (1.0, 1.0, 0.0, 1.0), (1.0, 1.0, 1.0, 0.0))),
+    "soft": Ablation("text", ((1.0,) * 4, (1.0, 1.0, 0.1, 1.0), (1.0,) * 4)),
 }
 
 

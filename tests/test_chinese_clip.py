@@ -137,7 +137,9 @@ def suppressed_in_transformers(theirs: ChineseCLIPModel, beta: list[list[float]]
 @pytest.mark.parametrize("beta", [0.1, 0.0])
 def test_suppressed_heads_equal_literal_suppression_in_transformers(beta, backbone, theirs):
     before = backbone.encode_image(pixels())
-    ablation = Ablation.of_names("image", ["0-1", "0-2", "2-3"], beta, *tower_shape(backbone, "image"))
+    mask = torch.zeros(tower_shape(backbone, "image"), dtype=torch.bool)
+    mask[[0, 0, 2], [1, 2, 3]] = True
+    ablation = Ablation.of_mask("image", mask, beta)
     ablation.apply(backbone)
     after = backbone.encode_image(pixels())
     expected = suppressed_in_transformers(theirs, [list(row) for row in ablation.beta])

@@ -143,7 +143,9 @@ def in_repository(monkeypatch):
 
 
 @pytest.mark.parametrize("page", [name for name in PAGES if "bash" in {block.language for block in BLOCKS[name]}])
-def test_command_lines_are_understood(page, in_repository, extended):
+def test_command_lines_are_understood(page, in_repository, extended, monkeypatch):
+    if page == "extending.md":
+        monkeypatch.chdir(extended)
     for block in BLOCKS[page]:
         for words in shell_commands(block.code) if block.language == "bash" else []:
             try:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
@@ -47,7 +47,7 @@ from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.image_tower import ImageTower, MaskedPatches
 from debias_diffusion.models.regional_prompts import LAYERS as SHARINGS
 from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
-from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.feature_cache import cache_key
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.step import Optimizer, backward
@@ -389,10 +389,8 @@ def test_both_tables_stay_where_they_are_frozen():
 
 def test_states_can_be_kept_beside_it():
     backbone, _, _, _ = setup("7 all")
-    method = replace(method_of("7 all"), keep_states=1.0)
-    kept = KeepStates(method).bind(backbone)
-    assert kept.rate("method/method.mask_vector") == 1.0 and not kept.reads_short
-    modules = kept.modules(backbone).double()
+    kept = replace(method_of("7 all"), terms=(KeepStates(1.0),)).bind(backbone)
+    modules = kept.all_modules(backbone).double()
     report = backward(backbone, kept, make_batch(backbone, kept), CPU, modules=modules)
     assert {"group_1", "group_2", "state_error", "short", "long"} <= report.keys()
 
@@ -405,7 +403,7 @@ def test_states_can_be_kept_beside_it():
     [
         ({"first_group": 7}, "first_group must be from 1 to groups, 6, got 7"),
         ({"first_group": 0}, "first_group must be from 1 to groups, 6, got 0"),
-        ({"groups": 0, "first_group": 1}, "no groups are compared. Give --groups too"),
+        ({"groups": 0, "first_group": 1}, "no groups are compared. Give --method.groups too"),
         ({"groups": -1}, "groups must be at least 1, or 0"),
         ({"mask_ratio": 1.0}, "mask_ratio must be above 0 and below 1"),
         ({"masked_patches": "drop"}, "masked_patches must be one of replace, discard"),
@@ -414,10 +412,10 @@ def test_states_can_be_kept_beside_it():
         ({"prompts": 0, "prompt_layers": "x"}, "prompt_layers must be one of own, shared"),
         ({"short_positions": "both"}, "short_positions must be one of own, shared"),
         ({"new_rate": 0.0}, "new_rate must be above 0"),
-        ({"padding": "random"}, "Give --padding none, or --short-positions shared"),
+        ({"padding": "random"}, "Give --padding none, or --method.short_positions shared"),
         ({"short_weight": 0.0}, "need both captions. Give one between 0 and 1"),
         ({"patches": 3}, "has no setting 'patches'"),
-        ({"first_group": "4"}, "first_group must be of type int"),
+        ({"first_group": "4"}, "first_group must be of type int or null, got '4'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes, message):
@@ -433,7 +431,11 @@ def refuse(base_model, match, keep_positions=20, freeze=False, **changes):
 def test_base_models_that_it_cannot_train_are_refused():
     base = tiny_clip(layers=LAYERS)
     find_method("fix-clip", {"groups": 2}).check_base(base, 20, False)
-    refuse(base, "does not divide the 4 blocks of the image tower. Give --groups with one of 1, 2, 4, or 0", groups=3)
+    refuse(
+        base,
+        "does not divide the 4 blocks of the image tower. Give .*groups with one of 1, 2, 4, or 0",
+        groups=3,
+    )
     refuse(tiny_clip(), "does not divide the 3 blocks of the text tower", groups=2)
     refuse(base, "masks 0 of the image's 16 patches", mask_ratio=0.05)
     refuse(base, "prompts is 17, but an image has 16 patches", prompts=17)
@@ -444,7 +446,7 @@ def test_base_models_that_it_cannot_train_are_refused():
     stretched.stretch()
     refuse(stretched, "already stretched and trained: its rows for short captions are gone")
     find_method("fix-clip", {"groups": 2, "short_positions": "shared"}).check_base(stretched, 20, False)
-    refuse(prompted(), "--prompts 3 --prompt-mask bands.*other than asked for.*--prompts 4")
+    refuse(prompted(), "prompts 3 --method.prompt_mask bands.*other than asked for.*prompts 4")
     find_method("fix-clip", {"prompts": 3, "groups": 0, "mask_ratio": 0.0}).check_base(prompted(), 20, True)
     visual = base.model.visual
     for name, value, match in (
@@ -466,11 +468,18 @@ def test_heads_of_an_image_tower_with_prompts_are_not_searched(finished, tmp_pat
 
 
 def test_the_flags_belong_to_two_recipes():
-    for flag in ({"groups": 2}, {"mask_ratio": 0.0}, {"new_rate": 10.0}):
-        with pytest.raises(UserError, match=f"The recipe 'debias-clip' has no setting '{next(iter(flag))}'"):
-            TrainConfig("data", "output", "model", recipe="debias-clip", **flag)
-    method = TrainConfig("data", "output", "model", recipe="long-clip", groups=6, prompts=4).make_method()
+    with pytest.raises(UserError, match="The recipe 'debias-clip' has no setting 'groups'"):
+        TrainConfig("data", "output", "model", recipe="debias-clip", method={"groups": 2})
+    method = TrainConfig(
+        "data", "output", "model", recipe="long-clip", method={"groups": 6, "prompts": 4}
+    ).make_method()
     assert (method.components, method.mask_ratio, method.short_positions) == (32, 0.0, "shared")
+
+
+def test_help_explains_every_setting_of_a_method_that_has_no_option():
+    explained = {option for page in TrainConfig.more_help().values() for option, text in page.items() if text}
+    settings = {part.name for part in fields(METHODS["fix-clip"]) if part.metadata.get("is_setting", True)}
+    assert explained == {f"--method.{name}" for name in settings - set(RECIPE_OPTIONS)}
 
 
 # ---- runs
@@ -489,7 +498,7 @@ def fix_world(tmp_path_factory):
     return str(folder / "base"), data, images
 
 
-SETTINGS = dict(recipe="fix-clip", components=None, groups=2, prompts=3, sampling="given", max_steps=4)
+SETTINGS = dict(recipe="fix-clip", components=None, sampling="given", max_steps=4, method={"groups": 2, "prompts": 3})
 
 
 @pytest.fixture(scope="module")
@@ -537,7 +546,7 @@ def test_a_run_can_be_continued_as_a_base_model(fix_world, finished, tmp_path):
     short = [load_backbone(str(folder / "last")).short_positions for folder in (finished, tmp_path / "on")]
     assert torch.equal(*short)
     with pytest.raises(UserError, match="other than asked for"):
-        train(config(world, tmp_path / "other", **SETTINGS | {"prompts": 2}))
+        train(config(world, tmp_path / "other", **SETTINGS | {"method": {"groups": 2, "prompts": 2}}))
 
 
 def test_the_text_side_is_exported_as_ever_and_the_image_side_is_refused(finished, tmp_path, capsys):
@@ -562,7 +571,7 @@ def test_the_text_side_is_exported_as_ever_and_the_image_side_is_refused(finishe
 
 
 def test_without_prompts_every_export_works(fix_world, tmp_path):
-    train(config(fix_world, tmp_path / "run", **SETTINGS | {"prompts": 0, "max_steps": 1}))
+    train(config(fix_world, tmp_path / "run", **SETTINGS | {"method": {"groups": 2, "prompts": 0}, "max_steps": 1}))
     for kind, positions, length in (("clip", "short", 77), ("open_clip", "long", 248)):
         folder = tmp_path / kind
         main(
@@ -589,7 +598,7 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
     shorts = [record.short for record in open_data(tmp_path / "lines.jsonl", images)[0].records]
     assert shorts == [None] * 5 + ["Good."] * 19
-    settings = SETTINGS | {"groups": 0, "prompts": 0, "max_steps": 1, "validation": 0}
+    settings = SETTINGS | {"method": {"groups": 0, "prompts": 0}, "max_steps": 1, "validation": 0}
     world = (fix_world[0], str(tmp_path / "lines.jsonl"), images)
     with pytest.raises(UserError, match="of 24 records looked up 5 have no short_caption"):
         train(config(world, tmp_path / "refused", **settings))

@@ -18,7 +18,8 @@ from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.methods import METHODS, find_method
-from debias_diffusion.methods.keep_states import SHARE, Teacher, _Modules, state_errors
+from debias_diffusion.methods.base import MethodAndTerms
+from debias_diffusion.methods.keep_states import SHARE, KeepStates, Teacher, state_errors
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.tokens import CaptionTokenizer
@@ -120,11 +121,11 @@ def test_the_teacher_has_the_positions_of_before_the_stretching(keep, factor):
 @settings(max_examples=100, deadline=None)
 @given(sentences=st.lists(st.text("abc .,!?é'\"", max_size=60), max_size=30), sample=st.integers(0, 99))
 def test_draws_are_texts_that_both_encoders_can_read(sentences, sample):
-    tokenizer, method = TOKENIZER, find_method("debias-clip", {"keep_states": 1.0})
+    tokenizer, term = TOKENIZER, KeepStates(1.0)
     text = ". ".join(sentences)
     image = torch.zeros(3, 1, 1)
-    (drawn,) = method.views(image, text, tokenizer, 0, 0, str(sample)).values()
-    assert torch.equal(drawn, *method.views(image, text, tokenizer, 0, 0, str(sample)).values())
+    (drawn,) = term.views(image, text, tokenizer, 0, 0, str(sample)).values()
+    assert torch.equal(drawn, *term.views(image, text, tokenizer, 0, 0, str(sample)).values())
     assert drawn.shape == (2, 246)
     ids, cuts = drawn[:, drawn[0] >= 0]
     assert torch.equal(drawn[0, : len(ids)], ids)
@@ -135,9 +136,9 @@ def test_draws_are_texts_that_both_encoders_can_read(sentences, sample):
 
 
 def test_a_quarter_of_the_samples_and_of_these_a_third_in_part():
-    tokenizer, method = TOKENIZER, find_method("long-clip", {"keep_states": 1.0})
+    tokenizer, term = TOKENIZER, KeepStates(1.0)
     whole, _ = tokenize_text(tokenizer.cleaning(LONG), tokenizer.tokenizer)
-    drawn = [method.views(torch.zeros(3, 1, 1), LONG, tokenizer, 7, 0, str(n))["state_tokens"][0] for n in range(2000)]
+    drawn = [term.views(torch.zeros(3, 1, 1), LONG, tokenizer, 7, 0, str(n))["state_tokens"][0] for n in range(2000)]
     rows = [row[row >= 0].tolist() for row in drawn]
     rows = [row for row in rows if row]
     parts = [row for row in rows if row != whole.ids]
@@ -189,7 +190,7 @@ def test_checkpoints_hold_what_a_method_trains_and_its_buffers_but_not_the_teach
         torch.manual_seed(seed)
         for tensor in method.state_dict().values():
             tensor.copy_(torch.randint(1, 9, tensor.shape))
-        modules = _Modules(method, Teacher(backbone))
+        modules = MethodAndTerms(method, [Teacher(backbone)])
         return backbone.model, Optimizer(backbone, 0.0, (0.9, 0.999), 1e-8, modules=modules), modules
 
     model, optimizer, modules = parts(0)
@@ -199,13 +200,13 @@ def test_checkpoints_hold_what_a_method_trains_and_its_buffers_but_not_the_teach
     files = {file.name: load_file(file) for file in tmp_path.rglob("*.safetensors")}
     own = {f"method.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
     assert len(files) == 3 and files["method.safetensors"].keys() == own
-    assert not any("teacher" in name for tensors in files.values() for name in tensors)
+    assert not any("terms" in name for tensors in files.values() for name in tensors)
     again, optimizer, others = parts(1)
-    others.teacher.positional_embedding.data.fill_(7.0)
+    others.terms[0].positional_embedding.data.fill_(7.0)
     load_checkpoint(tmp_path, again, optimizer, others)
     for name, tensor in modules.method.state_dict().items():
         assert torch.equal(others.method.state_dict()[name], tensor)
-    assert (others.teacher.positional_embedding == 7.0).all()
+    assert (others.terms[0].positional_embedding == 7.0).all()
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
@@ -216,11 +217,12 @@ def test_weights_that_cannot_be_used_are_refused(weight):
 
 def test_a_tower_that_no_unet_reads_is_refused():
     with pytest.raises(UserError, match="keep_states is 2, but no UNet of SDXL reads the text tower of a SigLIP"):
-        find_method("debias-clip", {"keep_states": 2.0}).prepare(tiny_siglip())
+        KeepStates(2.0).check_base(tiny_siglip(), 20, False)
 
 
 def test_every_recipe_takes_the_term():
     for name, method in METHODS.items():
         kept = find_method(name, {"keep_states": 3.0})
-        assert kept.method == replace(method, keep_states=3.0)
-        assert kept.describe() == f"{kept.method.describe()}; hidden states kept with weight 3"
+        assert kept == replace(method, terms=(KeepStates(3.0),))
+        assert kept.describe_all() == f"{method.describe()}; hidden states kept with weight 3"
+        assert not find_method(name, {"keep_states": 0.0}).terms

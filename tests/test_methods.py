@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,21 +13,22 @@ from safetensors.torch import load_file
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.errors import UserError
-from debias_diffusion.methods import METHODS, Method, find_method
+from debias_diffusion.methods import METHODS, Method, find_method, import_methods
 from debias_diffusion.training.loop import train
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
-SETTINGS = dict(recipe="predicting", method={"alpha": 0.75}, max_steps=5)
+SETTINGS = dict(recipe="predicting", method={"alpha": 0.75}, max_steps=5)  # and `import_file`, see `page`
 NEWEST = "checkpoints/step-00000005"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def page(tmp_path_factory):
-    """The page's file, which has registered its method."""
+    """The page's file, which every run imports."""
     file = tmp_path_factory.mktemp("page") / "predicting.py"
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     file.write_text(block)
-    runpy.run_path(str(file))
+    SETTINGS["import_file"] = str(file)
+    import_methods(str(file.resolve()))
     yield file
     del METHODS["predicting"]
 
@@ -74,7 +74,7 @@ def test_two_processes_give_the_same_run(world, tmp_path):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-5)
 
 
-def test_a_killed_run_resumes_bit_identically_with_the_module_and_its_averages(world, finished, tmp_path):
+def test_a_killed_run_resumes_bit_identically_with_the_module_and_its_averages(world, page, finished, tmp_path):
     run = killed_copy(finished, tmp_path / "run", step=5)
     train(config(world, run, **SETTINGS))
     is_the_same_run(run, finished)
@@ -83,19 +83,23 @@ def test_a_killed_run_resumes_bit_identically_with_the_module_and_its_averages(w
     assert "method/weight/exp_avg" in load_file(run / NEWEST / "optimizer.safetensors")
     with pytest.raises(UserError, match=r"method: \{'alpha': 0.75\} there, None here"):
         train(config(world, run, **SETTINGS | {"method": None}))
+    other = tmp_path / page.name
+    other.write_text(page.read_text() + "# changed")
+    with pytest.raises(UserError, match="import_file_sha256: .*The import file is another one, by its contents"):
+        train(config(world, run, **SETTINGS | {"import_file": str(other)}))
     file = run / NEWEST / "method.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(UserError, match=r"method.safetensors and its checksum in SHA256SUMS do not agree"):
         train(config(world, run, **SETTINGS))
 
 
-def test_a_methods_settings_are_given_on_the_command_line_and_in_yaml(world, tmp_path, capsys):
+def test_a_methods_settings_are_given_on_the_command_line_and_in_yaml(world, page, tmp_path, capsys):
     settings = replace(config(world, tmp_path / "run"), max_steps=1, batch=8)
     given = {name: getattr(settings, name) for name in ("data", "images", "model", "validation", "components", "batch")}
     options = [f"--{name}={value}" for name, value in given.items()] + ["--max-steps=1", "--workers=0"]
     (tmp_path / "run.yaml").write_text("recipe: predicting\nmethod: {alpha: 0.25}\n")
     for name, more in {
-        "flag": ["--recipe=predicting", "--method.alpha", "0.75"],
+        "flag": ["--recipe=predicting", "--import", str(page), "--method.alpha", "0.75"],
         "yaml": [f"--config={tmp_path / 'run.yaml'}"],
     }.items():
         main(["train", *options, *more, f"--output={tmp_path / name}"])
@@ -116,6 +120,8 @@ def test_unknown_methods_and_settings_are_refused():
     refused("alpha must be of type float, got 'much'", alpha="much")
     refused("components must be of type int, got True", components=True)
     refused("'debias-clip' has no setting 'alpha'", "debias-clip", alpha=0.5)
+    with pytest.raises(UserError, match="There is no Python file '/.*absent.py' to import. Give the file that adds"):
+        config(("m", "d", "i"), "o", import_file="absent.py")
     with pytest.raises(UserError, match="short_weight is an option of its own: give --short_weight"):
         config(("m", "d", "i"), "o", recipe="predicting", method={"short_weight": 0.5})
     assert find_method("predicting", {"alpha": 1}).alpha == 1

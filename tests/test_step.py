@@ -123,18 +123,18 @@ def test_the_term_that_keeps_states_is_split_exactly_beside_any_method(shared_gr
     backbone, method, batch, modules = rich_setup(kept=True)
     drawn = batch.views["state_tokens"][:, 0, 0] >= 0
     assert drawn.tolist() == [False, True, False, False, True, True]  # so a chunk may have none
-    features = method.encode(backbone, batch, modules)
-    own = method.method.encode(backbone, batch, modules.method)
-    losses, report = method.losses(features, backbone.logit_scale.exp())
+    features = method.all_features(backbone, batch, modules)
+    own = method.encode(backbone, batch, modules.method)
+    losses, report = method.all_losses(features, backbone.logit_scale.exp())
     assert losses["state_loss"].item() == pytest.approx(0.7 * features["state_error"][drawn].mean().item())
     assert report["state_error"] > 0 and not features["state_error"][~drawn].any()
     assert sum(losses.values()) == losses["state_loss"] + sum(
-        method.method.losses(own, backbone.logit_scale.exp())[0].values()
+        method.losses(own, backbone.logit_scale.exp())[0].values()
     )
     loss = sum(losses.values())
     loss.backward()
     expected = gradients(backbone, modules)
-    assert "method.head.weight" in expected and not any(name.startswith("teacher") for name in expected)
+    assert "method.head.weight" in expected and not any(name.startswith("terms") for name in expected)
     assert_split_exactly(backbone, method, batch, modules, loss, expected)
     for of_one_process, chunk in product(shared_gradients, (None, 2)):
         assert_same_gradients(of_one_process["kept", chunk], expected)

@@ -10,7 +10,7 @@ from debias_diffusion.data import Record, data_digest, open_data, read_captions,
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
 from debias_diffusion.toyworld import grammar, scenes
-from debias_diffusion.toyworld.checker import objects_correct
+from debias_diffusion.toyworld.checker import compare
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train
@@ -45,7 +45,7 @@ def test_a_record_names_its_scene(name):
         assert record.image == record.sample_id == f"{name.removeprefix('toy/')}/{number:06}"
         its, caption = toy_scene(record)
         assert caption.text == record.caption
-        assert all(objects_correct(source.open(record.image), its).values())
+        assert all(compare(source.open(record.image), its).correct.values())
     # all four arrangements of the same objects tell from each other, and so do the captions
     least = 990 if "short" in name else 1000  # of one to three objects, some scenes are alike
     assert len({record.caption for record in captions.records}) >= least

@@ -23,7 +23,7 @@ from debias_diffusion.toymodels import build, prepared_unet, unet
 from debias_diffusion.toymodels.captioning import Captioner
 from debias_diffusion.toymodels.scores import score_checker, score_sdxl
 from debias_diffusion.toymodels.vae import SIZE, as_input, new_vae, picture_tensor
-from debias_diffusion.toyworld.checker import UNCLEAR, compare, objects_correct, read_objects
+from debias_diffusion.toyworld.checker import UNCLEAR, compare, read_image
 from debias_diffusion.toyworld.grammar import STYLES, short_prompt
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene, generator
@@ -37,7 +37,7 @@ scenes = st.integers(0, 2**40).map(lambda seed: draw_scene(random.Random(seed), 
 @given(scenes, st.sampled_from([48, 64, 96]), st.sampled_from([0.0, 0.5, 1.0]))
 @settings(max_examples=60)
 def test_the_checker_reads_rendered_and_blurred_pictures(its, size, blur):
-    seen = read_objects(render(its, size).filter(ImageFilter.GaussianBlur(blur * size / 48)))
+    seen = read_image(render(its, size).filter(ImageFilter.GaussianBlur(blur * size / 48))).objects
     there = {thing.place: thing for thing in its.things}
     assert seen == {place: there.get(place) for place in PLACES}
 
@@ -46,7 +46,7 @@ def test_an_object_counts_by_kind_colour_and_place_and_not_by_size():
     its = Scene("grey", (Thing("star", "red", "small", "top"), Thing("ring", "blue", "large", "left")))
 
     def drawn(*things):
-        return list(objects_correct(render(Scene("grey", things), SIZE), its).values())
+        return list(compare(render(Scene("grey", things), SIZE), its).correct.values())
 
     assert drawn(*its.things) == [True, True]
     assert drawn(Thing("star", "red", "large", "top"), Thing("ring", "green", "large", "left")) == [True, False]
@@ -65,7 +65,7 @@ def test_a_comparison_sees_what_nobody_asked_for_and_the_background():
 
 def test_what_is_nothing_known_is_unclear():
     noise = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
-    assert set(read_objects(Image.fromarray(noise)).values()) == {UNCLEAR}
+    assert set(read_image(Image.fromarray(noise)).objects.values()) == {UNCLEAR}
 
 
 def test_the_checker_tells_the_wrong_picture_from_the_right_one():
@@ -83,7 +83,7 @@ def test_the_checker_agrees_with_labels_given_by_looking():
     agrees = {"object": [], "empty": []}
     for name, labels in json.loads((LABELLED / "labels.json").read_text()).items():
         with Image.open(LABELLED / name) as picture:
-            seen = read_objects(picture)
+            seen = read_image(picture).objects
         for place in PLACES:
             if place not in labels:
                 agrees["empty"].append(seen[place] is None)

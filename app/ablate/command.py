@@ -7,13 +7,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from debias_diffusion.ablation.backprop import Backprop
-from debias_diffusion.ablation.fitness import K1, K2, check_count
-from debias_diffusion.ablation.heads import ABLATED, Ablation, tower_shape
-from debias_diffusion.ablation.means import image_means, text_means
-from debias_diffusion.ablation.population import Population, TextPopulation, mean_shares
+from debias_diffusion.ablation.heads import ABLATED, Ablation, image_means, text_means, tower_shape
 from debias_diffusion.ablation.saved import is_ablation, write_ablation
-from debias_diffusion.ablation.search import (
+from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.devices import pick_device
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.common.inputs import Pairs, read_source
+from debias_diffusion.eval.common.report import Table
+from debias_diffusion.eval.text_image.robustness import edit_caption
+from debias_diffusion.files import folder_lock, read_json_object, write_json
+from debias_diffusion.head_search.backprop import Backprop
+from debias_diffusion.head_search.fitness import K1, K2, check_count
+from debias_diffusion.head_search.population import Population, TextPopulation, mean_shares
+from debias_diffusion.head_search.problems import (
     ImageProblem,
     Problem,
     TextProblem,
@@ -23,13 +29,6 @@ from debias_diffusion.ablation.search import (
     genetic_search,
     probe,
 )
-from debias_diffusion.data.bad_records import check_share, print_left_out
-from debias_diffusion.devices import pick_device
-from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.inputs import Pairs, read_source
-from debias_diffusion.eval.common.report import Table
-from debias_diffusion.eval.text_image.robustness import edit_caption
-from debias_diffusion.files import folder_lock, read_json_object, write_json
 from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.image_tower import PROMPTS_AND_ATTENTION
 from debias_diffusion.retrieval import encode_images, encode_texts

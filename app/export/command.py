@@ -129,8 +129,7 @@ def _load(config: ExportConfig) -> _Source:
     if config.positions == "short":
         _read_short(config, source)
     if backbone := source.backbone:
-        from debias_diffusion.ablation.folding import fold_text_heads, soft_heads
-        from debias_diffusion.ablation.heads import noted
+        from debias_diffusion.ablation.heads import fold_text_heads, noted, soft_heads
 
         source.digest = backbone.digest() if config.scores else None
         text = noted(backbone, "text")
@@ -145,7 +144,7 @@ def _check_prompts(config: ExportConfig, source: _Source) -> None:
         raise UserError(
             f"The image tower of {config.model!r} has regional prompts, which no other program knows: {config.to} "
             "would give other features. Export the text encoder (--to transformers or comfyui), load both towers with "
-            "debias_diffusion.interchange.two_tower.load_two_tower, or train with --prompts 0."
+            "debias_diffusion.interchange.two_tower.load_two_tower, or train with --method.prompts 0."
         )
 
 

@@ -226,7 +226,7 @@ class _Run:
         changed = ", ".join(f"{name} {value}" for name, value in changes.items())
         rows = {"recipe": code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")}
         with suppress(UserError):  # a method of another version
-            rows["learned from"] = find_method(settings["recipe"], changes).describe()
+            rows["learned from"] = find_method(settings["recipe"], changes).describe_all()
         if settings.get("data"):
             digest = settings.get("data_sha256")
             rows["data"] = code(_public(settings["data"])) + (f", sha256 {code(digest)}" if digest else "")

@@ -13,7 +13,7 @@ from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.files import json_digest, read_json_object, write_json
 from debias_diffusion.methods import METHODS
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training.config import TrainConfig
+from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.loop import train
 
 from ..ablate.command import ablate
@@ -84,9 +84,7 @@ class Work:
         settings = self.training_settings(model)
         config = self._train_config(settings, seed, self.output)
         # Equal methods have one folder, however they are spelled: long-clip is debias-clip with three options.
-        plain = {name: part for name, part in settings.items() if not hasattr(METHODS[config.recipe], name)}
-        plain.pop("recipe", None)
-        plain.pop("method", None)
+        plain = {name: part for name, part in settings.items() if name not in ("recipe", "method", *RECIPE_OPTIONS)}
         identity = json_digest(
             {"method": repr(config.make_method()), "base": asdict(self.world.bases[model.base]), **plain}
         )
@@ -113,10 +111,13 @@ class Work:
                 )
         settings = self.world.training | given | {"model": base.model, "pretrained": base.pretrained}
         recipe = METHODS.get(settings.get("recipe", "debias-clip"))
+        further = dict(settings.get("method", {}))
         for name, values in self.world.substitute.items():
-            value = settings.get(name, getattr(recipe, name, None))
+            place = settings if name in known else further
+            value = place.get(name, getattr(recipe, name, None))
             if value in values:
-                settings[name] = values[value]
+                place[name] = values[value]
+        settings |= {"method": further} if further else {}
         if self.world.steps_per_epoch is not None:
             steps = self.world.steps_per_epoch * settings.get("epochs", TrainConfig.epochs)
             settings |= {"max_steps": steps, "epochs": steps, "warmup": steps // 10, "eval_every": steps}

@@ -245,7 +245,8 @@ def describe(model: Model) -> str:
     settings = model.training if model.training is not None else model.ablation
     if settings is None:
         return model.base
-    return f"{model.base}, " + (", ".join(f"{name} {part}" for name, part in settings.items()) or "defaults")
+    flat = settings | settings.get("method", {})
+    return f"{model.base}, " + (", ".join(f"{name} {flat[name]}" for name in flat if name != "method") or "defaults")
 
 
 def find_papers(folder: str) -> Path:

@@ -1,1 +1,1 @@
-"""Attention ablation (AAT): the heads of a CLIP that hurt are found, and quieted. Lin et al., 2025."""
+"""Suppressed attention heads of a CLIP (AAT, Lin et al. 2025): how they attend, and how they are named and kept."""

@@ -1,4 +1,14 @@
-"""Which heads of a tower are suppressed, and how much: named, applied to a model, and noted in its configuration."""
+"""Suppressed heads of a tower: named, applied to a model, noted in its configuration, or written into its weights.
+
+Two ablations are ordinary weights, which every program runs. What a head always gives moves through the block's output
+projection into its bias, and the head's columns of the projection become 0.
+
+- Text heads suppressed with beta 0. Under a causal mask SOT sees itself alone, so its value in a head, which such a
+  head gives, is the same for every text. An image head cannot be folded so: there the value of CLS depends on the
+  image, in all blocks but the first.
+- Heads of either tower replaced by their mean. This is not in the paper, which suppresses: it is what a head gives on
+  average over texts or images, and over their tokens.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,7 +22,9 @@ from torch import Tensor, nn
 from ..errors import UserError, reason
 from ..limits import Tower
 from ..models.backbone import Backbone
-from .means import fold_means
+from ..models.blocks import Attention, before_attention, block_forward, causal_attention, full_attention
+from ..models.image_tower import ImageTower
+from ..tokens import TokenBatch
 from .suppression import Suppressed
 
 TOWERS: tuple[Tower, ...] = get_args(Tower)
@@ -49,23 +61,6 @@ class Ablation:
     def of_mask(cls, tower: Tower, mask: Tensor, beta: float) -> "Ablation":
         """From the ablated heads, [blocks, heads], and the beta of all of them."""
         return cls(tower, tuple(tuple(beta if ablated else 1.0 for ablated in row) for row in mask.tolist()))
-
-    @classmethod
-    def of_names(cls, tower: Tower, names: Iterable[str], beta: float, blocks: int, heads: int) -> "Ablation":
-        """From names such as "3-7", the seventh head of block 3, both from 0.
-
-        Raises:
-            UserError: a name is none, or there is no such head.
-        """
-        mask = torch.zeros(blocks, heads, dtype=torch.bool)
-        for name in names:
-            block, _, head = name.partition("-")
-            if not (block.isdecimal() and head.isdecimal() and int(block) < blocks and int(head) < heads):
-                raise UserError(
-                    f"There is no head {name!r}. Give BLOCK-HEAD, from 0-0 to {blocks - 1}-{heads - 1}, such as 0-1."
-                )
-            mask[int(block), int(head)] = True
-        return cls.of_mask(tower, mask, beta)
 
     @property
     def by_name(self) -> dict[str, float]:
@@ -118,7 +113,8 @@ class Ablation:
                 f"The means have the shape {tuple(self.means.shape)}, or are not finite; the tower's have {expected}. "
                 "Search again."
             )
-        fold_means(blocks, torch.tensor(self.beta) < 1, self.means)
+        for block, beta, means in zip(blocks, self.beta, self.means, strict=True):
+            fold_constants(block, [of_head < 1 for of_head in beta], means)
 
 
 def check_shape(beta: Iterable[Iterable[float]], blocks: int, heads: int) -> None:
@@ -182,3 +178,126 @@ def apply_saved(backbone: Backbone) -> None:
     for tower in TOWERS:
         if ablation := noted(backbone, tower):
             ablation.apply(backbone)
+
+
+# ---- what heads give on average
+
+
+class _Mean:
+    """The mean of what the heads of a block give."""
+
+    def __init__(self):
+        self.total, self.rows = torch.zeros(()), 0
+
+    def around(self, attend: Attention, last: bool = False) -> Attention:
+        """The same attention, with its results counted; `last`: CLS alone, [batch, tokens, heads, head_dim]."""
+
+        def counted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            attended = attend(query, key, value)
+            rows = (attended[:, :1] if last else attended).flatten(0, -3)
+            self.total = self.total + rows.cpu().double().sum(dim=0)
+            self.rows += len(rows)
+            return attended
+
+        return counted
+
+    @property
+    def value(self) -> Tensor:
+        """[heads, head_dim]"""
+        return (self.total / self.rows).float()
+
+
+@torch.inference_mode()
+def image_means(tower: ImageTower, embedded: Tensor, batch: int = 64) -> Tensor:
+    """What each head gives on average over images and tokens, in the last block over CLS, [blocks, heads, head_dim].
+
+    Args:
+        embedded: the blocks' input, [images, tokens, width].
+    """
+    means = [_Mean() for _ in range(tower.depth)]
+    for states in embedded.split(batch):
+        for block, mean in enumerate(means):
+            states = tower.run_block(block, states, mean.around(full_attention, last=block + 1 == tower.depth))
+    return torch.stack([mean.value for mean in means])
+
+
+@torch.inference_mode()
+def text_means(backbone: Backbone, texts: Sequence[TokenBatch]) -> Tensor:
+    """What each head gives on average over texts and tokens, in the last block over EOT, [blocks, heads, head_dim].
+
+    What texts share, their SOT, counts once for each batch.
+
+    Args:
+        texts: in batches, on the model's device.
+    """
+    means = [_Mean() for _ in backbone.text.tower.transformer.resblocks]
+    backbone.text.changes = {block: mean.around for block, mean in enumerate(means)}
+    try:
+        for batch in texts:
+            backbone.encode_text(batch)
+    finally:
+        backbone.text.changes = {}
+    return torch.stack([mean.value for mean in means])
+
+
+# ---- into the weights
+
+
+@torch.no_grad()
+def fold_constants(block: nn.Module, ablated: Sequence[bool], constants: Tensor) -> None:
+    """Lets heads of a block always give the same, in place.
+
+    Args:
+        block: open_clip's block.
+        ablated: whether each head does.
+        constants: what these give, [heads, head_dim].
+    """
+    projection = block.attn.out_proj
+    width = projection.in_features // block.attn.num_heads
+    for head in (head for head, is_ablated in enumerate(ablated) if is_ablated):
+        columns = slice(head * width, (head + 1) * width)
+        projection.bias += projection.weight[:, columns] @ constants[head].to(projection.weight)
+        projection.weight[:, columns] = 0
+
+
+@torch.no_grad()
+def fold_text(tower: nn.Module, sot: int, mask: Tensor) -> None:
+    """Suppresses heads of a causal text tower with beta 0, in its weights.
+
+    Args:
+        tower: the module with the text tower's parts, as `TextTower` takes it.
+        sot: id of the token that every text begins with.
+        mask: True for ablated heads, [blocks, heads].
+    """
+    states = (tower.token_embedding.weight[sot] + tower.positional_embedding[0])[None, None]
+    for block, ablated in zip(tower.transformer.resblocks, mask.tolist(), strict=True):
+        value = before_attention(block, states)[2][0, 0]  # [heads, head_dim]
+        states = block_forward(block, states, causal_attention)
+        fold_constants(block, ablated, value)
+
+
+def soft_heads(ablation: Ablation) -> list[str]:
+    """The heads suppressed with a beta above 0, which no weights can express."""
+    return [name for name, beta in ablation.by_name.items() if 0 < beta < 1]
+
+
+def fold_text_heads(backbone: Backbone) -> None:
+    """Writes the suppressed text heads that a model's configuration notes into its weights, and removes the note.
+
+    The features stay the same. A model that notes none is left alone.
+
+    Raises:
+        UserError: a head is suppressed with a beta above 0.
+    """
+    ablation = noted(backbone, "text")
+    if ablation is None:
+        return
+    if soft := soft_heads(ablation):
+        raise UserError(
+            f"Head {soft[0]} of the text tower is suppressed with a beta above 0, which cannot be written into "
+            "weights. Search with --beta 0, or export it as open_clip."
+        )
+    check_shape(ablation.beta, *tower_shape(backbone, "text"))
+    mask = torch.tensor(ablation.beta) == 0
+    fold_text(backbone.text.tower, backbone.tokenizer.tokenizer.bos_token_id, mask)
+    backbone.restore_text_attention()

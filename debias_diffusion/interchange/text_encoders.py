@@ -69,7 +69,7 @@ def check_plain_text(backbone: "Backbone") -> None:
     if backbone.text_attention is not None:
         raise UserError(
             "The attention in the text tower was replaced, and a transformers CLIP has the plain one. If it suppresses "
-            "heads with beta 0, `debias_diffusion.ablation.folding.fold_text_heads` writes them into the weights."
+            "heads with beta 0, `debias_diffusion.ablation.heads.fold_text_heads` writes them into the weights."
         )
 
 

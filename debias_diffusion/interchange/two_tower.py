@@ -7,8 +7,7 @@ from pathlib import Path
 import open_clip
 from transformers import CLIPTokenizer
 
-from ..ablation.folding import fold_text_heads
-from ..ablation.heads import apply_saved
+from ..ablation.heads import apply_saved, fold_text_heads
 from ..ablation.saved import check_base, is_ablation, read_ablation
 from ..errors import UserError, near_matches
 from ..models.backbone import CONFIG_FILE, Backbone, load_backbone

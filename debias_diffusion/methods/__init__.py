@@ -3,49 +3,67 @@
 `docs/extending.md` shows how to add one.
 """
 
+import sys
 from dataclasses import fields, replace
-from types import UnionType
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from ..errors import UserError, near_matches
-from .base import Batch, Caption, Method, image_features
+from .base import Batch, Caption, Method, Term, image_features
 from .dual_caption import RECIPES as DUAL_CAPTION_RECIPES
 from .fix_clip import RECIPES as FIX_CLIP_RECIPES
 from .keep_states import KeepStates
 
-__all__ = ["METHODS", "Batch", "Caption", "Method", "find_method", "image_features"]
+__all__ = ["METHODS", "Batch", "Caption", "Method", "Term", "find_method", "image_features", "import_methods"]
 
+_KEEP_STATES = "keep_states"  # a setting of every method: the weight of that term, 0 for none
 # What `--recipe` may name.
 METHODS: dict[str, Method] = {**DUAL_CAPTION_RECIPES, **FIX_CLIP_RECIPES}
 
 
+@cache
+def import_methods(file: str) -> None:
+    """Runs a Python file that adds methods to METHODS, once in a process.
+
+    Args:
+        file: its absolute path.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"There is no Python file {file!r} to import. Give the file that adds your method to METHODS.")
+    spec = spec_from_file_location(f"imported_{path.stem}", path)
+    sys.modules[spec.name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
 def find_method(name: str, settings: dict[str, Any] | None = None) -> Method:
-    """The method of that name, with some of its settings changed.
+    """The method of that name, with some of its settings changed, "keep_states" among them.
 
     Raises:
         UserError: there is no such method or setting, or a value cannot be used.
     """
     if name not in METHODS:
         raise UserError(f"Unknown recipe {name!r}.{near_matches(name, METHODS)} Choose one of: {', '.join(METHODS)}.")
-    method = METHODS[name]
-    known = [setting.name for setting in fields(method) if setting.metadata.get("is_setting", True)]
-    for setting, value in (settings or {}).items():
+    method, changes = METHODS[name], dict(settings or {})
+    hints = get_type_hints(type(method)) | {_KEEP_STATES: float}
+    known = [part.name for part in fields(method) if part.metadata.get("is_setting", True)] + [_KEEP_STATES]
+    for setting, value in changes.items():
         if setting not in known:
             raise UserError(
                 f"The recipe {name!r} has no setting {setting!r}.{near_matches(setting, known)} It has: "
-                f"{', '.join(known) or 'none'}."
+                f"{', '.join(known)}."
             )
-        kind = _kind(method, setting)
-        if type(value) is not kind and (kind, type(value)) != (float, int):
-            raise UserError(f"{setting} must be of type {kind.__name__}, got {value!r}.")
-    method = replace(method, **(settings or {}))
-    return KeepStates(method) if method.keep_states else method
-
-
-def _kind(method: Method, setting: str) -> type:
-    """The type of a setting's values; of one that may be None, that of the others."""
-    default = getattr(method, setting)
-    if default is not None:
-        return type(default)
-    hint = get_type_hints(type(method))[setting]
-    return next(kind for kind in get_args(hint) if kind is not type(None)) if isinstance(hint, UnionType) else hint
+        kinds = get_args(hints[setting]) if isinstance(hints[setting], UnionType) else (hints[setting],)
+        if type(value) not in kinds and not (float in kinds and type(value) is int):
+            allowed = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise UserError(f"{setting} must be of type {allowed}, got {value!r}.")
+    if _KEEP_STATES in changes:
+        weight = changes.pop(_KEEP_STATES)
+        changes["terms"] = (KeepStates(weight),) if weight else ()
+    return replace(method, **changes)

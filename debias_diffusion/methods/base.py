@@ -84,70 +84,28 @@ def image_features(backbone: Backbone, batch: Batch) -> Tensor:
     return batch.images if batch.cached_features else backbone.encode_image(batch.images)
 
 
-@dataclass(frozen=True)
-class Method(ABC):
-    """What a model learns from, and which losses it minimises.
+class Term(ABC):
+    """A loss, with what it needs: views of a sample, modules and features of its own. A frozen dataclass.
 
-    A method is a frozen dataclass: its fields are its settings, and `__post_init__` raises UserError for values that
-    cannot be used. `methods.METHODS` lists them by the name that `--recipe` takes.
-
-    Four functions have to be written: `captions`, `encode`, `losses` and `describe`. The others have defaults.
-
-    Attributes:
-        keep_states: weight of the term that keeps the hidden states which a UNet reads, for any method: `find_method`
-            adds it (`keep_states.KeepStates`). 0 leaves it out.
+    Beside a method (see `Method.terms`) its names of views and features must be others than the method's.
     """
 
-    keep_states: float = field(default=0.0, kw_only=True)
-
-    @property
-    def reads_short(self) -> bool:
-        """Whether `captions` needs the short caption that a record brings; records without one are then bad."""
-        return False
-
     def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:  # noqa: B027
-        """Raises UserError when the method cannot train this base model, which nothing has changed yet.
+        """Raises UserError when this base model cannot be trained so, which nothing has changed yet.
 
         Args:
             keep_positions: the run's `--keep-positions`, the first positions that are not stretched.
             freeze_image_tower: the run's `--freeze-image-tower`.
         """
 
-    def bind(self, backbone: Backbone) -> "Method":
-        """The method for the prepared base model: one that knows sizes which `captions` or `views` needs."""
-        return self
-
-    def rate(self, name: str) -> float:
-        """Multiplies the learning rate of a parameter, by its name in the optimizer ("method/..." for `modules`)."""
-        return 1.0
-
-    def check(self, batch: int, embed_dim: int) -> None:  # noqa: B027 - optional
-        """Raises UserError when the method cannot work with a global batch of `batch` and features of `embed_dim`."""
-
-    def prepare(self, backbone: Backbone) -> None:  # noqa: B027 - optional
-        """Changes the base model in place before training: its pooling, its attention, parameters added to a tower.
-
-        Whatever changes a tower's output must be in its weights or in `backbone.config`, where digests, caches and
-        exports see it; it is saved and exported with the model.
-        """
-
     def modules(self, backbone: Backbone) -> nn.Module | None:
-        """Modules of the method's own, made from the prepared base model with the run's seed.
+        """Modules of its own, made from the prepared base model with the run's seed.
 
         Parameters with `requires_grad` are trained and, like buffers, restored when a run resumes. Frozen ones, such as
         those of a reference model, are made anew by this function and take no room in a checkpoint. Nothing of them is
         in the saved model or exported: what belongs there, `prepare` adds to the towers.
         """
         return None
-
-    @abstractmethod
-    def captions(
-        self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
-    ) -> list[Caption]:
-        """The captions that one sample is trained on, as many for every sample. A pure function of its arguments.
-
-        A method with `reads_short` also takes the keyword `short`, the short caption of the record.
-        """
 
     def views(
         self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
@@ -160,14 +118,6 @@ class Method(ABC):
             image: pixels, uint8 [3, height, width]; [embed_dim] features where the image tower is frozen.
         """
         return {}
-
-    def collate(
-        self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer, before_sot: bool = False
-    ) -> TokenBatch:
-        """Every sample's `captions` as one batch: all first captions, then all second ones, and so on."""
-        rows = [caption for kind in zip(*samples, strict=True) for caption in kind]
-        is_short = [row.is_short for row in rows]
-        return tokenizer.batch([row.ids for row in rows], [row.n_pre for row in rows], before_sot, is_short)
 
     @abstractmethod
     def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
@@ -183,7 +133,7 @@ class Method(ABC):
 
     @abstractmethod
     def losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(losses, report) of the global batch.
 
@@ -198,4 +148,94 @@ class Method(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What the model learns from, in one line for the plan and the model card."""
+        """What the model learns from, in a line for the plan and the model card."""
+
+
+class MethodAndTerms(nn.Module):
+    """The modules of a method and of its terms, each of which may be None."""
+
+    def __init__(self, method: nn.Module | None, terms: Sequence[nn.Module | None]):
+        super().__init__()
+        self.method, self.terms = method, nn.ModuleList(terms)
+
+
+@dataclass(frozen=True)
+class Method(Term):
+    """What a model learns from, and which losses it minimises.
+
+    A method is a frozen dataclass: its fields are its settings, and `__post_init__` raises UserError for values that
+    cannot be used. `methods.METHODS` lists them by the name that `--recipe` takes.
+
+    Four functions have to be written: `captions`, `encode`, `losses` and `describe`. The others have defaults. Training
+    calls those with `all` in their name, which add the terms.
+
+    Attributes:
+        terms: further losses, for any method.
+    """
+
+    terms: tuple[Term, ...] = field(default=(), kw_only=True, metadata={"is_setting": False})
+
+    @property
+    def reads_short(self) -> bool:
+        """Whether `captions` needs the short caption that a record brings; records without one are then bad."""
+        return False
+
+    def bind(self, backbone: Backbone) -> "Method":
+        """The method for the prepared base model: one that knows sizes which `captions` or `views` needs."""
+        return self
+
+    def rate(self, name: str) -> float:
+        """Multiplies the learning rate of a parameter, by its name in the optimizer ("method/..." for `modules`)."""
+        return 1.0
+
+    def check(self, batch: int, embed_dim: int) -> None:
+        """Raises UserError when the method cannot work with a global batch of `batch` and features of `embed_dim`."""
+
+    def prepare(self, backbone: Backbone) -> None:
+        """Changes the base model in place before training: its pooling, its attention, parameters added to a tower.
+
+        Whatever changes a tower's output must be in its weights or in `backbone.config`, where digests, caches and
+        exports see it; it is saved and exported with the model.
+        """
+
+    @abstractmethod
+    def captions(
+        self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
+    ) -> list[Caption]:
+        """The captions that one sample is trained on, as many for every sample. A pure function of its arguments.
+
+        A method with `reads_short` also takes the keyword `short`, the short caption of the record.
+        """
+
+    def collate(
+        self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer, before_sot: bool = False
+    ) -> TokenBatch:
+        """Every sample's `captions` as one batch: all first captions, then all second ones, and so on."""
+        rows = [caption for kind in zip(*samples, strict=True) for caption in kind]
+        is_short = [row.is_short for row in rows]
+        return tokenizer.batch([row.ids for row in rows], [row.n_pre for row in rows], before_sot, is_short)
+
+    def all_modules(self, backbone: Backbone) -> nn.Module | None:
+        modules = self.modules(backbone)
+        return MethodAndTerms(modules, [term.modules(backbone) for term in self.terms]) if self.terms else modules
+
+    def all_views(self, *sample) -> dict[str, Tensor]:
+        return {name: view for part in (self, *self.terms) for name, view in part.views(*sample).items()}
+
+    def all_features(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+        if not self.terms:
+            return self.encode(backbone, batch, modules)
+        parts = zip((self, *self.terms), (modules.method, *modules.terms), strict=True)
+        return {name: feature for part, of in parts for name, feature in part.encode(backbone, batch, of).items()}
+
+    def all_losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        losses, report = {}, {}
+        for part in (self, *self.terms):
+            of_part, reported = part.losses(features, scale, bias)
+            losses, report = losses | of_part, report | reported
+        return losses, report
+
+    def describe_all(self) -> str:
+        return "; ".join(part.describe() for part in (self, *self.terms))

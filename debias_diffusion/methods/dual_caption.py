@@ -19,6 +19,7 @@ from ..models.text_tower import POOLINGS
 from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer, TokenBatch
 from .base import Batch, Caption, Method, image_features
+from .keep_states import KeepStates
 from .objectives import Features, check_components, dual_caption_objective
 from .sampling import GIVEN, draw_generator, find_sampler, join_sentences, numbered
 
@@ -78,7 +79,7 @@ class DualCaption(Method):
             with the features themselves.
         label_smoothing: in [0, 1); 0.1 in Long-CLIP's code. Not used by the sigmoid loss.
         pooling: "eot", or "average" over all tokens that are not pads (section E.2).
-        component_parts: equal parts of the global batch, in its order, that each have components of their own. 1 takes
+        component_parts: Equal parts of the global batch, in its order, that each have components of their own. 1 takes
             those of the whole batch. Long-CLIP's code takes those of each process, before gathering: as many parts as
             it has processes. The loss is the same however many processes a run has.
     """
@@ -184,7 +185,7 @@ class DualCaption(Method):
 
 RECIPES = {
     "debias-clip": DualCaption(sampling="random", padding="random", short_weight=0.1),
-    "debias-clip-sdxl": DualCaption(sampling="random", padding="random", short_weight=0.1, keep_states=3.0),
+    "debias-clip-sdxl": DualCaption(sampling="random", padding="random", short_weight=0.1, terms=(KeepStates(3.0),)),
     "long-clip": DualCaption(sampling="summary", padding="none", short_weight=0.5),
     "smart-clip-sampling": DualCaption(sampling="opening", padding="none", short_weight=1.0, components=0),
 }

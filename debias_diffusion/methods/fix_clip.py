@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..models.backbone import Backbone
 from ..models.image_tower import ImageTower, MaskedPatches
 from ..models.regional_prompts import LAYERS, MASKS, PromptSettings
+from ..models.text_tower import set_short_positions
 from ..tokens import CaptionTokenizer
 from . import dual_caption
 from .base import Batch, Caption, image_features
@@ -39,9 +40,9 @@ class MaskedView:
     """The view of an image that its short caption is compared with (section 3.2).
 
     Attributes:
-        ratio: alpha, the share of patches that are masked, above 0 and below 1.
-        patches: "replace" puts one learned vector, zeros at first, in their place, before positions are added; CLS is
-            never masked. "discard" leaves them out (Table 5, "Dis.").
+        ratio: alpha, see `FixClip.mask_ratio`; not 0.
+        patches: "replace": the vector is zeros at first, and put in before positions are added. CLS is never masked.
+            "discard": Table 5, "Dis.".
     """
 
     ratio: float
@@ -163,14 +164,18 @@ class FixClip(DualCaption):
     smoothing. With every part off it is `DualCaption`, bit for bit.
 
     Attributes:
-        mask_ratio, masked_patches: see `MaskedView`; a ratio of 0 compares short captions with the images themselves.
-        short_positions: "own": short captions are cut at the base model's context length and read with its own rows of
-            positions, which are not trained. "shared": as in Long-CLIP.
-        prompts, prompt_mask, prompt_layers: see `PromptSettings`; 0 prompts: none.
-        groups, first_group: see `Hierarchy`; 0 groups: none. No first group: the last three are compared.
-        new_rate: multiplies the learning rate of the mask vector, the prompts and the heads, which begin as they were
-            drawn; above 0.
-        patches, short_length: of the base model; `bind` sets them.
+        mask_ratio: Share of patches that are masked in the image that a short caption is compared with, below 1; 0
+            masks none.
+        masked_patches: replace masked patches with one learned vector, or discard them, which is faster and worse.
+        short_positions: own, the base model's rows of positions for short captions, which are cut at its context length
+            and not stretched; or shared, one table for all captions.
+        prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
+        prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all; r2p:
+            prompts to all patches; p2r: patches to prompts too.
+        prompt_layers: own prompts for each block, or the same shared by all.
+        groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
+        first_group: The first group that is compared, from 1; null compares the last three.
+        new_rate: Multiplies the learning rate of mask vector, prompts and the groups' heads, which start untrained.
     """
 
     mask_ratio: float = 0.0
@@ -182,6 +187,7 @@ class FixClip(DualCaption):
     groups: int = 0
     first_group: int | None = None
     new_rate: float = 1.0
+    # Of the base model; `bind` sets them.
     patches: int = field(default=0, repr=False, metadata={"is_setting": False})
     short_length: int = field(default=0, repr=False, metadata={"is_setting": False})
 
@@ -194,7 +200,7 @@ class FixClip(DualCaption):
         if not (self.new_rate > 0 and math.isfinite(self.new_rate)):
             raise UserError(f"new_rate must be above 0, got {self.new_rate}")
         if self.first_group is not None and not self.groups:
-            raise UserError(f"first_group is {self.first_group}, but no groups are compared. Give --groups too.")
+            raise UserError(f"first_group is {self.first_group}, but no groups are compared. Give --method.groups too.")
         PromptSettings(self.prompts or 1, self.prompt_mask, self.prompt_layers)
         has_parts = [self.masked_view, self.hierarchy, self.has_own_positions]  # each checks its settings
         if any(has_parts) and not (self.has_long and self.has_short):
@@ -205,7 +211,7 @@ class FixClip(DualCaption):
         if self.has_own_positions and self.padding != "none":
             raise UserError(
                 f"padding is {self.padding}, but pads in front of captions that have positions of their own are not "
-                "supported. Give --padding none, or --short-positions shared."
+                "supported. Give --padding none, or --method.short_positions shared."
             )
 
     @property
@@ -246,7 +252,7 @@ class FixClip(DualCaption):
                 if depth % self.groups:
                     raise UserError(
                         f"groups is {self.groups}, which does not divide the {depth} blocks of the {name} tower. Give "
-                        f"--groups with one of {possible}, or 0 for none."
+                        f"--method.groups with one of {possible}, or 0 for none."
                     )
         if self.masked_view:
             self.masked_view.count(tower.patches)
@@ -257,7 +263,7 @@ class FixClip(DualCaption):
         if freeze_image_tower and (self.masked_view or self.hierarchy or (self.prompts and not brings_prompts)):
             raise UserError(
                 "freeze_image_tower keeps one feature of each image, but masked images, new prompts and groups need "
-                "the image tower in every step. Leave it out, or give --mask-ratio 0 --prompts 0 --groups 0."
+                "the image tower in every step. Leave it out, or give 0 for --method.mask_ratio, prompts and groups."
             )
         if self.has_own_positions:
             _check_positions(base_model, keep_positions)
@@ -276,7 +282,8 @@ class FixClip(DualCaption):
         if self.regional_prompts and backbone.prompt_settings is None:
             backbone.add_prompts(self.regional_prompts)
         if self.has_own_positions and backbone.short_positions is None:
-            backbone.keep_short_positions(backbone.text.tower.positional_embedding[backbone.unstretched_rows])
+            tower = backbone.text.tower
+            set_short_positions(tower, tower.positional_embedding[backbone.unstretched_rows])
 
     def bind(self, backbone: Backbone) -> "FixClip":
         if self._is_plain:
@@ -391,8 +398,11 @@ def _depth(backbone: Backbone) -> int:
 def _spelled(settings: PromptSettings | None) -> str:
     """Prompts as the options that ask for them."""
     if settings is None:
-        return "--prompts 0"
-    return f"--prompts {settings.count} --prompt-mask {settings.mask} --prompt-layers {settings.layers}"
+        return "--method.prompts 0"
+    return (
+        f"--method.prompts {settings.count} --method.prompt_mask {settings.mask} --method.prompt_layers "
+        f"{settings.layers}"
+    )
 
 
 def _check_towers(base_model: Backbone) -> None:
@@ -422,13 +432,13 @@ def _check_positions(base_model: Backbone, keep_positions: int) -> None:
     if is_stretched and base_model.short_positions is None:
         raise UserError(
             "short_positions is own, but the base model's positions are already stretched and trained: its rows for "
-            "short captions are gone. Give the model that it was trained from, or --short-positions shared."
+            "short captions are gone. Give the model that it was trained from, or --method.short_positions shared."
         )
     kept = base_model.kept_positions if is_stretched else keep_positions
     if kept < 1:
         raise UserError(
             "short_positions is own, and both tables begin with the same SOT, but keep_positions is 0. Give at least "
-            "1, or --short-positions shared."
+            "1, or --method.short_positions shared."
         )
 
 

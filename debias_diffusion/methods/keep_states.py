@@ -25,7 +25,7 @@ from ..models.backbone import Backbone
 from ..models.text_tower import TextTower
 from ..sentences import join_sentences, split_sentences
 from ..tokens import CaptionTokenizer, TokenBatch
-from .base import Batch, Caption, Method
+from .base import Batch, Term
 from .sampling import draw_generator
 
 SHARE = 0.25  # of the samples, whose states are compared
@@ -107,61 +107,34 @@ def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer) -> Token
     )
 
 
-class _Modules(nn.Module):
-    """The method's own modules, or None, and the teacher."""
-
-    def __init__(self, method: nn.Module | None, teacher: Teacher):
-        super().__init__()
-        self.method, self.teacher = method, teacher
-
-
 @dataclass(frozen=True)
-class KeepStates(Method):
-    """Another method, with the term beside its losses, weighted with the method's `keep_states`."""
+class KeepStates(Term):
+    """The term, for any method.
 
-    method: Method
+    Attributes:
+        weight: of the mean of `state_errors` over the texts that are drawn, above 0.
+    """
+
+    weight: float
 
     def __post_init__(self):
-        weight = self.method.keep_states
-        if not (weight > 0 and math.isfinite(weight)):
-            raise UserError(f"keep_states must be at least 0, got {weight}")
-
-    @property
-    def reads_short(self) -> bool:
-        return self.method.reads_short
+        if not (self.weight > 0 and math.isfinite(self.weight)):
+            raise UserError(f"keep_states must be at least 0, got {self.weight}")
 
     def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
-        self.method.check_base(base_model, keep_positions, freeze_image_tower)
-
-    def bind(self, backbone: Backbone) -> "KeepStates":
-        return replace(self, method=self.method.bind(backbone))
-
-    def rate(self, name: str) -> float:
-        return self.method.rate(name)
-
-    def check(self, batch: int, embed_dim: int) -> None:
-        self.method.check(batch, embed_dim)
-
-    def prepare(self, backbone: Backbone) -> None:
-        if not backbone.family.causal:
+        if not base_model.family.causal:
             raise UserError(
-                f"keep_states is {self.method.keep_states:g}, but no UNet of SDXL reads the text tower of a "
-                f"{backbone.family.name}. Leave it out, or train a CLIP."
+                f"keep_states is {self.weight:g}, but no UNet of SDXL reads the text tower of a "
+                f"{base_model.family.name}. Leave it out, or train a CLIP."
             )
-        self.method.prepare(backbone)
 
-    def modules(self, backbone: Backbone) -> nn.Module:
-        return _Modules(self.method.modules(backbone), Teacher(backbone))
-
-    def captions(
-        self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str, **given
-    ) -> list[Caption]:
-        return self.method.captions(caption, tokenizer, seed, epoch, sample_id, **given)
+    def modules(self, backbone: Backbone) -> Teacher:
+        return Teacher(backbone)
 
     def views(
         self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
     ) -> dict[str, Tensor]:
-        """Beside the method's own, {"state_tokens": [2, context_length - 2]}: ids and cuts, or nothing."""
+        """{"state_tokens": [2, context_length - 2]}: ids and cuts, or nothing."""
         rng = draw_generator(seed, epoch, f"{sample_id}/states")
         drawn = torch.full((2, tokenizer.context_length - 2), _NOTHING)
         if rng.random() < SHARE:
@@ -169,34 +142,28 @@ class KeepStates(Method):
             ids = torch.tensor([tokens.ids, tokens.cuts], dtype=torch.long)[:, : drawn.shape[1]]
             if ids.shape[1] >= _FEWEST:
                 drawn[:, : ids.shape[1]] = ids
-        return self.method.views(image, caption, tokenizer, seed, epoch, sample_id) | {"state_tokens": drawn}
+        return {"state_tokens": drawn}
 
-    def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
-        return self.method.collate(samples, tokenizer)
-
-    def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
-        """The method's features; "state_error", 0 where nothing was drawn, and "state_drawn", 0 or 1: [batch] each."""
-        features = self.method.encode(backbone, batch, modules.method)
+    def encode(self, backbone: Backbone, batch: Batch, modules: Teacher) -> dict[str, Tensor]:
+        """{"state_error", 0 where nothing was drawn; "state_drawn", 0 or 1}: [batch] each."""
         rows = batch.views["state_tokens"]
         is_drawn = rows[:, 0, 0] != _NOTHING
         drawn = is_drawn.to(backbone.logit_scale.dtype)
         errors = torch.zeros_like(drawn)
         texts = [_tokens(*row) for row in rows[is_drawn].tolist()]
         if texts:
-            of_drawn = state_errors(backbone.text, modules.teacher, texts, backbone.tokenizer)
+            of_drawn = state_errors(backbone.text, modules, texts, backbone.tokenizer)
             errors = errors.index_put((is_drawn.nonzero().flatten(),), of_drawn.to(errors))
-        return features | {"state_error": errors, "state_drawn": drawn}
+        return {"state_error": errors, "state_drawn": drawn}
 
     def losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        features = dict(features)
-        error = features.pop("state_error").sum() / features.pop("state_drawn").sum().clamp(min=1)
-        losses, report = self.method.losses(features, scale, bias)
-        return losses | {"state_loss": self.method.keep_states * error}, report | {"state_error": error.detach()}
+        error = features["state_error"].sum() / features["state_drawn"].sum().clamp(min=1)
+        return {"state_loss": self.weight * error}, {"state_error": error.detach()}
 
     def describe(self) -> str:
-        return f"{self.method.describe()}; hidden states kept with weight {self.method.keep_states:g}"
+        return f"hidden states kept with weight {self.weight:g}"
 
 
 def _draw_text(caption: str, tokenizer: CaptionTokenizer, rng: random.Random) -> Tokens:

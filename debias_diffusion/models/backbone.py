@@ -27,7 +27,7 @@ from ..tokens import CaptionTokenizer, TokenBatch
 from .blocks import Attention, block_numbers
 from .chinese_clip import NOT_TRAINED, BertTower
 from .families import CHINESE_CLIP, Family, find_family
-from .image_tower import PROMPTS_AND_ATTENTION, ImageTower
+from .image_tower import PROMPTS_AND_ATTENTION, ImageTower, add_prompts
 from .model_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -39,7 +39,7 @@ from .model_files import (
     read_config,
 )
 from .positions import FACTOR, KEEP, stretch_positions, stretched_length
-from .regional_prompts import PromptSettings, RegionalPrompts
+from .regional_prompts import PromptSettings
 from .shipped import shipped
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions, set_short_positions
 from .weight_files import is_long_clip, read_state, save_tensors, weights_digest
@@ -97,7 +97,9 @@ class Backbone(nn.Module):
         return self.config.get("debias_diffusion", {})
 
     def _configure(self, **values) -> None:
-        self.config["debias_diffusion"] = self._extra_config | values
+        """Sets entries of that part; None removes one."""
+        entries = self._extra_config | values
+        self.config["debias_diffusion"] = {name: value for name, value in entries.items() if value is not None}
 
     @property
     def kept_positions(self) -> int:
@@ -195,17 +197,7 @@ class Backbone(nn.Module):
         """Adds regional prompts to the image tower, random ones of torch's generator. Every image is read with them.
 
         open_clip does not know them: its strict loading refuses the saved weights.
-
-        Raises:
-            UserError: the tower has prompts or other attention, fewer patches than prompts, or cannot have any.
         """
-        if self.image_attention is not None or self.prompt_settings is not None:
-            raise UserError("This image tower has regional prompts or other attention already.")
-        if settings.count > self.image.patches:
-            raise UserError(
-                f"prompts is {settings.count}, but each prompt has a band of the image, which has {self.image.patches} "
-                "patches. Give at most as many."
-            )
         add_prompts(self.model.visual, settings)
         self._configure(**{_PROMPTS: settings.description()})
 
@@ -213,13 +205,10 @@ class Backbone(nn.Module):
     def short_positions(self) -> torch.Tensor | None:
         """[positions, width] the table that short captions are read with in training, as the base model has it; or None
 
-        It is not trained, and no weight of the model: `TokenBatch.is_short` chooses the captions that use it.
+        It is not trained, and no weight of the model, but saved beside them: `TokenBatch.is_short` chooses the captions
+        that use it, and `text_tower.set_short_positions` sets it.
         """
         return self.text.short_positions
-
-    def keep_short_positions(self, table: torch.Tensor) -> None:
-        """Gives short captions this table, [positions, width]; it is saved beside the weights."""
-        set_short_positions(self.text.tower, table)
 
     def read_short(self) -> None:
         """Makes the table of short captions that of all captions: a text tower of the base model's context length.
@@ -231,14 +220,11 @@ class Backbone(nn.Module):
         if table is None:
             raise UserError(
                 f"This model has no {SHORT_POSITIONS_FILE}, the positions that short captions were trained with. Give "
-                "a run of `train --recipe fix-clip` with --short-positions own, or leave out --positions short."
+                "a run of `train --recipe fix-clip` with --method.short_positions own, or leave out --positions short."
             )
         set_short_positions(self.text.tower, None)
-        set_positions(self.model, table.clone())
-        self.tokenizer = self.tokenizer.with_context_length(len(table))
-        self.config["model_cfg"]["text_cfg"]["context_length"] = len(table)
-        rest = {name: value for name, value in self._extra_config.items() if name not in ("keep", "factor")}
-        self.config["debias_diffusion"] = rest
+        self._set_positions(table.clone())
+        self._configure(keep=None, factor=None)
 
     @property
     def text_attention(self) -> dict | None:
@@ -266,9 +252,7 @@ class Backbone(nn.Module):
     def restore_text_attention(self) -> None:
         """Gives the text tower its plain attention again, and removes the description."""
         self.text.changes = {}
-        self.config["debias_diffusion"] = {
-            name: value for name, value in self._extra_config.items() if name != "text_attention"
-        }
+        self._configure(text_attention=None)
 
     def digest(self) -> str:
         """sha256 of the weights, and of replaced attention or of how regional prompts are used."""
@@ -308,11 +292,13 @@ class Backbone(nn.Module):
 
     def stretch(self, keep: int = KEEP, factor: int = FACTOR) -> None:
         """Stretches the text tower's positions in place (see `stretch_positions`)."""
-        table = stretch_positions(self.text.tower.positional_embedding.detach(), keep, factor)
+        self._set_positions(stretch_positions(self.text.tower.positional_embedding.detach(), keep, factor))
+        self._configure(keep=keep, factor=factor)
+
+    def _set_positions(self, table: torch.Tensor) -> None:
         set_positions(self.model, table)
         self.tokenizer = self.tokenizer.with_context_length(len(table))
         self.config["model_cfg"]["text_cfg"]["context_length"] = len(table)
-        self._configure(keep=keep, factor=factor)
 
     def checkpoint_activations(self) -> None:
         """Trades time for memory in both towers: only each block's input is kept for the backward pass.
@@ -429,12 +415,6 @@ def _load(model: str, pretrained: str | None) -> Backbone:
     return backbone
 
 
-def add_prompts(visual: nn.Module, settings: PromptSettings) -> None:
-    """Registers new prompts in an image tower of open_clip, where its weights are."""
-    tower = ImageTower(visual)
-    visual.regional_prompts = RegionalPrompts(settings, visual.conv1.out_channels, tower.depth)
-
-
 def _add_prompts_of(config: dict, clip: nn.Module, model: str) -> None:
     """The prompts that a saved model's configuration names; their weights are loaded with all others."""
     prompts = config.get("debias_diffusion", {}).get(_PROMPTS)
@@ -455,7 +435,7 @@ def _load_short_positions(backbone: Backbone, weights: Path | None) -> None:
             "again, or remove it: it is only read for training and for `export --positions short`."
         )
     check_finite([(_SHORT_POSITIONS, table)], f"{str(file)!r}")
-    backbone.keep_short_positions(table)
+    set_short_positions(backbone.text.tower, table)
 
 
 def check_preprocessing(backbone: Backbone, model: str) -> None:

@@ -1,6 +1,6 @@
 """The image tower of a CLIP block by block: states of CLS, and attention that can be replaced."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,11 +19,11 @@ from .blocks import (
     run_block,
     stack_states,
 )
-from .regional_prompts import RegionalPrompts
+from .regional_prompts import PromptSettings, RegionalPrompts
 
 PROMPTS_AND_ATTENTION = (
     "This image tower has regional prompts, whose attention cannot be replaced. Give a model without them, for example "
-    "one trained with --prompts 0."
+    "one trained with --method.prompts 0."
 )
 
 
@@ -112,20 +112,17 @@ class ImageTower:
         pooled, _ = self.visual._pool(hidden_states)
         return pooled if self.visual.proj is None else pooled @ self.visual.proj
 
-    def encode(
-        self, images: torch.Tensor, blocks: Sequence[int] = (), attends: Mapping[int, Attention] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, images: torch.Tensor, blocks: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """Features, and the states of CLS after some blocks.
 
         Args:
             images: [batch, 3, height, width], preprocessed.
             blocks: numbers from 0, or from -1 for the last block.
-            attends: replaces the tower's `attends` in this pass.
 
         Returns:
             features [batch, embed_dim], not normalised; states [batch, len(blocks), width], before any final norm.
         """
-        hidden_states, states = self._run(self.embed(images), blocks, attends)
+        hidden_states, states = self._run(self.embed(images), blocks)
         return self.project(hidden_states), states
 
     def encode_with_masked(
@@ -184,11 +181,7 @@ class ImageTower:
         return visual.ln_pre(torch.cat([cls, placed], dim=1))
 
     def _run(
-        self,
-        hidden_states: torch.Tensor,
-        blocks: Sequence[int] = (),
-        attends: Mapping[int, Attention] | None = None,
-        cls_alone: bool = False,
+        self, hidden_states: torch.Tensor, blocks: Sequence[int] = (), cls_alone: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The blocks' input -> their output, and the states of CLS after some of them.
 
@@ -198,21 +191,20 @@ class ImageTower:
         transformer = self.visual.transformer
         numbers, cls_states = block_numbers(transformer, blocks), {}
         for block in range(self.depth):
-            attend = self._attention(block, attends)
             parts = self._parts(last=block == self.depth - 1) if cls_alone else {}
-            hidden_states = run_block(transformer, block, hidden_states, attend, **parts)
+            hidden_states = run_block(transformer, block, hidden_states, self._attention(block), **parts)
             if block in numbers:
                 cls_states[block] = hidden_states[:, 0]
         states = [cls_states[number] for number in numbers]
         return hidden_states, stack_states(states, hidden_states, hidden_states.shape[-1])
 
-    def _attention(self, block: int, attends: Mapping[int, Attention] | None) -> Attention:
-        """The attention of a block in one pass: with the prompts, if there are any, or as `attends` has it."""
-        if self.prompts and (attends or self.attends):
+    def _attention(self, block: int) -> Attention:
+        """The attention of a block: with the prompts, if there are any, or as `attends` has it."""
+        if self.prompts and self.attends:
             raise UserError(PROMPTS_AND_ATTENTION)
         if self.prompts:
             return self.prompts.attention(self.visual.transformer.resblocks[block], block)
-        return (self.attends if attends is None else attends).get(block, full_attention)
+        return self.attends.get(block, full_attention)
 
     def _parts(self, last: bool) -> dict[str, Callable]:
         """The parts of a block of `encode_with_masked`; of the last one, those for CLS alone."""
@@ -223,6 +215,11 @@ class ImageTower:
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Features [batch, embed_dim], not normalised."""
         return self.encode(images)[0]
+
+
+def add_prompts(visual: nn.Module, settings: PromptSettings) -> None:
+    """Registers new regional prompts in an image tower of open_clip, where its weights are."""
+    visual.regional_prompts = RegionalPrompts(settings, visual.conv1.out_channels, ImageTower(visual).depth)
 
 
 def _before_attention_of_cls(block: ResidualAttentionBlock, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:

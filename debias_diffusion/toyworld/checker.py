@@ -45,11 +45,6 @@ def read_image(image: Image.Image) -> Reading:
     return Reading(background, objects)
 
 
-def read_objects(image: Image.Image) -> dict[str, Thing | str | None]:
-    """{place: Thing, None where it is empty, or "unclear"}"""
-    return read_image(image).objects
-
-
 @dataclass(frozen=True)
 class Comparison:
     """What an image shows of a scene, and what it shows beside that.
@@ -84,11 +79,6 @@ def compare_reading(reading: Reading, scene: Scene) -> Comparison:
     sizes = {thing.place: seen[thing.place] == thing for thing in scene.things}
     drawn = tuple(place for place, there in seen.items() if there is not None)
     return Comparison(correct, sizes, drawn, reading.background == scene.background)
-
-
-def objects_correct(image: Image.Image, scene: Scene) -> dict[str, bool]:
-    """{place: whether the image shows the right kind and colour there}, for each object of the scene."""
-    return compare(image, scene).correct
 
 
 def _is(seen: Thing | str | None, thing: Thing) -> bool:

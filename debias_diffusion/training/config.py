@@ -1,6 +1,8 @@
 """The settings of a training run, and the checks that need no data."""
 
+import ast
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,15 +19,12 @@ _WITHOUT_EFFECT = (
     *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "max_bad", "check_data"),
     *("chunk", "checkpoint_activations", "compile", "feature_cache", "latent_cache"),
 )
-# Options of the recipes fix-clip and long-clip.
-FIX_CLIP_OPTIONS = (
-    *("mask_ratio", "masked_patches", "short_positions", "prompts", "prompt_mask", "prompt_layers"),
-    *("groups", "first_group", "new_rate"),
-)
 # Options that are settings of the recipe; others are given in `method`.
-RECIPE_OPTIONS = (
-    *("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling", "keep_states"),
-    *FIX_CLIP_OPTIONS,
+RECIPE_OPTIONS = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling", "keep_states")
+# (recipes, file in methods/, class whose docstring explains their settings)
+_DOCUMENTED = (
+    ("all recipes", "dual_caption.py", "DualCaption"),
+    ("fix-clip, and of long-clip, where all are off", "fix_clip.py", "FixClip"),
 )
 TRACKERS = ("tensorboard", "wandb")
 CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose the best model
@@ -35,11 +34,7 @@ _GROUPS = {
         *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
         "freeze_image_tower",
     ),
-    "Recipe": (
-        *("recipe", "method", "sampling", "padding", "short_weight", "components", "label_smoothing", "pooling"),
-        "keep_states",
-    ),
-    "Recipe: the parts of Fix-CLIP": FIX_CLIP_OPTIONS,
+    "Recipe": ("recipe", "import_file", *RECIPE_OPTIONS, "method"),
     "Optimization": (
         *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
     ),
@@ -127,7 +122,9 @@ class TrainConfig(RunConfig):
         pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
             may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
         recipe: debias-clip, debias-clip-sdxl (the same with keep_states, for encoders that go into SDXL), long-clip,
-            smart-clip-sampling or fix-clip. The options that follow, to new_rate, override a part of it.
+            smart-clip-sampling or fix-clip. The options that follow, to method, override a part of it.
+        import_file: Python file that adds your method to the recipes (docs/extending.md). Its contents are a setting of
+            the run.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
             second to a random end), independent (each with probability 1/2), shuffle (all, in random order), keep-4 or
             keep-N (that many), details (all, in order). With it: summary (nothing else),
@@ -141,19 +138,8 @@ class TrainConfig(RunConfig):
         pooling: Where the text feature is read: eot, or average over all tokens that are not pads.
         keep_states: Weight of the term that keeps the hidden states which SDXL's UNet reads near the base model's, read
             in chunks; 0 leaves it out.
-        mask_ratio: Share of patches that are masked in the image that a short caption is compared with, below 1; 0
-            masks none. This option and those up to new_rate are of fix-clip, and of long-clip, where all are off.
-        masked_patches: replace masked patches with one learned vector, or discard them, which is faster and worse.
-        short_positions: own, the base model's rows of positions for short captions, which are cut at its context length
-            and not stretched; or shared, one table for all captions.
-        prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
-        prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all; r2p:
-            prompts to all patches; p2r: patches to prompts too.
-        prompt_layers: own prompts for each block, or the same shared by all.
-        groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
-        first_group: The first group that is compared, from 1; null compares the last three.
-        new_rate: Multiplies the learning rate of mask vector, prompts and the groups' heads, which start untrained.
-        method: Further settings of a recipe that has some, as --method.alpha 0.75, or method: {alpha: 0.75} in YAML.
+        method: Further settings of a recipe, as --method.prompts 4, or method: {prompts: 4} in YAML. Those of the
+            package's recipes are listed at the end.
         keep_positions: First positions that are kept when the context length is stretched, and not trained. 0 stretches
             all.
         stretch: How many positions each of the others becomes; 77 positions become 248 with the defaults. A model that
@@ -201,6 +187,7 @@ class TrainConfig(RunConfig):
     images: str | None = None
     pretrained: str | None = None
     recipe: str = "debias-clip"
+    import_file: str | None = None
     sampling: str | None = None
     padding: str | None = None
     short_weight: float | None = None
@@ -208,15 +195,6 @@ class TrainConfig(RunConfig):
     label_smoothing: float | None = None
     pooling: Literal["eot", "average"] | None = None
     keep_states: float | None = None
-    mask_ratio: float | None = None
-    masked_patches: Literal["replace", "discard"] | None = None
-    short_positions: Literal["own", "shared"] | None = None
-    prompts: int | None = None
-    prompt_mask: Literal["bands", "none", "r2p", "p2r"] | None = None
-    prompt_layers: Literal["own", "shared"] | None = None
-    groups: int | None = None
-    first_group: int | None = None
-    new_rate: float | None = None
     method: dict[str, Any] | None = None
     keep_positions: int = KEEP
     stretch: int = FACTOR
@@ -257,9 +235,26 @@ class TrainConfig(RunConfig):
 
     def make_method(self) -> "Method":
         """The method that `recipe` names, with the settings given."""
-        from ..methods import find_method  # takes seconds, which help need not wait for
+        from ..methods import find_method, import_methods  # takes seconds, which help need not wait for
 
+        if self.import_file:
+            import_methods(os.path.realpath(self.import_file))
         return find_method(self.recipe, method_settings(vars(self)))
+
+    @staticmethod
+    def more_help() -> dict[str, dict[str, str]]:
+        """{title: {option: help}} of further settings of recipes, read without importing the methods' libraries."""
+        from docstring_parser import parse
+
+        pages = {}
+        for recipes, file, method in _DOCUMENTED:
+            source = ast.parse((Path(__file__).parents[1] / "methods" / file).read_text(encoding="utf-8"))
+            (cls,) = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == method)
+            settings = {param.arg_name: param.description for param in parse(ast.get_docstring(cls)).params}
+            pages[f"Further settings of {recipes}"] = {
+                f"--method.{name}": text for name, text in settings.items() if name not in RECIPE_OPTIONS
+            }
+        return pages
 
     def feature_folder(self) -> Path:
         """The folder of cached image features."""

@@ -13,7 +13,8 @@ from ..models.backbone import Backbone
 from .checkpoint import restore_checkpoints
 
 NOT_FINITE = "not-finite.jsonl"
-_PATHS = ("data", "images", "base", "model")  # settings that may be paths: relative or absolute is the same
+# Settings that may be paths: relative or absolute is the same.
+_PATHS = ("data", "images", "base", "model", "import_file")
 
 
 class RunFolder:

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from ..data import BadRecord, Record
 from ..data.bad_records import report_bad
 from ..data.dataset import CaptionDataset, Collate
-from ..files import explain_full_disk
+from ..files import explain_full_disk, sha256
 from ..methods import Batch
 from ..retrieval import encode_images, encode_texts, recall_at_k
 from .check import check_data, look_for_short_captions
@@ -59,6 +59,8 @@ class _Training(Run):
             look_for_short_captions(self.records, config.max_bad)
         base_model = load_base_model(config)
         self.settings["base_model_sha256"] = base_model_digest(base_model)
+        if config.import_file:
+            self.settings["import_file_sha256"] = sha256(config.import_file)
         self.backbone = prepare_backbone(base_model, config)
         self.method = self.method.bind(self.backbone)
         self.method.check(config.batch, self.backbone.config["model_cfg"]["embed_dim"])

@@ -70,7 +70,7 @@ def measure(
             autocast(precision, accelerator.device),
             torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
         ):
-            features = pack(method.encode(backbone, probe, modules))
+            features = pack(method.all_features(backbone, probe, modules))
         features.float().square().sum().backward()
         if accelerator.device.type == "cuda":
             torch.cuda.synchronize()
@@ -144,7 +144,7 @@ def print_plan(
     lines = {
         "model": f"{config.model}, {weights} weights; context length {backbone.context_length}: the first "
         f"{stretched['keep']} positions kept, the others times {stretched['factor']}; {backbone.loss} loss",
-        "recipe": f"{config.recipe}: {method.describe()}",
+        "recipe": f"{config.recipe}: {method.describe_all()}",
         "trained": towers,
         "pairs": f"{batches.records} to train on; {held_out} held out{chosen}{choosing}",
         "steps": f"{total} of {config.batch} pairs{chunks} ({epochs:.2f} epochs){made}{rest}",

@@ -101,7 +101,8 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
         UserError: the method or an option cannot be used with this model.
     """
     method = config.make_method()
-    method.check_base(backbone, config.keep_positions, config.freeze_image_tower)
+    for part in (method, *method.terms):
+        part.check_base(backbone, config.keep_positions, config.freeze_image_tower)
     if "keep" not in backbone.config.get("debias_diffusion", {}):
         most = backbone.context_length - 2
         if config.keep_positions > most:
@@ -127,7 +128,7 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
 def make_modules(method: Method, backbone: Backbone, seed: int) -> nn.Module | None:
     """The method's own modules, the same on every process and in every run of that seed."""
     torch.manual_seed(seed)
-    return method.modules(backbone)
+    return method.all_modules(backbone)
 
 
 def _set_scale(backbone: Backbone, config: TrainConfig) -> None:

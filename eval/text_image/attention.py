@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
-from debias_diffusion.ablation.folding import fold_text_heads
+from debias_diffusion.ablation.heads import fold_text_heads
 from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_eot, eot_attention
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError

@@ -48,7 +48,7 @@ def make_batch(backbone, method, size=6, first=0):
     for index in range(first, first + size):
         image = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
         drawn_from = caption(index), backbone.tokenizer, 0, 0, str(index)
-        captions, views = method.captions(*drawn_from), method.views(image, *drawn_from)
+        captions, views = method.captions(*drawn_from), method.all_views(image, *drawn_from)
         samples.append(Sample((0, index, index), str(index), image, captions, views=views))
     return Collate(backbone.tokenizer, method)(samples)
 

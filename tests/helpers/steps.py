@@ -62,9 +62,9 @@ class Rich(DualCaption):
 def rich_setup(kept=False, **where):
     """`step_setup` of a method that uses the whole seam, and its modules; `kept`: with the term that keeps states."""
     torch.manual_seed(0)
-    method = Rich("random", "random", 0.1, COMPONENTS, keep_states=0.7 * kept)
-    backbone, method, batch = step_setup(method=KeepStates(method) if kept else method, **where)
-    modules = method.modules(backbone).double()
+    method = Rich("random", "random", 0.1, COMPONENTS, terms=(KeepStates(0.7),) if kept else ())
+    backbone, method, batch = step_setup(method=method, **where)
+    modules = method.all_modules(backbone).double()
     if kept:  # else every state is where the teacher has it, up to the positions
         everyday(backbone.model)
     return backbone, method, batch, modules
@@ -83,7 +83,7 @@ def step_setup(case="debias-clip", size=6, first=0, method=None):
         generator = torch.Generator().manual_seed(index)
         image = torch.randn(3, 32, 32, generator=generator, dtype=torch.float64)
         captions = recipe.captions(caption(index), backbone.tokenizer, 0, 0, str(index))
-        views = recipe.views(image, caption(index), backbone.tokenizer, 0, 0, str(index))
+        views = recipe.all_views(image, caption(index), backbone.tokenizer, 0, 0, str(index))
         samples.append(Sample((0, index, index), str(index), image, captions, views=views))
     return backbone, recipe, Collate(backbone.tokenizer, recipe)(samples)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from debias_diffusion.ablation.backprop import Backprop
-from debias_diffusion.ablation.population import Population
-from debias_diffusion.ablation.search import ImageProblem, better_alone, genetic_search, probe
 from debias_diffusion.data import open_data
 from debias_diffusion.eval.common.intervals import paired_difference
+from debias_diffusion.head_search.backprop import Backprop
+from debias_diffusion.head_search.population import Population
+from debias_diffusion.head_search.problems import ImageProblem, better_alone, genetic_search, probe
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.models.blocks import before_attention, block_forward, full_attention
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_ranks

@@ -231,7 +231,8 @@ def test_app(tmp_path, monkeypatch):
     assert Image.open("image.png").size == (48, 48)
 
 
-def test_extending(extended):
+def test_extending(extended, monkeypatch):
+    monkeypatch.chdir(extended)
     (after,) = follow("extending.md", {"__name__": "predicting"})
     assert METHODS["predicting"].alpha == after["Predicting"].alpha == 0.5
 

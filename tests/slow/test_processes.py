@@ -2,8 +2,6 @@
 
 import json
 import random
-import re
-import runpy
 import signal
 import time
 from pathlib import Path
@@ -27,11 +25,8 @@ from safetensors.torch import load_file
 
 from debias_diffusion.app.align.command import align
 from debias_diffusion.app.align.options import AlignConfig
-from debias_diffusion.methods import METHODS
 from debias_diffusion.training import loop
 from debias_diffusion.training.loop import train
-
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 def test_a_killed_run_continues_bit_identically(world, tmp_path):
@@ -97,24 +92,11 @@ def test_two_processes_share_image_features_and_what_goes_wrong(world, tmp_path,
 EPS = 1e-2
 
 
-@pytest.fixture
-def program(tmp_path):
-    """The command line with the method of docs/extending.md, which is registered here too."""
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    file = tmp_path / "program.py"
-    program = "from debias_diffusion.app.cli import main\n\nif __name__ == '__main__':\n    main()\n"
-    file.write_text(f"{block}\n{program}")
-    runpy.run_path(str(file))
-    yield file
-    del METHODS["predicting"]
-
-
-def test_two_processes_train_a_method_of_a_users_file(world, program, tmp_path):
+def test_two_processes_train_a_method_of_a_users_file(world, extended, tmp_path):
     settings = dict(recipe="predicting", method={"alpha": 0.75}, max_steps=5, eps=EPS)
+    settings["import_file"] = str(extended / "predicting.py")
     train(config(world, tmp_path / "alone", **settings))
-    out = run_in_two_processes(
-        config(world, tmp_path / "run", workers=1, trackers="tensorboard", **settings), (str(program),)
-    )
+    out = run_in_two_processes(config(world, tmp_path / "run", workers=1, trackers="tensorboard", **settings))
     assert "long captions predicted with weight 0.75" in out and out.count("Done: 5 steps") == 1
     for one, other in zip(log(tmp_path / "alone"), log(tmp_path / "run"), strict=True):
         assert one["step"] == other["step"]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from ..ablation.suppression import Suppressed
 from ..errors import UserError
 from ..files import atomic_file
 from ..retrieval import recall_at_k
@@ -18,7 +19,6 @@ from ..tokens import TokenBatch
 from .fitness import K1, K2, Margin
 from .genetic import Generation, evolve, first_masks, from_lines, population_size, to_line
 from .population import Population, TextPopulation
-from .suppression import Suppressed
 
 KS = (1, 5, 10)
 MOST_ENUMERATED = 16  # heads

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..ablation.suppression import attend_with_share, suppress
 from ..models.blocks import Attention, after_attention, before_attention, full_attention
 from ..models.image_tower import ImageTower
 from ..models.text_tower import TextTower
 from ..tokens import TokenBatch
-from .suppression import attend_with_share, suppress
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..files import atomic_file
 from ..methods.objectives import contrastive_loss
 from ..models.weight_files import save_tensors
 from ..training.schedule import learning_rate
-from .search import ImageProblem
+from .problems import ImageProblem
 
 SHARPNESS = 5.0  # beta = sigmoid(SHARPNESS * alpha), equation 4
 START = 1.0  # alpha
