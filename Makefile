@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 LOWEST := .venv-lowest/bin
 
-.PHONY: quickstart test slow mutants lowest fuzz docs lint format clean
+.PHONY: quickstart test slow golden mutants lowest fuzz docs lint format clean
 
 quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
 	$(BIN)/debias-diffusion quickstart
@@ -16,6 +16,9 @@ test: .venv/installed  ## the fast tests
 
 slow: .venv/installed  ## real processes, servers, a browser, a wheel, true sizes, and a few seconds of each search for faults
 	$(PYTEST) --dist load --maxschedchunk 1 tests/slow tests/fuzz
+
+golden: .venv/installed  ## are results still those of an earlier commit, to the last bit? NAMES picks cases
+	$(BIN)/python tests/golden/compare.py $(NAMES)
 
 mutants: .venv/installed  ## do the tests notice the faults of tests/mutants/faults.yaml?
 	$(BIN)/python tests/mutants/run.py $(NAMES)
