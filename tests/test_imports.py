@@ -15,7 +15,7 @@ from debias_diffusion.errors import EXTRAS
 LAYERS = (
     ("errors", "limits", "png", "devices", "process_group"),
     ("files",),
-    ("sentences", "tokens", "chunks"),
+    ("sentences", "tokens", "chunks", "reading"),
     ("toyworld",),
     ("models",),
     ("methods",),
