@@ -37,7 +37,7 @@ from debias_diffusion.eval.pictures.toy_objects import compare_images, compare_o
 from debias_diffusion.files import atomic_file
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode, plan_batches, read_layout, render
 from debias_diffusion.reading import encode_texts
 from debias_diffusion.tokens import clean
@@ -189,7 +189,7 @@ class Images:
 
     @cached_property
     def pipe(self) -> StableDiffusionXLLongPromptPipeline:
-        pipe = load_sdxl(BASE, None, torch.device("cpu"))
+        pipe = load_pipeline(BASE, None, torch.device("cpu"))
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from debias_diffusion import chunks, reading
 
 from . import long_prompt, weighting
-from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
+from .classes import StableDiffusionXLLongPromptPipeline
 
 
 def write_custom_pipeline(path: str | Path) -> Path:

@@ -4,25 +4,38 @@ An image depends on the models, its prompt and seed, the sampling, and its batch
 batches are planned over all prompts of a run, finished or not, and each image has its own generator, on the CPU.
 """
 
-import gc
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import diffusers
+import numpy as np
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from diffusers import DiffusionPipeline, SchedulerMixin, StableDiffusionXLPipeline
 from PIL import Image
 from tqdm import tqdm
 
+from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.limits import Layer
 
-from .checked import EMBEDDINGS, generate_images
-from .loading import Part
+from .checkpoints import Part
+from .classes import StableDiffusionXLLongPromptPipeline
 from .long_prompt import LongPromptMixin, PromptLayout
-from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
+# in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
+EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument, on the CPU
+# Of one UNet evaluation per step, by class, with changes to the checkpoint's configuration: DDIM would clip latents as
+# if they were pixels.
+SCHEDULERS: dict[str, dict] = {
+    "EulerDiscreteScheduler": {},
+    "EulerAncestralDiscreteScheduler": {},
+    "DPMSolverMultistepScheduler": {},
+    "DDIMScheduler": {"clip_sample": False},
+    "UniPCMultistepScheduler": {},
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,18 @@ class Sampling:
     def guided(self) -> bool:
         """Whether a negative prompt has an effect."""
         return self.guidance_scale > 1
+
+
+def check_scheduler(name: str) -> None:
+    """Raises UserError unless `name` is one of SCHEDULERS."""
+    if name not in SCHEDULERS:
+        hint = near_matches(name, tuple(SCHEDULERS))
+        raise UserError(f"Unknown scheduler {name!r}.{hint} Choose from: {', '.join(SCHEDULERS)}.")
+
+
+def make_scheduler(pipe: DiffusionPipeline, name: str) -> SchedulerMixin:
+    """A new scheduler of a class in SCHEDULERS, with the configuration of the pipeline's."""
+    return getattr(diffusers, name).from_config(pipe.scheduler.config, **SCHEDULERS[name])
 
 
 @contextmanager
@@ -150,6 +175,73 @@ def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sa
     return {name: embedding.cpu() for name, embedding in named if embedding is not None}
 
 
+def generate_images(
+    pipe: DiffusionPipeline,
+    *prompts: Sequence[str],
+    on_step: Callable[[int, int], None] | None = None,
+    **arguments,
+) -> list[Image.Image | str]:
+    """Calls a Stable Diffusion pipeline and checks its images.
+
+    Embeddings, the latents after each step and the decoded pixels must be finite. A batch without a finite image ends
+    at once. All other images are bit for bit those of the pipeline without checks.
+
+    Args:
+        pipe: may have a safety checker.
+        prompts, arguments: of the call.
+        on_step: called after each step with the number of finished steps and of all. What it raises ends the rendering.
+
+    Returns:
+        each image, or in words why there is none: "its embeddings are not finite (NaN or infinite)"
+    """
+    given = [arguments[name] for name in EMBEDDINGS if arguments.get(name) is not None]
+    if given and not any(embedded := [all(rows) for rows in zip(*map(_finite_rows, given), strict=True)]):
+        return [_not_finite("embeddings")] * len(embedded)
+    decoded: list[bool] = []
+
+    def check_latents(pipe: DiffusionPipeline, index: int, timestep, tensors: dict) -> dict:
+        rows = _finite_rows(tensors["latents"])
+        if not any(rows):
+            raise _LostError(index + 1, len(rows))
+        if on_step is not None:
+            on_step(index + 1, pipe.num_timesteps)
+        return {}
+
+    hook = pipe.vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.extend(_finite_rows(pixels)))
+    arguments |= {"callback_on_step_end": check_latents, "callback_on_step_end_tensor_inputs": ["latents"]}
+    try:
+        with np.errstate(invalid="ignore"):  # NaN is reported below
+            output = pipe(*prompts, **arguments)
+    except _LostError as lost:
+        return [_not_finite(f"latents after step {lost.step}")] * lost.images
+    finally:
+        hook.remove()
+    flagged = getattr(output, "nsfw_content_detected", None) or [False] * len(output.images)
+    if len(decoded) != len(output.images):  # in tiles
+        decoded = [all(decoded)] * len(output.images)
+    return [
+        _not_finite("pixels") if not finite else _FLAGGED if black else image
+        for image, finite, black in zip(output.images, decoded, flagged, strict=True)
+    ]
+
+
+_FLAGGED = "the safety checker of the checkpoint has blacked it out"
+
+
+class _LostError(Exception):
+    def __init__(self, step: int, images: int):
+        self.step, self.images = step, images
+
+
+def _not_finite(values: str) -> str:
+    return f"its {values} are not finite (NaN or infinite)"
+
+
+def _finite_rows(tensor: torch.Tensor) -> list[bool]:
+    """Whether all values of each row of [rows, ...] are finite."""
+    return tensor.isfinite().flatten(1).all(dim=1).tolist()
+
+
 def render(
     pipe: DiffusionPipeline,
     embeddings: Embeddings,
@@ -157,20 +249,7 @@ def render(
     sampling: Sampling,
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Image.Image | str]:
-    """Images of one batch from the embeddings of `encode`; `pipe` needs no text encoder.
-
-    Args:
-        on_step: called after each step with the number of finished steps and of all. What it raises ends the rendering.
-
-    Returns:
-        each image, or in words why there is none, see `generate_images`
-    """
-
-    def after_step(pipe, index: int, timestep, tensors: dict) -> dict:
-        if on_step is not None:
-            on_step(index + 1, pipe.num_timesteps)
-        return tensors
-
+    """Images of one batch from the embeddings of `encode`, see `generate_images`; `pipe` needs no text encoder."""
     return generate_images(
         pipe,
         **{name: embedding.to(pipe.device) for name, embedding in embeddings.items()},
@@ -180,7 +259,7 @@ def render(
         guidance_scale=sampling.guidance_scale,
         # On the CPU, because each kind of device draws other numbers from the same seed.
         generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
-        callback_on_step_end=after_step,
+        on_step=on_step,
     )
 
 
@@ -213,17 +292,27 @@ def render_in_low_memory(
         names = {"text_encoder", "text_encoder_2"} & encoders.components.keys()
         encoders.register_modules(**dict.fromkeys(names))
         encoders = None
-        _free_memory()
+        clear_device_cache(garbage_collection=True)
         denoiser = load("denoiser")
         for batch, embeddings in zip(batches_now, encoded, strict=True):
             yield render(denoiser, embeddings, [prompt.seed for prompt in batch], sampling)
         del denoiser
-        _free_memory()
+        clear_device_cache(garbage_collection=True)
 
 
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    elif torch.backends.mps.is_available():
-        torch.mps.empty_cache()
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means out of memory, on an accelerator or the machine."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or should_reduce_batch_size(error)
+
+
+@contextmanager
+def explain_memory(device: torch.device, advice: str) -> Iterator[None]:
+    """Turns an out-of-memory error into a UserError with advice."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"The memory of {device} does not suffice ({reason(error)}). What is finished stays. {advice}"
+        ) from error
