@@ -37,9 +37,9 @@ from debias_diffusion.eval.pictures.toy_objects import compare_images, compare_o
 from debias_diffusion.files import atomic_file
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import load_sdxl
-from debias_diffusion.pipelines.long_prompt import encode_tokens
+from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode, plan_batches, read_layout, render
+from debias_diffusion.reading import encode_texts
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.checker import Comparison
@@ -166,7 +166,7 @@ def fit_moments(reader: Reader, base: Reader, captions: list[str]) -> Moments:
 def changed(embeds: Tensor, texts: Sequence[str], reader: Reader, maps: Maps, change: Callable) -> Tensor:
     """The original's `prompt_embeds`, [prompts, positions, width of both encoders], with the first's changed."""
     tokens, width = reader.tokens(texts), reader.encoder.config.hidden_size
-    drifted, _ = encode_tokens(reader.encoder, reader.tokenizer, tokens, embeds.shape[1])
+    drifted, _ = encode_texts(reader.encoder, reader.tokenizer, tokens, embeds.shape[1])
     rows = [
         change(States(states, row[:, :width], len(text.ids) + 1, maps))
         for states, row, text in zip(drifted, embeds, tokens, strict=True)
@@ -189,7 +189,7 @@ class Images:
 
     @cached_property
     def pipe(self) -> StableDiffusionXLLongPromptPipeline:
-        pipe = load_sdxl(BASE, None, torch.device("cpu"))
+        pipe = load_pipeline(BASE, None, torch.device("cpu"))
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

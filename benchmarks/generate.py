@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.tokens import clip_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
@@ -225,7 +225,7 @@ def measure(pipe: StableDiffusionXLLongPromptPipeline, steps: int, repeats: int)
 
 def time_pictures(model: str, device: torch.device, steps: int, repeats: int) -> dict:
     half = torch.float32 if device.type == "cpu" else torch.float16
-    pipe = load_sdxl("toy/sdxl", "toy/debias-clip", device) if model == "toy" else random_sdxl(model, device, half)
+    pipe = load_pipeline("toy/sdxl", "toy/debias-clip", device) if model == "toy" else random_sdxl(model, device, half)
     times = measure(pipe, steps, repeats)
 
     def ratio(name: str, other: str) -> list[float]:

@@ -33,7 +33,7 @@ from debias_diffusion.interchange.text_encoders import import_text_encoder, to_t
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import last_for_penultimate
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
@@ -187,7 +187,7 @@ class Bench:
         """
         base, folder = self.output / "second-two-tower", self.output / f"second-{name.replace(' ', '-')}"
         if not base.exists():
-            second = load_sdxl("toy/sdxl", None, torch.device("cpu")).text_encoder_2
+            second = load_pipeline("toy/sdxl", None, torch.device("cpu")).text_encoder_2
             backbone = load_backbone(shipped("toy/clip"))
             import_text_encoder(backbone, second)
             backbone.save(base)
@@ -204,7 +204,7 @@ class Bench:
 def make_pipeline(policy: Policy, trained: nn.Module | None) -> StableDiffusionXLLongPromptPipeline:
     """The toy SDXL with this policy; `trained` is its second encoder, None for one that is not trained."""
     encoder = None if policy.first == "clip" else f"toy/{policy.first}"
-    pipe = load_sdxl("toy/sdxl", encoder, torch.device("cpu"))
+    pipe = load_pipeline("toy/sdxl", encoder, torch.device("cpu"))
     pipe.set_progress_bar_config(disable=True)
     if policy.second != "windows":
         stretched, tokenizer = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)

@@ -4,10 +4,10 @@ import ast
 import inspect
 from pathlib import Path
 
-from debias_diffusion import chunks
+from debias_diffusion import chunks, reading
 
 from . import long_prompt, weighting
-from .stable_diffusion_xl import StableDiffusionXLLongPromptPipeline
+from .classes import StableDiffusionXLLongPromptPipeline
 
 
 def write_custom_pipeline(path: str | Path) -> Path:
@@ -25,7 +25,7 @@ def write_custom_pipeline(path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # diffusers wants exactly one pipeline class in the file, so of the last module only that class.
-    parts = [_body(module) for module in (chunks, weighting, long_prompt)]
+    parts = [_body(module) for module in (chunks, reading, weighting, long_prompt)]
     imports = [line for lines, _ in parts for line in lines] + ["from diffusers import StableDiffusionXLPipeline"]
     bodies = [body for _, body in parts] + [inspect.getsource(StableDiffusionXLLongPromptPipeline)]
     source = "\n".join([f'"""{long_prompt.__doc__}"""', "", *dict.fromkeys(imports), "\n\n", "\n\n\n".join(bodies)])

@@ -1,6 +1,5 @@
 """Prompts of any length for diffusers' SDXL and Stable Diffusion 1.5 pipelines."""
 
-import itertools
 import json
 import warnings
 from collections.abc import Iterator
@@ -18,18 +17,8 @@ from diffusers.loaders import (
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from debias_diffusion.chunks import (
-    Chunk,
-    Cut,
-    Tokens,
-    fast_tokenizer,
-    join_chunks,
-    lacks_pads,
-    positions_for,
-    split_text,
-    tokenize_text,
-    weigh,
-)
+from debias_diffusion.chunks import Tokens, fast_tokenizer, positions_for, split_text
+from debias_diffusion.reading import context_length, encode_texts, penultimate_states, tokenize_parts
 
 from .weighting import parse_weights
 
@@ -66,6 +55,7 @@ class LongPromptMixin:
     """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder."""
 
     _long_prompt = LongPromptOptions()
+    _last_encoder: str  # whose dtype the embeddings have
 
     def set_long_prompt(
         self,
@@ -127,14 +117,13 @@ class LongPromptMixin:
 
     def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
         chunks = tuple(
-            max(len(self._split(text, _context_length(encoder, positions) - 2)) for text in batch)
+            max(
+                len(split_text(text, context_length(encoder, positions) - 2, self._long_prompt.overlap))
+                for text in batch
+            )
             for (_, encoder), batch in zip(self._text_encoders(), texts, strict=False)
         )
         return PromptLayout(_longest(texts), positions, chunks)
-
-    def _split(self, text: Tokens, slots: int) -> list[Chunk]:
-        """The chunks that an encoder reads, of at most `slots` tokens."""
-        return split_text(text, slots, self._long_prompt.overlap)
 
     def _tokenize(self, *texts: str | list[str] | None, batch_size: int | None = None) -> list[list[Tokens]]:
         """[encoders][batch] tokens. An encoder without a text of its own reads the first one.
@@ -155,6 +144,14 @@ class LongPromptMixin:
             tokens.append(self._tokens(prompts, tokenizer))
         return tokens
 
+    def _tokenize_negative(
+        self, negative: str | list[str] | None, *others: str | list[str] | None, batch_size: int
+    ) -> list[list[Tokens]] | None:
+        """Like `_tokenize`; None if the negative prompt is encoded as zeros."""
+        if negative is None and self.config.get("force_zeros_for_empty_prompt"):
+            return None
+        return self._tokenize(negative or "", *others, batch_size=batch_size)
+
     def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
         added = tokenizer.added_tokens_encoder
         # Only inversions of several vectors need converting.
@@ -168,7 +165,7 @@ class LongPromptMixin:
             parts = parse_weights(text) if self._long_prompt.weighting else [[(text, 1.0)]]
             if converts:
                 parts = [[(self.maybe_convert_prompt(run, quiet), weight) for run, weight in part] for part in parts]
-            tokens.append(_join_parts([_part_tokens(part, tokenizer) for part in parts]))
+            tokens.append(tokenize_parts(parts, tokenizer))
         return tokens
 
     def _shared_length(
@@ -181,7 +178,7 @@ class LongPromptMixin:
             return fixed
         n_tokens = _longest(texts)
         if fixed is None:
-            return positions_for(n_tokens, [_context_length(encoder) for _, encoder in self._text_encoders()])
+            return positions_for(n_tokens, [context_length(encoder) for _, encoder in self._text_encoders()])
         if n_tokens + 2 > fixed:
             raise ValueError(
                 f"a text of {n_tokens} tokens, BOS and EOS do not fit the {fixed} positions of the given embeddings:"
@@ -191,7 +188,7 @@ class LongPromptMixin:
 
     def _check_strict(self, texts: list[list[Tokens]], positions: int) -> None:
         if self._long_prompt.strict and max((layout := self._layout(texts, positions)).chunks) > 1:
-            lengths = [_context_length(encoder) for _, encoder in self._text_encoders()]
+            lengths = [context_length(encoder) for _, encoder in self._text_encoders()]
             raise ValueError(
                 f"a text of {layout.tokens} tokens takes {' and '.join(map(str, layout.chunks))} chunks of the text"
                 f" encoders, which have {' and '.join(map(str, lengths))} positions, and `strict` allows one: shorten"
@@ -203,44 +200,67 @@ class LongPromptMixin:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Embeddings [batch, length, width of all encoders] and the last encoder's pooled [batch, pooled width]."""
         self._check_strict(texts, length)
+
+        def states(encoder: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
+            return self._states(encoder, ids.to(inputs), clip_skip)
+
         embeds, pooled = [], None
         for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
-            states, pooled = self._encode_with(tokenizer, encoder, batch, length, clip_skip, device)
-            embeds.append(states)
+            embedded, pooled = encode_texts(
+                encoder, tokenizer, batch, length, overlap=self._long_prompt.overlap, states=states, device=device
+            )
+            embeds.append(embedded)
         return torch.concat(embeds, dim=-1), pooled
 
-    def _encode_with(
+    def _encode_pair(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        encoder: PreTrainedModel,
-        texts: list[Tokens],
-        length: int,
+        prompts: tuple,
+        negatives: tuple,
+        embeds: torch.Tensor | None,
+        negative_embeds: torch.Tensor | None,
+        *,
+        guided: bool,
+        device: torch.device | None,
+        lora_scale: float | None,
         clip_skip: int | None,
-        device: torch.device,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One encoder's hidden states [batch, length, width] and the pooled embeddings of each text's first chunk."""
-        context = _context_length(encoder, length)
-        split = [self._split(text, context - 2) for text in texts]  # [batch][chunks]
-        chunks = [(text, chunk) for text, parts in zip(texts, split, strict=True) for chunk in parts]
-        rows = [[text.ids[at] for at in chunk.read] for text, chunk in chunks]
-        weights = [[text.weights[at] for at in chunk.read] for text, chunk in chunks]
-        weighted = any(weight != 1 for row in weights for weight in row)
-        # The pads of one empty chunk serve all texts whose last chunk has too few.
-        lacking = any(lacks_pads(parts, context, length) for parts in split)
-        ids = _chunk_ids(rows + [[]] * (lacking or weighted), context, tokenizer)
-        inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
-        states, pooled = self._states(encoder, ids.to(inputs), clip_skip)
-        states, empty = states[: len(rows)].to(device), states[-1].to(device) if lacking or weighted else None
-        if weighted:
-            padded = [[1.0, *row] + [1.0] * (context - 1 - len(row)) for row in weights]
-            states = weigh(states, torch.tensor(padded), empty)
-        counts = [len(parts) for parts in split]
-        joined = [
-            join_chunks(text_states, parts, empty, length)
-            for text_states, parts in zip(states.split(counts), split, strict=True)
-        ]
-        first_chunks = list(itertools.accumulate([0, *counts[:-1]]))
-        return torch.stack(joined), None if pooled is None else pooled[first_chunks]
+        repeats: int,
+        pooled: torch.Tensor | None = None,
+        negative_pooled: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Embeddings, negative, pooled and negative pooled ones, of texts for each encoder; what is given stays."""
+        device = device or self._execution_device
+        tokens = None if embeds is not None else self._tokenize(*prompts)
+        batch_size = embeds.shape[0] if tokens is None else len(tokens[0])
+        negative_tokens = None
+        if guided and negative_embeds is None:
+            negative_tokens = self._tokenize_negative(*negatives, batch_size=batch_size)
+        length = self._shared_length(tokens, negative_tokens, embeds, negative_embeds if guided else None)
+
+        with self._scaled_lora(lora_scale):
+            if tokens is not None:
+                embeds, encoded = self._encode(tokens, length, clip_skip, device)
+                pooled = encoded if pooled is None else pooled
+            if negative_tokens is not None:
+                negative_clip_skip = clip_skip if self._long_prompt.negative_clip_skip else None
+                negative_embeds, encoded = self._encode(negative_tokens, length, negative_clip_skip, device)
+                negative_pooled = encoded if negative_pooled is None else negative_pooled
+        if guided and negative_embeds is None:
+            negative_embeds, negative_pooled = torch.zeros_like(embeds), torch.zeros_like(pooled)
+
+        encoder = getattr(self, self._last_encoder)
+        dtype = _result_dtype(embeds, self.unet if encoder is None else encoder)
+        embeds = _repeat(embeds.to(dtype=dtype, device=device), repeats)
+        pooled = _repeat(pooled, repeats)
+        if guided:
+            negative_embeds = _repeat(negative_embeds.to(dtype=dtype, device=device), repeats)
+            negative_pooled = _repeat(negative_pooled, repeats)
+        return embeds, negative_embeds, pooled, negative_pooled
+
+    def _pair_layout(self, prompts: tuple, negatives: tuple, guided: bool) -> PromptLayout:
+        tokens = self._tokenize(*prompts)
+        negative_tokens = self._tokenize_negative(*negatives, batch_size=len(tokens[0])) if guided else None
+        return self._layout(tokens, self._shared_length(tokens, negative_tokens))
 
     @contextmanager
     def _scaled_lora(self, scale: float | None) -> Iterator[None]:
@@ -277,6 +297,8 @@ class SDXLLongPromptMixin(LongPromptMixin):
     prompt and the other prompts of a batch share the longest length that any of them needs. An encoder of a shorter
     context length reads the text in several chunks (`split_chunks`, `join_chunks`). Nothing is ever truncated.
     """
+
+    _last_encoder = "text_encoder_2"
 
     def encode_prompt(
         self,
@@ -322,37 +344,19 @@ class SDXLLongPromptMixin(LongPromptMixin):
             ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in; under
                 `strict`, a text of more than one chunk.
         """
-        device = device or self._execution_device
-        guided = do_classifier_free_guidance
-        prompts = None if prompt_embeds is not None else self._tokenize(prompt, prompt_2)
-        batch_size = prompt_embeds.shape[0] if prompts is None else len(prompts[0])
-        negatives = None
-        if guided and negative_prompt_embeds is None:
-            negatives = self._tokenize_negative(negative_prompt, negative_prompt_2, batch_size)
-        length = self._shared_length(prompts, negatives, prompt_embeds, negative_prompt_embeds if guided else None)
-
-        with self._scaled_lora(lora_scale):
-            if prompts is not None:
-                prompt_embeds, pooled = self._encode(prompts, length, clip_skip, device)
-                pooled_prompt_embeds = pooled if pooled_prompt_embeds is None else pooled_prompt_embeds
-            if negatives is not None:
-                negative_clip_skip = clip_skip if self._long_prompt.negative_clip_skip else None
-                negative_prompt_embeds, pooled = self._encode(negatives, length, negative_clip_skip, device)
-                if negative_pooled_prompt_embeds is None:
-                    negative_pooled_prompt_embeds = pooled
-        if guided and negative_prompt_embeds is None:
-            negative_prompt_embeds = torch.zeros_like(prompt_embeds)
-            negative_pooled_prompt_embeds = torch.zeros_like(pooled_prompt_embeds)
-
-        dtype = _result_dtype(prompt_embeds, self.unet if self.text_encoder_2 is None else self.text_encoder_2)
-        prompt_embeds = _repeat(prompt_embeds.to(dtype=dtype, device=device), num_images_per_prompt)
-        pooled_prompt_embeds = _repeat(pooled_prompt_embeds, num_images_per_prompt)
-        if guided:
-            negative_prompt_embeds = _repeat(
-                negative_prompt_embeds.to(dtype=dtype, device=device), num_images_per_prompt
-            )
-            negative_pooled_prompt_embeds = _repeat(negative_pooled_prompt_embeds, num_images_per_prompt)
-        return prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds
+        return self._encode_pair(
+            (prompt, prompt_2),
+            (negative_prompt, negative_prompt_2),
+            prompt_embeds,
+            negative_prompt_embeds,
+            guided=do_classifier_free_guidance,
+            device=device,
+            lora_scale=lora_scale,
+            clip_skip=clip_skip,
+            repeats=num_images_per_prompt,
+            pooled=pooled_prompt_embeds,
+            negative_pooled=negative_pooled_prompt_embeds,
+        )
 
     def prompt_layout(
         self,
@@ -363,11 +367,8 @@ class SDXLLongPromptMixin(LongPromptMixin):
         do_classifier_free_guidance: bool = True,
     ) -> PromptLayout:
         """How `encode_prompt` would encode these prompts, without running the text encoders."""
-        prompts = self._tokenize(prompt, prompt_2)
-        negatives = None
-        if do_classifier_free_guidance:
-            negatives = self._tokenize_negative(negative_prompt, negative_prompt_2, len(prompts[0]))
-        return self._layout(prompts, self._shared_length(prompts, negatives))
+        texts = (prompt, prompt_2), (negative_prompt, negative_prompt_2)
+        return self._pair_layout(*texts, do_classifier_free_guidance)
 
     def _text_encoders(self) -> list[tuple[PreTrainedTokenizerBase, PreTrainedModel]]:
         """The pipeline's one or two text encoders, each with its tokenizer."""
@@ -379,36 +380,8 @@ class SDXLLongPromptMixin(LongPromptMixin):
         pairs = [(self.tokenizer, self.text_encoder), (self.tokenizer_2, self.text_encoder_2)]
         return [(tokenizer, encoder) for tokenizer, encoder in pairs if encoder is not None]
 
-    def _tokenize_negative(
-        self, negative: str | list[str] | None, negative_2: str | list[str] | None, batch_size: int
-    ) -> list[list[Tokens]] | None:
-        """Like `_tokenize`; None if the negative prompt is encoded as zeros."""
-        if negative is None and self.config.force_zeros_for_empty_prompt:
-            return None
-        return self._tokenize(negative or "", negative_2, batch_size=batch_size)
-
     def _states(self, encoder, ids, clip_skip):
-        output = encoder(ids, output_hidden_states=True)
-        # "2": SDXL was trained on the penultimate layer.
-        return output.hidden_states[-2 - (clip_skip or 0)], getattr(output, "text_embeds", None)
-
-
-def encode_tokens(
-    encoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[Tokens], length: int, **options
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What one of SDXL's encoders gives the UNet for texts of any length, with gradients.
-
-    Args:
-        tokens: of each text, from `chunks.tokenize_text`.
-        length: positions of the result, at least those of the longest text, BOS and EOS.
-        options: of `set_long_prompt`.
-
-    Returns:
-        hidden states [texts, length, width]; pooled embeddings [texts, pooled width] of the first chunks, None for an
-        encoder without a projection.
-    """
-    reader = SDXLLongPromptMixin().set_long_prompt(**options)
-    return reader._encode_with(tokenizer, encoder, tokens, length, None, encoder.device)
+        return penultimate_states(encoder, ids, clip_skip)
 
 
 class SDLongPromptMixin(LongPromptMixin):
@@ -416,6 +389,8 @@ class SDLongPromptMixin(LongPromptMixin):
 
     Put it first: `class X(Mixin, Pipeline)`. Such a pipeline has one text encoder, whose last layer it reads.
     """
+
+    _last_encoder = "text_encoder"
 
     def encode_prompt(
         self,
@@ -450,29 +425,18 @@ class SDLongPromptMixin(LongPromptMixin):
             ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in; under
                 `strict`, a text of more than one chunk.
         """
-        device = device or self._execution_device
-        guided = do_classifier_free_guidance
-        prompts = None if prompt_embeds is not None else self._tokenize(prompt)
-        batch_size = prompt_embeds.shape[0] if prompts is None else len(prompts[0])
-        negatives = None
-        if guided and negative_prompt_embeds is None:
-            negatives = self._tokenize(negative_prompt or "", batch_size=batch_size)
-        length = self._shared_length(prompts, negatives, prompt_embeds, negative_prompt_embeds if guided else None)
-
-        with self._scaled_lora(lora_scale):
-            if prompts is not None:
-                prompt_embeds, _ = self._encode(prompts, length, clip_skip, device)
-            if negatives is not None:
-                negative_clip_skip = clip_skip if self._long_prompt.negative_clip_skip else None
-                negative_prompt_embeds, _ = self._encode(negatives, length, negative_clip_skip, device)
-
-        dtype = _result_dtype(prompt_embeds, self.unet if self.text_encoder is None else self.text_encoder)
-        prompt_embeds = _repeat(prompt_embeds.to(dtype=dtype, device=device), num_images_per_prompt)
-        if guided:
-            negative_prompt_embeds = _repeat(
-                negative_prompt_embeds.to(dtype=dtype, device=device), num_images_per_prompt
-            )
-        return prompt_embeds, negative_prompt_embeds
+        embeds = self._encode_pair(
+            (prompt,),
+            (negative_prompt,),
+            prompt_embeds,
+            negative_prompt_embeds,
+            guided=do_classifier_free_guidance,
+            device=device,
+            lora_scale=lora_scale,
+            clip_skip=clip_skip,
+            repeats=num_images_per_prompt,
+        )
+        return embeds[:2]
 
     def prompt_layout(
         self,
@@ -481,11 +445,7 @@ class SDLongPromptMixin(LongPromptMixin):
         do_classifier_free_guidance: bool = True,
     ) -> PromptLayout:
         """How `encode_prompt` would encode these prompts, without running the text encoder."""
-        prompts = self._tokenize(prompt)
-        negatives = None
-        if do_classifier_free_guidance:
-            negatives = self._tokenize(negative_prompt or "", batch_size=len(prompts[0]))
-        return self._layout(prompts, self._shared_length(prompts, negatives))
+        return self._pair_layout((prompt,), (negative_prompt,), do_classifier_free_guidance)
 
     def _text_encoders(self):
         if self.text_encoder is None:
@@ -528,36 +488,8 @@ def _last_layer_is(encoder: PreTrainedModel, skipped: int) -> Iterator[None]:
             hook.remove()
 
 
-def _part_tokens(runs: list[tuple[str, float]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The tokens of weighted runs of text, tokenized as one text."""
-    text = "".join(run for run, _ in runs)
-    tokens, spans = tokenize_text(text, tokenizer)
-    of_characters = [weight for run, weight in runs for _ in run]
-    return tokens._replace(weights=[of_characters[start] for start, _ in spans])
-
-
-def _join_parts(parts: list[Tokens]) -> Tokens:
-    """Joins the parts between BREAKs into one text; parts without tokens are dropped."""
-    parts = [part for part in parts if part.ids] or parts[:1]
-    for part in parts[:-1]:
-        part.cuts[-1] = Cut.BREAK
-    return Tokens(*(list(itertools.chain(*column)) for column in zip(*parts, strict=True)))
-
-
-def _context_length(encoder: PreTrainedModel, positions: int | None = None) -> int:
-    """The encoder's context length, at most `positions`."""
-    length = encoder.config.max_position_embeddings
-    return length if positions is None else min(length, positions)
-
-
 def _longest(texts: list[list[Tokens]]) -> int:
     return max(len(tokens.ids) for batch in texts for tokens in batch)
-
-
-def _chunk_ids(rows: list[list[int]], length: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """[rows, length] ids `[BOS, row, EOS, pads]`, with the tokenizer's pad token."""
-    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    return torch.tensor([[bos, *row, eos] + [pad] * (length - 2 - len(row)) for row in rows])
 
 
 def _warn_of_lost_lora(name: str, old: PreTrainedModel | None, new: PreTrainedModel | None) -> None:
@@ -576,6 +508,6 @@ def _result_dtype(embeds: torch.Tensor, model: torch.nn.Module | None) -> torch.
     return embeds.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
 
 
-def _repeat(embeds: torch.Tensor, times: int) -> torch.Tensor:
+def _repeat(embeds: torch.Tensor | None, times: int) -> torch.Tensor | None:
     """Each row `times` times in succession, [batch, ...] -> [batch * times, ...]."""
-    return embeds.repeat_interleave(times, dim=0)
+    return None if embeds is None else embeds.repeat_interleave(times, dim=0)

@@ -33,7 +33,7 @@ from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.weight_files import weights_digest
-from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
 from debias_diffusion.tokens import clean
 from debias_diffusion.training.folder import RunFolder
@@ -92,7 +92,7 @@ def test_the_denoising_loss_is_that_of_the_pipelines_embeddings(settings, models
     """The UNet's own training loss, written out on what a long-prompt pipeline with these encoders gives it."""
     run = prepared(settings(tmp_path, encoder_2="stretch"))
     run.objective.scheduler.register_to_config(prediction_type=prediction)
-    pipe = load_sdxl(models.base, models.long, CPU, torch.float32, "stretch")
+    pipe = load_pipeline(models.base, models.long, CPU, torch.float32, "stretch")
     scheduler = DDPMScheduler.from_config(pipe.scheduler.config)
     for index in (0, 5):
         sample, caption = run.dataset[(0, index, index)], run.records[index].caption
@@ -114,7 +114,7 @@ def test_the_denoising_loss_is_that_of_the_pipelines_embeddings(settings, models
 
 def test_latents_are_those_of_the_checkpoints_autoencoder(settings, models, tmp_path):
     run = prepared(settings(tmp_path, pixels=32))
-    pipe, record = load_sdxl(models.base, None, CPU), run.records[2]
+    pipe, record = load_pipeline(models.base, None, CPU), run.records[2]
     with torch.no_grad():
         small = Image.open(f"{run.config.images}/{record.image}")
         assert small.size == (32, 32)
@@ -203,11 +203,11 @@ def test_chunks_and_recomputed_activations_change_no_gradient(settings, models, 
 
 
 def test_a_run_fits_both_encoders_and_nothing_else(finished, settings, models, capsys):
-    digest = weights_digest(load_sdxl(models.base, None, CPU).unet)
+    digest = weights_digest(load_pipeline(models.base, None, CPU).unet)
     first, second = (load_text_encoder(finished / name)[0] for name in ("encoder", "encoder_2"))
     assert type(first).__name__ == "CLIPTextModel" and type(second).__name__ == "CLIPTextModelWithProjection"
     assert [part.config.max_position_embeddings for part in (first, second)] == [248, 248]
-    pipe = load_sdxl(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
+    pipe = load_pipeline(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
     assert weights_digest(pipe.unet) == digest
     assert pipe.tokenizer_2.pad_token == "!"
     # Both towers, so that everything that takes a training run takes this one.
@@ -331,8 +331,8 @@ def test_the_plan_says_what_is_fitted_and_what_it_takes(settings, models, tmp_pa
         ({"seed": -1}, "seed is -1, but must be a whole number from 0 to 4294967295"),
         ({"eps": -1.0}, "eps is -1.0, but must be at least 0"),
         ({"encoder": "no/such/thing/here"}, "no/such/thing/here"),
-        ({"encoder": "toy/clip"}, "'toy/clip' has width 128, and the encoder of .* that it replaces has width 32"),
-        ({"encoder_2": "wide"}, "has width 32, and the encoder of .* has width 40"),
+        ({"encoder": "toy/clip"}, "'toy/clip' has width 128; the UNet of .* reads 32 of its first encoder"),
+        ({"encoder_2": "wide"}, "has width 32; the UNet of .* reads 40 of its second encoder"),
         ({"encoder_2": "bare"}, "has no projection, which SDXL reads"),
         ({"base": "no/such/base/here"}, "is not there"),
     ],
@@ -358,7 +358,7 @@ def test_its_folder_stands_for_all_encoders_that_it_fitted(finished, models, tmp
     settings = DrawingSettings(models.base, steps=2)
     drawing = Drawing(settings, Processes("cpu"))
     files = drawing.draw(str(finished), tmp_path / "both", [Subject("0", prompt, 0)], "both")
-    pipe = load_sdxl(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
+    pipe = load_pipeline(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
     image = render_batch(pipe, [ImagePrompt(clean(prompt))], Sampling(2))[0]
     assert np.array_equal(np.asarray(image), np.asarray(Image.open(files[0])))
     generate(GenerateConfig(prompt, models.base, str(finished), str(tmp_path / "p.png"), steps=2, device="cpu"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from debias_diffusion.eval.pictures.drift import Moments, Reader
-from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode
 from debias_diffusion.toyworld.grammar import caption
 
@@ -60,7 +60,7 @@ def test_a_fitted_linear_map_brings_mapped_states_back(drift):
 def test_unchanged_states_are_those_that_the_pipeline_reads(drift):
     texts, sampling = [caption("development", index).text for index in range(2)], Sampling(1, 3.0)
     prompts, name = [ImagePrompt(text) for text in texts], "toy/debias-clip"
-    base, drifted = (encode(load_sdxl(drift.BASE, encoder, CPU), prompts, sampling) for encoder in (None, name))
+    base, drifted = (encode(load_pipeline(drift.BASE, encoder, CPU), prompts, sampling) for encoder in (None, name))
     maps = drift.Maps(lambda: Moments(128))
     changed = drift.changed(base["prompt_embeds"], texts, Reader.load(name, CPU), maps, drift.States.unchanged)
     torch.testing.assert_close(changed, drifted["prompt_embeds"], rtol=0, atol=1e-5)

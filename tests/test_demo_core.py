@@ -39,7 +39,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.encoders import labels
 from debias_diffusion.eval.text_image.attention import load_reader, look_at_prompt
 from debias_diffusion.pipelines import PromptLayout
-from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.render import render
@@ -148,7 +148,7 @@ def test_the_toy_world_opens_with_the_quickstarts_encoders():
 
 
 def test_original_is_the_base_as_it_is(folders, tiny):
-    pipe = load_sdxl(folders["base"], None, CPU)
+    pipe = load_pipeline(folders["base"], None, CPU)
     pipe.set_progress_bar_config(disable=True)
     drawn = pictures(tiny, encoders=("original",), long_prompts="chunks")[0]
     reference = pipe(
@@ -164,7 +164,7 @@ def test_original_is_the_base_as_it_is(folders, tiny):
         ("base", ["short"] * 2, "none twice"),
         ("base", ["original", "overlap:original", "chunks:original", "short", "long", "wide"], "at most 5"),
         ("base", ["overlaps:original"], "'overlap:original' to read long prompts in overlapping chunks"),
-        ("base", ["wide"], "width 64, and the encoder of .* has width 32"),
+        ("base", ["wide"], "width 64; the UNet of .* reads 32"),
         ("base", ["nowhere/at/all"], "not there"),
         ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
         ("toy/sdxl", ["toy/clipp"], "Did you mean toy/clip"),

@@ -281,7 +281,7 @@ def test_what_is_finished_loads_nothing(whole, base, long_encoder, monkeypatch):
     def load(*_):
         raise AssertionError("a model is loaded")
 
-    for name in ("load_text_encoder", "load_sdxl"):
+    for name in ("load_text_encoder", "load_pipeline"):
         monkeypatch.setattr(drawing, name, load)
     own, folder = Drawing(DrawingSettings(base, STEPS), Processes("cpu")), whole[0].parent
     own.check([long_encoder], [folder], SUBJECTS)
@@ -315,7 +315,7 @@ def test_pictures_of_unknown_settings_are_refused(base, tmp_path):
 def test_an_encoder_of_another_width_is_refused(long_encoder, tmp_path):
     wide = str(tiny_sdxl.build_tiny_sdxl(tmp_path / "wide", text_width=64))
     own = Drawing(DrawingSettings(wide), Processes("cpu"))
-    with pytest.raises(UserError, match=r"width 32, and the encoder of .* has width 64"):
+    with pytest.raises(UserError, match=r"width 32; the UNet of .* reads 64"):
         own.check([ORIGINAL, long_encoder], [tmp_path / "a", tmp_path / "b"], SUBJECTS)
     assert not (tmp_path / "a").exists()
 

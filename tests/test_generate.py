@@ -29,7 +29,7 @@ from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines import rendering as renderer
-from debias_diffusion.pipelines.loading import load_pipeline, load_sdxl
+from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
 
 PROMPT = "A red cat sleeps on a blue sofa. " + "A small green bird sits on the table, near the window. " * 8
 
@@ -170,12 +170,11 @@ def test_every_setting_counts(tmp_path, capsys):
             {"base": "{tmp}/flux"},
             "is a FluxPipeline, not a StableDiffusionXLPipeline or a StableDiffusionPipeline. Give an SDXL folder",
         ),
-        ({"base": "{tmp}/sd15"}, "has no readable vae/config.json.* Give a whole"),
+        ({"base": "{tmp}/sd15"}, "has no readable unet/config.json.* Give a whole"),
         ({"encoder": "{tmp}/nowhere/else"}, "is not there"),
         (
             {"encoder": "{tmp}/wide"},
-            "has width 64 and the checkpoint's second encoder 40, together 104; its UNet reads 72. An encoder of width "
-            "32 fits.*ViT-L-14",
+            "has width 64; the UNet of .* reads 32 of its first encoder. Give one of width 32",
         ),
     ],
 )
@@ -315,7 +314,7 @@ def test_entries_with_settings_of_their_own(many):
     assert index[4]["file"] == "00004-7-unicode.png"
     assert len({pixels(path).tobytes() for path in folder.glob("[0-9]*.png")}) == 5
 
-    pipe = load_sdxl(TOY["base"], TOY["encoder"], torch.device("cpu"))
+    pipe = load_pipeline(TOY["base"], TOY["encoder"], torch.device("cpu"))
     for i, (prompt, prompt_2, negative) in enumerate([("a star", None, LONG), ("a star", "a circle", "grey")]):
         expected = drawn_by(pipe, prompt, prompt_2, seed=7, negative_prompt=negative)
         path = folder / index[(0, 3)[i]]["file"]
@@ -716,7 +715,7 @@ def test_the_second_encoder_stretched(base, encoder, tmp_path):
     assert (settings["encoder_2"], settings["encoder_2_sha256"]) == ("stretch", None)
     assert settings["chunks"] == [1, 1] and settings["positions"] == 152
 
-    pipe = load_sdxl(base, encoder, torch.device("cpu"))
+    pipe = load_pipeline(base, encoder, torch.device("cpu"))
     stretched, tokenizer = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
     pipe.register_modules(text_encoder_2=stretched, tokenizer_2=tokenizer)
     expected = drawn_by(pipe, PROMPT)
@@ -735,15 +734,15 @@ def test_a_second_encoder_that_does_not_fit(base, tmp_path, monkeypatch):
     wide = CLIPTextModelWithProjection(type(config)(**config.to_dict() | {"hidden_size": 50}))
     long = CLIPTextModelWithProjection(type(config)(**config.to_dict() | {"projection_dim": 32}))
     folders = {
-        "has width 50. SDXL's second encoder has width 40 and a projection to 24": wide,
-        "has a projection to 32. SDXL's second encoder has width 40 and a projection to 24": long,
-        "has no projection. SDXL's.*export --projection": CLIPTextModel(config),
+        "has width 50; the UNet of .* reads 40 of its second encoder": wide,
+        "has a projection to 32; the UNet of .* reads one to 24": long,
+        "has no projection, which SDXL reads.*export --projection": CLIPTextModel(config),
     }
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
     for i, (message, encoder) in enumerate(folders.items()):
         folder = save_encoder(tmp_path / str(i), encoder=encoder)
-        with pytest.raises(UserError, match=f"The second encoder '.*' {message}"):
-            load_sdxl(base, None, torch.device("cpu"), encoder_2=folder)
+        with pytest.raises(UserError, match=f"The encoder '.*' {message}"):
+            load_pipeline(base, None, torch.device("cpu"), encoder_2=folder)
 
 
 def test_strict(many, tmp_path, capsys):
@@ -766,7 +765,7 @@ def test_strict(many, tmp_path, capsys):
 
 def test_overlap(tmp_path):
     plain, overlap = (draw(tmp_path, encoder=None, overlap=value, name=f"{value}.png") for value in (False, True))
-    pipe = load_sdxl(TOY["base"], None, torch.device("cpu"))
+    pipe = load_pipeline(TOY["base"], None, torch.device("cpu"))
     assert np.asarray(drawn_by(pipe, LONG)).tobytes() == np.asarray(Image.open(overlap)).tobytes()
     assert Image.open(plain).tobytes() != Image.open(overlap).tobytes()
     before, settings = read_settings(plain), read_settings(overlap)
@@ -794,7 +793,7 @@ def test_weighting(tmp_path):
     # BREAK is a word in capitals only, and lower case is what encoders are given.
     assert make("a ring BREAK a star", weighting=True)[1] == [2, 2]
     assert make("a ring break a star", weighting=True)[1] == [1, 1]
-    pipe = load_sdxl(TOY["base"], TOY["encoder"], torch.device("cpu")).set_long_prompt(weighting=True)
+    pipe = load_pipeline(TOY["base"], TOY["encoder"], torch.device("cpu")).set_long_prompt(weighting=True)
     assert np.asarray(drawn_by(pipe, "a (red:1.5) star")).astype(int).tobytes() == weighted[0]
     with pytest.raises(UserError, match="^The prompt cannot be read: the weight of"):
         make(f"a (star:{'9' * 400})", weighting=True)
@@ -818,12 +817,12 @@ def test_stable_diffusion_15(tmp_path, monkeypatch):
     projected = save_encoder(tmp_path / "projected", encoder=CLIPTextModelWithProjection(pipe.text_encoder.config))
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "prompt_2": "b"}')
     for changes, message in [
-        ({"encoder": str(wide)}, "has width 64, and the checkpoint's UNet reads 32. An encoder of width 32 fits"),
-        ({"encoder": str(projected)}, "has a projection, which this checkpoint does not read"),
+        ({"encoder": str(wide)}, "has width 64; the UNet of .* reads 32 of its first encoder. Give one of width 32"),
+        ({"encoder": str(projected)}, "has a projection, which .* does not read"),
         ({"encoder_2": "stretch"}, "is a StableDiffusionPipeline, which has no second encoder. Leave encoder_2 out"),
         ({"prompt": None, "prompts": str(tmp_path / "p.jsonl"), "name": "x"}, "have a prompt_2, and the SDXL"),
     ]:
         with pytest.raises(UserError, match=message):
             make(**changes)
     with pytest.raises(UserError, match="is a StableDiffusionPipeline, not a StableDiffusionXLPipeline"):
-        load_sdxl(base, None, torch.device("cpu"))
+        Checkpoint.parse(base).check_kind()

@@ -15,7 +15,7 @@ from debias_diffusion.interchange import hub_file
 from debias_diffusion.interchange.hub_file import find_hub_file
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
 from debias_diffusion.interchange.two_tower import load_two_tower
-from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.checkpoints import load_pipeline
 
 NAME = "SomeOne/LongCLIP-tiny"
 
@@ -52,7 +52,7 @@ def test_its_file_is_loaded_wherever_a_hub_id_is_taken(known, features, tmp_path
     for name, other in exported.items():
         assert torch.equal(other(ids).last_hidden_state, encoder(ids).last_hidden_state), name
     base = build_tiny_sdxl(tmp_path / "sdxl", text_width=64)
-    pipe = load_sdxl(base, NAME, torch.device("cpu"))
+    pipe = load_pipeline(base, NAME, torch.device("cpu"))
     assert torch.equal(pipe.text_encoder(ids).last_hidden_state, encoder(ids).last_hidden_state)
 
 

@@ -18,7 +18,7 @@ from debias_diffusion.app.generate.options import GenerateConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
-from debias_diffusion.pipelines.loading import check_base, default_size, find_checkpoint, load_pipeline, model_digest
+from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
 
 CPU = torch.device("cpu")
 XL_KEY = "conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias"  # by which diffusers knows an SDXL
@@ -52,7 +52,7 @@ def test_a_single_file_is_the_folder_with_its_weights(bases, name):
         weights, expected = (getattr(pipe, part).state_dict() for pipe in (file, folder))
         assert len(weights) > 10 and weights.keys() == expected.keys()
         assert all(torch.equal(weights[key], expected[key]) for key in expected), part
-    assert default_size(single(bases, name)) == default_size(bases / name) == (64, 64)
+    assert Checkpoint.parse(single(bases, name)).size == Checkpoint.parse(bases / name).size == (64, 64)
 
 
 def test_generate_the_evaluations_and_the_demo_read_it(bases, tmp_path):
@@ -62,7 +62,7 @@ def test_generate_the_evaluations_and_the_demo_read_it(bases, tmp_path):
     drawing = Drawing(DrawingSettings(base, 1), Processes("cpu"))
     paths += drawing.draw(ORIGINAL, tmp_path / "drawn", [Subject("a", "a red cat", 0)], "")
     assert len({Image.open(path).tobytes() for path in paths}) == 1
-    assert drawing.digests["base"] == model_digest(base)
+    assert drawing.digests["base"] == Checkpoint.parse(base).digest
     demo = DemoModels(base, [ORIGINAL], CPU)
     assert demo.size == (64, 64) and demo.base == "sdxl.safetensors"
 
@@ -71,11 +71,11 @@ def test_its_digest_is_of_file_and_configurations(bases, tmp_path):
     shutil.copytree(bases / "sdxl-configs", tmp_path / "configs")
     shutil.copy(bases / "sdxl.safetensors", tmp_path)
     base = f"{tmp_path / 'configs'}:{tmp_path / 'sdxl.safetensors'}"
-    digests = [model_digest(single(bases)), model_digest(base)]
+    digests = [Checkpoint.parse(name).digest for name in (single(bases), base)]
     (tmp_path / "configs" / "model_index.json").write_text("{}")
-    digests.append(model_digest(base))
+    digests.append(Checkpoint.parse(base).digest)
     (tmp_path / "sdxl.safetensors").write_bytes(b"other weights")
-    digests.append(model_digest(base))
+    digests.append(Checkpoint.parse(base).digest)
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
@@ -118,13 +118,14 @@ def test_the_configuration_comes_from_the_hub_or_the_error_says_what_to_give(bas
             f"needs the configuration and tokenizers of '{hub_id}', which cannot .*'FOLDER:{re.escape(str(file))}'"
         )
         with pytest.raises(UserError, match=message):
-            check_base(file)
+            Checkpoint.parse(file)
     cached = tmp_path / "models--stabilityai--stable-diffusion-xl-base-1.0"
     shutil.copytree(bases / "sdxl-configs", cached / "snapshots" / "1234")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("1234")
-    assert find_checkpoint(tmp_path / "xl.safetensors").folder == str(cached / "snapshots" / "1234")
-    assert check_base(tmp_path / "xl.safetensors") == "StableDiffusionXLPipeline"
+    checkpoint = Checkpoint.parse(tmp_path / "xl.safetensors")
+    assert checkpoint.configs == str(cached / "snapshots" / "1234")
+    assert checkpoint.check_kind() == "StableDiffusionXLPipeline"
 
 
 def test_other_files_are_refused(bases, tmp_path):

@@ -16,7 +16,7 @@ from debias_diffusion.files import atomic_folder, explain_full_disk
 from debias_diffusion.interchange.places import FIRST, SECOND
 from debias_diffusion.interchange.text_encoders import import_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
-from debias_diffusion.pipelines.loading import check_base, default_size, load_sdxl, model_digest
+from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
 from debias_diffusion.training.checkpoint import TrainState
 from debias_diffusion.training.feature_cache import cached_images
 from debias_diffusion.training.folder import RunFolder
@@ -49,7 +49,7 @@ def align(config: AlignConfig) -> Path | None:
     Raises:
         UserError: something in `config` or the data cannot be used; says what to do.
     """
-    check_base(config.base)
+    Checkpoint.parse(config.base).check_kind()
     accelerator = make_accelerator(config)
     folder = RunFolder(config.output)
     with explain_full_disk(), folder.owned(accelerator.is_main_process):
@@ -63,15 +63,15 @@ class Alignment(Run):
 
     def __init__(self, config: AlignConfig, accelerator: Accelerator, folder: RunFolder):
         super().__init__(config, accelerator, folder)
-        self.pixels = config.pixels or min(default_size(config.base))
+        self.pixels = config.pixels or min(Checkpoint.parse(config.base).size)
         self.settings |= {
             "pixels": self.pixels,
-            "base_sha256": model_digest(config.base),
+            "base_sha256": Checkpoint.parse(config.base).digest,
             "encoders_sha256": [encoder_digest(name) for name in (config.encoder, config.encoder_2)],
         }
         self.begin()
         device, dtype = accelerator.device, _DTYPES[self.precision]
-        pipe = load_sdxl(config.base, None, device, dtype)
+        pipe = load_pipeline(config.base, None, device, dtype)
         self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
         first, self.two_tower = first_slot(config.encoder, pipe, config.base, dtype)
         second = second_slot(config.encoder_2, pipe, config.base)

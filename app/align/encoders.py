@@ -12,7 +12,7 @@ from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
 from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.pipelines.loading import STRETCH, check_same_width, model_digest
+from debias_diffusion.pipelines.checkpoints import STRETCH, Checkpoint, model_digest
 
 from .objective import Frozen, Slot
 
@@ -42,7 +42,7 @@ def first_slot(
     if name == ORIGINAL:
         return Slot(base, copy.deepcopy(base.encoder).float().requires_grad_(True), base.tokenizer), None
     backbone, encoder, tokenizer = _load(name)
-    _check(name, encoder, tokenizer, base, checkpoint)
+    _check("text_encoder", name, encoder, tokenizer, base, checkpoint)
     kept = None
     if isinstance(encoder, CLIPTextModelWithProjection):
         frozen = copy.deepcopy(encoder).to(base.encoder.device, dtype).requires_grad_(False)
@@ -65,12 +65,7 @@ def second_slot(name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: s
             encoder, tokenizer = stretch_text_encoder(encoder, tokenizer)
     else:
         encoder, tokenizer = load_text_encoder(name)
-        _check(name, encoder, tokenizer, base, checkpoint)
-        if not isinstance(encoder, CLIPTextModelWithProjection):
-            raise UserError(
-                f"The second encoder {name!r} has no projection, which SDXL reads. Write it with `debias-diffusion "
-                "export --projection`."
-            )
+        _check("text_encoder_2", name, encoder, tokenizer, base, checkpoint)
     tokenizer.pad_token = base.tokenizer.pad_token  # the one that the UNet was trained with
     return Slot(base, encoder.float().requires_grad_(True), tokenizer, base)
 
@@ -84,9 +79,9 @@ def _load(name: str) -> tuple[Backbone | None, TextEncoder, CLIPTokenizer]:
     return backbone, *to_transformers(backbone, projection=backbone.pooling == "eot")
 
 
-def _check(name: str, encoder: TextEncoder, tokenizer: CLIPTokenizer, base: Frozen, checkpoint: str) -> None:
+def _check(slot: str, name: str, encoder: TextEncoder, tokenizer: CLIPTokenizer, base: Frozen, checkpoint: str) -> None:
     """Raises UserError unless the encoder can take the place of the checkpoint's own."""
-    check_same_width(name, encoder.config.hidden_size, checkpoint, base.encoder.config.hidden_size)
+    Checkpoint.parse(checkpoint).check_fits(slot, encoder, name)
     if tokenizer.get_vocab() != base.tokenizer.get_vocab():
         raise UserError(
             f"The encoder {name!r} and the one of {checkpoint!r} that it replaces have different tokens, so their "

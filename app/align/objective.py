@@ -14,7 +14,7 @@ from transformers import CLIPTokenizer
 from debias_diffusion.chunks import Tokens, positions_for
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.methods.keep_states import relative_error
-from debias_diffusion.pipelines.long_prompt import encode_tokens
+from debias_diffusion.reading import encode_texts
 from debias_diffusion.training.step import autocast
 
 from .samples import AlignBatch, Text
@@ -31,7 +31,7 @@ class Frozen:
 
     @torch.no_grad()
     def read(self, texts: list[Tokens], length: int, **options) -> tuple[Tensor, Tensor | None]:
-        return encode_tokens(self.encoder, self.tokenizer, texts, length, **options)
+        return encode_texts(self.encoder, self.tokenizer, texts, length, **options)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Slot:
         """Hidden states [texts, length, width] and pooled [texts, pooled width], with gradients if it is fitted."""
         if self.encoder is None:
             return self.base.read(texts, length, overlap=self.overlap)
-        return encode_tokens(self.encoder, self.tokenizer, texts, length, overlap=self.overlap)
+        return encode_texts(self.encoder, self.tokenizer, texts, length, overlap=self.overlap)
 
     def state_errors(self, states: Tensor, texts: list[Tokens], length: int) -> Tensor:
         """[texts] how far the states of words and SOT are from the checkpoint's own, as in `keep_states`.

@@ -11,12 +11,12 @@ from PIL import Image
 
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines import PromptLayout, StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.memory import is_out_of_memory
 from debias_diffusion.pipelines.rendering import (
     Embeddings,
     ImagePrompt,
     Sampling,
     encode,
+    is_out_of_memory,
     read_layout,
     render,
     runtime_settings,

@@ -18,16 +18,12 @@ from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import (
-    check_base,
-    check_same_width,
+from debias_diffusion.pipelines.checkpoints import (
+    Checkpoint,
     default_dtype,
-    default_size,
-    find_checkpoint,
-    load_sdxl,
+    load_pipeline,
 )
-from debias_diffusion.pipelines.rendering import replace_encoder
-from debias_diffusion.pipelines.schedulers import SCHEDULERS, make_scheduler
+from debias_diffusion.pipelines.rendering import SCHEDULERS, make_scheduler, replace_encoder
 from debias_diffusion.tokens import CaptionTokenizer
 
 from ..generate.png_settings import SAMPLERS
@@ -81,7 +77,7 @@ class DemoModels:
     meanwhile.
 
     Args:
-        base: SDXL checkpoint, see `find_checkpoint`.
+        base: SDXL checkpoint, see `Checkpoint.parse`.
         encoders: replacements of the first text encoder, each anything `load_text_encoder` takes, or "original" for
             the checkpoint's own; "overlap:" or "chunks:" before a name is how it reads long prompts, as in
             `evaluate generation`.
@@ -103,15 +99,15 @@ class DemoModels:
 
     def __init__(self, base: str, encoders: Sequence[str], device: torch.device, dtype: torch.dtype | None = None):
         _check_names(encoders)
-        check_base(base)
+        checkpoint = Checkpoint.parse(base)
+        checkpoint.check_kind()
         self.device, self.dtype = device, dtype or default_dtype(device)
-        self.is_toy, self.size, (self.base,) = base == TOY, default_size(base), labels([find_checkpoint(base).weights])
+        self.is_toy, self.size, (self.base,) = base == TOY, checkpoint.size, labels([checkpoint.weights])
         names = dict.fromkeys(split_reading(name)[1] for name in encoders)
         loaded = {name: load_text_encoder(name) for name in names if name != ORIGINAL}
-        pipe = load_sdxl(base, None, device, self.dtype)
-        width = pipe.text_encoder.config.hidden_size
+        pipe = load_pipeline(base, None, device, self.dtype)
         for name, (model, _) in loaded.items():
-            check_same_width(name, model.config.hidden_size, base, width)
+            checkpoint.check_fits("text_encoder", model, name)
         loaded[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
         self.encoders: dict[str, Encoder] = {}
         for name, label in zip(encoders, labels(encoders), strict=True):

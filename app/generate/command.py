@@ -16,8 +16,8 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import folder_lock, write_text
 from debias_diffusion.interchange.places import fitted_second
 from debias_diffusion.limits import check_guidance, check_pixels, check_side, check_steps
-from debias_diffusion.pipelines.loading import SDXL
-from debias_diffusion.pipelines.memory import explain_memory
+from debias_diffusion.pipelines.checkpoints import SDXL
+from debias_diffusion.pipelines.rendering import explain_memory
 from debias_diffusion.png import png_damage
 
 from .contact_sheet import write_contact_sheets

@@ -12,13 +12,12 @@ from tqdm import tqdm
 
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines import PromptLayout
-from debias_diffusion.pipelines.loading import (
+from debias_diffusion.pipelines.checkpoints import (
     PIPELINES,
     STRETCH,
+    Checkpoint,
     Part,
-    check_base,
     default_dtype,
-    default_size,
     load_pipeline,
     model_digest,
 )
@@ -57,9 +56,10 @@ class Studio:
     def __init__(self, config: GenerateConfig, device: torch.device):
         self.config = config
         self.device = device
-        self.kind = check_base(config.base, tuple(PIPELINES))
+        checkpoint = Checkpoint.parse(config.base)
+        self.kind = checkpoint.check_kind(PIPELINES)
         self.dtype = getattr(torch, config.dtype) if config.dtype else default_dtype(device)
-        height, width = default_size(config.base)
+        height, width = checkpoint.size
         self.sampling = Sampling(config.steps, config.guidance_scale, config.height or height, config.width or width)
 
     def load(self, part: Part = "all") -> DiffusionPipeline:

@@ -27,21 +27,20 @@ from debias_diffusion.interchange.places import fitted_second
 from debias_diffusion.limits import Layer, check_guidance, check_pixels, check_seeds, check_side, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.loading import (
+from debias_diffusion.pipelines.checkpoints import (
     STRETCH,
-    check_base,
-    check_same_width,
+    Checkpoint,
     default_dtype,
-    default_size,
-    first_encoder_config,
-    load_sdxl,
+    load_pipeline,
     model_digest,
     quiet_diffusers,
 )
-from debias_diffusion.pipelines.memory import explain_memory
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
     Sampling,
+    check_scheduler,
+    explain_memory,
+    make_scheduler,
     plan_batches,
     read_layout,
     reading_layer,
@@ -49,7 +48,6 @@ from debias_diffusion.pipelines.rendering import (
     replace_encoder,
     runtime_settings,
 )
-from debias_diffusion.pipelines.schedulers import check_scheduler, make_scheduler
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 
@@ -66,7 +64,7 @@ class DrawingSettings:
     """How images are rendered.
 
     Attributes:
-        base: SDXL checkpoint, see `find_checkpoint`.
+        base: SDXL checkpoint, see `Checkpoint.parse`.
         steps: denoising steps.
         guidance_scale: how strongly prompts are followed; 1 is no guidance.
         images_at_once: batch size, of prompts of equal length. Other sizes round differently.
@@ -125,14 +123,14 @@ class DrawingSettings:
             check_scheduler(settings["scheduler"])
         for name in ("height", "width"):
             check_side(name, settings[name])
-        check_base(config.base)
+        Checkpoint.parse(config.base).check_kind()
         checked = cls(**settings)
         check_pixels(*checked.size())
         return checked
 
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels."""
-        height, width = default_size(self.base)
+        height, width = Checkpoint.parse(self.base).size
         return self.height or height, self.width or width
 
 
@@ -248,7 +246,7 @@ class Drawing:
     def _settings_record(self, encoder: str) -> dict:
         """Every setting that affects an image, besides its prompt and seed."""
         if self.digests["base"] is None:
-            self.digests["base"] = model_digest(self.settings.base)
+            self.digests["base"] = Checkpoint.parse(self.settings.base).digest
             self.digests["encoder_2"] = self._second_digest(self.settings.encoder_2)
         known = self.digests["encoders"]
         _, model = split_reading(encoder)
@@ -313,7 +311,7 @@ class Drawing:
         second = self._second(model)
         if self._pipe is None or second != self._loaded_second:
             self._pipe = None  # before the next one is loaded
-            self._pipe = load_sdxl(self.settings.base, None, self.processes.device, self.dtype, second)
+            self._pipe = load_pipeline(self.settings.base, None, self.processes.device, self.dtype, second)
             self._loaded_second = second
         text_encoder, tokenizer = self._pipe.text_encoder, self._pipe.tokenizer
         if model != ORIGINAL:
@@ -348,8 +346,7 @@ class Drawing:
         """The text encoder and its tokenizer. Raises UserError unless it has the replaced encoder's width."""
         _, model = split_reading(encoder)
         text_encoder, tokenizer = load_text_encoder(model)
-        width = first_encoder_config(self.settings.base).hidden_size
-        check_same_width(model, text_encoder.config.hidden_size, self.settings.base, width)
+        Checkpoint.parse(self.settings.base).check_fits("text_encoder", text_encoder, model)
         return text_encoder, tokenizer
 
 

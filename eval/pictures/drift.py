@@ -23,7 +23,7 @@ from debias_diffusion.files import json_digest
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.weight_files import weights_digest
-from debias_diffusion.pipelines.long_prompt import encode_tokens
+from debias_diffusion.reading import encode_texts
 from debias_diffusion.tokens import clean
 
 from ..common.cache import FOLDER, ResultCache
@@ -66,7 +66,7 @@ class Reader:
     def states(self, tokens: list[Tokens]) -> list[Tensor]:
         """The states of each text: SOT, its tokens, EOT and `PADS` pads, [positions, width]."""
         length = max(len(text.ids) for text in tokens) + 2 + PADS
-        rows, _ = encode_tokens(self.encoder, self.tokenizer, tokens, length)
+        rows, _ = encode_texts(self.encoder, self.tokenizer, tokens, length)
         return [row[: len(text.ids) + 2 + PADS] for row, text in zip(rows, tokens, strict=True)]
 
     def depends(self) -> dict:

@@ -15,7 +15,7 @@ from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes,
 from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
-from debias_diffusion.pipelines.loading import first_tokenizer
+from debias_diffusion.pipelines.checkpoints import Checkpoint
 from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
@@ -163,7 +163,7 @@ class _Generation:
         """How the prompts tell their objects; empty unless any of them refers back."""
         if not any(map(refers_back, captions)):
             return []
-        tokenizer, prefix = first_tokenizer(self.config.base), self.config.prefix
+        tokenizer, prefix = Checkpoint.parse(self.config.base).tokenizer(), self.config.prefix
 
         @cache  # sentences repeat
         def count_tokens(text: str) -> int:

@@ -149,11 +149,11 @@ def _targets(root: Path) -> list[Target]:
     from debias_diffusion.interchange.transformers_folder import export_text_encoder
     from debias_diffusion.interchange.two_tower import load_two_tower
     from debias_diffusion.models.shipped import shipped
-    from debias_diffusion.pipelines.loading import default_size, load_pipeline
+    from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
     from debias_diffusion.tokens import clip_tokenizer
 
     def _sdxl(folder: Path):
-        default_size(folder)
+        _ = Checkpoint.parse(folder).size
         load_pipeline(folder, None, torch.device("cpu"))
 
     small = tiny_clip(tokenizer=byte_tokenizer(77))

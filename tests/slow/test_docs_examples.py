@@ -34,7 +34,7 @@ from debias_diffusion.app.export.options import ExportConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods import METHODS
-from debias_diffusion.pipelines.loading import load_sdxl
+from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.tokens import clip_tokenizer
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
@@ -175,7 +175,7 @@ def test_existing_weights(folder):
 def test_an_encoder_of_another_width_is_refused_by_generate(folder, tmp_path):
     narrow = build_tiny_sdxl(tmp_path / "sdxl")
     with pytest.raises(UserError, match="width"):
-        load_sdxl(narrow, "debias_vitb_3e.pt", torch.device("cpu"))
+        load_pipeline(narrow, "debias_vitb_3e.pt", torch.device("cpu"))
 
 
 def test_encoders(folder):

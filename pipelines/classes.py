@@ -1,10 +1,12 @@
-"""diffusers' Stable Diffusion XL pipelines, with prompts of any length.
+"""diffusers' pipelines for Stable Diffusion XL and 1.5, with prompts of any length.
 
-Each class loads everything its parent loads (SDXL folders, single files, other pipelines), and both load what it saves.
+Each class loads everything its parent loads (folders, single files, other pipelines), and both load what it saves.
 A 248-token encoder is an ordinary component: `from_pretrained(base, text_encoder=..., tokenizer=...)`.
 """
 
 from diffusers import (
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
     StableDiffusionXLControlNetImg2ImgPipeline,
     StableDiffusionXLControlNetPipeline,
     StableDiffusionXLImg2ImgPipeline,
@@ -12,7 +14,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 
-from .long_prompt import SDXLLongPromptMixin
+from .long_prompt import SDLongPromptMixin, SDXLLongPromptMixin
 
 
 class StableDiffusionXLLongPromptPipeline(SDXLLongPromptMixin, StableDiffusionXLPipeline):
@@ -39,3 +41,11 @@ class StableDiffusionXLLongPromptControlNetImg2ImgPipeline(
     SDXLLongPromptMixin, StableDiffusionXLControlNetImg2ImgPipeline
 ):
     """diffusers' `StableDiffusionXLControlNetImg2ImgPipeline`, with prompts of any length."""
+
+
+class StableDiffusionLongPromptPipeline(SDLongPromptMixin, StableDiffusionPipeline):
+    """diffusers' `StableDiffusionPipeline`, with prompts of any length."""
+
+
+class StableDiffusionLongPromptImg2ImgPipeline(SDLongPromptMixin, StableDiffusionImg2ImgPipeline):
+    """diffusers' `StableDiffusionImg2ImgPipeline`, with prompts of any length."""

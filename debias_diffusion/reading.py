@@ -1,0 +1,95 @@
+"""Texts of any length through one text encoder, in chunks whose hidden states are joined. Needs no pipeline."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .chunks import Cut, Tokens, join_chunks, lacks_pads, split_text, tokenize_text, weigh
+
+# From an encoder and ids [rows, positions]: hidden states [rows, positions, width], and pooled [rows, width] or None.
+States = Callable[[PreTrainedModel, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def penultimate_states(
+    encoder: PreTrainedModel, ids: torch.Tensor, clip_skip: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What SDXL's UNet was trained with: the layer before the last, or `clip_skip` layers before that, and pooled."""
+    output = encoder(ids, output_hidden_states=True)
+    return output.hidden_states[-2 - (clip_skip or 0)], getattr(output, "text_embeds", None)
+
+
+def encode_texts(
+    encoder: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Tokens],
+    length: int,
+    *,
+    overlap: bool = True,
+    states: States = penultimate_states,
+    device: torch.device | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What an encoder gives a UNet for texts of any length, with gradients.
+
+    Args:
+        texts: tokens of each, from `chunks.tokenize_text` or `tokenize_parts`.
+        length: positions of the result, at least those of the longest text, BOS and EOS.
+        overlap: read each chunk but the first together with the end of the text before it.
+        states: runs the encoder; the ids are on `device`.
+        device: of the results; the encoder's if None.
+
+    Returns:
+        hidden states [texts, length, width]; pooled embeddings [texts, pooled width] of the first chunks, None for an
+        encoder without a projection.
+    """
+    device = device or encoder.device
+    context = context_length(encoder, length)
+    split = [split_text(text, context - 2, overlap) for text in texts]  # [texts][chunks]
+    chunks = [(text, chunk) for text, parts in zip(texts, split, strict=True) for chunk in parts]
+    rows = [[text.ids[at] for at in chunk.read] for text, chunk in chunks]
+    weights = [[text.weights[at] for at in chunk.read] for text, chunk in chunks]
+    weighted = any(weight != 1 for row in weights for weight in row)
+    # The pads of one empty chunk serve all texts whose last chunk has too few.
+    lacking = any(lacks_pads(parts, context, length) for parts in split)
+    ids = _chunk_ids(rows + [[]] * (lacking or weighted), context, tokenizer)
+    of_rows, pooled = states(encoder, ids.to(device))
+    of_chunks, empty = of_rows[: len(rows)].to(device), of_rows[-1].to(device) if lacking or weighted else None
+    if weighted:
+        padded = [[1.0, *row] + [1.0] * (context - 1 - len(row)) for row in weights]
+        of_chunks = weigh(of_chunks, torch.tensor(padded), empty)
+    counts = [len(parts) for parts in split]
+    joined = [
+        join_chunks(of_text, parts, empty, length)
+        for of_text, parts in zip(of_chunks.split(counts), split, strict=True)
+    ]
+    first_chunks = list(itertools.accumulate([0, *counts[:-1]]))
+    return torch.stack(joined), None if pooled is None else pooled[first_chunks]
+
+
+def context_length(encoder: PreTrainedModel, positions: int | None = None) -> int:
+    """The encoder's context length, at most `positions`."""
+    length = encoder.config.max_position_embeddings
+    return length if positions is None else min(length, positions)
+
+
+def tokenize_parts(parts: Sequence[Sequence[tuple[str, float]]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """The tokens of a text in parts that begin new chunks, each of runs of text with weights (`parse_weights`)."""
+    tokens = [_part_tokens(part, tokenizer) for part in parts]
+    tokens = [part for part in tokens if part.ids] or tokens[:1]
+    for part in tokens[:-1]:
+        part.cuts[-1] = Cut.BREAK
+    return Tokens(*(list(itertools.chain(*column)) for column in zip(*tokens, strict=True)))
+
+
+def _part_tokens(runs: Sequence[tuple[str, float]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """The tokens of weighted runs of text, tokenized as one text."""
+    tokens, spans = tokenize_text("".join(run for run, _ in runs), tokenizer)
+    of_characters = [weight for run, weight in runs for _ in run]
+    return tokens._replace(weights=[of_characters[start] for start, _ in spans])
+
+
+def _chunk_ids(rows: list[list[int]], length: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """[rows, length] ids `[BOS, row, EOS, pads]`, with the tokenizer's pad token."""
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    return torch.tensor([[bos, *row, eos] + [pad] * (length - 2 - len(row)) for row in rows])
