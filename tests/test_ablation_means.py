@@ -15,9 +15,8 @@ from debias_diffusion.ablation.means import image_means, text_means
 from debias_diffusion.ablation.population import Population, TextPopulation
 from debias_diffusion.ablation.saved import write_ablation
 from debias_diffusion.app.ablate.command import ablate
-from debias_diffusion.app.ablate.options import AblateConfig
 from debias_diffusion.app.export.command import export
-from debias_diffusion.app.export.options import ExportConfig
+from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.two_tower import load_two_tower

@@ -116,7 +116,7 @@ def test_unknown_methods_and_settings_are_refused():
     refused("alpha must be of type float, got 'much'", alpha="much")
     refused("components must be of type int, got True", components=True)
     refused("'debias-clip' has no setting 'alpha'", "debias-clip", alpha=0.5)
-    with pytest.raises(UserError, match="short_weight is an option of its own: give --short_weight"):
+    with pytest.raises(UserError, match="short_weight is an option of its own: give --short-weight"):
         config(("m", "d", "i"), "o", recipe="predicting", method={"short_weight": 0.5})
     assert find_method("predicting", {"alpha": 1}).alpha == 1
     assert all(isinstance(method, Method) for method in METHODS.values())
