@@ -113,9 +113,11 @@ def checked(options: type, values: dict[str, Any]) -> Any:
         UserError: a value cannot be used, is unknown or is missing.
     """
     try:
-        return options(**make_parser("", "settings", options, "").parse_object(values).as_dict())
+        values = make_parser("", "settings", options, "").parse_object(values).as_dict()
     except ArgumentError as error:
         raise UserError(f"Settings of {options.__name__} cannot be used: {reason(error)}") from error
+    del values["config"]
+    return options(**values)
 
 
 def flag(name: str) -> str:

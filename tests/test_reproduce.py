@@ -11,14 +11,14 @@ from helpers.ranks import forked
 from helpers.small_papers import PAPERS, count_compared, write_small_papers
 
 from debias_diffusion.app.options import ReproduceConfig
-from debias_diffusion.app.reproduce.availability import missing_weights
+from debias_diffusion.app.reproduce import measuring
+from debias_diffusion.app.reproduce.availability import missing_parts, missing_weights
 from debias_diffusion.app.reproduce.building import Work
 from debias_diffusion.app.reproduce.claims import all_claims, decide, with_epochs
 from debias_diffusion.app.reproduce.command import RESULTS
 from debias_diffusion.app.reproduce.differences import FAILS, HOLDS, UNDECIDED, UNTESTED, of_numbers, over_seeds
 from debias_diffusion.app.reproduce.evidence import evidence_page
 from debias_diffusion.app.reproduce.listing import reproduce
-from debias_diffusion.app.reproduce.measuring import attention_slope
 from debias_diffusion.app.reproduce.papers import (
     Base,
     Claim,
@@ -27,6 +27,7 @@ from debias_diffusion.app.reproduce.papers import (
     Model,
     PaperTable,
     Recorded,
+    World,
     read_tables,
     read_world,
 )
@@ -335,9 +336,26 @@ def test_the_claims_file_finds_every_recorded_number():
     )
 
 
+def test_a_score_that_was_not_measured_is_missing(monkeypatch, tmp_path):
+    """Without a network there is no FID, not a perfect one."""
+    report = {"encoders": {"toy/clip": {"scores": {"objects_right": {"value": 50.0}, "fid_64": {"value": None}}}}}
+    monkeypatch.setattr(measuring, "evaluate_generation", lambda config: report)
+    settings = {"base": "toy/sdxl", "data": "toy/test"}
+    assert measuring.generation_scores("toy/clip", tmp_path, settings) == {"objects_right": 50.0}
+    report["encoders"]["toy/clip"]["scores"]["fid_own"] = {"value": 3.0}
+    assert measuring.generation_scores("toy/clip", tmp_path, settings)["fid"] == 3.0
+
+
+def test_data_of_a_row_s_ablation_is_looked_for(tmp_path):
+    world = World("w", {"b": Base("toy/clip")}, {}, {"data": "{root}/of-the-world.json"}, {})
+    models = [Model("b"), Model("b", ablation={"data": "{root}/of-the-row.json"})]
+    (line,) = missing_parts(world, tmp_path, models, [])
+    assert line.startswith(f"'{tmp_path}/of-the-row.json' is not there")
+
+
 def test_the_slope_of_attention_is_that_of_the_line():
     numbers = {"captions_at_position": [10, 10, 9, 5, 0], "before_softmax": {"positions": [3.0, 2.0, 1.0, 0.0, 90.0]}}
-    assert attention_slope(numbers) == pytest.approx(-100.0)
+    assert measuring.attention_slope(numbers) == pytest.approx(-100.0)
 
 
 def test_the_committed_page_is_a_rendering_of_the_committed_results():
