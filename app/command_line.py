@@ -10,6 +10,7 @@ from argparse import SUPPRESS
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from docstring_parser import Docstring
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentError, ArgumentParser, DefaultHelpFormatter
 
@@ -170,14 +171,17 @@ def _values(hint: Any, text: str) -> str:
 
 def _texts(options: type) -> dict[str, str]:
     """The help of each field, from the docstrings of the dataclass and its bases."""
-    docs = [parse_docstring(cls.__doc__ or "") for cls in reversed(options.__mro__[:-1])]
-    return {param.arg_name: " ".join((param.description or "").split()) for doc in docs for param in doc.params}
+    params = [param for doc in _docstrings(options) for param in doc.params]
+    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
 
 
 def _details(options: type) -> str:
     """What the docstrings of the dataclass and its bases say after their first line, before the fields."""
-    texts = [parse_docstring(cls.__doc__ or "").long_description or "" for cls in reversed(options.__mro__[:-1])]
-    return " ".join(" ".join(texts).split())
+    return " ".join(" ".join(doc.long_description or "" for doc in _docstrings(options)).split())
+
+
+def _docstrings(options: type) -> list[Docstring]:
+    return [parse_docstring(cls.__doc__ or "") for cls in reversed(options.__mro__) if dataclasses.is_dataclass(cls)]
 
 
 def _written(default: Any) -> str:

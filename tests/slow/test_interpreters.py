@@ -62,13 +62,14 @@ def test_a_list_of_commands_imports_no_large_library():
     """Neither does any command's help: torch alone takes seconds."""
     code = """
 import sys
-from debias_diffusion.app.options import AlignConfig
-from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command, main
-from debias_diffusion.app.options import GenerateConfig
+from contextlib import suppress
+from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, main
 main(["evaluate"])
+assert "jsonargparse" not in sys.modules
 for command in [*([name] for name in COMMANDS), *(["evaluate", name] for name in EVALUATIONS)]:
-    main([*command, "--help"])
-large = {"torch", "numpy", "PIL", "transformers", "matplotlib", "scipy", "gradio", "jsonargparse"} & set(sys.modules)
+    with suppress(SystemExit):
+        main([*command, "--help"])
+large = {"torch", "numpy", "PIL", "transformers", "matplotlib", "scipy", "gradio"} & set(sys.modules)
 assert not large, large
 """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=120)
