@@ -140,8 +140,3 @@ def test_means_that_cannot_be_read_are_refused(searched, content, tmp_path):
         file.write_bytes(content)
     with pytest.raises(UserError, match="Search again"):
         load_two_tower(tmp_path)
-
-
-def test_descent_needs_suppression(tmp_path):
-    with pytest.raises(UserError, match="leave out tower, way and fitness"):
-        AblateConfig("toy/clip", str(tmp_path), data="toy/validation", search="bp", way="mean")

@@ -262,7 +262,7 @@ def test_the_card_says_what_the_run_left(tmp_path, world):
     assert "| base |" not in card and len(retrieval["encoders"]) == 2
     kept = robustness["encoders"]["run"]["recall_at_1_percent"]["remove"]["text_to_image"]
     assert f"| {kept:.2f} |" in card.split("How shortsighted?")[1]
-    for name, encoders in (("retrieval", "run,base"), ("robustness", "run")):
+    for name, encoders in (("retrieval", "run base"), ("robustness", "run")):
         assert f"evaluate {name} --encoders {encoders} --data data.json --images images --limit 10" in card
 
 

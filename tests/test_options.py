@@ -91,6 +91,7 @@ REFUSED = [
     (SynthesizeConfig, {"images": None}, "Neither data nor images is given"),
     (SynthesizeConfig, {"data": "toy/test"}, "are no files and have long captions"),
     (TrainConfig, {"keep_best": -1}, "keep_best is -1"),
+    (TrainConfig, {"max_bad": NAN}, "max_bad is nan, but must be a number, from 0 to 1."),
     (TrainConfig, {"learning_rate": -1}, "learning_rate is -1, but must be a number, above 0."),
     (TrainConfig, {"eps": -1.0}, "eps is -1.0"),
     (TrainConfig, {"seed": 2**32}, "seed is 4294967296, but must be a whole number, from 0 to 4294967295."),
