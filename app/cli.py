@@ -5,7 +5,6 @@ Each command's options are the fields of one dataclass; its docstring is their h
 """
 
 import errno
-import io
 import os
 import sys
 import warnings
@@ -15,9 +14,6 @@ from typing import NamedTuple
 
 from debias_diffusion.errors import EXTRAS, UserError, missing_library, near_matches, reason
 from debias_diffusion.files import explain_full_disk
-
-from .arguments import asks_for_help, parse
-from .command_help import help_page
 
 
 class Command(NamedTuple):
@@ -132,21 +128,21 @@ COMMANDS = {
     ),
     "align": Command(
         "fit text encoders to the frozen UNet of an SDXL that reads them",
-        "app.align.options:AlignConfig",
+        "app.options:AlignConfig",
         "app.align.command:align",
         "--base sdxl --encoder runs/a --data captions.json --images images --output runs/b",
         "train",
     ),
     "ablate": Command(
         "find the attention heads of a CLIP that hurt, and quiet them",
-        "app.ablate.options:AblateConfig",
+        "app.options:AblateConfig",
         "app.ablate.command:ablate",
         "--model toy/clip --data toy/validation --output runs/ablation",
         "eval",
     ),
     "export": Command(
         "write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers",
-        "app.export.options:ExportConfig",
+        "app.options:ExportConfig",
         "app.export.command:export",
         "--model runs/a --output my-encoder",
     ),
@@ -158,7 +154,7 @@ COMMANDS = {
     ),
     "generate": Command(
         "generate images from prompts of any length",
-        "app.generate.options:GenerateConfig",
+        "app.options:GenerateConfig",
         "app.generate.command:generate",
         "'A red star above a blue ring.' --base toy/sdxl --encoder toy/debias-clip --output star.png",
     ),
@@ -171,21 +167,21 @@ COMMANDS = {
     ),
     "synthesize": Command(
         "write long captions for a folder of images with a multimodal model, and clean them",
-        "app.synthesize.options:SynthesizeConfig",
+        "app.options:SynthesizeConfig",
         "app.synthesize.command:synthesize",
         "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
         "eval",
     ),
     "reproduce": Command(
         "regenerate a table of the papers, or test their claims, with real data or in the toy world",
-        "app.reproduce.options:ReproduceConfig",
+        "app.options:ReproduceConfig",
         "app.reproduce.listing:reproduce",
         "table-S4 --world toy --device cpu",
         "eval",
     ),
     "app": Command(
         "a page for trying encoders: what each makes of a prompt, and what it reads of it",
-        "app.demo.options:AppConfig",
+        "app.options:AppConfig",
         "app.demo.launch:run_app",
         f"--base toy/sdxl {_ENCODERS}",
         "app",
@@ -205,17 +201,19 @@ _PATH_ERRORS = {
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command.
 
-    Exits with 2 and one message on stderr if the user made a mistake, with 1 if the work failed, with 130 on Ctrl-C. If
-    nobody reads the output any more (`| head`), the command still finishes its work and exits with the work's code.
+    Exits with 2 and one message on stderr if the user made a mistake, with 1 if the work failed, with 130 on Ctrl-C.
     """
-    _survive_closed_pipes()
     try:
         with explain_full_disk():
             _run("debias-diffusion", COMMANDS, sys.argv[1:] if arguments is None else arguments)
+            print(end="", flush=True)  # so that a closed pipe is seen here, not when the interpreter ends
     except UserError as error:
         _fail(str(error), error.exit_code)
     except MemoryError as error:
         _fail(f"Out of memory ({reason(error)}).", exit_code=1)
+    except BrokenPipeError:  # `| head` reads no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave(1)
     except OSError as error:
         if error.errno not in _PATH_ERRORS:
             raise
@@ -263,11 +261,11 @@ def _list_commands(program: str, commands: dict) -> str:
 
 
 def _run_command(program: str, command: Command, arguments: list[str]) -> None:
+    # Its libraries take a tenth of a second, which a mistyped command need not wait for.
+    from .command_line import parse
+
     options = _import(command.options)
-    if asks_for_help(arguments):
-        print(help_page(program, command.summary, options, command.example))
-        return
-    values = parse(program, options, arguments, command.example)
+    values = parse(program, command.summary, options, command.example, arguments)
     # Before the options are made, because their checks import what warns.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -299,29 +297,6 @@ def _leave(code: int):
 
         leave(code)
     raise SystemExit(code)
-
-
-class _Console(io.FileIO):
-    """Standard output or error that drops what is written once nobody reads it any more."""
-
-    def write(self, data) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self.fileno())
-            return len(data)
-
-
-def _survive_closed_pipes() -> None:
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed before the program began
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - stays open
-        elif stream is getattr(sys, f"__{name}__"):
-            stream.flush()
-            raw = io.BufferedWriter(_Console(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, None, stream.line_buffering))
 
 
 def _quiet_transformers() -> None:

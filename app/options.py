@@ -1,15 +1,40 @@
-"""Settings of `quickstart` and `shards`."""
+"""Options of the commands that are not evaluations. Nothing large is imported here, so that help is fast."""
 
-from dataclasses import dataclass
-from math import inf
-from typing import Literal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import check_max_bad
+from debias_diffusion.eval.common.settings import check_encoders, check_output, check_source
+from debias_diffusion.eval.options import TOYS
+from debias_diffusion.limits import (
+    BelowOne,
+    Checked,
+    Guidance,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Precision,
+    Rule,
+    Seed,
+    Share,
+    Side,
+    Steps,
+    Tower,
+    between,
+    check_pixels,
+)
+from debias_diffusion.models.shipped import shipped
+from debias_diffusion.training.config import RunConfig, RunSeed, Tracker
+
+MOST_SCENES = 1000  # of a split of the toy world
+_SPLITS = ("development", "test")
+_PROMPT_SEED = Annotated[int, Rule("from 0 to 2^63 - 1", lambda seed: 0 <= seed < 2**63)]
 
 
 @dataclass
-class QuickstartConfig:
+class QuickstartConfig(Checked):
     """Train DeBias-CLIP for SDXL in a toy world, and compare images with it, with SDXL's own encoder and with others.
 
     A run that was stopped continues with the same command.
@@ -29,15 +54,345 @@ class QuickstartConfig:
     """
 
     output: str = "runs/quickstart"
-    seed: int = 0
+    seed: RunSeed = 0
     split: str = "test"
-    scenes: int = 400
-    prompts: int = 100
+    scenes: between(int, 1, MOST_SCENES) = 400
+    prompts: between(int, 2, MOST_SCENES) = 100
     train: Literal["debias-clip-sdxl", "debias-clip", "long-clip", "all"] = "debias-clip-sdxl"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.split.partition("-")[0] not in _SPLITS:
+            raise UserError(
+                f"split is {self.split!r}, but must be one of {', '.join(_SPLITS)}, or one of them with -suffix, such "
+                "as test-2. The models were trained on the others."
+            )
 
 
 @dataclass
-class ShardsConfig:
+class AlignConfig(RunConfig):
+    """Fit SDXL's text encoders to its frozen UNet, after training and before export.
+
+    The loss is denoising * the UNet's own loss on the images + keep_states * state error + keep_features * distance of
+    the pooled features, each a mean over the batch.
+
+    Attributes:
+        base: SDXL checkpoint, which is not changed: a folder in diffusers' layout, a single .safetensors file, a hub
+            id, or toy/sdxl.
+        data: Image-caption pairs: a JSON file in ShareGPT4V's layout, a .jsonl file, a folder of WebDataset shards, a
+            folder of images with captions beside them, or scenes of the toy world (toy/train-2).
+        output: Folder of the run. A stopped run resumes there when it is started again with the same settings.
+        images: Folder that the image paths of a JSON or JSONL file start from; null for all other data.
+        encoder: Text encoder to fit in the place of SDXL's first one: a training run, a folder, a file, a hub id;
+            original is the checkpoint's own, read in chunks. null leaves that one as it is.
+        encoder_2: The same for SDXL's second one, with a projection; stretch is the checkpoint's own with 248
+            positions.
+        denoising: Weight of the UNet's loss.
+        keep_states: Weight of the term that keeps the hidden states of words near the checkpoint's own encoder's.
+        keep_features: Weight of the term that keeps the pooled features: the first encoder's where training has put
+            them, so that retrieval stays, the second's near the checkpoint's own, which the UNet reads.
+        overlap: Encoders of 77 positions read long prompts in chunks that overlap, as the pipelines do; false, each by
+            itself, as with `generate --no-overlap`.
+        pixels: Images are scaled and cropped to squares of this side, a multiple of 8; null is the checkpoint's own.
+        validation: How many of the first pairs are held out, and measured on, at most 64 of them. auto is 1000, and a
+            tenth of fewer than 10,000 pairs.
+        batch: Pairs per step, over all processes together.
+        chunk: Pairs whose activations a process holds at once; the gradient is the same. null holds all.
+        epochs: Passes over the data.
+        max_steps: Stop after this many steps, if the epochs take more.
+        learning_rate: Peak learning rate of AdamW, reached after the warm-up; then a cosine to 0.
+        warmup: Steps of linear warm-up.
+        weight_decay: On matrices only.
+        betas: AdamW's averages.
+        eps: AdamW's epsilon.
+        precision: fp32, or bf16 or fp16 for a UNet and frozen encoders of that dtype, and mixed precision in the
+            encoders that are fitted. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
+        checkpoint_activations: Recompute activations in the backward pass instead of keeping them.
+        latent_cache: Folder of the images' latents, which runs can share; null is latents beside the output folder.
+        seed: Of all random draws: order of samples, noise, times.
+        workers: Processes that read images and captions, for each training process. 0 reads them in the training
+            process.
+        eval_every: Steps between measurements on the held-out pairs.
+        checkpoint_every: Steps between checkpoints.
+        keep: How many of the newest checkpoints are kept.
+        log_every: Steps between lines in log.jsonl.
+        trackers: tensorboard, wandb, or both, beside log.jsonl, which is always written.
+        max_bad: Largest share of bad records before the run stops, from 0 to 1. An unreadable image is replaced by
+            another pair that the epoch reads, always the same; with 0 by none. A stopped run may resume with another
+            value.
+    """
+
+    GROUPS = {  # noqa: RUF012 - without an annotation, so no option
+        "Data and models": ("base", "data", "images", "output", "encoder", "encoder_2", "overlap", "pixels"),
+        "Loss": ("denoising", "keep_states", "keep_features"),
+        "Optimization": (
+            *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
+        ),
+        "Speed and memory": ("precision", "chunk", "checkpoint_activations", "workers", "latent_cache"),
+        "Validation, checkpoints and logs": (
+            *("validation", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
+        ),
+        "Bad records": ("max_bad",),
+    }
+
+    base: str
+    data: str
+    output: str
+    images: str | None = None
+    encoder: str | None = None
+    encoder_2: str | None = None
+    denoising: NonNegativeFloat = 10.0
+    keep_states: NonNegativeFloat = 1.0
+    keep_features: NonNegativeFloat = 10.0
+    overlap: bool = True
+    pixels: Side | None = None
+    validation: NonNegativeInt | Literal["auto"] = "auto"
+    batch: PositiveInt = 48
+    chunk: PositiveInt | None = None
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
+    learning_rate: PositiveFloat = 1e-6
+    warmup: NonNegativeInt = 100
+    weight_decay: NonNegativeFloat = 1e-2
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
+    precision: Precision = "auto"
+    checkpoint_activations: bool = False
+    latent_cache: str | None = None
+    seed: RunSeed = 0
+    workers: NonNegativeInt = 2
+    eval_every: PositiveInt = 500
+    checkpoint_every: PositiveInt = 500
+    keep: PositiveInt = 2
+    log_every: PositiveInt = 10
+    trackers: list[Tracker] = field(default_factory=list)
+    max_bad: Share = 0.01
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.encoder is None and self.encoder_2 is None:
+            raise UserError(
+                "Nothing is to be fitted. Give --encoder for SDXL's first text encoder, --encoder-2 for its second, or "
+                "both; original is the checkpoint's own."
+            )
+        if not (self.denoising or self.keep_states):
+            raise UserError("denoising and keep_states are 0, so nothing would be learned. Give at least one of them.")
+
+    def latent_folder(self) -> Path:
+        """The folder of cached latents."""
+        return Path(self.latent_cache) if self.latent_cache else Path(self.output).parent / "latents"
+
+
+@dataclass
+class AblateConfig(Checked):
+    """Find the heads of a CLIP whose suppression makes it retrieve better (AAT), and suppress them.
+
+    Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
+
+    Attributes:
+        model: CLIP: a training run, folder, file, hub id, MODEL:PRETRAINED as open_clip names them, or toy/clip.
+        output: Folder for ablation.json, which every `evaluate` takes as a model, and the log. A search that was
+            stopped continues there.
+        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
+            beside them, or toy/validation, scenes of the toy world.
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
+        dataset: A retrieval benchmark in place of data, see `evaluate retrieval`.
+        root: Folder that the benchmark lies in, as its authors publish it.
+        limit: Search on the first so many images, each with its first caption. null uses all.
+        search: probe measures each head alone and leaves no ablation; single takes the head that alone raises mean-R
+            most; naive takes all heads that alone raise it; ga is the genetic algorithm; bp learns a beta for each head
+            by gradient descent; all tries every set of heads, of up to 16.
+        tower: image, as in the paper, or text.
+        way: suppress, as in the paper, moves attention to the first token; mean lets an ablated head always give what
+            it gives on average over the pairs of the search, which ordinary weights can hold.
+        beta: What the attention to all tokens but the first is multiplied by in a suppressed head, from 0 to 1.
+        fitness: What ga and all maximise: margin, or robust, its mean over captions as they are, with sentences 1 and 4
+            swapped, and without the first.
+        generations: Of ga, at most.
+        efficient: ga with fewer individuals, none of which ablates more than 60% of the heads.
+        learning_rate: Of bp.
+        epochs: Of bp.
+        bp_batch: Pairs a step of bp.
+        constant: Keep bp's learning rate instead of lowering it to 0.
+        batch: Images, or captions, encoded at once.
+        seed: Of all draws.
+        max_bad: Largest share of images or records that may be unreadable, from 0 to 1.
+        device: Device to run on. The default is cuda where there is one, else cpu.
+    """
+
+    model: str
+    output: str
+    data: str | None = None
+    images: str | None = None
+    dataset: str | None = None
+    root: str | None = None
+    limit: PositiveInt | None = 1000
+    search: Literal["probe", "single", "naive", "all", "ga", "bp"] = "ga"
+    tower: Tower = "image"
+    way: Literal["suppress", "mean"] = "suppress"
+    beta: Share = 0.1
+    fitness: Literal["margin", "robust"] = "margin"
+    generations: PositiveInt = 100
+    efficient: bool = False
+    learning_rate: PositiveFloat = 2e-2
+    epochs: PositiveInt = 32
+    bp_batch: PositiveInt = 256
+    constant: bool = False
+    batch: PositiveInt = 64
+    seed: Seed = 0
+    max_bad: Share = 0.01
+    device: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_output(self.output)
+        check_source(self)
+        if self.search == "bp" and (self.tower, self.way, self.fitness) != ("image", "suppress", "margin"):
+            raise UserError(
+                "bp suppresses the image tower's heads by the contrastive loss: leave out tower, way and fitness."
+            )
+
+
+@dataclass
+class ExportConfig(Checked):
+    """Export a text encoder, or both towers, for other programs.
+
+    Attributes:
+        model: Folder of a training run (its model after the last step is exported) or of `ablate`, an open_clip
+            folder, or an open_clip model name.
+            For transformers and comfyui also any other text encoder: a transformers folder, a weights file such as
+            longclip-L.pt or clip_l.safetensors, or a hub id.
+        output: Folder to write; for comfyui a file that ends in .safetensors. Files of other programs are never
+            overwritten.
+        to: transformers writes a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which diffusers
+            loads too; comfyui writes one file for ComfyUI; open_clip and clip
+            write folders with both towers, for open_clip and for transformers' CLIPModel. Suppressed text heads become
+            ordinary weights; plain open_clip ignores suppressed image heads, and transformers runs them by code in the
+            folder.
+        pretrained: Tag or file of the weights, for a model given by name.
+        positions: long reads up to 248 tokens; short writes the encoder of 77 tokens with the rows of positions that
+            Fix-CLIP's short captions were trained with (train --recipe fix-clip).
+        projection: Export a CLIPTextModelWithProjection, whose text_embeds are the trained features. SDXL's first
+            encoder must not have it; its second, bigG, always has.
+        scores: Folder with results of `evaluate` for this model, for the model card (README.md).
+        push_to_hub: owner/name of the Hugging Face repository to upload the folder to. A new repository is private.
+            null uploads nothing.
+    """
+
+    model: str
+    output: str
+    to: Literal["transformers", "comfyui", "open_clip", "clip"] = "transformers"
+    pretrained: str | None = None
+    positions: Literal["long", "short"] = "long"
+    projection: bool = False
+    scores: str | None = None
+    push_to_hub: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        shipped(self.model)  # raises UserError for a misspelt toy model
+
+
+@dataclass
+class ComfyUIConfig(Checked):
+    """Write the node "CLIP Text Encode (long prompt)" for ComfyUI.
+
+    Attributes:
+        output: Folder to write, in ComfyUI's `custom_nodes`. An earlier copy of the node is replaced.
+    """
+
+    output: str
+
+
+@dataclass
+class GenerateConfig(Checked):
+    """What to render, with which models, and where to write it.
+
+    Attributes:
+        prompt: What to render, in up to 20,000 characters; nothing of it is cut off.
+        base: An SDXL or Stable Diffusion 1.5 checkpoint: a folder in diffusers' layout, a hub id, a single
+            .safetensors file, or CONFIG:FILE.safetensors with the folder or hub id of its configuration and tokenizers.
+        encoder: Text encoder that replaces the checkpoint's first one: a folder written by `export`, or any
+            transformers CLIPTextModel folder. An alignment's folder brings its second encoder, too, if it has one.
+            The checkpoint's own encoder reads long prompts in chunks of 77 tokens.
+        encoder_2: Text encoder that replaces SDXL's second one, with a projection. "stretch" stretches the checkpoint's
+            own to 248 positions, untrained, as Long-CLIP does.
+        output: PNG to write, picture.png by default; for several images the folder, pictures by default. Each PNG
+            holds the settings that made it.
+        overwrite: Replace an image at `output` that has other settings, such as another prompt.
+        prompts: File of prompts, instead of `prompt`: .txt, one a line; .jsonl or .csv with prompt and, optionally,
+            negative_prompt, seed and prompt_2 (for SDXL's second encoder). Run the command again to continue an
+            interrupted run: finished images are kept.
+        negative_prompt: What to avoid. Only used with a guidance scale above 1.
+        seed: Equal seeds start from equal noise, on every device. Entry i of a file of prompts, from 0, has this seed
+            + i unless it names one.
+        images_per_prompt: Images of each prompt, with its seed, the next seed, and so on.
+        batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
+        low_memory: Encode all prompts first, then free the text encoders and load UNet and autoencoder. The images are
+            the same.
+        overlap: Where a text encoder reads a prompt in several chunks, read each but the first together with the end of
+            the text before it, so that "it" finds what it means; up to twice the work of the text encoders. false reads
+            each chunk by itself, as other programs do.
+        weighting: (word:1.3), ((word)), [word], word++ and BREAK in prompts are weights; otherwise they are text.
+        steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50.
+        guidance_scale: How strongly the prompt is followed; 1 is no guidance and half the time. The default is above
+            diffusers' 5, for a closer reading of a long prompt's details; above 10 colours oversaturate, and 1000 is
+            the maximum.
+        height: Pixels, a multiple of 8; the model's own size by default (1024 for SDXL).
+        width: Likewise.
+        device: cpu, cuda, cuda:1, mps; the fastest available by default.
+        precision: fp32, bf16 or fp16 of the models. auto is fp16 on an accelerator and fp32 on the CPU.
+    """
+
+    GROUPS = {  # noqa: RUF012 - without an annotation, so no option
+        "Prompts": ("prompt", "prompts", "negative_prompt", "weighting", "overlap"),
+        "Models": ("base", "encoder", "encoder_2"),
+        "Images": ("output", "overwrite", "images_per_prompt", "seed", "steps", "guidance_scale", "height", "width"),
+        "Speed and memory": ("batch", "low_memory", "device", "precision"),
+    }
+
+    prompt: str | None
+    base: str
+    encoder: str | None = None
+    output: str | None = None
+    overwrite: bool = False
+    negative_prompt: str | None = None
+    seed: _PROMPT_SEED = 0
+    steps: Steps = 30
+    guidance_scale: Guidance = 7.0
+    height: Side | None = None
+    width: Side | None = None
+    device: str | None = None
+    precision: Precision = "auto"
+    encoder_2: str | None = None
+    prompts: str | None = None
+    images_per_prompt: PositiveInt = 1
+    batch: PositiveInt = 1
+    low_memory: bool = False
+    weighting: bool = False
+    overlap: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in filter(None, (self.base, self.encoder, self.encoder_2)):
+            shipped(name)  # raises UserError for a misspelt toy model
+        if (self.prompt is None) == (self.prompts is None):
+            given = "neither" if self.prompt is None else "both"
+            raise UserError(
+                f'Give either a prompt or a file of prompts, not {given}: `generate "a red cat"`, or `generate '
+                "--prompts prompts.txt`."
+            )
+        if self.height and self.width:
+            check_pixels(self.height, self.width)
+
+    @property
+    def several(self) -> bool:
+        """Whether a folder of images is written, not a single file."""
+        return self.prompts is not None or self.images_per_prompt > 1
+
+
+@dataclass
+class ShardsConfig(Checked):
     """Write image-caption pairs as WebDataset shards of small JPEGs, for `train --data`.
 
     Attributes:
@@ -54,27 +409,146 @@ class ShardsConfig:
     data: str
     output: str
     images: str | None = None
-    size: int = 256
-    per_shard: int = 5000
-    quality: int = 95
-    workers: int = 2
-    max_bad: float = 0.01
-
-    def __post_init__(self):
-        for name, least, most in (("size", 1, 65500), ("per_shard", 1, inf), ("quality", 1, 100), ("workers", 0, inf)):
-            value = getattr(self, name)
-            if not least <= value <= most:
-                limit = f"at least {least}" if most == inf else f"from {least} to {most}"
-                raise UserError(f"{name} is {value}, but must be {limit}.")
-        check_max_bad(self.max_bad)
+    size: between(int, 1, 65500) = 256
+    per_shard: PositiveInt = 5000
+    quality: between(int, 1, 100) = 95
+    workers: NonNegativeInt = 2
+    max_bad: Share = 0.01
 
 
 @dataclass
-class ComfyUIConfig:
-    """Write the node "CLIP Text Encode (long prompt)" for ComfyUI.
+class SynthesizeConfig(Checked):
+    """Write captions for images with a multimodal model, clean them, and leave pairs that `train` reads.
+
+    Give --data, --images, or both: --images alone for a folder of images without captions.
 
     Attributes:
-        output: Folder to write, in ComfyUI's `custom_nodes`. An earlier copy of the node is replaced.
+        model: Image-text-to-text model of transformers with a chat template: a folder or hub id. Fix-CLIP's is
+            llava-hf/llama3-llava-next-8b-hf.
+        output: Folder to write: captions.jsonl (for shards: shards), removed.jsonl, report.html. A stopped run
+            continues there with the same settings.
+        data: Pairs whose images are captioned: any data that `train` reads but toy scenes. Their captions become short
+            captions.
+        images: Folder that image paths in the data file start from; without --data, the folder of the images.
+        kind: long asks for a detailed description, with one of Fix-CLIP's 20 prompts. short asks for one sentence: the
+            short caption beside the data's caption, or the caption where there is none.
+        batch: Images that are asked about at once, in each process.
+        max_new_tokens: Where an answer is cut. An unfinished last sentence is dropped.
+        seed: Of the choice of prompts.
+        precision: fp32, bf16 or fp16 of the model. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
+        per_part: Images in a part. A stopped run repeats at most one part for each process.
+        workers: Processes that read images, for each process that asks; 0 reads them there.
+        max_bad: Largest share of unreadable images, from 0 to 1.
+        device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
+            process has its own.
     """
 
+    model: str
     output: str
+    data: str | None = None
+    images: str | None = None
+    kind: Literal["long", "short"] = "long"
+    batch: PositiveInt = 8
+    max_new_tokens: PositiveInt = 300
+    seed: int = 0
+    precision: Precision = "auto"
+    per_part: PositiveInt = 1000
+    workers: NonNegativeInt = 2
+    max_bad: Share = 0.01
+    device: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.data is None and self.images is None:
+            raise UserError("Neither data nor images is given. Give --images, a folder of images, or --data, pairs.")
+        from debias_diffusion.data import is_toy_scenes  # takes seconds, which help need not wait for
+
+        if self.data is not None and is_toy_scenes(self.data):
+            raise UserError(
+                f"The scenes of {self.data!r} are no files and have long captions. Give a folder of images, or pairs."
+            )
+
+
+@dataclass
+class ReproduceConfig(Checked):
+    """Regenerate a table or figure of the papers beside the published numbers, or test their claims.
+
+    Everything finished is kept: the same command continues. Several processes started with the same command on one
+    output folder share the work. Without a GPU, or for the toy world, --device cpu.
+
+    Attributes:
+        target: table-S4 and the like as --list names them, claims, or all; one or several.
+        world: real, the papers' data and weights; or toy, the same comparisons in the toy world.
+        root: Folder of the real data, see docs/reproduce.md.
+        output: Folder for trainings, results and tables (table-S4.md, table-S4.json, claims.md, claims.json).
+        seeds: The seeds, each with trainings and scenes of its own.
+        papers: Folder of the tables' settings and published numbers.
+        device: Device to run on: cpu, or null for cuda where there is one.
+        results: Also write the claims' results into this JSON file.
+        list: Name every table and figure, what it needs and whether it is here.
+        plan: Print what would run and what it costs, and do nothing.
+        finished: Decide the claims by what is finished, and run nothing: each by the seeds that all its
+            models have, at least three if so many are wanted.
+    """
+
+    target: list[str]
+    world: str = "real"
+    root: str = "data"
+    output: str = "runs/papers"
+    seeds: list[RunSeed] = field(default_factory=lambda: [0])
+    papers: str = "configs/papers"
+    device: str | None = None
+    results: str | None = None
+    list: bool = False
+    plan: bool = False
+    finished: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.seeds = sorted(set(self.seeds))
+        check_output(self.output)
+        if not self.seeds:
+            raise UserError("There are no seeds. Give one or several: --seeds 0 1 2.")
+        if not self.target and not self.list:
+            raise UserError(
+                "Nothing is named. Give a table, such as `reproduce table-S4`, or `reproduce claims`; "
+                "`reproduce --list` names all."
+            )
+        if self.finished and self.target != ["claims"]:
+            raise UserError(f"--finished is for `reproduce claims`, got {self.target}. Leave it out.")
+
+
+@dataclass
+class AppConfig(Checked):
+    """Models of the demo, and access to it.
+
+    Attributes:
+        base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
+        encoders: Text encoders to compare, up to five: folders written by `export`, any transformers CLIPTextModel
+            folder, toy/clip, toy/long-clip, toy/debias-clip, or original, the checkpoint's own. overlap:NAME reads long
+            prompts in overlapping chunks, chunks:NAME in others, instead of cutting them.
+        host: Address to listen on. The default is this machine only; 0.0.0.0 or :: lets others in.
+        port: Port to listen on, or the next free one.
+        user: User name for the login, with a password in password_file or in the environment variable
+            DEBIAS_DIFFUSION_PASSWORD.
+        password_file: File whose first line is the password.
+        budget: Denoising steps of one request, over all its images and encoders. Images larger than the SDXL
+            checkpoint's native size, and prompts beyond the longest context length, count more.
+        device: cpu, cuda, cuda:1, mps; by default the fastest available.
+        precision: fp32, bf16 or fp16 of the models. auto is fp16 on an accelerator and fp32 on the CPU.
+    """
+
+    base: str = "toy/sdxl"
+    encoders: list[str] = field(default_factory=lambda: list(TOYS))
+    host: str = "127.0.0.1"
+    port: between(int, 1, 65535) = 7860
+    user: str | None = None
+    password_file: str | None = None
+    budget: PositiveInt = 1000  # 6 images by 5 encoders in 30 steps
+    device: str | None = None
+    precision: Precision = "auto"
+
+    def __post_init__(self):
+        super().__post_init__()
+        shipped(self.base)  # raises UserError for a misspelt toy model
+        check_encoders(self.encoders, of_images=True)

@@ -25,9 +25,9 @@ from transformers import CLIPTextModelWithProjection
 from debias_diffusion.app.align.command import Alignment
 from debias_diffusion.app.align.encoders import recompute_activations
 from debias_diffusion.app.align.objective import TERMS, Frozen, Objective, Slot
-from debias_diffusion.app.align.options import AlignConfig
 from debias_diffusion.app.align.plan import measure_cost
 from debias_diffusion.app.align.samples import AlignBatch, collate
+from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.chunks import Cut, Tokens
 from debias_diffusion.eval.common.report import Table
 from debias_diffusion.files import write_json

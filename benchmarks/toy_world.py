@@ -22,7 +22,7 @@ from pathlib import Path
 from seeds import EDITS, difference_cell, write_results
 
 from debias_diffusion.app.align.command import align
-from debias_diffusion.app.align.options import AlignConfig
+from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.app.quickstart import RESULTS_FOLDER, QuickstartConfig, Setup, quickstart
 from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP

@@ -4,6 +4,8 @@ import torch
 
 from .errors import UserError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
+
 
 def pick_device(name: str | None = None) -> torch.device:
     """The device of that name; without a name the fastest available: cuda, mps, cpu.

@@ -18,7 +18,7 @@ from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text, to
 from debias_diffusion.ablation.suppression import Suppressed
 from debias_diffusion.app.ablate import command
 from debias_diffusion.app.ablate.command import ablate
-from debias_diffusion.app.ablate.options import AblateConfig
+from debias_diffusion.app.options import AblateConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.inputs import read_source
 from debias_diffusion.head_search import genetic
@@ -586,7 +586,7 @@ def test_the_command_searches_and_every_evaluation_takes_what_it_leaves(tower, w
 @torch.no_grad()
 def test_betas_leave_as_they_were_learned(world, tmp_path, capsys):
     base, data, images = world
-    settings = dict(data=data, images=images, search="bp", limit=None, epochs=3, learning_rate=0.5, batch=8)
+    settings = dict(data=data, images=images, search="bp", limit=None, epochs=3, learning_rate=0.5, bp_batch=8)
     folder = ablate(AblateConfig(base, str(tmp_path / "bp"), **settings))
     content, loaded = json.loads((folder / "ablation.json").read_text()), load_two_tower(str(folder))
     betas = torch.tensor(content["beta"])
@@ -600,25 +600,10 @@ def test_betas_leave_as_they_were_learned(world, tmp_path, capsys):
     assert content["recall"]["after"] != content["recall"]["before"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"beta": 1.5}, "beta is 1.5, but must be from 0 to 1"),
-        ({"generations": 0}, "generations is 0, but must be at least 1"),
-        ({"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
-        ({"data": None}, "Give either --data"),
-        ({"limit": 20}, "20 pairs are too few: 10 hard and 10 random"),
-        ({"max_bad": -0.1}, "max_bad is -0.1, but must be from 0 to 1"),
-        ({"learning_rate": 0.0}, "learning_rate is 0.0, but must be above 0"),
-        ({"learning_rate": float("nan")}, "learning_rate is nan, but must be above 0"),
-    ],
-)
-def test_settings_that_cannot_be_used_are_explained(changes, message, world, tmp_path):
+def test_too_few_pairs_are_refused(world, tmp_path):
     base, data, images = world
-    values = dict(model=base, output=str(tmp_path / "run"), data=data, images=images) | changes
-    values["images"] = values["images"] if values["data"] else None
-    with pytest.raises(UserError, match=message):
-        ablate(AblateConfig(**values))
+    with pytest.raises(UserError, match="20 pairs are too few: 10 hard and 10 random"):
+        ablate(AblateConfig(base, str(tmp_path / "run"), data, images, limit=20))
 
 
 def one_sentence(data: str, file: Path) -> str:
@@ -657,7 +642,7 @@ def test_a_search_continues_with_its_own_settings_alone(world, tmp_path):
         ablate(AblateConfig(base, str(folder), **settings))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     shutil.copyfile(original, data)
-    ablate(AblateConfig(base, str(folder), **settings, batch_size=7))  # changes nothing but the speed
+    ablate(AblateConfig(base, str(folder), **settings, batch=7))  # changes nothing but the speed
 
 
 def test_features_that_are_not_finite_are_refused(problem):

@@ -17,9 +17,8 @@ from transformers import AutoModel, CLIPModel, CLIPProcessor, CLIPTextModel, CLI
 
 from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text_heads
 from debias_diffusion.ablation.saved import write_ablation
-from debias_diffusion.app.ablate.options import AblateConfig
 from debias_diffusion.app.export.command import export
-from debias_diffusion.app.export.options import ExportConfig
+from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.attention import load_reader
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval

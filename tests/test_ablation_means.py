@@ -13,9 +13,8 @@ from transformers import CLIPModel
 from debias_diffusion.ablation.heads import Ablation, image_means, text_means
 from debias_diffusion.ablation.saved import write_ablation
 from debias_diffusion.app.ablate.command import ablate
-from debias_diffusion.app.ablate.options import AblateConfig
 from debias_diffusion.app.export.command import export
-from debias_diffusion.app.export.options import ExportConfig
+from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.head_search.population import Population, TextPopulation
 from debias_diffusion.interchange.load import load_text_encoder
@@ -140,8 +139,3 @@ def test_means_that_cannot_be_read_are_refused(searched, content, tmp_path):
         file.write_bytes(content)
     with pytest.raises(UserError, match="Search again"):
         load_two_tower(tmp_path)
-
-
-def test_descent_needs_suppression(tmp_path):
-    with pytest.raises(UserError, match="leave out tower, way and fitness"):
-        AblateConfig("toy/clip", str(tmp_path), data="toy/validation", search="bp", way="mean")

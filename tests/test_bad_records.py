@@ -6,8 +6,6 @@ import pytest
 
 from debias_diffusion.data.bad_records import BadRecord, check_share, report_bad, too_many
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import check_max_bad
-from debias_diffusion.training.config import TrainConfig
 
 BAD = [BadRecord(f"{index}.png", "unreadable image" if index else "missing image", "\x1b[2J") for index in range(7)]
 
@@ -25,15 +23,6 @@ def test_too_many_name_the_first(capsys):
     check_share([], 7, 0)
     with pytest.raises(UserError, match=r"^7 of 9 .* 0.5 that --max-bad allows. The first: 0.png: .* Do this.$"):
         check_share(BAD, 9, 0.5, "Do this.")
-
-
-def test_every_command_takes_the_same_shares(tmp_path):
-    for share in (0, 1):
-        check_max_bad(share)
-        assert TrainConfig(data="d.json", model="toy/clip", output="run", max_bad=share).max_bad == share
-    for share in (-0.1, 1.1, float("nan")):
-        with pytest.raises(UserError, match=rf"max_bad is {share}, but must be in \[0, 1\]"):
-            TrainConfig(data="d.json", model="toy/clip", output="run", max_bad=share)
 
 
 def test_they_are_counted_by_kind_shown_without_control_characters_and_all_listed(tmp_path, capsys):

@@ -14,7 +14,7 @@ from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProce
 
 from debias_diffusion.ablation.heads import Ablation, tower_shape
 from debias_diffusion.app.ablate.command import ablate
-from debias_diffusion.app.ablate.options import AblateConfig
+from debias_diffusion.app.options import AblateConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.interchange.clip_model import export_clip_model

@@ -28,13 +28,13 @@ from debias_diffusion.app.demo.analysis import attention, movement, tokens
 from debias_diffusion.app.demo.checks import check, unweighted
 from debias_diffusion.app.demo.live_generation import Drawn, Step, as_png, check_budget, draw, settings_of
 from debias_diffusion.app.demo.models import DemoModels, _check_names
-from debias_diffusion.app.demo.options import AppConfig
 from debias_diffusion.app.demo.request import BUDGET
 from debias_diffusion.app.demo.restore import MOST_PNG, image_of_png, request_of_png
 from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, mark, random_scene
 from debias_diffusion.app.generate.command import GenerateConfig, generate
 from debias_diffusion.app.generate.png_settings import parameters, read_settings
 from debias_diffusion.app.generate.prompts import cleaned
+from debias_diffusion.app.options import AppConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.encoders import labels
 from debias_diffusion.eval.text_image.attention import load_reader, look_at_prompt

@@ -17,9 +17,8 @@ from helpers.modules import ROOT
 from helpers.pages import BLOCKS, PAGES, shell_commands
 from torch.distributed.run import get_args_parser
 
-from debias_diffusion.app.arguments import parse
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
-from debias_diffusion.app.command_help import accepted_names
+from debias_diffusion.app.command_line import parse
 from debias_diffusion.app.reproduce.papers import PaperTable, read_tables, read_yaml
 from debias_diffusion.data import retrieval_sets
 from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
@@ -53,7 +52,9 @@ def check_ours(arguments: list[str]) -> None:
     program, command, rest = command_of(arguments)
     options = options_of(command.options)
     # Checks of some options read the SDXL checkpoint.
-    values = parse(program, options, [word.replace(SDXL, "toy/sdxl") for word in rest], command.example)
+    values = parse(
+        program, command.summary, options, command.example, [word.replace(SDXL, "toy/sdxl") for word in rest]
+    )
     options(**values)
     for name in ("base", "encoder", "encoder_2", "model", "encoders"):
         given = values.get(name) or []
@@ -63,8 +64,8 @@ def check_ours(arguments: list[str]) -> None:
     if values.get("dataset"):
         known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_sets.BENCHMARKS
         assert set(values["dataset"].split(",")) <= known.keys()
-    if command is COMMANDS["reproduce"] and values["target"] not in (None, "all", "claims", "evidence"):
-        assert values["target"] in tables()
+    if command is COMMANDS["reproduce"]:
+        assert set(values["target"]) <= {"all", "claims", *tables()}
 
 
 @cache
@@ -160,7 +161,7 @@ def test_commands_in_sentences_have_options_that_exist(in_repository):
     assert len(given) > 2
     for words in given:
         program, command, rest = command_of(words[1:])
-        flags = {word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")}
+        flags = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
         assert flags <= spellings(options_of(command.options)), program
     scripts = inline_commands("python")
     assert len(scripts) > 4
@@ -170,9 +171,9 @@ def test_commands_in_sentences_have_options_that_exist(in_repository):
 
 
 def spellings(options: type) -> set[str]:
-    """Names of options that a command takes, with _."""
-    names = accepted_names(options).keys() | {"help", "config", "print_config"}
-    return names | {f"no_{name}" for name in names} | ({"method"} if "method" in names else set())
+    """Names of options as a command takes them."""
+    names = {name.replace("_", "-") for name in options.__dataclass_fields__} | {"help", "config", "print-config"}
+    return names | {f"no-{name}" for name in names}
 
 
 FOREIGN = {"mixed_precision", "main_process_port", "dependency", "logdir"}  # accelerate's, SLURM's, TensorBoard's
@@ -185,7 +186,7 @@ def test_options_in_sentences_exist():
     for page in PAGES:
         spans = re.findall(r"`((?!python |make )[^`]*)`", sentences(page))
         flags = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", " ".join(spans)))
-        assert {flag for flag in flags if flag.replace("-", "_") not in known} == set(), page
+        assert flags <= known, page
 
 
 @pytest.mark.parametrize(

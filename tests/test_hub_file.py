@@ -9,7 +9,7 @@ from huggingface_hub import ModelInfo, constants
 
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app.export.command import export
-from debias_diffusion.app.export.options import ExportConfig
+from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange import hub_file
 from debias_diffusion.interchange.hub_file import find_hub_file

@@ -122,7 +122,7 @@ def test_unknown_methods_and_settings_are_refused():
     refused("'debias-clip' has no setting 'alpha'", "debias-clip", alpha=0.5)
     with pytest.raises(UserError, match="There is no Python file '/.*absent.py' to import. Give the file that adds"):
         config(("m", "d", "i"), "o", import_file="absent.py")
-    with pytest.raises(UserError, match="short_weight is an option of its own: give --short_weight"):
+    with pytest.raises(UserError, match="short_weight is an option of its own: give --short-weight"):
         config(("m", "d", "i"), "o", recipe="predicting", method={"short_weight": 0.5})
     assert find_method("predicting", {"alpha": 1}).alpha == 1
     assert all(isinstance(method, Method) for method in METHODS.values())

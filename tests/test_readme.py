@@ -9,8 +9,7 @@ import pytest
 import yaml
 from skimage import data_dir
 
-from debias_diffusion.app.ablate.options import AblateConfig
-from debias_diffusion.app.align.options import AlignConfig
+from debias_diffusion.app.options import AblateConfig, AlignConfig
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.training.config import TrainConfig

@@ -10,7 +10,7 @@ from helpers.released import CAPTIONS, DEEP, TEXT, released, two_tables
 from helpers.tiny_clip import everyday, tiny_siglip
 
 from debias_diffusion.app.export.command import export
-from debias_diffusion.app.export.options import ExportConfig
+from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.two_tower import load_two_tower

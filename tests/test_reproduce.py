@@ -10,14 +10,15 @@ from helpers import shared_units
 from helpers.ranks import forked
 from helpers.small_papers import PAPERS, count_compared, write_small_papers
 
-from debias_diffusion.app.reproduce.availability import missing_weights
+from debias_diffusion.app.options import ReproduceConfig
+from debias_diffusion.app.reproduce import measuring
+from debias_diffusion.app.reproduce.availability import missing_parts, missing_weights
 from debias_diffusion.app.reproduce.building import Work
 from debias_diffusion.app.reproduce.claims import all_claims, decide, with_epochs
-from debias_diffusion.app.reproduce.command import PAGE, RESULTS
+from debias_diffusion.app.reproduce.command import RESULTS
 from debias_diffusion.app.reproduce.differences import FAILS, HOLDS, UNDECIDED, UNTESTED, of_numbers, over_seeds
+from debias_diffusion.app.reproduce.evidence import evidence_page
 from debias_diffusion.app.reproduce.listing import reproduce
-from debias_diffusion.app.reproduce.measuring import attention_slope
-from debias_diffusion.app.reproduce.options import ReproduceConfig
 from debias_diffusion.app.reproduce.papers import (
     Base,
     Claim,
@@ -26,6 +27,7 @@ from debias_diffusion.app.reproduce.papers import (
     Model,
     PaperTable,
     Recorded,
+    World,
     read_tables,
     read_world,
 )
@@ -37,6 +39,7 @@ from debias_diffusion.files import read_json_object, write_json
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "evidence.md"
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def test_weights_that_are_not_here_are_named_with_a_way_to_get_them():
 
 @pytest.fixture(scope="module")
 def written(settings):
-    return reproduce(ReproduceConfig("table-S4", **settings))
+    return reproduce(ReproduceConfig(["table-S4"], **settings))
 
 
 def test_a_table_is_executed_from_end_to_end(written, papers, settings):
@@ -74,7 +77,7 @@ def test_what_is_done_is_kept(written, settings, capsys):
     before = {file: file.stat().st_mtime_ns for file in output.rglob("done.json")}
     assert len(before) > 2
     capsys.readouterr()
-    reproduce(ReproduceConfig("table-S4", **settings))
+    reproduce(ReproduceConfig(["table-S4"], **settings))
     assert {file: file.stat().st_mtime_ns for file in output.rglob("done.json")} == before
     assert "to do: 0 trainings, 0 other pieces" in capsys.readouterr().out
     (training,) = (output / "seed-0" / "training").iterdir()
@@ -105,18 +108,19 @@ def test_the_budgets_of_a_claim_are_different_trainings(world, tmp_path):
 
 @pytest.mark.parametrize("world", ["toy", "real"])
 def test_every_row_has_settings_that_can_be_used(world, tmp_path, capsys):
-    reproduce(ReproduceConfig("all", world=world, papers=str(PAPERS), output=str(tmp_path / "new"), plan=True))
+    reproduce(ReproduceConfig(["all"], world=world, papers=str(PAPERS), output=str(tmp_path / "new"), plan=True))
     printed = capsys.readouterr().out
     assert "to do: " in printed and ("of one core" if world == "toy" else "GPU hours") in printed
     assert not (tmp_path / "new").exists()
 
 
 def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, capsys):
-    reproduce(ReproduceConfig("table-S4", **settings | {"output": str(tmp_path / "new"), "seeds": 2, "plan": True}))
+    changes = {"output": str(tmp_path / "new"), "seeds": [0, 1], "plan": True}
+    reproduce(ReproduceConfig(["table-S4"], **settings | changes))
     printed = capsys.readouterr().out
     assert "to do: 2 trainings" in printed and "sampling shuffle, seed 1" in printed
     assert not (tmp_path / "new").exists()
-    reproduce(ReproduceConfig(None, **settings | {"list": True, "world": "real", "root": str(tmp_path)}))
+    reproduce(ReproduceConfig([], **settings | {"list": True, "world": "real", "root": str(tmp_path)}))
     printed = capsys.readouterr().out
     assert all(name in printed for name in (*read_tables(papers), "figure-S10", "aat-table-16"))
     assert "share-captioner_coco_lcs_sam_1246k_1107.json' is not there. Get it with: hf download" in printed
@@ -125,17 +129,13 @@ def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"target": None}, "Give a table, such as `reproduce table-S4`"),
-        ({"target": "table-S14"}, "There is no 'table-S14'. Did you mean table-S4"),
-        ({"target": "figure-S4"}, "figure-S4 cannot be reproduced here: TULIP's"),
-        ({"target": "table-S4", "world": "tiy"}, "There is no world 'tiy'. Did you mean toy"),
-        ({"target": "table-S4", "seed_list": "0,x"}, "seed_list is '0,x', but must be whole numbers"),
-        ({"target": "table-S4", "seeds": 0}, "seeds is 0"),
+        ({"target": ["table-S14"]}, "There is no 'table-S14'. Did you mean table-S4"),
+        ({"target": ["figure-S4"]}, "figure-S4 cannot be reproduced here: TULIP's"),
+        ({"target": ["table-S4"], "world": "tiy"}, "There is no world 'tiy'. Did you mean toy"),
         (
-            {"target": "table-S4", "world": "real", "root": "nowhere"},
+            {"target": ["table-S4"], "world": "real", "root": "nowhere"},
             "(?s)is not here.*1246k.*hf download.*docci is in none",
         ),
-        ({"target": "evidence", "results": "nowhere.json"}, "There are no results in 'nowhere.json'"),
     ],
 )
 def test_a_wrong_option_is_explained(settings, given, message):
@@ -186,7 +186,7 @@ def test_wrong_settings_of_a_row_are_explained(papers, settings, tmp_path, row, 
     table = {"paper": "P", "title": "T", "source": "S", "columns": {"c": {"evaluation": "docci"}}, "rows": {"r": row}}
     (folder / "mine.yaml").write_text(yaml.safe_dump(table))
     with pytest.raises(UserError, match=message):
-        reproduce(ReproduceConfig("mine", **settings | {"papers": str(folder)}))
+        reproduce(ReproduceConfig(["mine"], **settings | {"papers": str(folder)}))
 
 
 # ---- units
@@ -336,19 +336,33 @@ def test_the_claims_file_finds_every_recorded_number():
     )
 
 
+def test_a_score_that_was_not_measured_is_missing(monkeypatch, tmp_path):
+    """Without a network there is no FID, not a perfect one."""
+    report = {"encoders": {"toy/clip": {"scores": {"objects_right": {"value": 50.0}, "fid_64": {"value": None}}}}}
+    monkeypatch.setattr(measuring, "evaluate_generation", lambda config: report)
+    settings = {"base": "toy/sdxl", "data": "toy/test"}
+    assert measuring.generation_scores("toy/clip", tmp_path, settings) == {"objects_right": 50.0}
+    report["encoders"]["toy/clip"]["scores"]["fid_own"] = {"value": 3.0}
+    assert measuring.generation_scores("toy/clip", tmp_path, settings)["fid"] == 3.0
+
+
+def test_data_of_a_row_s_ablation_is_looked_for(tmp_path):
+    world = World("w", {"b": Base("toy/clip")}, {}, {"data": "{root}/of-the-world.json"}, {})
+    models = [Model("b"), Model("b", ablation={"data": "{root}/of-the-row.json"})]
+    (line,) = missing_parts(world, tmp_path, models, [])
+    assert line.startswith(f"'{tmp_path}/of-the-row.json' is not there")
+
+
 def test_the_slope_of_attention_is_that_of_the_line():
     numbers = {"captions_at_position": [10, 10, 9, 5, 0], "before_softmax": {"positions": [3.0, 2.0, 1.0, 0.0, 90.0]}}
-    assert attention_slope(numbers) == pytest.approx(-100.0)
+    assert measuring.attention_slope(numbers) == pytest.approx(-100.0)
 
 
-def test_the_committed_page_is_a_rendering_of_the_committed_results(tmp_path):
-    if not (ROOT / RESULTS).exists():
-        pytest.skip("no results are committed yet")
-    page = reproduce(ReproduceConfig("evidence", results=str(ROOT / RESULTS), write=str(tmp_path / "page.md")))[0]
-    assert page.read_text() == (ROOT / PAGE).read_text()
+def test_the_committed_page_is_a_rendering_of_the_committed_results():
+    assert evidence_page(read_json_object(ROOT / RESULTS), RESULTS) == PAGE.read_text()
 
 
 def test_the_readme_points_to_rows():
     named = re.findall(r"docs/evidence\.md#([\w-]+)", (ROOT / "README.md").read_text())
-    rows = re.findall(r'<a id="([^"]+)">', (ROOT / PAGE).read_text())
+    rows = re.findall(r'<a id="([^"]+)">', PAGE.read_text())
     assert len(named) >= 6 and set(named) <= set(rows) and len(rows) == len(set(rows))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.generate.command import generate
-from debias_diffusion.app.generate.options import GenerateConfig
+from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject

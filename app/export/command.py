@@ -26,9 +26,9 @@ from debias_diffusion.models.model_files import CONFIG_FILE, WEIGHTS_FILE
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
 
+from ..options import ExportConfig
 from .hub import check_repository, push_folder
 from .model_card import MARK, OPEN_CLIP_UNABLATED, Exported, model_card
-from .options import ExportConfig
 
 if TYPE_CHECKING:
     from debias_diffusion.models.backbone import Backbone

@@ -195,7 +195,7 @@ class _Search:
         return cls(base, ablation, read_json_object(Path(model) / ABLATION_FILE).get("settings", {}))
 
     def command(self) -> str:
-        from ..ablate.options import AblateConfig
+        from ..options import AblateConfig
 
         return _command("debias-diffusion ablate", self.settings, AblateConfig)
 
@@ -321,16 +321,18 @@ def _command(program: str, settings: Mapping, options: type) -> str:
             continue
         if field.default is not dataclasses.MISSING and value in (field.default, _plain(field.default)):
             continue
-        flag = f"--{field.name.replace('_', '-')}"
-        text = _as_given(value)
-        words.append(flag if value is True else f"{flag} {shlex.quote(text)}")
+        name = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words.append(" ".join([f"--{name}", *map(shlex.quote, _as_given(value))]))
     return " ".join(words).replace("```", "")
 
 
-def _as_given(value) -> str:
+def _as_given(value) -> list[str]:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
-        return ",".join(map(_public, value))
-    return _public(value) if isinstance(value, str) else json.dumps(value)
+        return list(map(_public, value))
+    return [_public(value) if isinstance(value, str) else json.dumps(value)]
 
 
 def _plain(value):

@@ -15,13 +15,12 @@ from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import folder_lock, write_text
 from debias_diffusion.interchange.places import fitted_second
-from debias_diffusion.limits import check_guidance, check_pixels, check_side, check_steps
 from debias_diffusion.pipelines.checkpoints import SDXL
 from debias_diffusion.pipelines.rendering import explain_memory
 from debias_diffusion.png import png_damage
 
+from ..options import GenerateConfig
 from .contact_sheet import write_contact_sheets
-from .options import GenerateConfig
 from .png_settings import first_difference, read_settings
 from .prompts import (
     MAX_PROMPTS,
@@ -30,7 +29,6 @@ from .prompts import (
     check_last_seed,
     check_prompt,
     check_text,
-    parse_seed,
     print_left_out,
     read_prompts,
 )
@@ -58,7 +56,9 @@ def generate(config: GenerateConfig) -> Path:
             suffice.
         FailedError: some images have values that are not finite. These are not written, all others are.
     """
-    _check_settings(config)
+    if config.prompt is not None:
+        check_prompt(config.prompt)
+    check_text("negative prompt", config.negative_prompt or "")
     if config.encoder and not config.encoder_2 and (second := fitted_second(config.encoder)):
         config = replace(config, encoder_2=second)
         print(f"Second encoder: {second}, fitted with the first")
@@ -81,32 +81,6 @@ def generate(config: GenerateConfig) -> Path:
 
 
 # Settings
-
-
-def _check_settings(config: GenerateConfig) -> None:
-    if (config.prompt is None) == (config.prompts is None):
-        given = "neither" if config.prompt is None else "both"
-        raise UserError(
-            f'Give either a prompt or a file of prompts, not {given}: `generate "a red cat"`, or `generate --prompts '
-            "prompts.txt`."
-        )
-    if config.prompt is not None:
-        check_prompt(config.prompt)
-    check_text("negative prompt", config.negative_prompt or "")
-    parse_seed(config.seed)
-    for name in ("height", "width"):
-        check_side(name, getattr(config, name))
-    if config.height and config.width:
-        check_pixels(config.height, config.width)
-    check_guidance(config.guidance_scale)
-    for name, number in (
-        ("number of steps", config.steps),
-        ("number of images per prompt", config.images_per_prompt),
-        ("batch", config.batch),
-    ):
-        if number < 1:
-            raise UserError(f"The {name} must be at least 1, got {number}.")
-    check_steps(config.steps)
 
 
 def _read(config: GenerateConfig) -> tuple[list[Prompt], dict[int, str], list[LeftOut]]:
@@ -221,7 +195,7 @@ def _raise_if_failed(failed: Sequence[LeftOut], studio: Studio) -> None:
         raise FailedError(
             f"{len(failed):,} image{'s were' if len(failed) > 1 else ' was'} not rendered, the first: {failed[0]}. "
             "Where values are not finite, weights of an encoder or of the SDXL checkpoint are damaged, or too large "
-            f"for {str(studio.dtype).removeprefix('torch.')}. Try another encoder, or --dtype float32."
+            f"for {str(studio.dtype).removeprefix('torch.')}. Try another encoder, or --precision fp32."
         )
 
 

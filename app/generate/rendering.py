@@ -10,6 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from tqdm import tqdm
 
+from debias_diffusion.devices import DTYPES
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.checkpoints import (
@@ -31,7 +32,7 @@ from debias_diffusion.pipelines.rendering import (
     runtime_settings,
 )
 
-from .options import GenerateConfig
+from ..options import GenerateConfig
 from .png_settings import UNRECORDED, settings_text, write_png
 from .prompts import LeftOut, Prompt, cleaned, print_left_out
 
@@ -58,7 +59,7 @@ class Studio:
         self.device = device
         checkpoint = Checkpoint.parse(config.base)
         self.kind = checkpoint.check_kind(PIPELINES)
-        self.dtype = getattr(torch, config.dtype) if config.dtype else default_dtype(device)
+        self.dtype = DTYPES.get(config.precision) or default_dtype(device)
         height, width = checkpoint.size
         self.sampling = Sampling(config.steps, config.guidance_scale, config.height or height, config.width or width)
 
@@ -66,7 +67,7 @@ class Studio:
         config = self.config
         pipe = load_pipeline(config.base, config.encoder, self.device, self.dtype, config.encoder_2, part)
         pipe.set_progress_bar_config(disable=config.several)
-        return pipe.set_long_prompt(strict=config.strict, weighting=config.weighting, overlap=config.overlap)
+        return pipe.set_long_prompt(weighting=config.weighting, overlap=config.overlap)
 
     def settings(self) -> dict:
         """What all images of the run have in common and what decides how they look; reads no models."""
@@ -92,22 +93,12 @@ class Studio:
         """How a prompt is read.
 
         Raises:
-            UserError: its weights cannot be used; under `strict`, prompt or negative prompt need a second chunk.
+            UserError: its weights cannot be used.
         """
         try:
-            layout = read_layout(pipe, prompt, self.sampling)
-            chunks = [layout.chunks]
-            if self.sampling.guided and prompt.negative_prompt is not None:
-                turned = {"prompt": prompt.negative_prompt, "negative_prompt": prompt.prompt}
-                turned |= {} if prompt.prompt_2 is None else {"negative_prompt_2": prompt.prompt_2}
-                chunks.append(pipe.prompt_layout(**turned).chunks)
+            return read_layout(pipe, prompt, self.sampling)
         except ValueError as error:
             raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
-        if self.config.strict and max(map(max, chunks)) > 1:
-            raise UserError(
-                f"With its {layout.tokens} tokens it takes {_chunks(max(chunks))}, and --strict allows one chunk."
-            )
-        return layout
 
 
 def _sha256(encoder: str | None) -> str | None:

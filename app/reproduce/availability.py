@@ -21,8 +21,9 @@ def missing_parts(world: World, root: Path, models: Iterable[Model], columns: It
     lines = []
     if any(model.training is not None for model in models):
         lines += _missing_files(world, root, world.needs)
-    if any(model.ablation is not None for model in models):
-        lines += _missing_data(world, root, world.ablation)
+    for model in models:
+        if model.ablation is not None:
+            lines += _missing_data(world, root, world.ablation | model.ablation)
     for name in dict.fromkeys(column.evaluation for column in columns):
         lines += _missing_data(world, root, world.evaluations.get(name, {}))
     for name in dict.fromkeys(model.base for model in models):

@@ -3,13 +3,11 @@
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
-
-from debias_diffusion.errors import UserError, near_matches, reason
+from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest, read_json_object, write_json
 from debias_diffusion.methods import METHODS
 from debias_diffusion.toyworld.pairs import write_pairs
@@ -17,7 +15,8 @@ from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.loop import train
 
 from ..ablate.command import ablate
-from ..ablate.options import AblateConfig
+from ..command_line import checked
+from ..options import AblateConfig
 from ..units import Unit
 from .measuring import KINDS
 from .papers import Column, Model, World, describe, fill
@@ -128,7 +127,7 @@ class Work:
         if self.world.pairs is not None:
             data, images = self._pair_files()
             values |= {"data": str(data), "images": str(images), "validation": self.world.held_out}
-        return _checked(TrainConfig, values)
+        return checked(TrainConfig, values)
 
     def _train(self, settings: dict, seed: int, folder: Path) -> dict:
         # A training that was begun continues with the spelling of the settings that it began with.
@@ -168,7 +167,7 @@ class Work:
         unit = f"seed-{seed}/ablation/{settings.get('search', 'ga')}-{json_digest(settings)[:12]}"
 
         def work(folder: Path) -> dict:
-            ablate(_checked(AblateConfig, self._filled(settings, seed) | {"output": str(folder), "seed": seed}))
+            ablate(checked(AblateConfig, self._filled(settings, seed) | {"output": str(folder), "seed": seed}))
             return {}
 
         self.units.setdefault(unit, Unit(unit, f"ablate {describe(model)}, seed {seed}", work, (), 60.0))
@@ -206,18 +205,3 @@ def _named(name: str, known: Mapping[str, Any], what_it_is: str) -> Any:
             f"This world has no {what_it_is} {name!r}.{near_matches(name, known)} It has: {', '.join(known)}."
         )
     return known[name]
-
-
-@lru_cache
-def _parser(kind: type) -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, as_group=False)
-    return parser
-
-
-def _checked(kind: type, values: dict[str, Any]) -> Any:
-    """An instance of a command's dataclass of options, its values checked as the command line checks them."""
-    try:
-        return kind(**_parser(kind).parse_object(values).as_dict())
-    except ArgumentError as error:
-        raise UserError(f"Settings of {kind.__name__} cannot be used: {reason(error)}") from error

@@ -9,15 +9,15 @@ import numpy as np
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.eval.common.report import table as text_table
 from debias_diffusion.eval.common.report import versions
-from debias_diffusion.files import read_json_object, write_json, write_text
+from debias_diffusion.files import write_json, write_text
 from debias_diffusion.training.plan import duration
 
+from ..options import ReproduceConfig
 from ..units import is_done, result_of, run_units, unit_lock
 from .availability import TFLOPS, gpu_hours, missing_parts
 from .building import Work
 from .claims import all_claims, budgets, decide, find_model, needed, with_epochs
 from .evidence import evidence_page
-from .options import ReproduceConfig
 from .papers import (
     CLAIMS,
     Claims,
@@ -33,9 +33,9 @@ from .papers import (
 )
 from .table_sheets import write_table
 
-ALL, EVIDENCE = "all", "evidence"
+ALL = "all"
 _FEWEST = 3  # seeds that decide a claim while others are still to be run
-RESULTS, PAGE = "benchmarks/results/claims.json", "docs/evidence.md"
+RESULTS = "benchmarks/results/claims.json"  # as the page names them
 
 
 def regenerate(config: ReproduceConfig) -> list[Path]:
@@ -47,21 +47,7 @@ def regenerate(config: ReproduceConfig) -> list[Path]:
     Raises:
         UserError: a name is unknown, a setting cannot be used, or data or weights are missing.
     """
-    if config.target == EVIDENCE:
-        return [render_evidence(Path(config.results or RESULTS), Path(config.write or PAGE))]
     return _Reproduction(config).run()
-
-
-def render_evidence(results: Path, page: Path) -> Path:
-    """Writes the page of all claims from their results, and returns it.
-
-    Raises:
-        UserError: there are no results.
-    """
-    if not (content := read_json_object(results)):
-        raise UserError(f"There are no results in {str(results)!r}. `reproduce claims --results` writes them.")
-    write_text(page, evidence_page(content, RESULTS))
-    return page
 
 
 class _Reproduction:
@@ -72,9 +58,9 @@ class _Reproduction:
         self.world = read_world(self.folder, config.world)
         self.output, self.root = Path(config.output) / config.world, Path(config.root)
         self.all_tables = read_tables(self.folder)
-        wanted = [] if config.target is None else [name.strip() for name in config.target.split(",")]
-        self.tables = self._find_tables(wanted)
-        self.claims = read_yaml(self.folder / f"{CLAIMS}.yaml", Claims) if {CLAIMS, ALL} & set(wanted) else None
+        self.tables = self._find_tables(config.target)
+        wants_claims = {CLAIMS, ALL} & set(config.target)
+        self.claims = read_yaml(self.folder / f"{CLAIMS}.yaml", Claims) if wants_claims else None
         self.work = Work(self.world, self.root, self.output, config.device)
         self._places: dict[str, str] = {}
 
@@ -119,7 +105,7 @@ class _Reproduction:
         return [model for model, _ in pairs], [column for _, column in pairs]
 
     def _add_units(self) -> None:
-        for seed in self.config.numbers:
+        for seed in self.config.seeds:
             for model, column in self._pairs():
                 [unit] = self.work.add(model, [column], seed).values()
                 self._places[_key(model, column.evaluation, seed)] = unit
@@ -143,7 +129,7 @@ class _Reproduction:
             return f"{duration(seconds)} of one core"
         models = {describe(model): model for model in self._rows_and_columns()[0] if model.training is not None}
         hours = {}
-        for seed in self.config.numbers:
+        for seed in self.config.seeds:
             for model in models.values():
                 if (name := self.work.training_name(model, seed)) in units:
                     hours[name] = gpu_hours(model, self.world)
@@ -154,7 +140,7 @@ class _Reproduction:
     def _scores(self, model: Model, evaluation: str, score: str) -> dict:
         """{seed: values of the score}"""
         values = {}
-        for seed in self.config.numbers:
+        for seed in self.config.seeds:
             unit = self._places[_key(model, evaluation, seed)]
             if self.config.finished and not is_done(self.output, unit):
                 continue
@@ -168,7 +154,7 @@ class _Reproduction:
 
     def _write(self) -> list[Path]:
         files = [
-            write_table(name, table, self._scores, self.world.title, self.config.numbers, self.output)
+            write_table(name, table, self._scores, self.world.title, self.config.seeds, self.output)
             for name, table in self.tables.items()
         ]
         for file in files:
@@ -180,16 +166,14 @@ class _Reproduction:
         content = self._claims_content()
         for file in files:
             write_json(file, content)
-        page = evidence_page(content, RESULTS)
-        pages = [self.output / "claims.md", *([Path(self.config.write)] if self.config.write else [])]
-        for file in pages:
-            write_text(file, page)
+        page = self.output / "claims.md"
+        write_text(page, evidence_page(content, RESULTS))
         verdicts = [[entry["claim"], entry["verdict"]] for group in content["claims"].values() for entry in group]
         print("\n" + text_table(["claim", "verdict"], verdicts))
-        return files + pages
+        return [*files, page]
 
     def _claims_content(self) -> dict:
-        fewest = min(_FEWEST, len(self.config.numbers))
+        fewest = min(_FEWEST, len(self.config.seeds))
         groups = decide(self.claims, self._scores, self.folder.resolve().parents[1], fewest)
         for entry in (entry for group in groups.values() for entry in group):
             entry["steps"] = self._steps(entry["epochs"])
@@ -197,7 +181,7 @@ class _Reproduction:
             "world": self.world.title,
             "budget": self.world.budget,
             "editions": self.claims.editions,
-            "seeds": self.config.numbers,
+            "seeds": self.config.seeds,
             "versions": versions(),
             "claims": groups,
             "scores": self._all_scores(),

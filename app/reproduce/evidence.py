@@ -18,7 +18,7 @@ that file's seeds.
   intervals are Student's over seeds. Between equal models, 1 difference in 20 is decided by chance.
 - This says nothing about the size of an effect on real images.{budget}{editions}
 
-Rendered by `debias-diffusion reproduce evidence` from [{file}](../{results}), which also has p values, each seed's
+Rendered by `debias-diffusion reproduce claims` with [{file}](../{results}), which also has p values, each seed's
 difference and the scores of all models ([how it works](reproduce.md#claims)).
 
 ## Summary

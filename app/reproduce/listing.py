@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from ..options import ReproduceConfig
 from .availability import gpu_hours, missing_parts
-from .options import ReproduceConfig
 from .papers import describe, find_papers, read_absent, read_tables, read_world
 
 

@@ -72,13 +72,15 @@ def attention_slope(numbers: dict) -> float:
 def generation_scores(model: str, output: Path, settings: dict) -> Scores:
     """Every score of `evaluate generation` ("dino_score", "objects_right", ...).
 
-    "fid" is of Inception's 64 features, whose scale the paper's has, or of `own_features` where there is no Inception.
+    "fid" is of Inception's 64 features, whose scale the paper's has, or of `own_features` where there is no Inception;
+    without either there is none.
     """
     report = evaluate_generation(GenerationConfig([model], output=str(output), **settings))
     [encoder] = report["encoders"].values()
     parts = encoder["scores"].items()
     scores = {score: part["value"] for score, part in parts if isinstance(part, dict) and part.get("value") is not None}
-    return scores | {"fid": scores.get("fid_64", scores.get("fid_own", 0.0))}
+    fid = scores.get("fid_64", scores.get("fid_own"))
+    return scores if fid is None else scores | {"fid": fid}
 
 
 KINDS: dict[str, Callable[[str, Path, dict], Scores]] = {

@@ -10,12 +10,12 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from debias_diffusion.devices import DTYPES
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
 from debias_diffusion.models.model_files import may_be_hub_id
 
 EXAMPLE = "llava-hf/llama3-llava-next-8b-hf"  # Fix-CLIP's captioner (section 3.1)
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIZES = 4096  # of images, whose shapes are remembered
 
 
@@ -77,7 +77,7 @@ class Captioner:
             processor = AutoProcessor.from_pretrained(model, trust_remote_code=False)
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModelForImageTextToText.from_pretrained(
-                model, dtype=_DTYPES[precision], trust_remote_code=False, output_loading_info=True
+                model, dtype=DTYPES[precision], trust_remote_code=False, output_loading_info=True
             )
             if info["missing_keys"]:
                 missing = sorted(info["missing_keys"])

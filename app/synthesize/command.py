@@ -50,10 +50,10 @@ from debias_diffusion.files import (
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
+from ..options import SynthesizeConfig
 from .captioner import Asked, Captioner, model_digest
 from .cleaning import drop_unfinished, fault
 from .instructions import draw_instruction
-from .options import SynthesizeConfig
 from .parts import Outcome, Parts, json_line
 from .sheet import write_sheet
 

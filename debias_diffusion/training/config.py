@@ -1,15 +1,27 @@
 """The settings of a training run, and the checks that need no data."""
 
 import ast
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..errors import UserError, near_matches
-from ..limits import FACTOR, KEEP, check_max_bad
+from ..errors import UserError
+from ..limits import (
+    FACTOR,
+    KEEP,
+    BelowOne,
+    Checked,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Precision,
+    Rule,
+    Share,
+    between,
+)
 
 if TYPE_CHECKING:
     from ..methods import Method
@@ -26,7 +38,9 @@ _DOCUMENTED = (
     ("all recipes", "dual_caption.py", "DualCaption"),
     ("fix-clip, and of long-clip, where all are off", "fix_clip.py", "FixClip"),
 )
-TRACKERS = ("tensorboard", "wandb")
+Tracker = Literal["tensorboard", "wandb"]
+RunSeed = between(int, 0, 2**32 - 1)  # a step's draws are seeded with it and, in the lower half of 64 bits, its number
+_Scale = Annotated[float, Rule("above 0, at most 100", lambda scale: 0 < scale <= 100)]
 CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose the best model
 # Options in the order of `train --help`.
 _GROUPS = {
@@ -46,60 +60,32 @@ _GROUPS = {
 }
 
 
-class RunConfig:
+class RunConfig(Checked):
     """What the settings of every resumable run have in common; its subclasses are dataclasses with these fields."""
 
     data: str
     images: str | None
     output: str
-    validation: int | Literal["auto"]
-    batch: int
-    chunk: int | None
-    epochs: int
-    max_steps: int | None
-    learning_rate: float
-    warmup: int
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    precision: Literal["auto", "fp32", "bf16", "fp16"]
-    seed: int
-    workers: int
-    eval_every: int
-    checkpoint_every: int
-    keep: int
-    log_every: int
-    trackers: str | None
-    max_bad: float
-    keep_best: int = 0
-
-    def check_run(self) -> None:
-        """Raises UserError for a value that no run can have."""
-        for name in ("batch", "epochs", "eval_every", "checkpoint_every", "log_every", "keep"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup", "weight_decay", "workers", "keep_best"):
-            self.require(name, getattr(self, name) >= 0, "at least 0")
-        self.require("validation", self.validation == "auto" or self.validation >= 0, "at least 0, or auto")
-        for name in ("max_steps", "chunk"):
-            self.require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or null")
-        self.require("learning_rate", self.learning_rate > 0 and math.isfinite(self.learning_rate), "above 0")
-        self.require("eps", self.eps >= 0 and math.isfinite(self.eps), "at least 0")
-        # A step's draws are seeded with the seed and, in the lower half of 64 bits, its number.
-        self.require("seed", 0 <= self.seed < 2**32, f"a whole number from 0 to {2**32 - 1}")
-        self.require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
-        check_max_bad(self.max_bad)
-        for name in self.tracker_names():
-            if name not in TRACKERS:
-                hint = near_matches(name, TRACKERS)
-                raise UserError(f"Unknown tracker {name!r}.{hint} Choose from: {', '.join(TRACKERS)}.")
-
-    def require(self, name: str, fits: bool, rule: str) -> None:
-        """Raises UserError, which states the rule, unless the setting fits it."""
-        if not fits:
-            raise UserError(f"{name} is {getattr(self, name)!r}, but must be {rule}.")
-
-    def tracker_names(self) -> list[str]:
-        return [name.strip() for name in (self.trackers or "").split(",") if name.strip()]
+    validation: NonNegativeInt | Literal["auto"]
+    batch: PositiveInt
+    chunk: PositiveInt | None
+    epochs: PositiveInt
+    max_steps: PositiveInt | None
+    learning_rate: PositiveFloat
+    warmup: NonNegativeInt
+    weight_decay: NonNegativeFloat
+    betas: tuple[BelowOne, BelowOne]
+    eps: NonNegativeFloat
+    precision: Precision
+    seed: RunSeed
+    workers: NonNegativeInt
+    eval_every: PositiveInt
+    checkpoint_every: PositiveInt
+    keep: PositiveInt
+    log_every: PositiveInt
+    trackers: list[Tracker]
+    max_bad: Share
+    keep_best: NonNegativeInt = 0
 
     def settings(self) -> dict:
         """All settings that decide the result, as plain JSON values."""
@@ -172,7 +158,7 @@ class TrainConfig(RunConfig):
         checkpoint_every: Steps between checkpoints.
         keep: How many of the newest checkpoints are kept.
         log_every: Steps between lines in log.jsonl.
-        trackers: tensorboard, wandb, or both with a comma between; null for log.jsonl alone, which is always written.
+        trackers: tensorboard, wandb, or both, beside log.jsonl, which is always written.
         max_bad: Largest share of bad records before the run stops, from 0 to 1. An unreadable image is replaced by
             another pair of the epoch, always the same, which the epoch then has twice; with 0 by none. A stopped run
             may resume with another value.
@@ -196,41 +182,37 @@ class TrainConfig(RunConfig):
     pooling: Literal["eot", "average"] | None = None
     keep_states: float | None = None
     method: dict[str, Any] | None = None
-    keep_positions: int = KEEP
-    stretch: int = FACTOR
-    validation: int | Literal["auto"] = "auto"
-    keep_best: int = 0
-    batch: int = 256
-    chunk: int | None = None
+    keep_positions: NonNegativeInt = KEEP
+    stretch: PositiveInt = FACTOR
+    validation: NonNegativeInt | Literal["auto"] = "auto"
+    keep_best: NonNegativeInt = 0
+    batch: PositiveInt = 256
+    chunk: PositiveInt | None = None
     freeze_image_tower: bool = False
     feature_cache: str | None = None
-    epochs: int = 3
-    max_steps: int | None = None
-    learning_rate: float = 1e-6
-    warmup: int = 200
-    weight_decay: float = 1e-2
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    initial_scale: float | Literal["auto"] | None = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    epochs: PositiveInt = 3
+    max_steps: PositiveInt | None = None
+    learning_rate: PositiveFloat = 1e-6
+    warmup: NonNegativeInt = 200
+    weight_decay: NonNegativeFloat = 1e-2
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
+    initial_scale: _Scale | Literal["auto"] | None = "auto"
+    precision: Precision = "auto"
     checkpoint_activations: bool = False
     compile: bool = False
-    seed: int = 0
-    workers: int = 2
-    eval_every: int = 500
-    checkpoint_every: int = 500
-    keep: int = 2
-    log_every: int = 10
-    trackers: str | None = None
-    max_bad: float = 0.01
+    seed: RunSeed = 0
+    workers: NonNegativeInt = 2
+    eval_every: PositiveInt = 500
+    checkpoint_every: PositiveInt = 500
+    keep: PositiveInt = 2
+    log_every: PositiveInt = 10
+    trackers: list[Tracker] = field(default_factory=list)
+    max_bad: Share = 0.01
     check_data: bool = False
 
     def __post_init__(self):
-        self.check_run()
-        self.require("stretch", self.stretch >= 1, "at least 1")
-        self.require("keep_positions", self.keep_positions >= 0, "at least 0")
-        scale = self.initial_scale
-        self.require("initial_scale", scale in (None, "auto") or 0 < scale <= 100, "in (0, 100], auto, or null")
+        super().__post_init__()
         self.make_method()
 
     def make_method(self) -> "Method":
@@ -270,5 +252,6 @@ def method_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     further = settings.get("method") or {}
     for name in further:
         if name in RECIPE_OPTIONS:
-            raise UserError(f"{name} is an option of its own: give --{name} instead of --method.{name}.")
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{name} is an option of its own: give {flag} instead of --method.{name}.")
     return {name: settings[name] for name in RECIPE_OPTIONS if settings.get(name) is not None} | further

@@ -21,7 +21,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     Raises:
         UserError: a tracker is not installed.
     """
-    names = config.tracker_names()
+    names = config.trackers
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"The tracker {name!r} is not installed. `pip install {name}`, or leave it out.")
@@ -37,7 +37,7 @@ def tracked(accelerator: Accelerator, config: RunConfig, settings: dict) -> Iter
     Raises:
         UserError: one of them cannot be started.
     """
-    names = config.tracker_names()
+    names = config.trackers
     if not names:
         yield
         return

@@ -76,9 +76,9 @@ def _batches(images: Sequence[Picture], size: int, batch_size: int, title: str) 
 
 
 _INCEPTION_ADVICE = (
-    "Pass --inception_weights the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases "
+    "Pass --inception-weights the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases "
     f"({URL_INCEPTION_V3}), which pytorch-fid calls pt_inception-2015-12-05-6726825d.pth, or 'cache' when "
-    "torch-fidelity has downloaded it before. Without --inception_weights FID is skipped."
+    "torch-fidelity has downloaded it before. Without --inception-weights FID is skipped."
 )
 
 

@@ -30,7 +30,7 @@ from transformers import CLIPTextModel
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.export.command import export
-from debias_diffusion.app.export.options import ExportConfig
+from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods import METHODS

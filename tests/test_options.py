@@ -1,0 +1,148 @@
+"""What options may be: the ranges of their annotations, and the rules between them, by class."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from debias_diffusion.app.options import (
+    AblateConfig,
+    AlignConfig,
+    AppConfig,
+    ExportConfig,
+    GenerateConfig,
+    QuickstartConfig,
+    ReproduceConfig,
+    ShardsConfig,
+    SynthesizeConfig,
+)
+from debias_diffusion.errors import UserError
+from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
+from debias_diffusion.training.config import TrainConfig
+
+NAN, INFINITY = float("nan"), float("inf")
+# Of each class, options that can be used.
+USABLE = {
+    AblateConfig: {"model": "m", "output": "runs/o", "data": "d"},
+    AlignConfig: {"base": "b", "data": "d", "output": "o", "encoder": "e"},
+    AppConfig: {},
+    ExportConfig: {"model": "m", "output": "o"},
+    GenerateConfig: {"prompt": "a star", "base": "b"},
+    QuickstartConfig: {},
+    ReproduceConfig: {"target": ["table-S4"]},
+    ShardsConfig: {"data": "d", "output": "o"},
+    SynthesizeConfig: {"model": "m", "output": "o", "images": "i"},
+    TrainConfig: {"data": "d", "output": "o", "model": "m"},
+}
+REFUSED = [
+    (AblateConfig, {"beta": 1.5}, "beta is 1.5, but must be a number, from 0 to 1."),
+    (AblateConfig, {"generations": 0}, "generations is 0, but must be a whole number, at least 1."),
+    (AblateConfig, {"max_bad": -0.1}, "max_bad is -0.1, but must be a number, from 0 to 1."),
+    (AblateConfig, {"learning_rate": 0.0}, "learning_rate is 0.0, but must be a number, above 0."),
+    (AblateConfig, {"learning_rate": NAN}, "learning_rate is nan"),
+    (
+        AblateConfig,
+        {"seed": 2**64},
+        "seed is 18446744073709551616, but must be a whole number, from -2^63 to 2^64 - 1.",
+    ),
+    (AblateConfig, {"limit": 0}, "limit is 0, but must be a whole number, at least 1, or null."),
+    (AblateConfig, {"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
+    (AblateConfig, {"search": "bp", "way": "mean"}, "bp suppresses the image tower's heads"),
+    (AblateConfig, {"data": None}, "Give either --data"),
+    (AlignConfig, {"encoder": None}, "Nothing is to be fitted. Give --encoder"),
+    (AlignConfig, {"denoising": -1.0}, "denoising is -1.0, but must be a number, at least 0."),
+    (AlignConfig, {"keep_states": NAN}, "keep_states is nan"),
+    (AlignConfig, {"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
+    (AlignConfig, {"pixels": 100}, "pixels is 100, but must be a whole number, a positive multiple of 8, or null."),
+    (AlignConfig, {"batch": 0}, "batch is 0"),
+    (AppConfig, {"port": 0}, "port is 0, but must be a whole number, from 1 to 65535."),
+    (AppConfig, {"budget": 0}, "budget is 0"),
+    (AppConfig, {"encoders": ["toy/clap"]}, "Did you mean toy/clip"),
+    (ExportConfig, {"to": "diffusers"}, "to is 'diffusers', but must be transformers or comfyui or open_clip or clip."),
+    (GenerateConfig, {"height": 100}, "height is 100"),
+    (GenerateConfig, {"width": -8}, "width is -8"),
+    (GenerateConfig, {"steps": 10**9}, "steps is 1000000000, but must be a whole number, from 1 to 1000."),
+    (GenerateConfig, {"guidance_scale": NAN}, "guidance_scale is nan, but must be a number, from -1000.0 to 1000.0."),
+    (GenerateConfig, {"guidance_scale": -INFINITY}, "guidance_scale is -inf"),
+    (GenerateConfig, {"height": 8 * 10**6, "width": 80}, "has 640,000,000; at most 89,478,485 can be"),
+    (GenerateConfig, {"batch": 0}, "batch is 0"),
+    (GenerateConfig, {"images_per_prompt": 0}, "images_per_prompt is 0"),
+    (GenerateConfig, {"seed": -1}, "seed is -1, but must be a whole number, from 0 to 2^63 - 1."),
+    (GenerateConfig, {"prompt": None}, "either a prompt or a file of prompts, not neither"),
+    (GenerateConfig, {"prompts": "p.txt"}, "either a prompt or a file of prompts, not both"),
+    (QuickstartConfig, {"prompts": 1}, "prompts is 1, but must be a whole number, from 2 to 1000."),
+    (QuickstartConfig, {"scenes": 1001}, "scenes is 1001"),
+    (QuickstartConfig, {"split": "train"}, "split is 'train', but must be one of development, test"),
+    (QuickstartConfig, {"seed": 2**32}, "seed is 4294967296"),
+    (ReproduceConfig, {"target": []}, "Give a table, such as `reproduce table-S4`"),
+    (ReproduceConfig, {"seeds": []}, "There are no seeds"),
+    (
+        ReproduceConfig,
+        {"seeds": [0, -1]},
+        "seeds is [0, -1], but must be values, each a whole number, from 0 to 4294967295.",
+    ),
+    (ReproduceConfig, {"finished": True}, "--finished is for `reproduce claims`"),
+    (ShardsConfig, {"size": 0}, "size is 0, but must be a whole number, from 1 to 65500."),
+    (ShardsConfig, {"per_shard": 0}, "per_shard is 0"),
+    (ShardsConfig, {"quality": 101}, "quality is 101"),
+    (ShardsConfig, {"workers": -1}, "workers is -1"),
+    (ShardsConfig, {"max_bad": 2}, "max_bad is 2"),
+    (SynthesizeConfig, {"max_bad": 2}, "max_bad is 2"),
+    (SynthesizeConfig, {"images": None}, "Neither data nor images is given"),
+    (SynthesizeConfig, {"data": "toy/test"}, "are no files and have long captions"),
+    (TrainConfig, {"keep_best": -1}, "keep_best is -1"),
+    (TrainConfig, {"max_bad": NAN}, "max_bad is nan, but must be a number, from 0 to 1."),
+    (TrainConfig, {"learning_rate": -1}, "learning_rate is -1, but must be a number, above 0."),
+    (TrainConfig, {"eps": -1.0}, "eps is -1.0"),
+    (TrainConfig, {"seed": 2**32}, "seed is 4294967296, but must be a whole number, from 0 to 4294967295."),
+    (TrainConfig, {"betas": (0.9, 1.0)}, "betas is (0.9, 1.0), but must be 2 values, each a number, at least 0 and"),
+    (TrainConfig, {"validation": "all"}, "validation is 'all', but must be a whole number, at least 0, or auto."),
+    (TrainConfig, {"initial_scale": 0}, "initial_scale is 0, but must be a number, above 0, at most 100, or auto"),
+    (TrainConfig, {"precision": "fp8"}, "precision is 'fp8', but must be auto or fp32 or bf16 or fp16."),
+    (TrainConfig, {"trackers": ["tensorbord"]}, "trackers is ['tensorbord'], but must be values, each tensorboard or"),
+    (TrainConfig, {"recipe": "debiased"}, "Unknown recipe 'debiased'. Did you mean debias-clip"),
+]
+
+
+@pytest.mark.parametrize(("options", "changes", "message"), REFUSED)
+def test_options_that_cannot_be_used_are_explained(options, changes, message):
+    options(**USABLE[options])
+    with pytest.raises(UserError, match=re.escape(message)):
+        options(**USABLE[options] | changes)
+
+
+@pytest.mark.parametrize("options", USABLE)
+def test_every_option_is_explained(options):
+    text = "".join(cls.__doc__ or "" for cls in options.__mro__)
+    assert [name for name in options.__dataclass_fields__ if f"\n        {name}: " not in text] == []
+
+
+@dataclass
+class Options(Checked):
+    number: PositiveInt | None = None
+    share: float = 0.5
+    sides: tuple[Side, Side] = (8, 16)
+    counts: list[NonNegativeInt] | None = None
+    names: dict[str, int] | None = None
+
+
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        ({"number": 1, "share": 1, "sides": [8, 8], "counts": [0], "names": {"a": 1}}, True),
+        ({"number": 1.0}, False),
+        ({"number": INFINITY}, False),
+        ({"share": "half"}, False),
+        ({"sides": (8,)}, False),
+        ({"sides": (8, 12)}, False),
+        ({"counts": 3}, False),
+        ({"counts": [0, -1]}, False),
+        ({"names": ["a"]}, False),
+    ],
+)
+def test_values_are_held_to_annotations(values, fits):
+    if fits:
+        assert Options(**values).number == 1
+        return
+    with pytest.raises(UserError, match=f"{next(iter(values))} is .*, but must be "):
+        Options(**values)
