@@ -19,13 +19,12 @@ from safetensors import safe_open
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
+from debias_diffusion.encoders import load_text_encoder, may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.places import model_and_weights, model_of_run
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import read_encoder
-from debias_diffusion.models.model_files import check_bounds, check_finite, explain_failure, may_be_hub_id, read_config
+from debias_diffusion.models.model_files import check_bounds, check_finite, explain_failure, read_config
 from debias_diffusion.models.shipped import shipped
 
 from .stable_diffusion import StableDiffusionLongPromptPipeline
@@ -158,24 +157,18 @@ def _hub_configs(hub_id: str) -> str:
     raise FileNotFoundError("it has no model_index.json or no unet/config.json")
 
 
-def model_digest(model: str) -> str:
-    """The digest of an encoder's or checkpoint's files, of `MODEL:FILE` behind the model's name.
-
-    A hub id, or an open_clip tag, is its own digest, because its files lie wherever a cache put them.
+def model_digest(base: str) -> str:
+    """The digest of a checkpoint's files. A hub id stands for itself, because its files lie wherever a cache put them.
 
     Raises:
         UserError: a file cannot be read.
     """
-    model = model_of_run(shipped(model)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
+    folder, file = _split(base)
+    parts = filter(None, (shipped(folder), file))
     try:
-        folder, file = _split(model)
-        if folder and file is not None and os.path.isdir(shipped(folder)):
-            return f"{path_digest(shipped(folder))}:{path_digest(file)}"
-        if (named := model_and_weights(model)) and os.path.exists(named[1]):
-            return f"{named[0]}:{path_digest(named[1])}"
-        return path_digest(model) if os.path.exists(model) else model
+        return ":".join(path_digest(part) if os.path.exists(part) else str(part) for part in parts)
     except OSError as error:
-        raise UserError(f"The model {model!r} cannot be read ({reason(error)}). Give another one.") from error
+        raise UserError(f"The model {base!r} cannot be read ({reason(error)}). Give another one.") from error
 
 
 def load_sdxl(

@@ -95,7 +95,7 @@ def test_every_training_option_is_explained():
             "must be a number up to 1000, got 1e+308",
         ),
         (["evaluate", "report"], "folder is missing: give `debias-diffusion evaluate report FOLDER`"),
-        (["export", "--model=ViT-B16", "--output=/nowhere"], "Unknown model 'ViT-B16'"),
+        (["export", "--model=ViT-B16", "--output=/nowhere"], "'ViT-B16' is not there. Did you mean ViT-B-16"),
     ],
 )
 def test_one_message_and_no_traceback(capsys, arguments, message):

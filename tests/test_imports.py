@@ -21,6 +21,7 @@ LAYERS = (
     ("methods",),
     ("ablation.suppression", "ablation.means", "ablation.heads", "ablation.folding", "ablation.saved"),
     ("interchange",),
+    ("encoders",),
     ("data",),
     ("retrieval", "attention"),
     ("training",),

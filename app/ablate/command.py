@@ -12,7 +12,7 @@ from debias_diffusion.ablation.fitness import K1, K2, check_count
 from debias_diffusion.ablation.heads import ABLATED, Ablation, tower_shape
 from debias_diffusion.ablation.means import image_means, text_means
 from debias_diffusion.ablation.population import Population, TextPopulation, mean_shares
-from debias_diffusion.ablation.saved import is_ablation, write_ablation
+from debias_diffusion.ablation.saved import write_ablation
 from debias_diffusion.ablation.search import (
     ImageProblem,
     Problem,
@@ -25,12 +25,12 @@ from debias_diffusion.ablation.search import (
 )
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.devices import pick_device
+from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.inputs import Pairs, read_source
 from debias_diffusion.eval.common.report import Table
 from debias_diffusion.eval.text_image.robustness import edit_caption
 from debias_diffusion.files import folder_lock, read_json_object, write_json
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.image_tower import PROMPTS_AND_ATTENTION
 from debias_diffusion.retrieval import encode_images, encode_texts
 from debias_diffusion.sentences import split_sentences
@@ -75,10 +75,11 @@ def _ablated_already(model: str) -> UserError:
 class _Search:
     def __init__(self, config: AblateConfig, output: Path):
         self.config, self.output = config, output
-        if is_ablation(config.model):
+        spec = EncoderSpec.parse(config.model)
+        if spec.kind is Kind.ABLATION:
             raise _ablated_already(config.model)
         self.device = pick_device(config.device)
-        self.backbone = load_two_tower(config.model).to(self.device).eval()
+        self.backbone = spec.load_two_tower().to(self.device).eval()
         self.blocks, self.heads = tower_shape(self.backbone, config.tower)
         if self.backbone.image_attention or self.backbone.text_attention:  # an open_clip folder with suppressed heads
             raise _ablated_already(config.model)

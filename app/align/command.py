@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from debias_diffusion.encoders import FIRST, SECOND
 from debias_diffusion.files import atomic_folder, explain_full_disk
-from debias_diffusion.interchange.places import FIRST, SECOND
 from debias_diffusion.interchange.text_encoders import import_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.pipelines.loading import check_base, default_size, load_sdxl, model_digest

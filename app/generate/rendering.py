@@ -10,6 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from tqdm import tqdm
 
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.loading import (
@@ -20,7 +21,6 @@ from debias_diffusion.pipelines.loading import (
     default_dtype,
     default_size,
     load_pipeline,
-    model_digest,
 )
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
@@ -117,7 +117,7 @@ def _sha256(encoder: str | None) -> str | None:
     """
     if encoder is None or encoder == STRETCH:
         return None
-    sha256 = model_digest(encoder).rpartition(":")[2]
+    sha256 = EncoderSpec.parse(encoder).digest.rpartition(":")[2]
     return sha256 if re.fullmatch("[0-9a-f]{64}", sha256) else None
 
 

@@ -10,9 +10,9 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
-from debias_diffusion.models.model_files import may_be_hub_id
 
 EXAMPLE = "llava-hf/llama3-llava-next-8b-hf"  # Fix-CLIP's captioner (section 3.1)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
