@@ -30,6 +30,7 @@ from debias_diffusion.ablation.heads import ABLATED, Ablation
 from debias_diffusion.ablation.saved import is_ablation, read_ablation, write_ablation
 from debias_diffusion.app.ablate.command import AblateConfig, ablate
 from debias_diffusion.data import open_data
+from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.eval.common.intervals import paired_difference
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.eval.common.settings import OVERLAP
@@ -39,7 +40,6 @@ from debias_diffusion.eval.text_image.robustness import edit_caption
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.head_search.population import TextPopulation
 from debias_diffusion.head_search.problems import KS, TextProblem, every_mask
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_ranks
 
 RESULTS = Path(__file__).parent / "results"

@@ -36,11 +36,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.devices import pick_device
+from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.eval.common.intervals import paired_difference
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.files import write_json, write_text
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import relative_error, without_eot
 from debias_diffusion.methods.objectives import contrastive_loss

@@ -5,7 +5,7 @@ from importlib import import_module
 __all__ = ["load_text_encoder", "split_sentences", "stretch_positions"]
 
 _MODULES = {
-    "load_text_encoder": ".interchange.load",
+    "load_text_encoder": ".encoders",
     "split_sentences": ".sentences",
     "stretch_positions": ".models.positions",
 }

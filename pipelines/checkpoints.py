@@ -20,13 +20,12 @@ from safetensors import safe_open
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
+from debias_diffusion.encoders import load_text_encoder, may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.places import model_and_weights, model_of_run
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import read_encoder
-from debias_diffusion.models.model_files import check_finite, explain_failure, may_be_hub_id
+from debias_diffusion.models.model_files import check_finite, explain_failure
 from debias_diffusion.models.shipped import shipped
 
 from .classes import StableDiffusionLongPromptPipeline, StableDiffusionXLLongPromptPipeline
@@ -247,23 +246,6 @@ def _hub_configs(hub_id: str) -> str:
             if all((Path(folder) / part).is_file() for part in ("model_index.json", "unet/config.json")):
                 return folder
     raise FileNotFoundError("it has no model_index.json or no unet/config.json")
-
-
-def model_digest(model: str) -> str:
-    """The digest of an encoder's files, of `MODEL:FILE` behind the model's name.
-
-    A hub id, or an open_clip tag, is its own digest, because its files lie wherever a cache put them.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    model = model_of_run(shipped(model)).removeprefix("local-dir:")  # of a training run, what `load_text_encoder` takes
-    try:
-        if (named := model_and_weights(model)) and os.path.exists(named[1]):
-            return f"{named[0]}:{path_digest(named[1])}"
-        return path_digest(model) if os.path.exists(model) else model
-    except OSError as error:
-        raise UserError(f"The model {model!r} cannot be read ({reason(error)}). Give another one.") from error
 
 
 def load_pipeline(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Literal
 
 import diffusers
 import numpy as np
@@ -19,19 +18,17 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.chunks import TRAINED_POSITIONS
+from debias_diffusion.encoders import EncoderSpec, Reading, load_text_encoder
 from debias_diffusion.errors import UserError, near_matches, reason
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.places import fitted_second
 from debias_diffusion.limits import Layer
 
-from .checkpoints import PIPELINES, SDXL, STRETCH, Checkpoint, Part, default_dtype, load_pipeline, model_digest
+from .checkpoints import PIPELINES, SDXL, STRETCH, Checkpoint, Part, default_dtype, load_pipeline
 from .classes import StableDiffusionXLLongPromptPipeline
 from .long_prompt import LongPromptMixin, PromptLayout
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
 # in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-Reading = Literal["overlap", "separate", "cut"]  # of prompts longer than an encoder's context length
 Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument, on the CPU
 # Of one UNet evaluation per step, by class, with changes to the checkpoint's configuration: DDIM would clip latents as
 # if they were pixels.
@@ -373,7 +370,7 @@ class Renderer:
         encoders = {"encoder": encoder, "encoder_2": self._second(encoder)}
         for name in encoders.values():
             if name not in self._digests:  # of gigabytes, so it is computed once
-                self._digests[name] = model_digest(name)
+                self._digests[name] = EncoderSpec.parse(name).digest
         return {
             "base": self.checkpoint.digest,
             **{slot: self._digests[name] for slot, name in encoders.items()},
@@ -457,7 +454,7 @@ class Renderer:
         return pipe
 
     def _second(self, encoder: str | None) -> str | None:
-        return (encoder and fitted_second(encoder)) or self.encoder_2
+        return (encoder and EncoderSpec.parse(encoder).fitted_second) or self.encoder_2
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from debias_diffusion.ablation.suppression import Suppressed
 from debias_diffusion.app.ablate import command
 from debias_diffusion.app.ablate.command import ablate
 from debias_diffusion.app.options import AblateConfig
+from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.inputs import read_source
 from debias_diffusion.head_search import genetic
@@ -35,9 +36,7 @@ from debias_diffusion.head_search.problems import (
     genetic_search,
     probe,
 )
-from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.models.blocks import before_attention, block_forward, causal_attention, full_attention
 from debias_diffusion.models.image_tower import ImageTower

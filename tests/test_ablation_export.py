@@ -19,13 +19,12 @@ from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text_hea
 from debias_diffusion.ablation.saved import write_ablation
 from debias_diffusion.app.export.command import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
+from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.attention import load_reader
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models import backbone
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
@@ -256,7 +255,7 @@ def test_the_card_names_the_heads_the_search_and_the_scores_of_the_ablated_model
     export(ExportConfig(folders.image, str(tmp_path / "clip"), "clip"))
     card = (tmp_path / "clip" / "README.md").read_text()
     assert "| suppressed heads of the image tower | 3 with beta 0 to 0.5; below 0.5: 0-1, 1-0 |" in card
-    with pytest.raises(UserError, match="names its weights. Leave out pretrained='openai'"):
+    with pytest.raises(UserError, match="brings its own weights; leave out 'openai'"):
         export(ExportConfig(folders.text, str(tmp_path / "y"), pretrained="openai"))
 
 

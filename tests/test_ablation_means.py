@@ -15,10 +15,9 @@ from debias_diffusion.ablation.saved import write_ablation
 from debias_diffusion.app.ablate.command import ablate
 from debias_diffusion.app.export.command import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
+from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.head_search.population import Population, TextPopulation
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import before_attention, full_attention
 

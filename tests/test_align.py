@@ -25,12 +25,11 @@ from debias_diffusion.app.align.samples import PART, Sample
 from debias_diffusion.app.generate.command import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
 from debias_diffusion.data import Record
+from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
-from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch

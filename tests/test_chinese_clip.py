@@ -15,11 +15,11 @@ from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProce
 from debias_diffusion.ablation.heads import Ablation, tower_shape
 from debias_diffusion.app.ablate.command import ablate
 from debias_diffusion.app.options import AblateConfig
+from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.interchange.two_tower import load_two_tower
-from debias_diffusion.models.chinese_clip import CONTEXT_LENGTH, is_chinese_clip
+from debias_diffusion.models.chinese_clip import CONTEXT_LENGTH
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.setup import load_base_model
 
@@ -211,8 +211,3 @@ def test_weights_must_be_complete_and_buffers_of_older_versions_are_ignored(fold
     broken = change_weights(folder, tmp_path / "broken", lambda weights: weights[name].fill_(torch.nan))
     with pytest.raises(UserError, match="there are 2048 NaN"):
         load_two_tower(broken)
-
-
-def test_how_a_chinese_clip_is_recognised(folder, tmp_path):
-    assert is_chinese_clip(folder) and is_chinese_clip("OFA-Sys/chinese-clip-vit-huge-patch14")
-    assert not is_chinese_clip("openai/clip-vit-base-patch16") and not is_chinese_clip(tmp_path)

@@ -91,7 +91,7 @@ def test_a_list_is_given_with_blanks(capsys, tmp_path):
             "guidance_scale is 1e+308, but must be a number, from -1000.0 to 1000.0.",
         ),
         (["evaluate", "report"], "FOLDER is missing. For example: debias-diffusion evaluate report scores"),
-        (["export", "--model=ViT-B16", "--output=/nowhere"], "Unknown model 'ViT-B16'"),
+        (["export", "--model=ViT-B16", "--output=/nowhere"], "'ViT-B16' is not there. Did you mean ViT-B-16"),
     ],
 )
 def test_one_message_and_no_traceback(capsys, arguments, message):

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.common.processes import Processes
 from debias_diffusion.eval.pictures import drawing
 from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from debias_diffusion.eval.pictures.generation import GenerationConfig
 from debias_diffusion.files import _MACHINE
-from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 
 # Of 77, 152 and 227 positions, in mixed order.
@@ -428,13 +428,3 @@ def test_seeds_out_of_range_are_refused(base, tmp_path, seed):
         with pytest.raises(UserError, match=r"Seeds from .* a generator takes those from -2\^63 to 2\^64 - 1"):
             work()
     own.check([ORIGINAL], [tmp_path], SUBJECTS[1:6])
-
-
-def test_a_file_behind_a_models_name_has_a_digest_of_its_own(tmp_path):
-    (tmp_path / "own.pt").write_bytes(b"some weights")
-    named = f"ViT-L-14-quickgelu:{tmp_path / 'own.pt'}"
-    before = drawing.model_digest(named)
-    (tmp_path / "own.pt").write_bytes(b"others")
-    assert drawing.model_digest(named) != before
-    assert drawing.model_digest(f"ViT-L-14:{tmp_path / 'own.pt'}") != drawing.model_digest(named)
-    assert drawing.model_digest("ViT-L-14-quickgelu:openai") == "ViT-L-14-quickgelu:openai"

@@ -37,9 +37,8 @@ from debias_diffusion.app.ablate.command import AblateConfig, ablate
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import open_data
+from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import KeepStates

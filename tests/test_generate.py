@@ -22,9 +22,9 @@ from debias_diffusion.app.generate import contact_sheet, rendering
 from debias_diffusion.app.generate.command import generate
 from debias_diffusion.app.generate.png_settings import first_difference, read_settings, write_png
 from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import path_digest
-from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline

@@ -10,11 +10,11 @@ from huggingface_hub import ModelInfo, constants
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app.export.command import export
 from debias_diffusion.app.options import ExportConfig
+from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange import hub_file
-from debias_diffusion.interchange.hub_file import find_hub_file
+from debias_diffusion.interchange import hub
+from debias_diffusion.interchange.hub import find_hub_file
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 
 NAME = "SomeOne/LongCLIP-tiny"
@@ -76,8 +76,8 @@ def test_the_hub_is_asked_for_the_list_and_the_one_file(tmp_path, monkeypatch):
     def model_info(_, name, timeout):
         return ModelInfo(id=name, siblings=[{"rfilename": file} for file in listed])
 
-    monkeypatch.setattr(hub_file.HfApi, "model_info", model_info)
-    monkeypatch.setattr(hub_file, "hf_hub_download", lambda *names: asked.append(names) or str(tmp_path / names[1]))
+    monkeypatch.setattr(hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *names: asked.append(names) or str(tmp_path / names[1]))
     assert find_hub_file("BeichenZhang/LongCLIP-L") == tmp_path / "longclip-L.pt"
     assert asked == [("BeichenZhang/LongCLIP-L", "longclip-L.pt")]
     listed.append("a-smaller-one.safetensors")
@@ -87,7 +87,7 @@ def test_the_hub_is_asked_for_the_list_and_the_one_file(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError("the connection broke")
 
-    monkeypatch.setattr(hub_file, "hf_hub_download", broken)
+    monkeypatch.setattr(hub, "hf_hub_download", broken)
     listed.remove("longclip-L.pt")
     with pytest.raises(UserError, match="'a-smaller-one.safetensors' of .* cannot be downloaded: the connection broke"):
         load_two_tower("some/files")

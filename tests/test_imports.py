@@ -21,6 +21,7 @@ LAYERS = (
     ("methods",),
     ("ablation",),
     ("interchange",),
+    ("encoders",),
     ("data",),
     ("retrieval", "attention"),
     ("training",),

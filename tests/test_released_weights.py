@@ -11,9 +11,8 @@ from helpers.tiny_clip import everyday, tiny_siglip
 
 from debias_diffusion.app.export.command import export
 from debias_diffusion.app.options import ExportConfig
+from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.weights import load_weights
 from debias_diffusion.training.config import TrainConfig

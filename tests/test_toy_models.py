@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
 from debias_diffusion.chunks import Chunk, join_chunks
+from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.models import shipped
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.tokens import load_tokenizer

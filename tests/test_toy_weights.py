@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from debias_diffusion.interchange.load import load_text_encoder
+from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.models.shipped import NAMES, WEIGHTS, shipped
 from debias_diffusion.toymodels.fine_tuning import RECIPES
 

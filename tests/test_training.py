@@ -37,10 +37,9 @@ from torch.utils.data import DataLoader
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import open_data
 from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder, explain_full_disk
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.retrieval import recall_at_k
@@ -102,12 +101,6 @@ def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     assert json.loads((tmp_path / "best" / "scores.json").read_text())["step"] == 3
     with pytest.raises(UserError, match="keep_best: 5 there, 0 here"):
         train(replace(settings, keep_best=0))
-
-
-def test_open_clips_prefix_may_name_a_run(finished_run):
-    for name in (f"local-dir:{finished_run}", f"local-dir:{finished_run / 'last'}"):
-        assert load_two_tower(name).context_length == 248
-        assert load_text_encoder(name)[0].config.max_position_embeddings == 248
 
 
 def test_of_an_unfinished_run_the_best_is_loaded_if_it_keeps_one(world, finished_run, tmp_path):
@@ -457,11 +450,12 @@ def test_bad_settings_are_named(world, tmp_path):
     refused("Unknown sampling 'randm'. Did you mean random", sampling="randm")
     refused("components is 8, but must be at least 1 and less than 7", components=8)
     refused("24 usable pairs less 20 held out leave 4", validation=20)
-    refused("Unknown model 'ViT-B16'. Did you mean ViT-B-16", model="ViT-B16")
+    refused("'ViT-B16' is not there. Did you mean ViT-B-16", model="ViT-B16")
     refused("batch normalisation", model="RN50-quickgelu", pretrained="none")
     refused("keep_positions is 76, but must be at most 75", keep_positions=76)
-    refused("'ViT-B-16' is a name without weights. Give --pretrained with a tag: .*laion2b.*or none", model="ViT-B-16")
-    refused("brings its own weights; leave out pretrained='none'", pretrained="none")
+    refused("'ViT-B-16' is an open_clip model without weights.*--pretrained WEIGHTS.*laion2b.*none", model="ViT-B-16")
+    refused("brings its own weights; leave out 'none'", pretrained="none")
+    refused("'toy/long-clip' is not in open_clip's layout, so it cannot be trained", model="toy/long-clip")
     refused("'/nowhere.json' (is|are) not there", data="/nowhere.json")
     refused("Image folder '/nowhere' is not there", images="/nowhere")
     refused("holds none of the images, for example '6.png'", images=str(tmp_path))
@@ -472,9 +466,9 @@ def test_bad_settings_are_named(world, tmp_path):
 def test_random_weights_are_asked_for(world, tmp_path):
     with registered(tmp_path / "configs", Tiny=CONFIG):
         settings = config(("Tiny", *world[1:]), tmp_path / "run", max_steps=1)
-        with pytest.raises(UserError, match=r"'Tiny' is a name without weights.*\(no tags for this model\)"):
+        with pytest.raises(UserError, match=r"'Tiny' is an open_clip model without weights.*\(no tags"):
             train(settings)
-        train(replace(settings, check_data=True))  # of which only captions' lengths are counted
+        train(replace(settings, pretrained="none", check_data=True))  # of which only captions' lengths are counted
         assert train(replace(settings, pretrained="none")) == tmp_path / "run" / "last"
 
 

@@ -14,13 +14,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel
 
+from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 
@@ -78,10 +77,8 @@ def test_a_name_with_weights_is_that_model_and_without_any_is_refused(tmp_path):
         assert torch.equal(encoder.get_input_embeddings().weight, backbone.model.token_embedding.weight)
         with pytest.raises(UserError, match=r"'tiny-quickgelu' is an open_clip model without weights.*no tags"):
             load_two_tower("tiny-quickgelu")
-    with pytest.raises(UserError, match="ViT-B-16-quickgelu:WEIGHTS, with a file or one of: openai, dfn2b"):
-        load_two_tower("ViT-B-16-quickgelu")
-    with pytest.raises(UserError, match="'ViT-B16' is not there. Did you mean ViT-B-16"):
-        load_two_tower("ViT-B16")
+        with pytest.raises(UserError, match="'tiny-quickgelu:none' has no weights, and results of random ones mean"):
+            load_two_tower("tiny-quickgelu:none")
 
 
 # ---- transformers
@@ -278,6 +275,3 @@ def test_a_text_encoder_alone_and_nothing_at_all_are_explained(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"'.*empty' holds no model with two towers: neither open_clip_config.json"):
         load_two_tower(tmp_path / "empty")
-    for missing in (f"{tmp_path}/nothing", "./nothing/here", "local-dir:nothing"):
-        with pytest.raises(UserError, match="is not there|holds no open_clip_config"):
-            load_two_tower(missing)

@@ -8,9 +8,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.ablation.heads import ABLATED, Ablation, image_means, text_means, tower_shape
-from debias_diffusion.ablation.saved import is_ablation, write_ablation
+from debias_diffusion.ablation.saved import write_ablation
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.devices import pick_device
+from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.common.inputs import Pairs, read_source
 from debias_diffusion.eval.common.report import Table
@@ -29,7 +30,6 @@ from debias_diffusion.head_search.problems import (
     genetic_search,
     probe,
 )
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.image_tower import PROMPTS_AND_ATTENTION
 from debias_diffusion.retrieval import encode_images, encode_texts
 from debias_diffusion.sentences import split_sentences
@@ -74,10 +74,11 @@ def _ablated_already(model: str) -> UserError:
 class _Search:
     def __init__(self, config: AblateConfig, output: Path):
         self.config, self.output = config, output
-        if is_ablation(config.model):
+        spec = EncoderSpec.parse(config.model)
+        if spec.kind is Kind.ABLATION:
             raise _ablated_already(config.model)
         self.device = pick_device(config.device)
-        self.backbone = load_two_tower(config.model).to(self.device).eval()
+        self.backbone = spec.load_two_tower().to(self.device).eval()
         self.blocks, self.heads = tower_shape(self.backbone, config.tower)
         if self.backbone.image_attention or self.backbone.text_attention:  # an open_clip folder with suppressed heads
             raise _ablated_already(config.model)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from debias_diffusion.devices import DTYPES
+from debias_diffusion.encoders import FIRST, SECOND
 from debias_diffusion.files import atomic_folder, explain_full_disk
-from debias_diffusion.interchange.places import FIRST, SECOND
 from debias_diffusion.interchange.text_encoders import import_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline

@@ -6,13 +6,12 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
+from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.pipelines.checkpoints import STRETCH, Checkpoint, model_digest
+from debias_diffusion.pipelines.checkpoints import STRETCH, Checkpoint
 
 from .objective import Frozen, Slot
 
@@ -21,7 +20,7 @@ ORIGINAL = "original"  # the checkpoint's own encoder
 
 def encoder_digest(name: str | None) -> str | None:
     """What identifies an encoder of the settings; those of the checkpoint go by their names."""
-    return name if name in (None, ORIGINAL, STRETCH) else model_digest(name)
+    return name if name in (None, ORIGINAL, STRETCH) else EncoderSpec.parse(name).digest
 
 
 def first_slot(

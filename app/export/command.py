@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-from debias_diffusion.ablation.saved import is_ablation
+from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.places import MODELING_FILE, model_of_run
 from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
 from debias_diffusion.interchange.text_encoders import (
     TextEncoder,
@@ -23,7 +21,6 @@ from debias_diffusion.interchange.text_encoders import (
 )
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.models.model_files import CONFIG_FILE, WEIGHTS_FILE
-from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
 
 from ..options import ExportConfig
@@ -56,7 +53,7 @@ _EXPORTED = re.compile(
     r"README\.md|pipeline\.py|text_encoder|tokenizer|scores\.json|"
     rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|config\.json|model\.safetensors|"
     r"(pre)?processor_config\.json|tokenizer(_config)?\.json|special_tokens_map\.json|vocab\.json|merges\.txt|"
-    rf"{re.escape(MODELING_FILE)}|"
+    r"modeling_ablated_clip\.py|"
     r"chat_template\.jinja|added_tokens\.json|spiece\.model|tokenizer\.model|\.cache|\.DS_Store|__pycache__"
 )
 
@@ -144,7 +141,7 @@ def _check_prompts(config: ExportConfig, source: _Source) -> None:
         raise UserError(
             f"The image tower of {config.model!r} has regional prompts, which no other program knows: {config.to} "
             "would give other features. Export the text encoder (--to transformers or comfyui), load both towers with "
-            "debias_diffusion.interchange.two_tower.load_two_tower, or train with --method.prompts 0."
+            "debias_diffusion.encoders.load_two_tower, or train with --method.prompts 0."
         )
 
 
@@ -155,33 +152,17 @@ def _read_short(config: ExportConfig, source: _Source) -> None:
 
 
 def _read(config: ExportConfig) -> _Source:
-    model = model_of_run(shipped(config.model))
-    if is_ablation(model):
-        if config.pretrained is not None:
-            raise UserError(f"{config.model!r} names its weights. Leave out pretrained={config.pretrained!r}.")
-        return _Source(_load_two_tower(model))
-    is_two_tower = (
-        config.pretrained is not None
-        or (Path(model) / CONFIG_FILE).is_file()
-        or model.startswith(("hf-hub:", "local-dir:"))
-        or (not Path(model).exists() and "/" not in model)
-    )
-    if is_two_tower:
-        from debias_diffusion.models.backbone import load_backbone
+    spec = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
+    if spec.kind is Kind.OPEN_CLIP:
+        from debias_diffusion.models.backbone import load_backbone  # open_clip is optional
 
-        return _Source(backbone=load_backbone(model, config.pretrained).eval())
-    if config.to not in _BOTH_TOWERS:
-        return _Source(alone=load_text_encoder(model))
+        return _Source(backbone=load_backbone(spec.place, spec.weights).eval())
+    if config.to not in _BOTH_TOWERS and spec.kind is not Kind.ABLATION:
+        return _Source(alone=spec.load_text_encoder())
     try:
-        return _Source(backbone=_load_two_tower(model))
+        return _Source(backbone=spec.load_two_tower())
     except UserError as error:
         raise UserError(f"--to {config.to} needs both towers. {error}") from error
-
-
-def _load_two_tower(model: str) -> "Backbone":
-    from debias_diffusion.interchange.two_tower import load_two_tower  # open_clip is optional
-
-    return load_two_tower(model)
 
 
 def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:

@@ -21,9 +21,9 @@ from huggingface_hub import ModelCardData
 import debias_diffusion
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.ablation.saved import is_ablation, read_ablation
+from debias_diffusion.encoders import MODELS_OF_RUN, EncoderSpec, open_clip_models
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_json_object
-from debias_diffusion.interchange.places import MODELS_OF_RUN, is_open_clip_name, model_and_weights
 from debias_diffusion.training.config import CHOOSING, TrainConfig, method_settings
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Exported:
 
 
 OPEN_CLIP_UNABLATED = (
-    "it ignores the suppressed heads in open_clip_config.json. `debias_diffusion.interchange.two_tower.load_two_tower` "
+    "it ignores the suppressed heads in open_clip_config.json. `debias_diffusion.encoders.load_two_tower` "
     "and `debias-diffusion evaluate` suppress them."
 )
 
@@ -83,7 +83,8 @@ def model_card(exported: Exported, scores: str | None = None) -> str:
     if run:
         base = (run.settings.get("model"), run.settings.get("pretrained"))
     elif search:
-        base = model_and_weights(search.model) or (search.model, None)
+        spec = EncoderSpec.parse(search.model)
+        base = (spec.place if spec.weights else search.model, spec.weights)
     front = ModelCardData(
         license="unknown",
         library_name=exported.library,
@@ -120,9 +121,9 @@ def _line(exported: Exported) -> str:
 def _made(exported: Exported, run: "_Run | None", search: "_Search | None", base: tuple[str | None, str | None]) -> str:
     rows = {}
     backbone = exported.backbone
-    if run or search or _hub_repository(*base) or is_open_clip_name(base[0]):
+    if run or search or _hub_repository(*base) or base[0] in open_clip_models():
         rows["base model"] = code(_public(base[0])) + (f", weights {code(_public(base[1]))}" if base[1] else "")
-        if is_open_clip_name(base[0]) and base[1] in (None, "none"):
+        if base[0] in open_clip_models() and base[1] in (None, "none"):
             rows["base model"] += ", **random weights**: not pretrained"
     if run:
         rows |= run.rows()
@@ -345,7 +346,7 @@ def _hub_repository(model: str | None, pretrained: str | None) -> str | None:
         return None
     if model.startswith("hf-hub:"):
         return model.removeprefix("hf-hub:")
-    if is_open_clip_name(model) and pretrained:
+    if model in open_clip_models() and pretrained:
         import open_clip
 
         return (open_clip.get_pretrained_cfg(model, pretrained) or {}).get("hf_hub", "").strip("/") or None

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from debias_diffusion.devices import pick_device
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import folder_lock, write_text
-from debias_diffusion.interchange.places import fitted_second
 from debias_diffusion.pipelines.checkpoints import SDXL
 from debias_diffusion.pipelines.rendering import explain_memory
 from debias_diffusion.png import png_damage
@@ -59,7 +59,7 @@ def generate(config: GenerateConfig) -> Path:
     if config.prompt is not None:
         check_prompt(config.prompt)
     check_text("negative prompt", config.negative_prompt or "")
-    if config.encoder and not config.encoder_2 and (second := fitted_second(config.encoder)):
+    if config.encoder and not config.encoder_2 and (second := EncoderSpec.parse(config.encoder).fitted_second):
         config = replace(config, encoder_2=second)
         print(f"Second encoder: {second}, fitted with the first")
     prompts, where, left_out = _read(config)

@@ -11,6 +11,7 @@ from diffusers import DiffusionPipeline
 from tqdm import tqdm
 
 from debias_diffusion.devices import DTYPES
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.checkpoints import (
@@ -20,7 +21,6 @@ from debias_diffusion.pipelines.checkpoints import (
     Part,
     default_dtype,
     load_pipeline,
-    model_digest,
 )
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
@@ -108,7 +108,7 @@ def _sha256(encoder: str | None) -> str | None:
     """
     if encoder is None or encoder == STRETCH:
         return None
-    sha256 = model_digest(encoder).rpartition(":")[2]
+    sha256 = EncoderSpec.parse(encoder).digest.rpartition(":")[2]
     return sha256 if re.fullmatch("[0-9a-f]{64}", sha256) else None
 
 

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from debias_diffusion.devices import DTYPES
+from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
-from debias_diffusion.models.model_files import may_be_hub_id
 
 EXAMPLE = "llava-hf/llama3-llava-next-8b-hf"  # Fix-CLIP's captioner (section 3.1)
 _SIZES = 4096  # of images, whose shapes are remembered

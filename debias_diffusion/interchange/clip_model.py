@@ -19,7 +19,6 @@ from ..models.model_files import build_empty, check_finite, check_state, explain
 from . import modeling_ablated_clip
 from .modeling_ablated_clip import AblatedCLIPConfig
 from .names import State, text_from_transformers, text_to_transformers, vision_from_transformers, vision_to_transformers
-from .places import MODELING_FILE
 from .text_encoders import activation, check_plain_text, text_config, text_state
 from .transformers_folder import (
     check_depth,
@@ -66,7 +65,7 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
     else:
         config = AblatedCLIPConfig(**sizes, beta=ablation.beta, auto_map=_AUTO_MAP)
         write_weights(state, config, "AblatedCLIPModel", folder)
-        shutil.copyfile(modeling_ablated_clip.__file__, folder / MODELING_FILE)
+        shutil.copy(modeling_ablated_clip.__file__, folder)
     processor.save_pretrained(folder)
     # Also under the name that older versions of transformers look for.
     processor.image_processor.save_pretrained(folder)

@@ -1,7 +1,6 @@
 """Chinese-CLIP (Yang et al. 2022): CLIP's image tower and a Chinese BERT. It is evaluated and ablated, not trained."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from open_clip.transformer import LayerNorm, QuickGELU, VisionTransformer
@@ -11,13 +10,11 @@ from transformers import ChineseCLIPTextConfig, ChineseCLIPTextModel
 from ..errors import UserError
 from ..tokens import TokenBatch
 from .families import CHINESE_CLIP
-from .model_files import read_config
 from .text_tower import PaddedTextTower
 
 # Tokens that a caption has at most, [CLS] and [SEP] included: "all baseline models use 52 as the context length"
 # (cn_clip/clip/utils.py of https://github.com/OFA-Sys/Chinese-CLIP), although BERT has 512 positions.
 CONTEXT_LENGTH = 52
-_OWNER = "OFA-Sys/chinese-clip"  # how hub ids of the published models begin
 
 
 class BertText(nn.Module):
@@ -93,11 +90,3 @@ class BertTower(PaddedTextTower):
 
 
 NOT_TRAINED = "It is evaluated and ablated here, and neither trained nor exported. Give a CLIP, such as ViT-B-16."
-
-
-def is_chinese_clip(name: str | Path) -> bool:
-    """Whether a folder holds a transformers ChineseCLIPModel, or a name is the hub id of a published one."""
-    file = Path(name) / "config.json"
-    if file.is_file():
-        return read_config(file).get("model_type") == "chinese_clip"
-    return str(name).startswith(_OWNER)

@@ -3,8 +3,6 @@
 import json
 import logging
 import math
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,21 +92,6 @@ def check_bounds(config: Mapping, label: str) -> None:
             most = _MOST_LAYERS if "layers" in str(key) or "depth" in str(key) else _LARGEST_NUMBER
             if not (math.isfinite(value) and abs(value) <= most):
                 raise UserError(f"{label} says {key}: {str(value)[:30]}; no model has more than {most:,}.")
-
-
-_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")
-_FOLDERS = ("runs", "out", "output", "outputs", "exported", "models", "checkpoints", "weights", "data", "tmp")
-
-
-def may_be_hub_id(name: str) -> bool:
-    """Whether a name that does not exist here could be a repository of the hub (owner/name), so that the hub is asked.
-
-    A missing path is answered at once instead: a name that begins like a path, with a folder that exists here, or with
-    a usual name for a folder of runs or downloads.
-    """
-    owner, _, rest = name.partition("/")
-    is_path = owner in _FOLDERS or name.endswith(_FILES) or os.path.lexists(owner)
-    return bool(re.fullmatch(r"\w[\w.-]{0,95}", owner) and re.fullmatch(r"[\w.-]{1,96}", rest)) and not is_path
 
 
 def find_file(source: str | Path, name: str, subfolder: str = "") -> Path | None:

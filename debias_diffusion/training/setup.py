@@ -6,18 +6,17 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
-import open_clip
 import torch
 from torch import nn
 
-from ..ablation.saved import is_ablation, read_ablation
+from ..ablation.saved import read_ablation
 from ..data import Captions, Record
+from ..encoders import EncoderSpec, Kind
 from ..errors import UserError
 from ..methods import Method
 from ..models.backbone import Backbone, load_backbone, load_tokenizer
-from ..models.chinese_clip import NOT_TRAINED, is_chinese_clip
+from ..models.chinese_clip import NOT_TRAINED
 from ..models.families import CHINESE_CLIP
 from ..models.weight_files import weights_digest
 from ..tokens import CaptionTokenizer
@@ -29,8 +28,8 @@ VALIDATION = 1000  # pairs held out by default: ShareGPT4V's validation split
 
 def load_base_tokenizer(config: TrainConfig) -> CaptionTokenizer:
     """The tokenizer that the base model is trained with, without its weights. Raises UserError as `load_base_model`."""
-    _check_trainable(config.model)
-    return load_tokenizer(config.model, _weights(config), config.keep_positions, config.stretch)
+    base = _parse_base(config)
+    return load_tokenizer(base.place, base.weights, config.keep_positions, config.stretch)
 
 
 def load_base_model(config: TrainConfig) -> Backbone:
@@ -39,15 +38,9 @@ def load_base_model(config: TrainConfig) -> Backbone:
     Raises:
         UserError: the model cannot be used, has suppressed heads, or no weights are named.
     """
-    _check_trainable(config.model)
-    if _is_name(config.model) and config.pretrained is None:
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(config.model)) or "(no tags for this model)"
-        raise UserError(
-            f"{config.model!r} is a name without weights. Give --pretrained with a tag: {tags}; or a file of weights; "
-            "or none, which trains from random weights."
-        )
+    base = _parse_base(config)
     torch.manual_seed(config.seed)
-    backbone = load_backbone(config.model, _weights(config))
+    backbone = load_backbone(base.place, base.weights)
     if backbone.image_attention or backbone.text_attention:
         raise _ablated(config.model, "the model that it was made from")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
@@ -57,22 +50,19 @@ def load_base_model(config: TrainConfig) -> Backbone:
     return backbone
 
 
-def _is_name(model: str) -> bool:
-    """Whether a model is one of open_clip's names, which bring no weights."""
-    return model in open_clip.list_models() and not Path(model).exists()
-
-
-def _weights(config: TrainConfig) -> str | None:
-    """`pretrained` as `load_backbone` takes it."""
-    return None if config.pretrained == "none" and _is_name(config.model) else config.pretrained
-
-
-def _check_trainable(model: str) -> None:
-    """Raises UserError for a Chinese-CLIP, and for a model with suppressed heads."""
-    if is_chinese_clip(model):
-        raise UserError(f"{model!r} is a {CHINESE_CLIP}. {NOT_TRAINED}")
-    if is_ablation(model):
-        raise _ablated(model, read_ablation(model)[0])
+def _parse_base(config: TrainConfig) -> EncoderSpec:
+    """The base model. Raises UserError unless it is open_clip's, without suppressed heads."""
+    base = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
+    if base.kind is Kind.CHINESE_CLIP:
+        raise UserError(f"{config.model!r} is a {CHINESE_CLIP}. {NOT_TRAINED}")
+    if base.kind is Kind.ABLATION:
+        raise _ablated(config.model, read_ablation(base.place)[0])
+    if base.kind is not Kind.OPEN_CLIP:
+        raise UserError(
+            f"{config.model!r} is not in open_clip's layout, so it cannot be trained. Give an open_clip name or "
+            "folder; `debias-diffusion export --to open_clip` makes one of a model with both towers."
+        )
+    return base
 
 
 def _ablated(model: str, base: str) -> UserError:

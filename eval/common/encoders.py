@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.files import json_digest
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.backbone import Backbone
 
 from .settings import CUT, ORIGINAL, OWN, READINGS, split_reading

@@ -20,10 +20,9 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.chunks import TRAINED_POSITIONS
+from debias_diffusion.encoders import EncoderSpec, load_text_encoder
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.places import fitted_second
 from debias_diffusion.limits import Layer, check_guidance, check_pixels, check_seeds, check_side, check_steps
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
@@ -32,7 +31,6 @@ from debias_diffusion.pipelines.checkpoints import (
     Checkpoint,
     default_dtype,
     load_pipeline,
-    model_digest,
     quiet_diffusers,
 )
 from debias_diffusion.pipelines.rendering import (
@@ -251,7 +249,7 @@ class Drawing:
         known = self.digests["encoders"]
         _, model = split_reading(encoder)
         if encoder not in known:
-            known[encoder] = None if model == ORIGINAL else model_digest(model)
+            known[encoder] = None if model == ORIGINAL else EncoderSpec.parse(model).digest
         names = ("steps", "guidance_scale", "prefix", "seed")
         second = self._second(model)
         return {
@@ -327,12 +325,12 @@ class Drawing:
 
     def _second(self, model: str) -> str | None:
         """SDXL's second encoder beside `model`: the one that `align` has fitted with it, else that of the settings."""
-        return fitted_second(model) or self.settings.encoder_2
+        return EncoderSpec.parse(model).fitted_second or self.settings.encoder_2
 
     def _second_digest(self, encoder: str | None) -> str | None:
         """Of gigabytes, so it is computed once."""
         if encoder not in self._second_digests:
-            self._second_digests[encoder] = encoder if encoder in (None, STRETCH) else model_digest(encoder)
+            self._second_digests[encoder] = encoder if encoder in (None, STRETCH) else EncoderSpec.parse(encoder).digest
         return self._second_digests[encoder]
 
     def _reads_in_chunks(self, encoder: str) -> bool:

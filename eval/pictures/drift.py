@@ -18,9 +18,9 @@ from transformers import CLIPTokenizer
 
 from debias_diffusion.chunks import Tokens, tokenize_text
 from debias_diffusion.devices import pick_device
+from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
-from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.reading import encode_texts

@@ -15,13 +15,12 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModel
 
 from debias_diffusion.data.images import UnreadableImage, open_image
+from debias_diffusion.encoders import load_two_tower, may_be_hub_id
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models.model_files import (
     build_empty,
     check_finite,
     explain_failure,
-    may_be_hub_id,
     quiet_transformers,
     read_config,
 )

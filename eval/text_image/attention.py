@@ -17,15 +17,12 @@ from transformers import CLIPTokenizer
 from debias_diffusion.ablation.heads import fold_text_heads
 from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_eot, eot_attention
 from debias_diffusion.devices import pick_device
+from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.places import model_and_weights, model_of_run
 from debias_diffusion.interchange.text_encoders import TextEncoder
-from debias_diffusion.interchange.two_tower import load_two_tower
-from debias_diffusion.models.backbone import CONFIG_FILE, Backbone
+from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.model_files import explain_failure
-from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.tokens import CaptionTokenizer
 
@@ -103,21 +100,17 @@ def load_reader(name: str, device: torch.device, scale: str = "head") -> Reader:
         UserError: the encoder cannot be loaded, pools another token than EOT, or has suppressed heads that no weights
             can express.
     """
-    if _is_open_clip(model_of_run(shipped(name))):
-        encoder = load_two_tower(name)
+    spec = EncoderSpec.parse(name)
+    if spec.kind is Kind.OPEN_CLIP:
+        encoder = spec.load_two_tower()
         fold_text_heads(encoder)  # attention is measured with the plain attention, as in `load_text_encoder`
         captions = encoder.tokenizer
     else:
-        encoder, tokenizer = load_text_encoder(name)
+        encoder, tokenizer = spec.load_text_encoder()
         with explain_failure(f"The tokenizer of {name!r} cannot be used"):
             captions = CaptionTokenizer(tokenizer, encoder.config.max_position_embeddings)
     check_reads_eot(encoder)
     return Reader(encoder.to(device).eval(), captions, device, weights_digest(encoder), scale)
-
-
-def _is_open_clip(place: str) -> bool:
-    has_config = (Path(place.removeprefix("local-dir:")) / CONFIG_FILE).is_file()
-    return has_config or place.startswith("hf-hub:") or model_and_weights(place) is not None
 
 
 def look_at_captions(

@@ -31,8 +31,8 @@ from transformers import CLIPTextModel
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.export.command import export
 from debias_diffusion.app.options import ExportConfig
+from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods import METHODS
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.tokens import clip_tokenizer

@@ -9,8 +9,7 @@ from diffusers import StableDiffusionXLPipeline
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as UNET_WEIGHTS
 from safetensors.torch import load_file
 
-from debias_diffusion.interchange.load import load_text_encoder
-from debias_diffusion.interchange.two_tower import load_two_tower
+from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.models import shipped
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.toymodels import build

@@ -1,4 +1,4 @@
-"""A misspelt toy model is answered before any library that takes seconds is imported."""
+"""A misspelt model is answered before any library that takes seconds is imported."""
 
 import subprocess
 import sys

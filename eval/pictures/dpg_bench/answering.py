@@ -11,9 +11,9 @@ from tqdm import tqdm
 from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 
 from debias_diffusion.data.images import UnreadableImage, open_image
+from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import describe_changes, write_text
-from debias_diffusion.models.model_files import may_be_hub_id
 
 from .questions import DpgBench, Proposition
 

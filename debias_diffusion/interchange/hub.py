@@ -1,4 +1,4 @@
-"""Repositories of the hub that hold one file of weights and no transformers folder, such as Long-CLIP's."""
+"""Repositories of the hub: the commit in use, and the one file of weights of those like Long-CLIP's."""
 
 from pathlib import Path, PurePosixPath
 
@@ -9,7 +9,7 @@ from ..models.model_files import CONFIG_FILE, explain_failure
 from .transformers_folder import WEIGHTS_FILES
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-_SECONDS = 10  # to wait for the list of files, as huggingface_hub waits for the files themselves
+_SECONDS = 10  # to wait for an answer, as huggingface_hub waits for the files themselves
 # What other loaders read, with the configuration beside it.
 _FOLDERS = {*WEIGHTS_FILES, *(f"text_encoder/{name}" for name in WEIGHTS_FILES), CONFIG_FILE}
 
@@ -43,6 +43,20 @@ def find_hub_file(name: str) -> Path | None:
         return Path(hf_hub_download(name, files[0]))
 
 
+def find_commit(name: str) -> str:
+    """The commit of a repository (owner/name, or owner/name@revision) that is cached, else its newest; "" if unknown.
+
+    Before a download and after it the answer is the same.
+    """
+    name, revision, *_ = *name.split("@"), None
+    if cached := _find_cached(name, revision):
+        return cached.name
+    try:
+        return HfApi().model_info(name, revision=revision, timeout=_SECONDS).sha or ""
+    except Exception:  # no network, no such repository, no right to read it: loading says so
+        return ""
+
+
 def _list_files(name: str) -> tuple[list[str], Path | None]:
     """(the paths in a repository, sorted; None), or without the hub (those in the cache, their folder)."""
     try:
@@ -50,9 +64,14 @@ def _list_files(name: str) -> tuple[list[str], Path | None]:
         siblings = HfApi().model_info(name, timeout=_SECONDS).siblings or []
         return sorted(file.rfilename for file in siblings), None
     except Exception:  # no network, no such repository, no right to read it: what is cached decides
-        pass
+        folder = _find_cached(name)
+    files = folder.rglob("*") if folder else ()
+    return sorted(file.relative_to(folder).as_posix() for file in files if file.is_file()), folder
+
+
+def _find_cached(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a repository in the hub's cache, whose name is the commit; None if nothing of it is cached."""
     try:
-        folder = Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # nothing is cached
-        return [], None
-    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()), folder
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:  # nothing is cached, or it is no name of a repository
+        return None

@@ -1,0 +1,407 @@
+"""Text encoders and two-towers by the names that people type: parsed once, loaded by what lies under the name.
+
+Parsing loads no model and no library, so a mistyped name is answered at once.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from .errors import UserError, near_matches, reason
+from .files import path_digest, read_json_object
+from .models.shipped import TWO_TOWERS, shipped
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
+
+    from .interchange.text_encoders import TextEncoder
+    from .models.backbone import Backbone
+
+Reading = Literal["overlap", "separate", "cut"]
+# In words; the number is the context length.
+READINGS = {"overlap": "overlapping chunks", "separate": "separate chunks", "cut": "cut at {} tokens"}
+
+ORIGINAL, ORIGINAL_LABEL = "original", "SDXL's own"  # name of the encoder in an SDXL checkpoint, and its label
+CLIP_CONTEXT = 77  # context length of SDXL's own encoders
+
+# Folders that `train` writes models to, the result first.
+MODELS_OF_RUN = ("last", "best")
+# Folders that `align` writes encoders to, as `export` would.
+FIRST, SECOND = "encoder", "encoder_2"
+
+_CHINESE_CLIPS = "OFA-Sys/chinese-clip"  # how hub ids of the published ones begin
+
+
+class Kind(Enum):
+    """What lies under a name."""
+
+    OPEN_CLIP = auto()  # folder, MODEL:WEIGHTS or hf-hub:owner/name
+    ABLATION = auto()  # folder that `ablate` wrote
+    DIFFERENCE = auto()  # folder with the 8-bit difference from toy/clip
+    TRANSFORMERS = auto()  # folder of a CLIPTextModel or CLIPModel
+    CHINESE_CLIP = auto()  # folder of a ChineseCLIPModel, or its hub id
+    FILE = auto()  # weights alone
+    HUB = auto()  # owner/name, in transformers' layout or with one file of weights
+    ORIGINAL = auto()  # what comes with the SDXL checkpoint
+
+
+# A folder is of the first kind whose file it has.
+_FILES = {
+    "ablation.json": Kind.ABLATION,
+    "open_clip_config.json": Kind.OPEN_CLIP,
+    "difference.safetensors": Kind.DIFFERENCE,
+}
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """An encoder that a person named.
+
+    Attributes:
+        name: as typed, without the prefix for the reading.
+        reading: of prompts longer than the context length.
+        kind: what lies there.
+        place: file, folder, hub id or open_clip name; of a training run the folder of its model.
+        weights: tag or file of MODEL:WEIGHTS; else None, which for an open_clip name is random weights.
+    """
+
+    name: str
+    reading: Reading
+    kind: Kind
+    place: str
+    weights: str | None = None
+
+    @classmethod
+    def parse(cls, name: str | os.PathLike, reading: Reading = "overlap") -> "EncoderSpec":
+        """Finds what a name means; loads nothing.
+
+        Args:
+            name: see `load_text_encoder`; or "original", SDXL's own encoder; "overlap:", "separate:" or "cut:" may
+                stand before it.
+            reading: where no prefix says it.
+
+        Raises:
+            UserError: there is no such thing, or a training run that has no model yet.
+        """
+        name = os.fspath(name)
+        prefix, colon, rest = name.partition(":")
+        if colon and prefix in READINGS:
+            reading, name = prefix, rest
+        kind, place, weights = (Kind.ORIGINAL, name, None) if name == ORIGINAL else _find(name)
+        return cls(name, reading, kind, place, weights)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of its files, of MODEL:FILE after the model's name; of a hub id the cached commit after the id; of an
+        open_clip tag its name, because its file never changes.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+        try:
+            if self.weights and os.path.exists(self.weights):
+                return f"{self.place}:{path_digest(self.weights)}"
+            if os.path.exists(self.place) and self.kind is not Kind.ORIGINAL:
+                return path_digest(self.place)
+        except OSError as error:
+            raise UserError(f"The model {self.name!r} cannot be read ({reason(error)}). Give another one.") from error
+        if "/" in self.place:
+            from .interchange.hub import find_commit
+
+            return f"{self.place}@{find_commit(self.place.removeprefix('hf-hub:'))}"
+        return self.name
+
+    @property
+    def fitted_second(self) -> str | None:
+        """SDXL's second encoder, where `align` fitted it with this first one: a folder beside it."""
+        folder = Path(self.name.removeprefix("local-dir:")) / SECOND
+        return str(folder) if folder.is_dir() else None
+
+    @cached_property
+    def context_length(self) -> int:
+        """In tokens, BOS and EOS included. Where no configuration says it, the weights are loaded."""
+        if self.kind is Kind.ORIGINAL:
+            return CLIP_CONTEXT
+        configs = ("open_clip_config.json", "text_encoder/config.json", "config.json")
+        config = next(filter(None, (read_json_object(Path(self.place, file)) for file in configs)), {})
+        text = config.get("model_cfg", config)
+        text = text.get("text_cfg") or text.get("text_config") or text
+        length = text.get("context_length") or text.get("max_position_embeddings")
+        return length or self.load_text_encoder()[0].config.max_position_embeddings
+
+    def load_text_encoder(self) -> tuple["TextEncoder", "CLIPTokenizer"]:
+        """See the function of this name."""
+        from .models.model_files import explain_failure
+
+        with explain_failure(f"The text encoder {self.name!r} could not be loaded"):
+            return self._text_encoder()
+
+    def load_two_tower(self) -> "Backbone":
+        """See the function of this name."""
+        from .models.model_files import explain_failure
+
+        with explain_failure(f"The model {self.name!r} could not be loaded"):
+            backbone = self._two_tower()
+            if backbone.random_weights:
+                raise UserError(f"{self.name!r} has no weights, and results of random ones mean nothing.")
+            from .ablation.heads import apply_saved  # open_clip is optional
+
+            backbone = backbone.float().eval()
+            apply_saved(backbone)
+            return backbone
+
+    def _text_encoder(self) -> tuple["TextEncoder", "CLIPTokenizer"]:
+        from .interchange.hub import find_hub_file
+        from .interchange.single_file import read_file
+        from .interchange.transformers_folder import read_folder, read_hub
+
+        match self.kind:
+            case Kind.FILE:
+                return read_file(Path(self.place))
+            case Kind.TRANSFORMERS:
+                return read_folder(Path(self.place))
+            case Kind.HUB:
+                if file := find_hub_file(self.place):
+                    return read_file(file)
+                try:
+                    return read_hub(self.place)
+                except UserError as error:
+                    raise UserError(
+                        f"{self.name!r} is not a folder or file here, and as a hub id it gives no text encoder. {error}"
+                    ) from error
+            case Kind.CHINESE_CLIP | Kind.ORIGINAL:
+                raise UserError(self._why_not())
+        from .ablation.heads import fold_text_heads  # open_clip is optional
+        from .interchange.text_encoders import keeps_projection, to_transformers
+
+        backbone = self.load_two_tower()
+        fold_text_heads(backbone)
+        return to_transformers(backbone, keeps_projection(backbone))
+
+    def _two_tower(self) -> "Backbone":
+        from .interchange.chinese_clip_model import read_chinese_clip
+        from .interchange.clip_model import read_clip_model
+        from .interchange.hub import find_hub_file
+        from .interchange.two_tower_file import read_two_tower
+        from .models.backbone import load_backbone
+        from .models.weight_difference import load_fine_tuned
+
+        place = Path(self.place)
+        match self.kind:
+            case Kind.OPEN_CLIP:
+                return load_backbone(self.place, self.weights)
+            case Kind.ABLATION:
+                return _load_ablated(place)
+            case Kind.DIFFERENCE:
+                return load_fine_tuned(place)
+            case Kind.TRANSFORMERS:
+                return read_clip_model(place)
+            case Kind.CHINESE_CLIP:
+                return read_chinese_clip(place if place.exists() else self.place)
+            case Kind.FILE:
+                return read_two_tower(place)
+            case Kind.HUB:
+                file = find_hub_file(self.place)
+                return read_two_tower(file) if file else read_clip_model(self.place)
+        raise UserError(self._why_not())
+
+    def _why_not(self) -> str:
+        """Why this kind gives no encoder."""
+        if self.kind is Kind.ORIGINAL:
+            return f"{ORIGINAL!r} is the encoder that comes with an SDXL checkpoint, for images only. Name another one."
+        from .models.chinese_clip import NOT_TRAINED
+        from .models.families import CHINESE_CLIP
+
+        return f"{self.name!r} is a {CHINESE_CLIP}. {NOT_TRAINED}"
+
+
+def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPTokenizer"]:
+    """Loads a text encoder and its tokenizer, ready for a diffusers pipeline.
+
+    Args:
+        name: one of these, recognised by its content:
+
+            - a training run (its model after the last step), or an open_clip folder;
+            - what `ablate` has left: its base model's text encoder, suppressed text heads as ordinary weights;
+            - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-L-14-quickgelu:openai";
+            - a folder written by `debias-diffusion export`, any transformers folder of a CLIPTextModel, its tokenizer
+              beside or in it, or of a CLIPModel, whose text half is taken;
+            - a file of weights (safetensors, or a torch file without code): open_clip's or OpenAI's two-tower,
+              Long-CLIP's `.pt`, ComfyUI's `clip_l` and `clip_g`, a Stable Diffusion checkpoint. A rule decides the
+              activation if the file does not name it (see `single_file`);
+            - a hub id (`owner/name`) of a transformers repository, or of one that holds such a file and nothing else to
+              load ("BeichenZhang/LongCLIP-L"); `hf-hub:owner/name` of an open_clip one;
+            - "toy/debias-clip" and the like.
+
+    Returns:
+        (text_encoder, tokenizer): a CLIPTextModel, or a CLIPTextModelWithProjection if a folder's configuration names
+        it and for bigG (32 blocks), SDXL's second encoder; in eval mode; in float32, or in the dtype that a
+        transformers folder names. The tokenizer's `model_max_length` is the encoder's context length.
+
+    Raises:
+        UserError: there is no text encoder; the message names what is there instead, if known.
+    """
+    return EncoderSpec.parse(name).load_text_encoder()
+
+
+def load_two_tower(name: str | os.PathLike) -> "Backbone":
+    """Loads a CLIP, SigLIP or Chinese-CLIP with both its towers, as retrieval and classification need it.
+
+    Args:
+        name: as for `load_text_encoder`, of a model with both towers: a run, an open_clip folder, `MODEL:WEIGHTS`, a
+            CLIPModel's folder (such as `export --to clip` writes) or hub id; what `ablate` has left, with heads
+            suppressed; a file of both towers, if open_clip has a model of these sizes; or the folder or hub id of a
+            ChineseCLIPModel ("OFA-Sys/chinese-clip-vit-base-patch16"), which is not trained here.
+
+    Returns:
+        The model in eval mode and float32, with no random weights.
+
+    Raises:
+        UserError: there is no two-tower, or a text encoder alone; the message names what is there, if known.
+    """
+    return EncoderSpec.parse(name).load_two_tower()
+
+
+def labels(specs: Sequence[EncoderSpec], readings: bool = True) -> list[str]:
+    """Short unique names: of paths the last parts, as many as make them unique.
+
+    Args:
+        readings: add how prompts are read, always where the context length is 77, else only if not "overlap".
+    """
+    names = list(dict.fromkeys(spec.name for spec in specs))
+    short = dict(zip(names, _short(names), strict=True))
+    short |= {spec.name: ORIGINAL_LABEL for spec in specs if spec.kind is Kind.ORIGINAL}
+    ends = [_describe_reading(spec) if readings else "" for spec in specs]
+    labelled = [", ".join(filter(None, (short[spec.name], end))) for spec, end in zip(specs, ends, strict=True)]
+    return labelled if len(set(labelled)) == len(specs) else [f"{spec.reading}:{spec.name}" for spec in specs]
+
+
+def _describe_reading(spec: EncoderSpec) -> str:
+    """How an encoder reads long prompts; empty for a long one that reads them as by default."""
+    if spec.reading == "overlap" and spec.context_length > CLIP_CONTEXT:
+        return ""
+    return READINGS[spec.reading].format(spec.context_length)
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    paths = [Path(name) if os.path.exists(name) else None for name in names]
+    for parts in range(1, max((len(path.parts) for path in paths if path), default=1) + 1):
+        ends = [path and str(Path(*path.parts[-parts:])) for path in paths]
+        # matplotlib leaves names that begin with an underscore out of legends
+        short = [f"./{end}" if end and end[0] == "_" else end or name for end, name in zip(ends, names, strict=True)]
+        if len(set(short)) == len(short):
+            return short
+    return list(names)
+
+
+def open_clip_models() -> list[str]:
+    """The names of open_clip's models; none where open_clip, which is optional, is missing."""
+    if "open_clip" in sys.modules:
+        return sys.modules["open_clip"].list_models()  # with those that were added
+    spec = find_spec("open_clip")  # its import takes seconds, its configurations are files
+    folders = spec.submodule_search_locations if spec else []
+    return [file.stem for folder in folders for file in Path(folder, "model_configs").glob("*.json")]
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether a name that does not exist here could be a repository of the hub (owner/name), so that the hub is asked.
+
+    A missing path is answered at once instead: a name that begins like a path, with a folder that exists here, or with
+    a usual name for a folder of runs or downloads.
+    """
+    owner, _, rest = name.partition("/")
+    is_path = owner in _FOLDERS or name.endswith(_SUFFIXES) or os.path.lexists(owner)
+    return bool(re.fullmatch(r"\w[\w.-]{0,95}", owner) and re.fullmatch(r"[\w.-]{1,96}", rest)) and not is_path
+
+
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")
+_FOLDERS = ("runs", "out", "output", "outputs", "exported", "models", "checkpoints", "weights", "data", "tmp")
+
+
+def _find(name: str) -> tuple[Kind, str, str | None]:
+    """(kind, place, weights) of an encoder's name. Raises UserError for what is not there."""
+    path = name.removeprefix("local-dir:")
+    if path and os.path.exists(path):
+        return *_kind_of(Path(path)), None
+    if re.fullmatch(r"hf-hub:[\w.-]+/[\w.-]+(@[\w.-]+)?", name):
+        return Kind.OPEN_CLIP, name, None
+    model, colon, weights = name.partition(":")
+    if colon and model not in ("local-dir", "hf-hub"):
+        return Kind.OPEN_CLIP, model, _find_weights(model, weights)
+    if (folder := shipped(name)) != name:
+        return *_kind_of(Path(folder)), None
+    if may_be_hub_id(name):
+        return (Kind.CHINESE_CLIP if name.startswith(_CHINESE_CLIPS) else Kind.HUB), name, None
+    models = open_clip_models()
+    if name not in models:
+        raise UserError(
+            f"{name!r} is not there.{near_matches(name, [*TWO_TOWERS, ORIGINAL, *models])} Give a training run, a "
+            "folder with an encoder, a file of weights, MODEL:WEIGHTS (ViT-B-16-quickgelu:openai), or a hub id "
+            "(owner/name; hf-hub:owner/name in open_clip's layout)."
+        )
+    import open_clip
+
+    tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "(no tags for this model)"
+    raise UserError(
+        f"{name!r} is an open_clip model without weights. Give {name}:WEIGHTS, as options --model {name} --pretrained "
+        f"WEIGHTS, with a file or one of: {tags}. To train from random weights, the WEIGHTS are none."
+    )
+
+
+def _kind_of(path: Path) -> tuple[Kind, str]:
+    """(kind, place) of a path that exists; of a training run, those of its model after the last step.
+
+    Of a run that has not ended the best model so far, if it keeps one. Of an alignment the two-tower with the fitted
+    first encoder, or that encoder alone.
+    """
+    if path.is_file():
+        return Kind.FILE, str(path)
+    for file, kind in _FILES.items():
+        if (path / file).is_file():
+            return kind, str(path)
+    for name in MODELS_OF_RUN:
+        if (path / name / "open_clip_config.json").is_file():
+            return Kind.OPEN_CLIP, str(path / name)
+    if (path / FIRST / "text_encoder").is_dir():
+        return Kind.TRANSFORMERS, str(path / FIRST)
+    if (path / "settings.json").is_file() and (path / "checkpoints").is_dir() and not (path / SECOND).is_dir():
+        raise UserError(
+            f"The run in {str(path)!r} has not ended, so it has no model yet. Continue it: the command that began it "
+            "goes on where it stopped."
+        )
+    is_chinese = read_json_object(path / "config.json").get("model_type") == "chinese_clip"
+    return (Kind.CHINESE_CLIP if is_chinese else Kind.TRANSFORMERS), str(path)
+
+
+def _find_weights(model: str, weights: str) -> str | None:
+    """The weights of MODEL:WEIGHTS; None for "none". Tags are checked when they are loaded."""
+    if os.path.exists(shipped(model)):
+        raise UserError(f"{model!r} brings its own weights; leave out {weights!r}, or give a model name.")
+    models = open_clip_models()
+    hint = near_matches(model, [*READINGS, *models])
+    if model not in models and (models or hint):
+        raise UserError(
+            f"Unknown model {model!r} in {model + ':' + weights!r}.{hint} Before the colon stands a name of open_clip "
+            f"(ViT-B-16-quickgelu), or how an encoder reads long prompts: {', '.join(READINGS)}."
+        )
+    if weights.endswith(_SUFFIXES) and not os.path.exists(weights):
+        raise UserError(f"No weights {weights!r} for {model!r}: the file is not there.")
+    return None if weights == "none" else weights
+
+
+def _load_ablated(folder: Path) -> "Backbone":
+    """The base model of a search, with the heads that it found suppressed."""
+    from .ablation.saved import check_base, read_ablation
+
+    model, digest, ablation = read_ablation(folder)
+    backbone = load_two_tower(model)
+    check_base(folder, model, digest, backbone)
+    ablation.apply(backbone)
+    return backbone

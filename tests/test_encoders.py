@@ -1,0 +1,208 @@
+"""Names of encoders: every spelling, reading, label and digest, and what is refused."""
+
+import json
+import sys
+
+import open_clip
+import pytest
+from helpers.text_encoders import hub_repository, long_clip
+from helpers.tiny_clip import tiny_clip
+from huggingface_hub import ModelInfo, constants
+
+from debias_diffusion import encoders
+from debias_diffusion.encoders import EncoderSpec, Kind, labels, load_text_encoder, load_two_tower, may_be_hub_id
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import path_digest
+from debias_diffusion.interchange import hub
+from debias_diffusion.interchange.transformers_folder import export_text_encoder
+from debias_diffusion.models.shipped import WEIGHTS
+
+parse = EncoderSpec.parse
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current folder, with one of everything; nothing in it can be loaded."""
+    monkeypatch.chdir(tmp_path)
+    for file in (
+        "folder/open_clip_config.json",
+        "run/last/open_clip_config.json",
+        "run/best/open_clip_config.json",
+        "unfinished/best/open_clip_config.json",
+        "ablated/ablation.json",
+        "ablated/last/open_clip_config.json",
+        "aligned/last/open_clip_config.json",
+        "aligned/encoder_2/text_encoder/config.json",
+        "fitted/encoder/text_encoder/config.json",
+        "second/encoder_2/text_encoder/config.json",
+        "exported/text_encoder/config.json",
+        "empty/settings.json",
+        "second/settings.json",
+        "weights.pt",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    for run in ("empty", "second"):
+        (tmp_path / run / "checkpoints").mkdir()
+    (tmp_path / "chinese").mkdir()
+    (tmp_path / "chinese" / "config.json").write_text('{"model_type": "chinese_clip"}')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "place"),
+    [
+        ("original", Kind.ORIGINAL, "original"),
+        ("toy/clip", Kind.OPEN_CLIP, str(WEIGHTS / "clip")),
+        ("toy/debias-clip", Kind.DIFFERENCE, str(WEIGHTS / "debias-clip")),
+        ("folder", Kind.OPEN_CLIP, "folder"),
+        ("./folder/", Kind.OPEN_CLIP, "folder"),
+        ("local-dir:folder", Kind.OPEN_CLIP, "folder"),
+        ("run", Kind.OPEN_CLIP, "run/last"),
+        ("local-dir:run", Kind.OPEN_CLIP, "run/last"),
+        ("run/best", Kind.OPEN_CLIP, "run/best"),
+        ("unfinished", Kind.OPEN_CLIP, "unfinished/best"),
+        ("ablated", Kind.ABLATION, "ablated"),
+        ("aligned", Kind.OPEN_CLIP, "aligned/last"),
+        ("fitted", Kind.TRANSFORMERS, "fitted/encoder"),
+        ("second", Kind.TRANSFORMERS, "second"),
+        ("exported", Kind.TRANSFORMERS, "exported"),
+        ("chinese", Kind.CHINESE_CLIP, "chinese"),
+        ("weights.pt", Kind.FILE, "weights.pt"),
+        ("owner/name", Kind.HUB, "owner/name"),
+        ("OFA-Sys/chinese-clip-vit-base-patch16", Kind.CHINESE_CLIP, "OFA-Sys/chinese-clip-vit-base-patch16"),
+        ("hf-hub:owner/name@v1", Kind.OPEN_CLIP, "hf-hub:owner/name@v1"),
+    ],
+)
+def test_a_name_means_what_lies_there(here, name, kind, place):
+    assert parse(name) == EncoderSpec(name, "overlap", kind, place)
+    for reading in ("overlap", "separate", "cut"):
+        assert parse(f"{reading}:{name}") == EncoderSpec(name, reading, kind, place) == parse(name, reading)
+
+
+@pytest.mark.parametrize(("typed", "weights"), [("openai", "openai"), ("weights.pt", "weights.pt"), ("none", None)])
+def test_a_model_and_its_weights(here, typed, weights):
+    expected = EncoderSpec(f"ViT-B-16-quickgelu:{typed}", "cut", Kind.OPEN_CLIP, "ViT-B-16-quickgelu", weights)
+    assert parse(f"cut:ViT-B-16-quickgelu:{typed}") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "'' is not there"),
+        ("cut:", "'' is not there"),
+        ("nowhere", "'nowhere' is not there. Give a training run, a folder"),
+        ("orignal", "Did you mean original"),
+        ("runs/nothing", "is not there"),
+        ("local-dir:nothing", "is not there"),
+        ("hf-hub:name", "is not there.*hf-hub:owner/name"),
+        ("toy/clpi", "Unknown toy model 'toy/clpi'. Did you mean toy/clip"),
+        ("ViT-B16", "'ViT-B16' is not there. Did you mean ViT-B-16"),
+        ("ViT-B16:openai", "Unknown model 'ViT-B16'.* Did you mean ViT-B-16"),
+        ("overlp:toy/clip", "Unknown model 'overlp'.* Did you mean overlap.*: overlap, separate, cut"),
+        ("ViT-B-16-quickgelu", "model without weights. Give ViT-B-16-quickgelu:WEIGHTS, .* or one of: openai, .*none"),
+        ("ViT-B-16:nowhere.pt", "No weights 'nowhere.pt' for 'ViT-B-16': the file is not there"),
+        ("folder:openai", "'folder' brings its own weights; leave out 'openai'"),
+        ("toy/clip:openai", "'toy/clip' brings its own weights"),
+        ("empty", "The run in 'empty' has not ended, so it has no model yet"),
+    ],
+)
+def test_what_is_not_there_is_refused(here, name, message):
+    with pytest.raises(UserError, match=message):
+        parse(name)
+
+
+def test_names_are_parsed_without_importing_open_clip(monkeypatch):
+    models = open_clip.list_models()
+    monkeypatch.delitem(sys.modules, "open_clip")
+    assert set(encoders.open_clip_models()) == set(models)
+    with pytest.raises(UserError, match="Did you mean ViT-B-16"):
+        parse("ViT-B16")
+    assert "open_clip" not in sys.modules
+    monkeypatch.setattr(encoders, "find_spec", lambda name: None)
+    assert encoders.open_clip_models() == [] and parse("ViT-B-16:openai").kind is Kind.OPEN_CLIP
+    with pytest.raises(UserError, match="Did you mean separate"):
+        parse("seperate:toy/clip")
+
+
+def test_a_path_that_is_missing_is_no_name_of_the_hub(here):
+    paths = ["runs/none", "./x", "/x", "../x/y", "~/x", "folder/none", "a/b/c", "weights/x", "a/b.pt", "x", "", "/"]
+    assert not any(may_be_hub_id(path) for path in paths)
+    assert all(may_be_hub_id(name) for name in ("openai/clip-vit-large-patch14", "a/b", "zer0int/LongCLIP-L_v1.1"))
+
+
+def test_only_what_has_an_encoder_is_loaded(here):
+    for load in (load_text_encoder, load_two_tower):
+        with pytest.raises(UserError, match="'original' is the encoder that comes with an SDXL checkpoint"):
+            load("original")
+    with pytest.raises(UserError, match="'chinese' is a Chinese-CLIP. It is evaluated and ablated here, and neither"):
+        load_text_encoder("chinese")
+
+
+def test_a_digest_is_of_the_files_that_are_loaded(here, monkeypatch):
+    (here / "weights.pt").write_bytes(b"some weights")
+    assert parse("run").digest == parse("separate:local-dir:run/last").digest == path_digest(here / "run" / "last")
+    named = parse("ViT-L-14:weights.pt").digest
+    assert named == f"ViT-L-14:{parse('weights.pt').digest}"
+    (here / "weights.pt").write_bytes(b"others")
+    assert parse("ViT-L-14:weights.pt").digest not in (named, parse("ViT-L-14-quickgelu:weights.pt").digest)
+    assert parse("ViT-L-14-quickgelu:openai").digest == "ViT-L-14-quickgelu:openai"
+    assert parse("original").digest == "original"
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(encoders, "path_digest", refuse)
+    with pytest.raises(UserError, match="The model 'weights.pt' cannot be read .*Permission denied"):
+        assert parse("weights.pt").digest
+
+
+def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    asked = []
+
+    def model_info(_, name, revision, timeout):
+        asked.append((name, revision))
+        return ModelInfo(id=name, sha="0" * 40)
+
+    monkeypatch.setattr(hub.HfApi, "model_info", model_info)
+    before = parse("some/encoder").digest
+    assert parse("hf-hub:some/clip@v1").digest == "hf-hub:some/clip@v1@" + "0" * 40
+    assert asked == [("some/encoder", None), ("some/clip", "v1")]
+    hub_repository(tmp_path, "some/encoder")
+    assert parse("some/encoder").digest == before == "some/encoder@" + "0" * 40 and len(asked) == 2
+
+
+def test_an_alignment_has_a_second_encoder(here):
+    assert parse("aligned").fitted_second == parse("local-dir:aligned").fitted_second == "aligned/encoder_2"
+    assert parse("run").fitted_second is parse("ViT-B-16:openai").fitted_second is None
+
+
+def test_the_context_length_is_read_from_a_configuration_or_the_weights(tmp_path):
+    backbone = long_clip()
+    backbone.save(tmp_path / "open_clip")
+    export_text_encoder(backbone, tmp_path / "exported")
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 77}}))
+    for name, length in (("open_clip", 248), ("exported", 248), ("exported/text_encoder", 248), ("ours", 77)):
+        assert parse(tmp_path / name).context_length == length
+    assert parse("toy/clip").context_length == parse("original").context_length == 77
+    assert parse("toy/long-clip").context_length == 248
+
+
+def test_labels_are_short_and_unique_and_say_how_prompts_are_read(tmp_path):
+    for name in ("a/best", "b/best", "_mine"):
+        tiny_clip().save(tmp_path / name)
+
+    def labelled(*names, **options):
+        return labels([parse(name.replace("~", str(tmp_path))) for name in names], **options)
+
+    assert labelled("original", "cut:original", "separate:toy/clip") == [
+        "SDXL's own, overlapping chunks", "SDXL's own, cut at 77 tokens", "toy/clip, separate chunks"
+    ]  # fmt: skip
+    assert labelled("toy/long-clip", "separate:toy/debias-clip", "cut:toy/long-clip") == [
+        "toy/long-clip", "toy/debias-clip, separate chunks", "toy/long-clip, cut at 248 tokens"
+    ]  # fmt: skip
+    assert labelled("~/a/best", "toy/clip", readings=False) == ["best", "toy/clip"]
+    assert labelled("~/a/best", "~/b/best", "~/_mine", readings=False) == ["a/best", "b/best", f"{tmp_path.name}/_mine"]
+    assert labelled("~/_mine", readings=False) == ["./_mine"]
