@@ -399,7 +399,7 @@ def test_images_of_two_files_behind_a_models_name_are_not_mixed(tmp_path, option
 
 
 def test_files_in_a_cache_have_no_digest():
-    for encoder in ("ViT-L-14-quickgelu:openai", "owner/name", "local-dir:nowhere"):
+    for encoder in ("ViT-L-14-quickgelu:openai", "owner/name"):
         config = GenerateConfig("a star", **TOY | {"encoder": encoder})
         assert rendering.Studio(config, torch.device("cpu")).settings()["encoder_sha256"] is None
 

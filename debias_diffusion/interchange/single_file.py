@@ -66,7 +66,7 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
         encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state)
     if not (follows_rule or has_activation):
         guess = _GUESSED.format(file=os.fspath(file), blocks=config.num_hidden_layers, act=config.hidden_act)
-        warnings.warn(guess, stacklevel=3)
+        warnings.warn(guess, stacklevel=5)
     pad = {"pad_token": "!"} if is_bigg(config) else {}
     return encoder, clip_tokenizer(config.max_position_embeddings, **pad)
 
