@@ -34,7 +34,7 @@ from debias_diffusion.ablation.population import Population
 from debias_diffusion.ablation.search import every_mask, single_heads
 from debias_diffusion.ablation.suppression import Suppressed
 from debias_diffusion.devices import pick_device
-from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.eval.report import Table, versions
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.models.blocks import full_attention

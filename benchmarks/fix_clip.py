@@ -36,9 +36,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.devices import pick_device
-from debias_diffusion.eval.common.intervals import paired_difference
-from debias_diffusion.eval.common.report import Table, versions
-from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.intervals import paired_difference
+from debias_diffusion.eval.report import Table, versions
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, MaskedView

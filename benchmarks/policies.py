@@ -24,9 +24,9 @@ from machine import machine
 from torch import nn
 from tqdm import tqdm
 
-from debias_diffusion.eval.common.intervals import paired_difference
-from debias_diffusion.eval.common.report import digest, versions, weights_digest
-from debias_diffusion.eval.pictures.toy_objects import LATE
+from debias_diffusion.eval.images.objects import LATE
+from debias_diffusion.eval.intervals import paired_difference
+from debias_diffusion.eval.report import digest, versions, weights_digest
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.text_encoders import import_text_encoder, to_transformers

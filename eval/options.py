@@ -5,7 +5,7 @@ from typing import Literal
 
 from debias_diffusion.models.shipped import TWO_TOWERS
 
-from .common.settings import OVERLAP, check_settings
+from .settings import OVERLAP, check_settings
 
 TOYS = (TWO_TOWERS[0], OVERLAP + TWO_TOWERS[0], *TWO_TOWERS[1:])
 

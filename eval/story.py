@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .common.report import Table
-from .common.settings import CUT, OVERLAP, OWN, READINGS
-from .pictures import generation
-from .pictures.toy_objects import BY_SENTENCE, LATE
+from .images import generation
+from .images.objects import BY_SENTENCE, LATE
+from .report import Table
+from .settings import CUT, OVERLAP, OWN, READINGS
 from .story_examples import EXAMPLES, examples
 
 SCENES, SHORT_PROMPTS = "toy/", "toy/short-"  # data of long captions and of short prompts

@@ -35,7 +35,7 @@ from debias_diffusion.app.ablate import command
 from debias_diffusion.app.ablate.command import ablate
 from debias_diffusion.app.ablate.options import AblateConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.inputs import read_source
+from debias_diffusion.eval.inputs import read_source
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.two_tower import load_two_tower

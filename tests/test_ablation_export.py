@@ -22,8 +22,8 @@ from debias_diffusion.app.ablate.options import AblateConfig
 from debias_diffusion.app.export.command import export
 from debias_diffusion.app.export.options import ExportConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.text_image.attention import load_reader
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.attention import load_reader
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.interchange.clip_model import export_clip_model
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import to_transformers

@@ -27,8 +27,8 @@ from debias_diffusion.app.generate.command import generate
 from debias_diffusion.app.generate.options import GenerateConfig
 from debias_diffusion.data import Record
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.processes import Processes
-from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.images.drawing import Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.processes import Processes
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.interchange.two_tower import load_two_tower

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from debias_diffusion.eval.common import cache
-from debias_diffusion.eval.common.cache import ResultCache
+from debias_diffusion.eval import cache
+from debias_diffusion.eval.cache import ResultCache
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.intervals import paired_difference
-from debias_diffusion.eval.text_image import classification
-from debias_diffusion.eval.text_image.classification import (
+from debias_diffusion.eval import classification
+from debias_diffusion.eval.classification import (
     BENCHMARKS,
     CIFAR_TEMPLATES,
     IMAGENET_TEMPLATES,
@@ -30,7 +29,8 @@ from debias_diffusion.eval.text_image.classification import (
     top1,
     wilson_interval,
 )
-from debias_diffusion.eval.text_image.options import CLASSIFICATIONS
+from debias_diffusion.eval.intervals import paired_difference
+from debias_diffusion.eval.text_options import CLASSIFICATIONS
 from debias_diffusion.models.backbone import load_backbone
 
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

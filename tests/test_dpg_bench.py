@@ -26,28 +26,20 @@ from transformers import (
 )
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.pictures.dpg_bench import (
+from debias_diffusion.eval.images import dpg_bench
+from debias_diffusion.eval.images.dpg_answers import Answers, VqaModel, find_pictures, open_picture
+from debias_diffusion.eval.images.dpg_bench import DpgBenchConfig, evaluate_dpg_bench, tables
+from debias_diffusion.eval.images.dpg_questions import (
     COLUMNS,
-    Answers,
-    DpgBenchConfig,
     Proposition,
-    VqaModel,
     band,
-    command,
-    compare_outcomes,
-    evaluate_dpg_bench,
-    find_pictures,
-    holds,
-    open_picture,
-    outcomes,
     parse_rows,
     proposition_words,
     read_dpg_bench,
-    score,
-    tables,
     token_position,
 )
-from debias_diffusion.eval.pictures.drawing import folder_names
+from debias_diffusion.eval.images.dpg_scores import compare_outcomes, holds, outcomes, score
+from debias_diffusion.eval.images.drawing import folder_names
 
 CPU = torch.device("cpu")
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] is there a the truck red cat ? yes no".split()
@@ -375,7 +367,7 @@ def test_a_killed_run_asks_only_what_is_missing_and_ends_the_same(vilt, tmp_path
     assert without_seconds(after) == without_seconds(before)
     assert sorted(answers.read_bytes().splitlines()) == sorted(whole.splitlines())
     # A whole run needs no model any more. Whatever is not yes is no.
-    monkeypatch.setattr(command, "VqaModel", None)
+    monkeypatch.setattr(dpg_bench, "VqaModel", None)
     assert whole.count(b'"answer": "no"') > 0
     answers.write_bytes(whole.replace(b'"answer": "no"', b'"answer": "maybe"'))
     assert without_seconds(run(tmp_path, vilt)) == without_seconds(before)
@@ -503,7 +495,7 @@ def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_pa
     missing = folders["long"] / "0" / "1.png"
     whole = missing.read_bytes()
     missing.unlink()
-    monkeypatch.setattr(command, "VqaModel", None)
+    monkeypatch.setattr(dpg_bench, "VqaModel", None)
     again = draw_and_ask(tmp_path, vilt, base)
     assert missing.read_bytes() == whole
     assert again["encoders"]["long"]["by_position"] == report["encoders"]["long"]["by_position"]

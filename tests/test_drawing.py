@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from debias_diffusion.errors import FailedError, UserError
-from debias_diffusion.eval.common.processes import Processes
-from debias_diffusion.eval.pictures import drawing
-from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
-from debias_diffusion.eval.pictures.generation import GenerationConfig
+from debias_diffusion.eval.images import drawing
+from debias_diffusion.eval.images.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
+from debias_diffusion.eval.images.generation import GenerationConfig
+from debias_diffusion.eval.processes import Processes
 from debias_diffusion.files import _MACHINE
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline

@@ -8,8 +8,8 @@ import skimage
 from helpers.tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import everything
-from debias_diffusion.eval.everything import AllConfig, evaluate_all
+from debias_diffusion.eval import all as everything
+from debias_diffusion.eval.all import AllConfig, evaluate_all
 from debias_diffusion.models.backbone import Backbone
 
 pytestmark = pytest.mark.usefixtures("coarse_results")

@@ -25,8 +25,8 @@ from debias_diffusion.app.export.command import export
 from debias_diffusion.app.export.model_card import Exported, code
 from debias_diffusion.app.export.options import ExportConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models.backbone import load_backbone

@@ -16,14 +16,14 @@ from PIL import Image
 from debias_diffusion.data import toy_scene
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.cache import ResultCache
-from debias_diffusion.eval.common.processes import Processes
-from debias_diffusion.eval.pictures import generation
-from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject, folder_names
-from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation, figures, tables
-from debias_diffusion.eval.pictures.networks import ClsFeatures
-from debias_diffusion.eval.pictures.scores import ImageScores, dino_score
-from debias_diffusion.eval.pictures.toy_objects import SCORES, compare_images
+from debias_diffusion.eval.cache import ResultCache
+from debias_diffusion.eval.images import generation
+from debias_diffusion.eval.images.drawing import Drawing, DrawingSettings, Subject, folder_names
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation, figures, tables
+from debias_diffusion.eval.images.networks import ClsFeatures
+from debias_diffusion.eval.images.objects import SCORES, compare_images
+from debias_diffusion.eval.images.scores import ImageScores, dino_score
+from debias_diffusion.eval.processes import Processes
 from debias_diffusion.toyworld.scenes import PLACES
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from PIL import Image
 
 from debias_diffusion.data import ImageFolder, Record
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.cache import ResultCache
-from debias_diffusion.eval.common.encoders import TwoTower, how_used
-from debias_diffusion.eval.common.report import weights_digest
-from debias_diffusion.eval.text_image import image_features
-from debias_diffusion.eval.text_image.image_features import Encoded, ImageFeatures
+from debias_diffusion.eval import image_features
+from debias_diffusion.eval.cache import ResultCache
+from debias_diffusion.eval.encoders import TwoTower, how_used
+from debias_diffusion.eval.image_features import Encoded, ImageFeatures
+from debias_diffusion.eval.report import weights_digest
 from debias_diffusion.retrieval import encode_images
 
 

@@ -11,8 +11,8 @@ from helpers.tiny_clip import save_tiny_clip
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report, grouped, merged, read_results, section
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.page import ReportConfig, evaluate_report, grouped, merged, read_results, section
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save, save_file
 from transformers import AutoModel, ViTConfig, ViTModel
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.pictures.dpg_bench import VqaModel
-from debias_diffusion.eval.pictures.networks import ClsFeatures, InceptionFeatures
+from debias_diffusion.eval.images.dpg_answers import VqaModel
+from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures
 from debias_diffusion.interchange.clip_model import export_clip_model
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.single_file import write_file

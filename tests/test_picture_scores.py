@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.pictures import scores as picture_scores
-from debias_diffusion.eval.pictures.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
-from debias_diffusion.eval.pictures.scores import (
+from debias_diffusion.eval.images import scores as picture_scores
+from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
+from debias_diffusion.eval.images.scores import (
     HALVES,
     ImageNumbers,
     ImageScores,

@@ -14,8 +14,8 @@ from PIL import Image
 from debias_diffusion.app import quickstart as app
 from debias_diffusion.app.quickstart import QuickstartConfig, Setup, quickstart
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
-from debias_diffusion.eval.pictures.generation import GenerationConfig
+from debias_diffusion.eval.images.generation import GenerationConfig
+from debias_diffusion.eval.page import ReportConfig, evaluate_report
 from debias_diffusion.eval.story import CLAIMS
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.toymodels.fine_tuning import RECIPES, toy_training

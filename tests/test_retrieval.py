@@ -17,11 +17,11 @@ from PIL import Image
 
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.encoders import labels
-from debias_diffusion.eval.common.report import Table, digest, table, weights_digest
-from debias_diffusion.eval.common.settings import check_output
-from debias_diffusion.eval.text_image import image_features, retrieval
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval, figures
+from debias_diffusion.eval import image_features, retrieval
+from debias_diffusion.eval.encoders import labels
+from debias_diffusion.eval.report import Table, digest, table, weights_digest
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
+from debias_diffusion.eval.settings import check_output
 from debias_diffusion.models.backbone import Backbone, load_backbone
 from debias_diffusion.retrieval import encode_images, encode_pairs, recall_at_k, recall_ranks
 

@@ -13,8 +13,8 @@ from helpers.tiny_clip import save_tiny_clip
 from debias_diffusion.data import retrieval_sets
 from debias_diffusion.data.retrieval_sets import BENCHMARKS, find_root, read_retrieval_set
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:

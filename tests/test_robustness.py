@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from debias_diffusion.data import read_sharegpt4v
-from debias_diffusion.eval.common.intervals import mean_interval, paired_difference
-from debias_diffusion.eval.text_image.retrieval import DIRECTIONS, RetrievalConfig, evaluate_retrieval
-from debias_diffusion.eval.text_image.robustness import (
+from debias_diffusion.eval.intervals import mean_interval, paired_difference
+from debias_diffusion.eval.retrieval import DIRECTIONS, RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.robustness import (
     COMPARED,
     EDITS,
     LOSING,

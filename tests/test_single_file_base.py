@@ -16,8 +16,8 @@ from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.generate.command import generate
 from debias_diffusion.app.generate.options import GenerateConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.processes import Processes
-from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.images.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.processes import Processes
 from debias_diffusion.pipelines.loading import check_base, default_size, find_checkpoint, load_pipeline, model_digest
 
 CPU = torch.device("cpu")

@@ -264,8 +264,8 @@ def _chosen(scores: dict) -> str:
 
 def _read_scores(folder: str, digest: str | None) -> list[str]:
     """The results of `evaluate` in `folder` as Markdown, each with its command."""
-    from debias_diffusion.eval.common.report import escaped
-    from debias_diffusion.eval.merged_report import EVALUATIONS
+    from debias_diffusion.eval.page import EVALUATIONS
+    from debias_diffusion.eval.report import escaped
 
     sections = []
     for name, (module, title, options) in EVALUATIONS.items():

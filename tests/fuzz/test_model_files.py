@@ -143,7 +143,7 @@ def _targets(root: Path) -> list[Target]:
     from safetensors.torch import load_file, save_file
     from transformers import ViTConfig, ViTModel
 
-    from debias_diffusion.eval.pictures.networks import ClsFeatures
+    from debias_diffusion.eval.images.networks import ClsFeatures
     from debias_diffusion.interchange.clip_model import export_clip_model
     from debias_diffusion.interchange.load import load_text_encoder
     from debias_diffusion.interchange.transformers_folder import export_text_encoder

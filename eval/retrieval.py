@@ -17,14 +17,14 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
-from ..common.cache import FOLDER, ResultCache
-from ..common.encoders import TwoTower, compare, labels, of_each
-from ..common.inputs import read_source, trained_on
-from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
+from .cache import FOLDER, ResultCache
+from .encoders import TwoTower, compare, labels, of_each
 from .image_features import ImageFeatures
-from .options import PairsConfig, RetrievalConfig
+from .inputs import read_source, trained_on
+from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
+from .report import Table, compared_tables, draw_bars, interval, show, write_report
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
+from .text_options import PairsConfig, RetrievalConfig
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)

@@ -20,17 +20,14 @@ from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
-from ..common.cache import FOLDER, ResultCache
-from ..common.encoders import labels
-from ..common.inputs import read_pairs, trained_on
-from ..common.processes import Processes
-from ..common.report import Table, compared_tables, show, write_report
+from ..cache import FOLDER, ResultCache
+from ..encoders import labels
+from ..inputs import read_pairs, trained_on
+from ..processes import Processes
+from ..report import Table, compared_tables, show, write_report
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .figures import plot, plot_examples
-from .options import GenerationConfig
-from .reading import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
-from .scores import ImageNumbers, ImageScores, References, compare, score_cell, score_titles
-from .toy_objects import (
+from .objects import (
     BY_SENTENCE,
     BY_TELLING,
     TELLING_TITLES,
@@ -40,7 +37,10 @@ from .toy_objects import (
     compare_objects,
     objects_numbers,
 )
-from .toy_objects import SCORES as OBJECTS
+from .objects import SCORES as OBJECTS
+from .options import GenerationConfig
+from .references import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
+from .scores import ImageNumbers, ImageScores, References, compare, score_cell, score_titles
 
 NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
 PICTURES = ("examples.png",)

@@ -13,15 +13,15 @@ from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import atomic_file, write_text
 
-from .common.pages import png_url, write_page
-from .common.report import Table, escaped, save_picture
-from .common.settings import check_output
+from . import attention, classification, cola, retrieval, robustness
+from .images import dpg_bench, drift, generation
 from .options import ReportConfig
-from .pictures import dpg_bench, drift, generation
+from .pages import png_url, write_page
+from .report import Table, escaped, save_picture
+from .settings import check_output
 from .story import tell
-from .text_image import attention, classification, cola, retrieval, robustness
 
-TEMPLATE = "merged_report.html.j2"
+TEMPLATE = "page.html.j2"
 # By the name in a result's "evaluation": the module that draws and tabulates it, the title of its section, and its
 # settings. In the order of the page.
 EVALUATIONS = {

@@ -5,7 +5,7 @@ from typing import Literal
 
 from debias_diffusion.errors import UserError, near_matches
 
-from ..common.settings import BenchmarkConfig, check_settings, check_source
+from .settings import BenchmarkConfig, check_settings, check_source
 
 CLASSIFICATIONS = ("imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o", "cifar-10", "cifar-100")
 

@@ -7,7 +7,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from debias_diffusion.files import write_text
 
-TEMPLATES = Path(__file__).parent.parent
+TEMPLATES = Path(__file__).parent
 
 
 def write_page(path: Path, template: str, folder: Path = TEMPLATES, **values) -> None:

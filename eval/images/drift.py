@@ -26,11 +26,11 @@ from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.long_prompt import encode_tokens
 from debias_diffusion.tokens import clean
 
-from ..common.cache import FOLDER, ResultCache
-from ..common.encoders import compare, labels
-from ..common.inputs import Pairs, read_source
-from ..common.intervals import mean_interval, paired_difference
-from ..common.report import Table, compared_tables, draw_by_position, interval, show, write_report
+from ..cache import FOLDER, ResultCache
+from ..encoders import compare, labels
+from ..inputs import Pairs, read_source
+from ..intervals import mean_interval, paired_difference
+from ..report import Table, compared_tables, draw_by_position, interval, show, write_report
 from .options import DriftConfig
 
 PADS = 24  # after EOT, whose states are compared

@@ -29,13 +29,13 @@ from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.tokens import CaptionTokenizer
 
-from ..common.cache import FOLDER, ResultCache
-from ..common.encoders import labels
-from ..common.inputs import Pairs, read_source
-from ..common.intervals import mean_interval
-from ..common.report import FEW, Table, draw_by_position, show, write_report
-from .options import AttentionConfig
+from .cache import FOLDER, ResultCache
+from .encoders import labels
+from .inputs import Pairs, read_source
+from .intervals import mean_interval
+from .report import FEW, Table, draw_by_position, show, write_report
 from .robustness import edit_caption
+from .text_options import AttentionConfig
 
 # By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
 EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}

@@ -39,8 +39,8 @@ from debias_diffusion.files import path_digest
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.sentences import split_sentences
 
-from ..common.encoders import how_used
-from ..common.intervals import mean_interval, paired_difference
+from ..encoders import how_used
+from ..intervals import mean_interval, paired_difference
 from .networks import FID_FEATURES, RESIZE, ClsFeatures, InceptionFeatures, Picture, TwoTowerFeatures
 
 HALVES = 200

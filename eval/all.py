@@ -9,14 +9,14 @@ import torch
 from debias_diffusion.data import is_toy_scenes
 from debias_diffusion.errors import UserError
 
-from .common.settings import ORIGINAL, READINGS, split_reading
-from .merged_report import evaluate_report
+from .attention import AttentionConfig, evaluate_attention
+from .classification import ClassificationConfig, evaluate_classification
+from .images.generation import GenerationConfig, evaluate_generation, load_networks
 from .options import AllConfig, ReportConfig
-from .pictures.generation import GenerationConfig, evaluate_generation, load_networks
-from .text_image.attention import AttentionConfig, evaluate_attention
-from .text_image.classification import ClassificationConfig, evaluate_classification
-from .text_image.retrieval import RetrievalConfig, evaluate_retrieval
-from .text_image.robustness import RobustnessConfig, evaluate_robustness
+from .page import evaluate_report
+from .retrieval import RetrievalConfig, evaluate_retrieval
+from .robustness import RobustnessConfig, evaluate_robustness
+from .settings import ORIGINAL, READINGS, split_reading
 
 EVALUATE = {
     "retrieval": evaluate_retrieval,

@@ -12,8 +12,8 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_readable, none_readable
 
-from ..common.cache import ResultCache
-from ..common.encoders import TwoTower
+from .cache import ResultCache
+from .encoders import TwoTower
 
 PIECE = 2048  # images whose features are in one file of the cache
 

@@ -24,12 +24,12 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
-from ..common.cache import FOLDER, ResultCache
-from ..common.encoders import TwoTower, compare, of_each
-from ..common.intervals import mean_interval, paired_difference
-from ..common.report import Table, compared_tables, draw_bars, interval, show, write_report
+from .cache import FOLDER, ResultCache
+from .encoders import TwoTower, compare, of_each
 from .image_features import ImageFeatures
-from .options import ColaConfig
+from .intervals import mean_interval, paired_difference
+from .report import Table, compared_tables, draw_bars, interval, show, write_report
+from .text_options import ColaConfig
 
 MULTI, SINGLE = "multi-object", "single-object"
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...common.encoders import compare
-from ...common.intervals import mean_interval, paired_difference
-from .answering import Key
-from .questions import BAND_NAMES, Proposition
+from ..encoders import compare
+from ..intervals import mean_interval, paired_difference
+from .dpg_answers import Key
+from .dpg_questions import BAND_NAMES, Proposition
 
 GROUPS = ("by_category", "by_detail", "by_position")
 

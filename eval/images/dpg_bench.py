@@ -1,4 +1,8 @@
-"""`evaluate dpg-bench`: generates or finds images, asks about them, and writes the report."""
+"""DPG-Bench (Hu et al. 2024, ELLA): does an image show everything that its dense prompt says?
+
+A visual question answering (VQA) model answers a question about each proposition of the prompt. A proposition holds
+only if all propositions it depends on hold too: a truck that is missing is not red.
+"""
 
 import os
 import time
@@ -13,14 +17,14 @@ from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.files import bytes_digest, path_digest, sha256
 from debias_diffusion.tokens import clip_tokenizer
 
-from ...common.encoders import labels
-from ...common.processes import Processes
-from ...common.report import Table, compared_tables, draw_bars, interval, show, write_report
-from ..drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
-from ..options import DpgBenchConfig
-from .answering import Answers, Ask, Key, VqaModel, ask_missing, find_pictures
-from .questions import band, read_dpg_bench, token_position
-from .scoring import compare_outcomes, outcomes, score
+from ..encoders import labels
+from ..processes import Processes
+from ..report import Table, compared_tables, draw_bars, interval, show, write_report
+from .dpg_answers import Answers, Ask, Key, VqaModel, ask_missing, find_pictures
+from .dpg_questions import band, read_dpg_bench, token_position
+from .dpg_scores import compare_outcomes, outcomes, score
+from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
+from .options import DpgBenchConfig
 
 NAME = "dpg_bench"
 NOTES = (

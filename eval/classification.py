@@ -31,12 +31,12 @@ from debias_diffusion.files import sha256
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.retrieval import TIE, encode_texts
 
-from ..common.cache import FOLDER, ResultCache
-from ..common.encoders import TwoTower, compare, of_each
-from ..common.intervals import paired_difference
-from ..common.report import Table, compared_tables, interval, show, write_report
+from .cache import FOLDER, ResultCache
+from .encoders import TwoTower, compare, of_each
 from .image_features import ImageFeatures
-from .options import ClassificationConfig
+from .intervals import paired_difference
+from .report import Table, compared_tables, interval, show, write_report
+from .text_options import ClassificationConfig
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(

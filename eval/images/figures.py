@@ -11,7 +11,7 @@ from PIL import Image
 from debias_diffusion.data.bad_records import printable
 
 from .networks import open_picture
-from .toy_objects import BY_SENTENCE
+from .objects import BY_SENTENCE
 
 _COLUMNS = 4
 _SENTENCES = "clip_score_"  # scores of one sentence each, by its number

@@ -12,9 +12,9 @@ import numpy as np
 from debias_diffusion.toyworld.checker import Comparison, compare
 from debias_diffusion.toyworld.scenes import PLACES, Scene
 
-from ..common.intervals import drawn_ratios, ends, paired_ratio_difference
+from ..intervals import drawn_ratios, ends, paired_ratio_difference
 from .networks import Picture, open_picture
-from .reading import ACROSS, ALONE, WITHIN
+from .references import ACROSS, ALONE, WITHIN
 
 LATE = 4  # number, from 0, of the first sentence that lies beyond what the opening says
 # Of each image: the sentence, from 0, that first mentions the object in a place.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from debias_diffusion.errors import UserError
 from debias_diffusion.limits import Layer
 
-from ..common.settings import check_settings, check_source
+from ..settings import check_settings, check_source
 
 MOST_IMAGES = 1000  # of a prompt
 

@@ -15,7 +15,7 @@ from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import describe_changes, write_text
 from debias_diffusion.models.model_files import may_be_hub_id
 
-from .questions import DpgBench, Proposition
+from .dpg_questions import DpgBench, Proposition
 
 GRID = 2  # images on a side of a published file
 # (prompt's id, image from 0, proposition's number)

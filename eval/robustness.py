@@ -19,11 +19,11 @@ from debias_diffusion.methods.sampling import draw_generator, join_sentences
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 from debias_diffusion.sentences import split_sentences
 
-from ..common.encoders import TwoTower, compare
-from ..common.intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from ..common.report import Table, compared_tables, draw_bars, error_lengths, interval, show
-from .options import RobustnessConfig
+from .encoders import TwoTower, compare
+from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
+from .report import Table, compared_tables, draw_bars, error_lengths, interval, show
 from .retrieval import DIRECTIONS, Evaluation, Readable, hits
+from .text_options import RobustnessConfig
 
 PADDING = "This is a photo."  # Figures 2 and S2
 MOST_PADDING = 5

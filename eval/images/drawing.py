@@ -53,8 +53,8 @@ from debias_diffusion.pipelines.schedulers import check_scheduler, make_schedule
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 
-from ..common.processes import Processes
-from ..common.settings import CHUNKS, ORIGINAL, READINGS, split_reading
+from ..processes import Processes
+from ..settings import CHUNKS, ORIGINAL, READINGS, split_reading
 
 _SETTINGS, _DRAWN = "settings.json", "drawn.json"
 # "auto" for any checkpoint, and for toy/sdxl: its own settings, and as many small images as fill two cores.
