@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 from debias_diffusion.errors import EXTRAS, UserError, missing_library, near_matches, reason
+from debias_diffusion.eval.registry import EVALUATIONS as REGISTRY
 from debias_diffusion.files import explain_full_disk
 
 from .arguments import asks_for_help, parse
@@ -50,63 +51,16 @@ EVALUATIONS = {
         f"{_ENCODERS} --data toy/test --output scores",
         "eval",
     ),
-    "retrieval": Command(
-        "retrieval recall with whole captions",
-        "eval.text_options:RetrievalConfig",
-        "eval.retrieval:evaluate_retrieval",
-        f"{_ENCODERS} --data toy/test --output scores",
-        "eval",
-    ),
-    "robustness": Command(
-        "how shortsighted? Recall when sentences are moved, removed or come late",
-        "eval.text_options:RobustnessConfig",
-        "eval.robustness:evaluate_robustness",
-        f"{_ENCODERS} --data toy/test --output scores",
-        "eval",
-    ),
-    "attention": Command(
-        "how much EOT attends to each position of a text",
-        "eval.text_options:AttentionConfig",
-        "eval.attention:evaluate_attention",
-        f"{_ENCODERS} --data toy/test --output scores",
-        "eval",
-    ),
-    "classification": Command(
-        "zero-shot top-1 on ImageNet, its variants and CIFAR",
-        "eval.text_options:ClassificationConfig",
-        "eval.classification:evaluate_classification",
-        "--encoders ViT-B-16-quickgelu:openai --dataset cifar-10 --data cifar-10-batches-bin --output scores",
-        "eval",
-    ),
-    "cola": Command(
-        "do objects keep their own attributes? Cola's pairs of images, and its classes",
-        "eval.text_options:ColaConfig",
-        "eval.cola:evaluate_cola",
-        "--encoders ViT-B-16-quickgelu:openai --data COLA_multiobjects_matching_benchmark.json --images images "
-        "--output scores",
-        "eval",
-    ),
-    "dpg-bench": Command(
-        "how much of DPG-Bench's dense prompts the generated images show",
-        "eval.images.options:DpgBenchConfig",
-        "eval.images.dpg_bench:evaluate_dpg_bench",
-        "--data dpg_bench --vqa blip-vqa-base --base sdxl --encoders original runs/a --output scores",
-        "eval",
-    ),
-    "generation": Command(
-        "FID, DINO score and others of images generated from captions",
-        "eval.images.options:GenerationConfig",
-        "eval.images.generation:evaluate_generation",
-        f"{_ENCODERS} --base toy/sdxl --data toy/test --output scores",
-        "eval",
-    ),
-    "drift": Command(
-        "how far hidden states have moved from those that SDXL's UNet was trained on",
-        "eval.images.options:DriftConfig",
-        "eval.images.drift:evaluate_drift",
-        "--encoders toy/debias-clip --base toy/sdxl --data toy/test --output scores",
-        "eval",
-    ),
+    **{
+        name.replace("_", "-"): Command(
+            entry.summary,
+            f"eval.options:{entry.options}",
+            f"eval.{entry.module}:evaluate_{name}",
+            entry.example,
+            "eval",
+        )
+        for name, entry in REGISTRY.items()
+    },
     "report": Command(
         "one page of any number of results",
         "eval.options:ReportConfig",

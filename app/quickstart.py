@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.encoder_names import ORIGINAL, OVERLAP
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.images.objects import BY_SENTENCE
 from debias_diffusion.eval.options import ReportConfig
 from debias_diffusion.eval.page import evaluate_report, read_results
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
-from debias_diffusion.eval.settings import ORIGINAL, OVERLAP
 from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS, tell
 from debias_diffusion.files import folder_lock, write_json
 from debias_diffusion.limits import check_seeds
@@ -125,9 +125,9 @@ def _steps(config: QuickstartConfig, setup: Setup) -> list[tuple[str, Callable]]
     of_pairs = ([setup.clip, *encoders], str(results), data)
     images = GenerationConfig(
         [ORIGINAL, OVERLAP + ORIGINAL, *encoders],
-        setup.sdxl,
         str(results),
-        data,
+        base=setup.sdxl,
+        data=data,
         limit=config.prompts,
         seed=config.seed,
         steps=setup.denoising_steps,

@@ -30,7 +30,9 @@ FEW = 20  # objects that a bar needs
 
 def draw(seed: int, prompts: int, output: Path) -> dict:
     """The report of a seed's prompts, scenes that no model has learned from."""
-    settings = GenerationConfig([*WAYS], "toy/sdxl", str(output / f"seed-{seed}"), f"toy/test-{seed}", limit=prompts)
+    settings = GenerationConfig(
+        [*WAYS], str(output / f"seed-{seed}"), base="toy/sdxl", data=f"toy/test-{seed}", limit=prompts
+    )
     return evaluate_generation(settings)
 
 

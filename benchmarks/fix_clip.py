@@ -359,7 +359,7 @@ def _draw(folders: dict[str, Path], seed: int, prompts: int, output: Path) -> di
     encoders = {"original": "original"} | {row: str(folder) for row, folder in folders.items()}
     folder = str(output / f"seed-{seed}" / "drawn")
     data = f"toy/short-test-fix-{seed}"
-    settings = GenerationConfig(list(encoders.values()), UNET, folder, data, limit=prompts, images_at_once=20)
+    settings = GenerationConfig(list(encoders.values()), folder, base=UNET, data=data, limit=prompts, images_at_once=20)
     report = evaluate_generation(settings)
     rows = dict(zip(report["encoders"], encoders, strict=True))
     values = {rows[label]: entry["scores"]["objects_right"]["value"] for label, entry in report["encoders"].items()}

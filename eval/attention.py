@@ -16,7 +16,6 @@ from transformers import CLIPTokenizer
 
 from debias_diffusion.ablation.folding import fold_text_heads
 from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_eot, eot_attention
-from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.interchange.load import load_text_encoder
@@ -29,13 +28,12 @@ from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.tokens import CaptionTokenizer
 
-from .cache import FOLDER, ResultCache
-from .encoders import labels
 from .inputs import Pairs, read_source
 from .intervals import mean_interval
-from .report import FEW, Table, draw_by_position, show, write_report
+from .options import AllConfig, AttentionConfig
+from .report import FEW, Table, draw_by_position
 from .robustness import edit_caption
-from .text_options import AttentionConfig
+from .session import Session
 
 # By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
 EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}
@@ -84,7 +82,7 @@ class Reader:
             "configuration": configuration,
             "markers": asdict(self.tokenizer.markers),
             "captions": _digest_of([list(captions), ids, tokens]),
-            **({} if self.scale == "head" else {"scale": self.scale}),
+            "scale": self.scale,
         }
 
     def attention(self, captions: Sequence[str]) -> EotAttention:
@@ -318,9 +316,9 @@ def _write(axes, column: int, line: int, text: str, **style) -> None:
     axes.text(column, line + 0.5, text, **style)
 
 
-def _evaluate(config: AttentionConfig, reader: Reader, label: str, pairs: Pairs | None, cache: ResultCache) -> dict:
+def _evaluate(session: Session, pairs: Pairs | None, encoder: tuple[str, Reader]) -> dict:
     """The numbers of one encoder, from the cache where they are finished."""
-    result = {}
+    (label, reader), config, result = encoder, session.config, {}
     if pairs:
         images = {"image_of": _digest_of(pairs.image_of)}
         look = partial(look_at_captions, reader, image_of=pairs.image_of, batch_size=config.batch_size)
@@ -328,10 +326,10 @@ def _evaluate(config: AttentionConfig, reader: Reader, label: str, pairs: Pairs 
         for edit in EDITS:
             captions = [edit_caption(caption, edit) for caption in pairs.captions]
             compute = partial(look, captions, title=f"{label}, {edit}")
-            result["attention"][edit] = cache.result("attention", reader.depends(captions) | images, compute)
+            result["attention"][edit] = session.cache.result("attention", reader.depends(captions) | images, compute)
     if config.prompt is not None:
         depends = reader.depends([config.prompt])
-        result["prompt"] = cache.result("prompt", depends, partial(look_at_prompt, reader, config.prompt))
+        result["prompt"] = session.cache.result("prompt", depends, partial(look_at_prompt, reader, config.prompt))
     return result
 
 
@@ -349,31 +347,17 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used.
     """
-    pairs, device = read_source(config, only_captions=True) if config.has_captions else None, pick_device(config.device)
-    cache = ResultCache(Path(config.output) / FOLDER)
-
-    def evaluate(name: str, label: str) -> tuple[str, dict]:
-        reader = load_reader(name, device, config.scale)
-        return reader.digest, _evaluate(config, reader, label, pairs, cache)
-
-    # No variable holds an encoder, or it would stay in memory while the next is loaded.
-    named = zip(config.encoders, labels(config.encoders), strict=True)
-    results = {label: evaluate(name, label) for name, label in named}
-    report = write_report(
-        "attention",
-        config,
-        digests={
-            "data": pairs.digest if pairs else None,
-            "encoders": {label: digest for label, (digest, _) in results.items()},
-        },
-        left_out=pairs.bad if pairs else [],
-        seconds=cache.seconds,
-        captions=len(pairs.captions) if pairs else 0,
-        encoders={label: result for label, (_, result) in results.items()},
-        compared=[],
-        notes=[_NOTE, *([_HIDDEN] if config.scale == "hidden" else [])],
+    pairs = read_source(config, only_captions=True) if config.has_captions else None
+    session = Session("attention", config, pairs and pairs.digest, pairs.bad if pairs else ())
+    results = session.of_each(
+        partial(_evaluate, session, pairs),
+        lambda name, label, device: (label, load_reader(name, device, config.scale)),
     )
-    show(report, tables(report), figures(report))
+    report = session.report(
+        results,
+        notes=[_NOTE, *([_HIDDEN] if config.scale == "hidden" else [])],
+        captions=len(pairs.captions) if pairs else 0,
+    )
     if config.prompt is not None:
         print(f"Word by word, in {', '.join(results)}: {Path(config.output) / 'attention_prompt.png'}")
     return report
@@ -417,3 +401,8 @@ def figures(report: dict) -> dict[str, Figure]:
     results, words = _of(report, "attention"), _of(report, "prompt")
     curves = {"attention.png": plot(results, report["captions"])} if results else {}
     return curves | ({"attention_prompt.png": plot_prompt(words)} if words else {})
+
+
+def settings_for(everything: AllConfig) -> AttentionConfig:
+    """Its settings in `evaluate all`."""
+    return everything.settings(AttentionConfig)

@@ -70,6 +70,3 @@ class ResultCache:
         """The whole key as JSON values, and the file that it names."""
         depends = json.loads(json.dumps({"part": name, **depends, "versions": versions()}))
         return depends, self.folder / f"{name}-{json_digest(depends)[:24]}.json"
-
-
-Parts = ResultCache  # its name in earlier releases

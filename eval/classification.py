@@ -25,18 +25,16 @@ from tqdm import tqdm
 from debias_diffusion.data import BadRecord, Record
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
-from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.retrieval import TIE, encode_texts
 
-from .cache import FOLDER, ResultCache
-from .encoders import TwoTower, compare, of_each
 from .image_features import ImageFeatures
 from .intervals import paired_difference
-from .report import Table, compared_tables, interval, show, write_report
-from .text_options import ClassificationConfig
+from .options import AllConfig, ClassificationConfig
+from .report import Table, cell, compared_tables
+from .session import Session, TwoTower, compare
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
@@ -367,38 +365,31 @@ class Classified:
     """The classes that one encoder assigns to the readable images.
 
     Attributes:
-        digest: of its weights.
         guesses: the assigned class of each, from 0.
         labels: the true class of each.
-        bad: the unreadable images.
     """
 
-    digest: str
     guesses: list[int]
     labels: list[int]
-    bad: list[BadRecord]
 
     def hits(self) -> list[float]:
         """100 for each correct image, else 0: their mean is top-1 in percent."""
         return [100.0 * (guess == label) for guess, label in zip(self.guesses, self.labels, strict=True)]
 
 
-def _classify_all(
-    config: ClassificationConfig, data: LabelledImages, images: ImageFeatures, encoder: TwoTower
-) -> Classified:
-    encoded = images.encode(encoder)
-    check_share([*data.bad, *encoded.bad], len(data.records) + len(data.bad), config.max_bad)
+def _classify_all(session: Session, data: LabelledImages, images: ImageFeatures, encoder: TwoTower) -> Classified:
+    encoded, config = images.encode(encoder), session.config
     templates = BENCHMARKS[config.dataset].templates
 
     def compute() -> dict[str, Tensor]:
         named = encoder.backbone, data.classes, templates
         title = f"classes, {encoder.label}"
-        return {"features": class_features(*named, config.batch_size, images.device, title)}
+        return {"features": class_features(*named, config.batch_size, session.device, title)}
 
     depends = encoder.depends | {"classes": data.classes, "templates": _written(templates)}
-    classes = images.cache.tensors("classes", depends, compute)["features"]
+    classes = session.cache.tensors("classes", depends, compute)["features"]
     guesses = classify(encoded.features, classes).tolist()
-    return Classified(encoder.digest, guesses, [data.labels[index] for index in encoded.good], encoded.bad)
+    return Classified(guesses, [data.labels[index] for index in encoded.good])
 
 
 def _written(templates: Sequence[Callable[[str], str]]) -> list[str]:
@@ -420,39 +411,38 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     data = benchmark.read(config.data)
     print_left_out(data.bad)
     check_share(data.bad, len(data.records) + len(data.bad), config.max_bad)
-    device, cache = pick_device(config.device), ResultCache(Path(config.output) / FOLDER)
-    images = ImageFeatures(data.records, data.images, cache, config.batch_size, device)
-    results = of_each(config.encoders, device, lambda encoder: _classify_all(config, data, images, encoder))
-    first = next(iter(results.values()))
-    print_left_out(first.bad)
+    session = Session("classification", config, data.digest, data.bad)
+    images = ImageFeatures(session, data.records, data.images, data.bad)
+    results = session.of_each(lambda encoder: _classify_all(session, data, images, encoder))
     hits = {label: {"top-1": result.hits()} for label, result in results.items()}
-    report = write_report(
-        "classification",
-        config,
-        digests={"data": data.digest, "encoders": {label: result.digest for label, result in results.items()}},
-        left_out=data.bad + first.bad,
-        seconds=cache.seconds,
-        images=len(first.labels),
+    return session.report(
+        {label: top1(result.guesses, result.labels, data.classes) for label, result in results.items()},
+        compare(hits, lambda a, b, _: paired_difference(a, b)),
+        [benchmark.note],
+        images=len(next(iter(results.values())).labels),
         classes=len(data.classes),
         templates=_written(benchmark.templates),
-        encoders={label: top1(result.guesses, result.labels, data.classes) for label, result in results.items()},
-        compared=compare(hits, lambda a, b, _: paired_difference(a, b)),
-        notes=[benchmark.note],
     )
-    show(report, tables(report), figures(report))
-    return report
 
 
 def tables(report: dict) -> list[Table]:
     """The numbers of a report, and the encoders compared."""
     name = f"{report['settings']['dataset']}, percent of {report['images']} images in {report['classes']} classes"
     rows = [
-        [label, numbers["top1_percent"], interval(numbers["top1_interval_percent"]), numbers["mean_per_class_percent"]]
+        [label, cell(numbers["top1_percent"], *numbers["top1_interval_percent"]), numbers["mean_per_class_percent"]]
         for label, numbers in report["encoders"].items()
     ]
-    return [Table([name, "top-1", "95%", "mean of classes"], rows), *compared_tables(report["compared"])]
+    return [Table([name, "top-1 (95% interval)", "mean of classes"], rows), *compared_tables(report["compared"])]
 
 
 def figures(report: dict) -> dict[str, Figure]:
     """The figure of a report, by file name."""
     return {"classification.png": plot(report["encoders"], report["settings"]["dataset"])}
+
+
+def settings_for(everything: AllConfig) -> ClassificationConfig | None:
+    """Its settings in `evaluate all`; None without a benchmark."""
+    if everything.classification is None:
+        return None
+    data = everything.classification_data
+    return everything.settings(ClassificationConfig, dataset=everything.classification, data=data)

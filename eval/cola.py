@@ -19,17 +19,15 @@ from debias_diffusion.data import BadRecord, ImageFolder, Record
 from debias_diffusion.data.bad_records import check_share, print_left_out, refused
 from debias_diffusion.data.captions import check_caption, fold
 from debias_diffusion.data.retrieval_sets import load_json
-from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
-from .cache import FOLDER, ResultCache
-from .encoders import TwoTower, compare, of_each
 from .image_features import ImageFeatures
 from .intervals import mean_interval, paired_difference
-from .report import Table, compared_tables, draw_bars, interval, show, write_report
-from .text_options import ColaConfig
+from .options import AllConfig, ColaConfig
+from .report import Table, cell, compared_tables, draw_bars
+from .session import Session, TwoTower, compare
 
 MULTI, SINGLE = "multi-object", "single-object"
 
@@ -180,15 +178,6 @@ def class_precisions(image_features: Tensor, text_features: Tensor, present: Ten
     return precisions
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """One encoder's scores: of each item, or of each class by its number; and the unreadable images."""
-
-    digest: str
-    scores: dict[int, float]
-    bad: list[BadRecord]
-
-
 def evaluate_cola(config: ColaConfig) -> dict:
     """Accuracy on Cola's items, or mAP over its classes; writes `cola.json` and `cola.png` and prints tables.
 
@@ -205,30 +194,21 @@ def evaluate_cola(config: ColaConfig) -> dict:
     data, folder = read_cola(config.data), ImageFolder(config.images)
     print_left_out(data.bad)
     check_share(data.bad, len(data.images) + len(data.bad), config.max_bad)
-    device, cache = pick_device(config.device), ResultCache(Path(config.output) / FOLDER)
-    images = ImageFeatures([Record(name, name, "") for name in data.images], folder, cache, config.batch_size, device)
-    results = of_each(config.encoders, device, lambda encoder: _score(config, data, images, encoder))
-    first = next(iter(results.values()))
-    print_left_out(first.bad)
-    digests = {label: result.digest for label, result in results.items()}
+    session = Session("cola", config, sha256(Path(config.data)), data.bad)
+    images = ImageFeatures(session, [Record(name, name, "") for name in data.images], folder, data.bad)
+    results = session.of_each(lambda encoder: _score(session, data, images, encoder))
     counted = "items" if data.part == MULTI else "classes"
-    values = {label: {counted: list(result.scores.values())} for label, result in results.items()}
-    report = write_report(
-        "cola",
-        config,
-        digests={"data": sha256(Path(config.data)), "encoders": digests},
-        left_out=data.bad + first.bad,
-        seconds=cache.seconds,
+    values = {label: {counted: list(scores.values())} for label, scores in results.items()}
+    unreadable = len(session.left_out) - len(data.bad)
+    return session.report(
+        {label: _numbers(data, scores) for label, scores in results.items()},
+        compare(values, lambda a, b, _: paired_difference(a, b)),
+        [_NOTES[data.part]],
         part=data.part,
         measure="accuracy" if data.part == MULTI else "mAP",
-        images=len(data.images) - len(first.bad),
-        **{counted: len(first.scores)},
-        encoders={label: _numbers(data, result) for label, result in results.items()},
-        compared=compare(values, lambda a, b, _: paired_difference(a, b)),
-        notes=[_NOTES[data.part]],
+        images=len(data.images) - unreadable,
+        **{counted: len(next(iter(results.values())))},
     )
-    show(report, tables(report), figures(report))
-    return report
 
 
 _NOTES = {
@@ -237,9 +217,9 @@ _NOTES = {
 }
 
 
-def _score(config: ColaConfig, data: Cola, images: ImageFeatures, encoder: TwoTower) -> _Scored:
-    encoded = images.encode(encoder)
-    check_share([*data.bad, *encoded.bad], len(data.images) + len(data.bad), config.max_bad)
+def _score(session: Session, data: Cola, images: ImageFeatures, encoder: TwoTower) -> dict[int, float]:
+    """One encoder's score of each item, or of each class by its number."""
+    encoded, config = images.encode(encoder), session.config
     row_of = {position: row for row, position in enumerate(encoded.good)}
     items = [
         item for item in range(len(data.image_of) // 2) if {*data.image_of[2 * item : 2 * item + 2]} <= row_of.keys()
@@ -248,9 +228,9 @@ def _score(config: ColaConfig, data: Cola, images: ImageFeatures, encoder: TwoTo
 
     def compute() -> dict[str, Tensor]:
         title = f"texts, {encoder.label}"
-        return {"features": encode_texts(encoder.backbone, data.texts, config.batch_size, images.device, title)}
+        return {"features": encode_texts(encoder.backbone, data.texts, config.batch_size, session.device, title)}
 
-    texts = images.cache.tensors("texts", encoder.depends | {"texts": data.texts}, compute)["features"]
+    texts = session.cache.tensors("texts", encoder.depends | {"texts": data.texts}, compute)["features"]
     if data.part == SINGLE:
         rows = torch.tensor(encoded.good)
         scores = class_precisions(encoded.features, texts, data.present[rows], data.hard[rows])
@@ -263,12 +243,12 @@ def _score(config: ColaConfig, data: Cola, images: ImageFeatures, encoder: TwoTo
         raise UserError(
             f"{config.data!r} leaves nothing to score: no item has both images, or no class an image that shows it."
         )
-    return _Scored(encoder.digest, scores, encoded.bad)
+    return scores
 
 
-def _numbers(data: Cola, result: _Scored) -> dict:
-    values = list(result.scores.values())
-    by = {data.texts[number]: score for number, score in result.scores.items()} if data.part == SINGLE else values
+def _numbers(data: Cola, scores: dict[int, float]) -> dict:
+    values = list(scores.values())
+    by = {data.texts[number]: score for number, score in scores.items()} if data.part == SINGLE else values
     return {"score_percent": sum(values) / len(values), "interval_percent": mean_interval(values), "scores_percent": by}
 
 
@@ -276,10 +256,10 @@ def tables(report: dict) -> list[Table]:
     """The numbers of a report, and the encoders compared."""
     count = f"{report['items']} items" if report["part"] == MULTI else f"{report['classes']} classes"
     rows = [
-        [label, numbers["score_percent"], interval(numbers["interval_percent"])]
+        [label, cell(numbers["score_percent"], *numbers["interval_percent"])]
         for label, numbers in report["encoders"].items()
     ]
-    header = [f"Cola, {report['part']}, percent of {count}", report["measure"], "95%"]
+    header = [f"Cola, {report['part']}, percent of {count}", f"{report['measure']} (95% interval)"]
     return [Table(header, rows), *compared_tables(report["compared"])]
 
 
@@ -295,3 +275,10 @@ def figures(report: dict) -> dict[str, Figure]:
     axes.set(ylabel=f"{report['measure']} (%), with 95% intervals", ylim=(0, 115))
     axes.legend(fontsize="small")
     return {"cola.png": figure}
+
+
+def settings_for(everything: AllConfig) -> ColaConfig | None:
+    """Its settings in `evaluate all`; None without its data."""
+    if everything.cola is None:
+        return None
+    return everything.settings(ColaConfig, data=everything.cola, images=everything.cola_images)

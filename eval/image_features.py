@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from debias_diffusion.data import BadRecord, ImageSource, Record
-from debias_diffusion.data.bad_records import read_or_bad
+from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_readable, none_readable
 
-from .cache import ResultCache
-from .encoders import TwoTower
+from .session import Session, TwoTower
 
 PIECE = 2048  # images whose features are in one file of the cache
 
@@ -34,32 +33,28 @@ class Encoded:
 
 
 class ImageFeatures:
-    """Encodes the same images with one encoder after the other, in pieces.
+    """Encodes the same images with one encoder after the other, in pieces, kept in the session's cache.
 
     Args:
         records: the images, at least one.
         images: what opens them.
-        cache: where finished pieces are kept.
-        batch_size: images encoded at once.
-        device: where encoders run.
+        bad: bad records of the data that count with unreadable images, see `bad_records.check_share`.
 
     Attributes:
         digest: of the images' names and order, and of what shows that their files have changed.
     """
 
-    def __init__(
-        self, records: Sequence[Record], images: ImageSource, cache: ResultCache, batch_size: int, device: torch.device
-    ):
-        self.records, self.images, self.cache = records, images, cache
-        self.batch_size, self.device = batch_size, device
+    def __init__(self, session: Session, records: Sequence[Record], images: ImageSource, bad: Sequence[BadRecord] = ()):
+        self.session, self.records, self.images, self.bad = session, records, images, list(bad)
         self.digest = bytes_digest(map(self._stamp, records))
         self._first: list[int] | None = None
 
     def encode(self, encoder: TwoTower) -> Encoded:
-        """The features of all readable images. Finished pieces come from the cache.
+        """The features of all readable images. Finished pieces come from the cache; unreadable images are named once.
 
         Raises:
-            UserError: no image is readable, or not the same images as for an earlier encoder.
+            UserError: no image is readable, more are bad than the share `max_bad`, or not the same images are readable
+                as for an earlier encoder.
         """
         features, good = [], []
         for start in range(0, len(self.records), PIECE):
@@ -71,11 +66,14 @@ class ImageFeatures:
             raise none_readable(self.records, self.images, bad)
         if self._first is None:
             self._first = good
+            print_left_out(bad)
+            self.session.left_out += bad
+        check_share([*self.bad, *bad], len(self.records) + len(self.bad), self.session.config.max_bad)
         if good != self._first:
             name = self.records[min(set(good) ^ set(self._first))].image
             raise UserError(
                 f"{name!r} and perhaps other images could be read for one encoder and not for another, so that their "
-                f"numbers would be of other images. Delete {str(self.cache.folder)!r} and start again."
+                f"numbers would be of other images. Delete {str(self.session.cache.folder)!r} and start again."
             )
         return Encoded(torch.cat([part for part in features if len(part)]), good, bad)
 
@@ -85,13 +83,12 @@ class ImageFeatures:
 
         def compute() -> dict[str, Tensor]:
             title = f"images, {encoder.label}"
-            features, good, _ = encode_readable(
-                encoder.backbone, records, self.images, self.batch_size, self.device, title
-            )
+            batch_size, device = self.session.config.batch_size, self.session.device
+            features, good, _ = encode_readable(encoder.backbone, records, self.images, batch_size, device, title)
             return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
 
         depends = encoder.depends | {"pixels": self.digest, "start": start, "count": len(records)}
-        return self.cache.tensors("images", depends, compute)
+        return self.session.cache.tensors("images", depends, compute)
 
     def _explain(self, record: Record) -> BadRecord:
         """Why an image is missing from the features of its piece, which may come from an earlier run."""

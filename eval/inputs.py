@@ -11,7 +11,7 @@ from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_json_object
 
-from .settings import split_reading
+from .encoder_names import split_reading
 
 AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
 

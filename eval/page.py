@@ -13,40 +13,15 @@ from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import atomic_file, write_text
 
-from . import attention, classification, cola, retrieval, robustness
-from .images import dpg_bench, drift, generation
-from .options import ReportConfig
-from .pages import png_url, write_page
-from .report import Table, escaped, save_picture
-from .settings import check_output
+from .options import ReportConfig, check_output
+from .registry import EVALUATIONS
+from .report import Table, escaped, png_url, save_picture, write_page
 from .story import tell
 
 TEMPLATE = "page.html.j2"
-# By the name in a result's "evaluation": the module that draws and tabulates it, the title of its section, and its
-# settings. In the order of the page.
-EVALUATIONS = {
-    "robustness": (robustness, "How shortsighted?", robustness.RobustnessConfig),
-    "retrieval": (retrieval, "Retrieval with whole captions", retrieval.RetrievalConfig),
-    "attention": (attention, "Where encoders look", attention.AttentionConfig),
-    "drift": (drift, "What the UNet reads", drift.DriftConfig),
-    "generation": (generation, "Images generated from captions", generation.GenerationConfig),
-    "dpg_bench": (dpg_bench, "DPG-Bench: dense prompts", dpg_bench.DpgBenchConfig),
-    "classification": (classification, "Zero-shot classification", classification.ClassificationConfig),
-    "cola": (cola, "Cola: objects and their attributes", cola.ColaConfig),
-}
-# Settings that may differ between results in one table: paths, speed, and the encoders themselves.
-_IGNORED = (
-    "encoders",
-    "output",
-    "device",
-    "batch_size",
-    "images_at_once",
-    "max_bad",
-    "data",
-    "images",
-    "root",
-    "examples",
-)
+# Settings that may differ between results in one table: paths, speed, and the encoders themselves. So may all that have
+# a digest.
+_IGNORED = ("output", "device", "batch_size", "images_at_once", "max_bad", "images", "root", "examples")
 _COUNTS = ("images", "captions", "items", "classes", "prompts", "propositions")
 
 
@@ -63,8 +38,9 @@ class Result:
 
     def comparable(self) -> str:
         """A key that is equal for results that fit in one table: same data, as much of it, and same settings."""
-        digests = {name: value for name, value in self.report["digests"].items() if name != "encoders"}
-        settings = {name: value for name, value in self.report["settings"].items() if name not in _IGNORED}
+        digests, ignored = self.report["digests"], {*_IGNORED, *self.report["digests"]}
+        digests = {name: value for name, value in digests.items() if name != "encoders"}
+        settings = {name: value for name, value in self.report["settings"].items() if name not in ignored}
         counts = {name: self.report.get(name) for name in _COUNTS}  # fewer where images of one run cannot be read
         return json.dumps([self.evaluation, digests, settings, counts], sort_keys=True)
 
@@ -119,9 +95,9 @@ def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):
         try:
             result = Result(file, json.loads(file.read_text(encoding="utf-8")))
-            EVALUATIONS[result.evaluation][0].tables(merged([result]))
+            EVALUATIONS[result.evaluation].load().tables(merged([result]))
             results.append(result)
-        except Exception as error:  # of an earlier version, or another program's
+        except Exception as error:  # of another program
             bad.append(BadRecord(str(file.relative_to(folder)), "no result of this version", reason(error)))
     if not results:
         raise UserError(
@@ -144,12 +120,14 @@ def grouped(results: Sequence[Result]) -> list[list[Result]]:
 def section(group: Sequence[Result]) -> Section:
     """The section of comparable results."""
     report = merged(group)
-    module, title, _ = EVALUATIONS[report["evaluation"]]
+    evaluation = EVALUATIONS[report["evaluation"]]
+    module = evaluation.load()
+    figures = {name: _png(figure) for name, figure in module.figures(report).items()}
     return Section(
-        f"{title}: {_data_name(report)}",
+        f"{evaluation.title}: {_data_name(report)}",
         _about(group),
         module.tables(report),
-        {name: _png(figure) for name, figure in module.figures(report).items()} | _saved_figures(module, group),
+        figures | _saved_figures(evaluation.saved, group),
         report["notes"],
     )
 
@@ -200,9 +178,8 @@ def _png(figure: Figure) -> bytes:
     return content.getvalue()
 
 
-def _saved_figures(module, group: Sequence[Result]) -> dict[str, bytes]:
+def _saved_figures(names: Sequence[str], group: Sequence[Result]) -> dict[str, bytes]:
     """Figures beside the results that cannot be drawn again from their numbers."""
-    names = getattr(module, "PICTURES", ())
     files = [(number, name, result.file.parent / name) for number, result in enumerate(group) for name in names]
     return {
         f"{number}-{name}" if len(group) > 1 else name: file.read_bytes()

@@ -12,14 +12,14 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 
 from debias_diffusion.devices import pick_device
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import folder_lock
 from debias_diffusion.process_group import end_group_at_exit
 
 Result = TypeVar("Result")
 
 # The other processes wait while the main one reads all of the data, which may take longer than the default ten minutes.
-# A failure ends the wait: processes report theirs to each other, and launchers stop the rest if one is killed.
+# A failure ends the wait: launchers stop the rest once one process has failed.
 _PATIENCE = timedelta(days=1)
 
 
@@ -56,43 +56,15 @@ class Processes:
             )
 
     def from_main(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which runs in the main process only; it must be picklable.
-
-        Raises:
-            UserError: the main process failed. The main process raises its own error.
-        """
-        outcome, failure = [None, None], None
-        if self.is_main:
-            try:
-                outcome[0] = work()
-            except Exception as error:  # the other processes hear of it before it is raised
-                outcome[1] = str(error) if isinstance(error, UserError) else reason(error)
-                failure = error
+        """The result of `work`, which runs in the main process only; it must be picklable."""
+        outcome = [work() if self.is_main else None]
         if self.count > 1:
             broadcast_object_list(outcome)
-        if failure is not None:
-            raise failure
-        if outcome[1] is not None:
-            raise UserError(outcome[1])
         return outcome[0]
 
-    def together(self, work: Callable[[], None]) -> None:
-        """Runs `work` in each process, and waits until all have finished.
-
-        Raises:
-            UserError: another process failed. The process that failed raises its own error.
-        """
-        failure = None
-        try:
-            work()
-        except Exception as error:  # the other processes hear of it before it is raised
-            failure = error
-        if self.count > 1:
-            failures = gather_object([failure and f"Process {self.index} of {self.count} failed: {reason(failure)}."])
-            if failure is None and any(failures):
-                raise UserError(next(filter(None, failures)))
-        if failure is not None:
-            raise failure
+    def gathered(self, values: list) -> list:
+        """The values of all processes, once all have come here; they must be picklable."""
+        return gather_object(values) if self.count > 1 else values
 
     @contextmanager
     def alone_in(self, folder: Path) -> Iterator[None]:

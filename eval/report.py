@@ -1,23 +1,23 @@
-"""The result of an evaluation: a JSON file of settings, versions, digests and numbers, tables and figures."""
+"""What people see of a result: tables, figures, and HTML pages from templates."""
 
+import base64
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from debias_diffusion.data import BadRecord
-from debias_diffusion.files import atomic_file, write_json
-from debias_diffusion.files import path_digest as digest  # noqa: F401 (as earlier releases name it)
-from debias_diffusion.models.weight_files import weights_digest  # noqa: F401
+from debias_diffusion.files import atomic_file, write_text
 
+TEMPLATES = Path(__file__).parent
 PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
 PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of generated images
 
@@ -28,28 +28,6 @@ FEW = 0.1
 def versions() -> dict[str, str]:
     """The versions of this package and of the libraries that affect the numbers."""
     return {package: version(package) for package in PACKAGES}
-
-
-def write_report(
-    evaluation: str, config, *, digests: dict, left_out: Iterable[BadRecord], seconds: float, **numbers
-) -> dict:
-    """Writes the report of an evaluation to `config.output`/`evaluation`.json, and returns it.
-
-    Args:
-        digests: of data and weights: "data" and, by label, "encoders".
-        numbers: by label "encoders"; between encoders "compared", see `encoders.compare`; "notes" on the numbers.
-    """
-    report = {
-        "evaluation": evaluation,
-        "settings": asdict(config),
-        "versions": versions(),
-        "digests": digests,
-        **numbers,
-        "left_out": [asdict(record) for record in left_out],
-        "seconds": round(seconds, 1),
-    }
-    write_json(Path(config.output) / f"{evaluation}.json", report)
-    return report
 
 
 @dataclass(frozen=True)
@@ -69,7 +47,7 @@ class Table:
 
     def markdown(self) -> str:
         """The table in Markdown; no cell can end it or hold HTML."""
-        lines = [[escaped(cell) for cell in row] for row in (self.header, *self.cells())]
+        lines = [[escaped(text) for text in row] for row in (self.header, *self.cells())]
         lines.insert(1, ["---", *["--:"] * (len(self.header) - 1)])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -83,18 +61,27 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", " ".join(text.split()))
 
 
-def compared_tables(compared: Sequence[dict]) -> list[Table]:
-    """A table of the differences of `encoders.compare`, in points if the scores are percentages; none without any."""
+def compared_tables(
+    compared: Sequence[dict], titles: Mapping[str, str] | None = None, form: str = ".2f"
+) -> list[Table]:
+    """A table of the differences of `session.compare`, in points if the scores are percentages; none without any.
+
+    Args:
+        titles: of scores, by name; others are shown by their name.
+    """
     rows = []
     for line in compared:
-        p = None if line["p"] is None else f"{line['p']:.4f}"
-        rows.append([f"{line['a']} - {line['b']}, {line['score']}", line["difference"], line["low"], line["high"], p])
-    return [Table(["comparison", "difference", "95% from", "to", "p"], rows)] if rows else []
+        name = f"{line['a']} - {line['b']}, {(titles or {}).get(line['score'], line['score'])}"
+        difference = cell(line["difference"], line["low"], line["high"], form)
+        rows.append([name, difference, None if line["p"] is None else f"{line['p']:.4f}"])
+    return [Table(["comparison", "difference (95% interval)", "p"], rows)] if rows else []
 
 
-def interval(ends: Sequence[float], digits: int = 1) -> str:
-    """The ends of an interval as a cell."""
-    return " to ".join(f"{end:.{digits}f}" for end in ends)
+def cell(value: float | None, low: float | None = None, high: float | None = None, form: str = ".1f") -> str | None:
+    """A number as a cell, with its 95% interval if it has one: `61.2 (58.0 to 64.3)`. None is a missing number."""
+    if value is None:
+        return None
+    return f"{value:{form}}" if low is None else f"{value:{form}} ({low:{form}} to {high:{form}})"
 
 
 def show(report: dict, tables: Iterable[Table], figures: Mapping[str, Figure]) -> None:
@@ -173,3 +160,27 @@ def _cell(value: str | float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def write_page(path: Path, template: str, folder: Path = TEMPLATES, **values) -> None:
+    """Fills a template, by default one of `eval/`, and writes the page, whole or not at all. Text is escaped.
+
+    Args:
+        folder: that holds the template.
+
+    Raises:
+        jinja2.UndefinedError: the template names a value that is not given.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    write_text(path, environment.get_template(template).render(values))
+
+
+def png_url(content: bytes) -> str:
+    """A PNG file as a data URL, so that a page needs no other file."""
+    return "data:image/png;base64," + base64.b64encode(content).decode()

@@ -1,7 +1,7 @@
 """Recall of image-caption retrieval, in both directions."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,21 +10,18 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.retrieval_sets import find_root
-from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
-from .cache import FOLDER, ResultCache
-from .encoders import TwoTower, compare, labels, of_each
 from .image_features import ImageFeatures
 from .inputs import read_source, trained_on
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from .report import Table, compared_tables, draw_bars, interval, show, write_report
+from .options import AllConfig, OfPairs, RetrievalConfig
+from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
-from .text_options import PairsConfig, RetrievalConfig
+from .session import Session, TwoTower, compare
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
@@ -47,37 +44,22 @@ class Readable:
     image_of: list[int]
 
 
-class Evaluation:
+class PairSession(Session):
     """What the evaluations of two-towers on image-caption pairs share.
 
     Attributes:
         pairs: the images and captions.
-        cache: of results.
-        digests: of the data, and of the encoders so far.
-        left_out: the bad records so far.
 
     Raises:
         UserError: the data cannot be used.
     """
 
-    def __init__(self, name: str, config: PairsConfig):
-        self.name, self.config = name, config
+    def __init__(self, name: str, config: OfPairs):
         self.pairs = read_source(config)
-        self.device = pick_device(config.device)
-        self.cache = ResultCache(Path(config.output) / FOLDER)
-        self.digests = {"data": self.pairs.digest, "encoders": {}}
-        self.left_out = list(self.pairs.bad)
-        self._printed = False
-        self._images = ImageFeatures(self.pairs.records, self.pairs.images, self.cache, config.batch_size, self.device)
-
-    def of_each(self, evaluate: Callable[[TwoTower], dict]) -> dict[str, dict]:
-        """The result of `evaluate` for each encoder, by label."""
-
-        def with_digest(encoder: TwoTower) -> dict:
-            self.digests["encoders"][encoder.label] = encoder.digest
-            return evaluate(encoder)
-
-        return of_each(self.config.encoders, self.device, with_digest)
+        super().__init__(name, config, self.pairs.digest, self.pairs.bad)
+        # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
+        bad = () if config.dataset is None else self.pairs.bad
+        self._images = ImageFeatures(self, self.pairs.records, self.pairs.images, bad)
 
     def read(self, encoder: TwoTower) -> Readable:
         """The features of the images, and the captions of those that can be read.
@@ -86,13 +68,6 @@ class Evaluation:
             UserError: more images or records than the share `max_bad` are unreadable, or all.
         """
         encoded = self._images.encode(encoder)
-        if not self._printed:
-            print_left_out(encoded.bad)
-            self._printed = True
-            self.left_out += encoded.bad
-        # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
-        bad = encoded.bad if self.config.dataset is None else self.pairs.bad + encoded.bad
-        check_share(bad, len(self.pairs.records), self.config.max_bad)
         row_of = {position: row for row, position in enumerate(encoded.good)}
         pairs = zip(self.pairs.captions, self.pairs.image_of, strict=True)
         kept = [(caption, row_of[image]) for caption, image in pairs if image in row_of]
@@ -104,22 +79,12 @@ class Evaluation:
         digest = bytes_digest([json.dumps(texts).encode()])
         return encoder.depends | {"pixels": self._images.digest, "texts": digest}
 
-    def write(self, encoders: dict[str, dict], compared: list[dict], notes: Sequence[str] = (), **more) -> dict:
-        """Writes and returns the report."""
-        names = dict(zip(labels(self.config.encoders), self.config.encoders, strict=True))
-        seen, of_seen = trained_on(names, self.pairs)
-        return write_report(
-            self.name,
-            self.config,
-            digests=self.digests,
-            left_out=self.left_out,
-            seconds=self.cache.seconds,
-            **more,
-            encoders=encoders,
-            compared=compared,
-            notes=[*of_seen, *notes],
-            trained_on=seen,
-        )
+    def report(
+        self, encoders: dict[str, dict], compared: Sequence[dict] = (), notes: Sequence[str] = (), **more
+    ) -> dict:
+        """The report, which also says how many of the pairs each encoder was trained on."""
+        seen, of_seen = trained_on(self.encoders, self.pairs)
+        return super().report(encoders, compared, [*of_seen, *notes], trained_on=seen, **more)
 
 
 def plot(encoders: dict[str, dict]) -> Figure:
@@ -143,14 +108,14 @@ def hits(ranks: Sequence[int], k: int) -> np.ndarray:
     return 100.0 * (np.asarray(ranks) <= k)
 
 
-def _retrieve(evaluation: Evaluation, encoder: TwoTower) -> dict:
+def _retrieve(session: PairSession, encoder: TwoTower) -> dict:
     """One encoder's ranks, and what they are of, as JSON."""
-    readable = evaluation.read(encoder)
+    readable = session.read(encoder)
     tokenizer = encoder.backbone.tokenizer
 
     def compute() -> dict:
-        batch_size, title = evaluation.config.batch_size, f"captions, {encoder.label}"
-        texts = encode_texts(encoder.backbone, readable.captions, batch_size, evaluation.device, title)
+        batch_size, title = session.config.batch_size, f"captions, {encoder.label}"
+        texts = encode_texts(encoder.backbone, readable.captions, batch_size, session.device, title)
         ranks = recall_ranks(readable.features, texts, image_of=readable.image_of)
         over = sum(tokenizer.count(caption) > tokenizer.context_length for caption in readable.captions)
         return {
@@ -161,7 +126,7 @@ def _retrieve(evaluation: Evaluation, encoder: TwoTower) -> dict:
             "ranks": {direction: values.tolist() for direction, values in ranks.items()},
         }
 
-    return evaluation.cache.result("retrieval", evaluation.depends(encoder, readable), compute)
+    return session.cache.result("retrieval", session.depends(encoder, readable), compute)
 
 
 def _groups(result: dict, direction: str) -> Sequence[int] | None:
@@ -222,7 +187,7 @@ def compare_at_1(results: dict[str, dict]) -> list[dict]:
     return compare(values, lambda a, b, name: paired_difference(a, b, groups[name]))
 
 
-def retrieval_ranks(config: PairsConfig) -> dict[str, dict]:
+def retrieval_ranks(config: OfPairs) -> dict[str, dict]:
     """The rank of every query's match, by encoder, for one data set. Writes no report, only the cache.
 
     Returns:
@@ -231,8 +196,8 @@ def retrieval_ranks(config: PairsConfig) -> dict[str, dict]:
     Raises:
         UserError: the data or an encoder cannot be used.
     """
-    evaluation = Evaluation("retrieval", config)
-    return evaluation.of_each(partial(_retrieve, evaluation))
+    session = PairSession("retrieval", config)
+    return session.of_each(partial(_retrieve, session))
 
 
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
@@ -254,7 +219,7 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used, or a benchmark is named twice.
     """
-    names = config.dataset.split(",") if config.dataset else []
+    names = [name.strip() for name in config.dataset.split(",")] if config.dataset else []
     if len(names) < 2:
         return _evaluate(config)
     if len(set(names)) < len(names):
@@ -285,40 +250,38 @@ def _overview(reports: dict[str, dict]) -> Table:
 
 
 def _evaluate(config: RetrievalConfig) -> dict:
-    evaluation = Evaluation("retrieval", config)
-    results = evaluation.of_each(partial(_retrieve, evaluation))
+    session = PairSession("retrieval", config)
+    results = session.of_each(partial(_retrieve, session))
     encoders = {label: _numbers(result) for label, result in results.items()}
     first = next(iter(results.values()))
     counts = {"images": first["images"], "captions": len(first["image_of"])}
     if config.examples:
-        _write_examples(evaluation, results)
-    report = evaluation.write(encoders, compare_at_1(results), **counts)
-    show(report, tables(report), figures(report))
-    return report
+        _write_examples(session, results)
+    return session.report(encoders, compare_at_1(results), **counts)
 
 
-def _write_examples(evaluation: Evaluation, results: dict[str, dict]) -> None:
+def _write_examples(session: PairSession, results: dict[str, dict]) -> None:
     """The page of captions that one encoder gets right and another wrong."""
     ranks = {label: result["ranks"]["text_to_image"] for label, result in results.items()}
-    drawn = disagreements(ranks, evaluation.config.examples)
+    drawn = disagreements(ranks, session.config.examples)
     readables = []  # the same images for every encoder
 
     def rank_first(encoder: TwoTower) -> dict[int, int]:
-        readable = evaluation.read(encoder)
+        readable = session.read(encoder)
         readables[:] = [readable]
         queries = sorted({query for part in drawn if part.wrong == encoder.label for query in part.queries})
         if not queries:
             return {}
         captions = [readable.captions[query] for query in queries]
-        texts = encode_texts(encoder.backbone, captions, evaluation.config.batch_size, evaluation.device, False)
+        texts = encode_texts(encoder.backbone, captions, session.config.batch_size, session.device, False)
         strangers = nearest_strangers(readable.features, texts, [readable.image_of[query] for query in queries])
         return dict(zip(queries, strangers, strict=True))
 
-    first = evaluation.of_each(rank_first)
+    first = session.of_each(rank_first)
     (readable,) = readables
-    records = [evaluation.pairs.records[position] for position in readable.good]
-    path = Path(evaluation.config.output) / "retrieval_examples.html"
-    write_examples(path, drawn, first, readable.captions, readable.image_of, records, evaluation.pairs.images)
+    records = [session.pairs.records[position] for position in readable.good]
+    path = Path(session.config.output) / "retrieval_examples.html"
+    write_examples(path, drawn, first, readable.captions, readable.image_of, records, session.pairs.images)
     print(f"Captions that one encoder gets right and another wrong: {path}")
 
 
@@ -326,33 +289,26 @@ def tables(report: dict) -> list[Table]:
     """The numbers of a report, and the encoders compared."""
     recalls = []
     for direction in DIRECTIONS:
-        rows = [
-            [label, numbers["captions_longer_than_context"], *_with_intervals(numbers, direction)]
-            for label, numbers in report["encoders"].items()
-        ]
-        columns = [column for k in KS for column in (f"R@{k}", "95%")]
-        recalls.append(Table([f"recall in percent, {direction.replace('_', ' ')}", "captions cut", *columns], rows))
-    return recalls + _mean_r_tables(report["encoders"]) + compared_tables(report["compared"])
-
-
-def _mean_r_tables(encoders: dict[str, dict]) -> list[Table]:
-    """A table of mean-R; none for results of an earlier version, which lack it."""
-    if not all("mean_r_percent" in numbers for numbers in encoders.values()):
-        return []
-    names = (*DIRECTIONS, "both")
-    columns = [column for name in names for column in (name.replace("_", " "), "95%")]
-    rows = []
-    for label, numbers in encoders.items():
+        rows = []
+        for label, numbers in report["encoders"].items():
+            recall, limits = (numbers[name][direction] for name in ("recall_percent", "interval_percent"))
+            cells = [cell(recall[name], *limits[name]) for name in recall]
+            rows.append([label, numbers["captions_longer_than_context"], *cells])
+        header = [f"recall in percent, {direction.replace('_', ' ')}", "captions cut", *(f"R@{k}" for k in KS)]
+        recalls.append(Table(header, rows))
+    names, rows = (*DIRECTIONS, "both"), []
+    for label, numbers in report["encoders"].items():
         mean_r, limits = numbers["mean_r_percent"], numbers["mean_r_interval_percent"]
-        rows.append([label, *(cell for name in names for cell in (mean_r[name], interval(limits[name])))])
-    return [Table(["mean of R@1, R@5, R@10 in percent", *columns], rows)]
-
-
-def _with_intervals(numbers: dict, direction: str) -> list[str | float]:
-    recall, ends = (numbers[name][direction] for name in ("recall_percent", "interval_percent"))
-    return [cell for name in recall for cell in (recall[name], interval(ends[name]))]
+        rows.append([label, *(cell(mean_r[name], *limits[name]) for name in names)])
+    header = ["mean of R@1, R@5, R@10 in percent", *(name.replace("_", " ") for name in names)]
+    return [*recalls, Table(header, rows), *compared_tables(report["compared"])]
 
 
 def figures(report: dict) -> dict[str, Figure]:
     """The figure of a report, by file name."""
     return {"retrieval.png": plot(report["encoders"])}
+
+
+def settings_for(everything: AllConfig) -> RetrievalConfig:
+    """Its settings in `evaluate all`."""
+    return everything.settings(RetrievalConfig)

@@ -16,7 +16,7 @@ from torch import Tensor
 from debias_diffusion.data import BadRecord, ImageSource, Record
 from debias_diffusion.data.bad_records import read_or_bad
 
-from .pages import write_page
+from .report import write_page
 
 TEMPLATE = "retrieval_examples.html.j2"
 SIDE = 320  # pixels of an image's longer side on the page

@@ -19,11 +19,11 @@ from debias_diffusion.methods.sampling import draw_generator, join_sentences
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 from debias_diffusion.sentences import split_sentences
 
-from .encoders import TwoTower, compare
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from .report import Table, compared_tables, draw_bars, error_lengths, interval, show
-from .retrieval import DIRECTIONS, Evaluation, Readable, hits
-from .text_options import RobustnessConfig
+from .options import AllConfig, RobustnessConfig
+from .report import Table, cell, compared_tables, draw_bars, error_lengths
+from .retrieval import DIRECTIONS, PairSession, Readable, hits
+from .session import TwoTower, compare
 
 PADDING = "This is a photo."  # Figures 2 and S2
 MOST_PADDING = 5
@@ -158,15 +158,15 @@ class EditedHits:
         return self.of(EDITS[edit].base, direction) - self.of(edit, direction)
 
 
-def _evaluate(evaluation: Evaluation, encoder: TwoTower, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
-    readable = evaluation.read(encoder)
+def _evaluate(session: PairSession, encoder: TwoTower, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
+    readable = session.read(encoder)
     tokenizer = encoder.backbone.tokenizer
     captions = [split_sentences(caption) for caption in readable.captions]
     variants = [(edit, variant) for edit in edits for variant in EDITS[edit].variants]
     results = {edit: [] for edit in edits}
     for edit, variant in tqdm(variants, desc=f"edits, {encoder.label}"):
         texts = [join_sentences(variant(sentences)) for sentences in captions]
-        results[edit].append(_rank(evaluation, encoder, readable, texts))
+        results[edit].append(_rank(session, encoder, readable, texts))
     return EditedHits(
         tokenizer.context_length,
         {
@@ -185,12 +185,12 @@ def _evaluate(evaluation: Evaluation, encoder: TwoTower, edits: Sequence[str] = 
     )
 
 
-def _rank(evaluation: Evaluation, encoder: TwoTower, readable: Readable, texts: list[str]) -> dict:
+def _rank(session: PairSession, encoder: TwoTower, readable: Readable, texts: list[str]) -> dict:
     """The ranks with these texts in place of the captions."""
-    tokenizer, batch_size = encoder.backbone.tokenizer, evaluation.config.batch_size
+    tokenizer, batch_size = encoder.backbone.tokenizer, session.config.batch_size
 
     def compute() -> dict:
-        features = encode_texts(encoder.backbone, texts, batch_size, evaluation.device, progress=False)
+        features = encode_texts(encoder.backbone, texts, batch_size, session.device, progress=False)
         ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
         return {
             "longer_than_context": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
@@ -200,8 +200,8 @@ def _rank(evaluation: Evaluation, encoder: TwoTower, readable: Readable, texts: 
 
     # The key holds the texts, not the edit's name: if two edits give the same texts, they are encoded once.
     digest = bytes_digest(["\0".join(texts).encode("utf-8", "surrogatepass")])
-    depends = evaluation.depends(encoder, readable) | {"edited": digest, "holds": "similarities"}
-    return evaluation.cache.result("robustness", depends, compute)
+    depends = session.depends(encoder, readable) | {"edited": digest}
+    return session.cache.result("robustness", depends, compute)
 
 
 def _similarities(readable: Readable, texts: Tensor) -> Tensor:
@@ -401,16 +401,8 @@ def hits_by_edit(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, Ed
     Raises:
         UserError: the data or an encoder cannot be used.
     """
-    evaluation = Evaluation("robustness", config)
-    return evaluation.of_each(partial(_evaluate, evaluation, edits=edits))
-
-
-def recall_at_1(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """R@1 in percent, by encoder, edit and direction; see `hits_by_edit`."""
-    return {
-        label: {edit: {way: float(result.of(edit, way).mean()) for way in DIRECTIONS} for edit in edits}
-        for label, result in hits_by_edit(config, edits).items()
-    }
+    session = PairSession("robustness", config)
+    return session.of_each(partial(_evaluate, session, edits=edits))
 
 
 def evaluate_robustness(config: RobustnessConfig) -> dict:
@@ -430,13 +422,13 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used.
     """
-    evaluation = Evaluation("robustness", config)
-    results = evaluation.of_each(partial(_evaluate, evaluation))
+    session = PairSession("robustness", config)
+    results = session.of_each(partial(_evaluate, session))
     shares = {label: _shares_kept(result) for label, result in results.items()}
     encoders = {label: _numbers(label, result, shares[label]) for label, result in results.items()}
     first = next(iter(results.values()))
     queries = {direction: len(first.of("keep", direction)) for direction in DIRECTIONS}
-    report = evaluation.write(
+    report = session.report(
         encoders,
         _compared(results, shares),
         _notes(first.one_sentence, queries["text_to_image"]),
@@ -444,7 +436,6 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         captions=queries["text_to_image"],
         one_sentence_captions=first.one_sentence,
     )
-    show(report, tables(report), figures(report))
     for numbers in encoders.values():
         print(numbers["in_words"])
     return report
@@ -466,7 +457,7 @@ def tables(report: dict) -> list[Table]:
         for label, numbers in report["encoders"].items()
     ]
     result = [Table(["share of R@1 kept without the first sentence, percent", *map(_words, DIRECTIONS)], rows)]
-    result += _similarity_tables(report["encoders"])
+    result.append(_similarities_table(report["encoders"]))
     header = ["captions cut", *(f"{column}, {_words(way)}" for way in DIRECTIONS for column in ("R@1", "drop"))]
     for label, numbers in report["encoders"].items():
         result.append(Table([label, *header], [_row(numbers, name) for name in EDITS]))
@@ -475,21 +466,15 @@ def tables(report: dict) -> list[Table]:
     return result + compared_tables(shown)
 
 
-def _similarity_tables(encoders: dict[str, dict]) -> list[Table]:
-    """Whether a whole caption is more similar to its image than its first sentence is; tokens of the first two.
-
-    None for results of an earlier version, which lack it.
-    """
-    if not all("similarity" in numbers for numbers in encoders.values()):
-        return []
+def _similarities_table(encoders: dict[str, dict]) -> Table:
+    """Whether a whole caption is more similar to its image than its first sentence is; tokens of the first two."""
     edits = {"first": "first sentence", "keep": "whole caption"}
     rows = []
     for label, numbers in encoders.items():
         of_edits = [numbers["similarity"][edit] for edit in edits]
-        cells = [cell for of_edit in of_edits for cell in (f"{of_edit['mean']:.3f}", interval(of_edit["interval"], 3))]
+        cells = [cell(of_edit["mean"], *of_edit["interval"], form=".3f") for of_edit in of_edits]
         rows.append([label, *cells, numbers["first_two_sentences_tokens"]])
-    columns = [column for title in edits.values() for column in (title, "95%")]
-    return [Table(["mean similarity of image and text", *columns, "tokens of sentences 1 and 2"], rows)]
+    return Table(["mean similarity of image and text", *edits.values(), "tokens of sentences 1 and 2"], rows)
 
 
 def _row(numbers: dict, edit: str) -> list[str | None]:
@@ -497,21 +482,22 @@ def _row(numbers: dict, edit: str) -> list[str | None]:
     for way in DIRECTIONS:
         value, ends = (numbers[name][edit][way] for name in ("recall_at_1_percent", "interval_percent"))
         drop = numbers["drop_points"].get(edit, {}).get(way)
-        cells.append(_with_interval(value, *ends))
-        cells.append(drop and _with_interval(drop["difference"], drop["low"], drop["high"]))
+        cells.append(cell(value, *ends))
+        cells.append(drop and cell(drop["difference"], drop["low"], drop["high"]))
     return cells
 
 
 def _kept(kept: dict) -> str | None:
     if kept["share"] is not None and _is_too_low(kept):
         return "too low to say"
-    return _with_interval(*kept.values())
-
-
-def _with_interval(value: float | None, low: float | None, high: float | None) -> str | None:
-    return None if value is None else f"{value:.1f} ({interval([low, high])})"
+    return cell(*kept.values())
 
 
 def figures(report: dict) -> dict[str, Figure]:
     """The figure of a report, by file name."""
     return {"robustness.png": plot(report["encoders"])}
+
+
+def settings_for(everything: AllConfig) -> RobustnessConfig:
+    """Its settings in `evaluate all`."""
+    return everything.settings(RobustnessConfig)

@@ -13,7 +13,7 @@ from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, PLACES, Scene, Thing
 
 from .images.networks import open_picture
-from .pages import png_url
+from .report import png_url
 
 EXAMPLES = 8  # the first of each family of scenes, not the best ones
 _WIDTH = 240  # pixels that smaller images are enlarged to, smoothly and the same in every browser

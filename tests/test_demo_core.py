@@ -37,7 +37,7 @@ from debias_diffusion.app.generate.png_settings import parameters, read_settings
 from debias_diffusion.app.generate.prompts import cleaned
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_reader, look_at_prompt
-from debias_diffusion.eval.encoders import labels
+from debias_diffusion.eval.encoder_names import labels
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.sentences import split_sentences

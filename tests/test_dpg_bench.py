@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.reports import check_report
 from helpers.tiny_clip import save_tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from hypothesis import given, settings
@@ -395,7 +396,7 @@ def test_no_warning_of_prompts_that_only_positions_are_looked_for_in(caplog):
 @pytest.mark.parametrize("images", [0, 10**9])
 def test_a_sane_number_of_pictures(images):
     with pytest.raises(UserError, match=f"images_per_prompt={images} is not allowed. .*from 1 to 1000"):
-        DpgBenchConfig("data", "vqa", "output", images="pictures", images_per_prompt=images)
+        DpgBenchConfig(output="output", data="data", vqa="vqa", images="pictures", images_per_prompt=images)
 
 
 @pytest.mark.parametrize(
@@ -482,6 +483,7 @@ def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_pa
     scores = [its["score_percent"] for its in report["encoders"].values()]
     assert first["difference"] == pytest.approx(scores[1] - scores[0])
     assert "long: hold" in str(tables(report)[0])
+    check_report(report)
     # Prompt by prompt the noise is the same: picture i starts from seed + i.
     moved = draw_and_ask(tmp_path, vilt, base, encoders=["original"], seed=1, output=str(tmp_path / "moved"))
     of_seed_1 = [

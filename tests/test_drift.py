@@ -145,4 +145,4 @@ def test_what_cannot_be_compared_is_refused(folders, tmp_path, base):
     with pytest.raises(UserError, match="cut captions into different tokens"):
         evaluate_drift(config(folders, tmp_path / "b", base="toy/clip", encoders=[str(tmp_path / "as-wide")]))
     with pytest.raises(UserError, match="There is no data and no benchmark"):
-        DriftConfig(["toy/clip"], "toy/sdxl", "x")
+        DriftConfig(["toy/clip"], "x", base="toy/sdxl")

@@ -469,7 +469,7 @@ def test_several_benchmarks_are_evaluated_in_one_call(tiny_clip, tmp_path, capsy
     coco(tmp_path / "data" / "coco")
     urban1k(tmp_path / "data" / "urban1k")
     config = RetrievalConfig(
-        [tiny_clip], str(tmp_path / "out"), dataset="coco-five,urban1k", root=str(tmp_path / "data")
+        [tiny_clip], str(tmp_path / "out"), dataset="coco-five, urban1k", root=str(tmp_path / "data")
     )
     reports = evaluate_retrieval(config)
     assert list(reports) == ["coco-five", "urban1k"] and "coco-five, text to image" in capsys.readouterr().out

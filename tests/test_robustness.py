@@ -299,10 +299,6 @@ def test_tokens_of_the_first_two_sentences(several, tiny_clip):
     assert numbers["first_two_sentences_tokens"] == pytest.approx(expected)
     table = next(table for table in tables(several.report) if "similarity" in table.header[0])
     assert len(table.rows) == 2 and table.rows[0][-1] == pytest.approx(expected)
-    older = {
-        label: {k: v for k, v in n.items() if k != "similarity"} for label, n in several.report["encoders"].items()
-    }
-    assert not any("similarity" in table.header[0] for table in tables(several.report | {"encoders": older}))
 
 
 @pytest.mark.usefixtures("blank_figures")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.settings import check_output, check_source
+from debias_diffusion.eval.options import check_output, check_source
 from debias_diffusion.limits import Tower
 
 Search = Literal["probe", "single", "naive", "all", "ga", "bp"]

@@ -12,8 +12,7 @@ from transformers import CLIPTokenizer
 from debias_diffusion.chunks import Tokens
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.attention import Reader
-from debias_diffusion.eval.encoders import labels
-from debias_diffusion.eval.settings import CHUNKS, ORIGINAL, OVERLAP, check_encoders, split_reading
+from debias_diffusion.eval.encoder_names import CHUNKS, ORIGINAL, OVERLAP, check_encoders, labels, split_reading
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from debias_diffusion.eval.encoder_names import check_encoders
 from debias_diffusion.eval.options import TOYS
-from debias_diffusion.eval.settings import check_encoders
 from debias_diffusion.models.shipped import shipped
 
 from .request import BUDGET

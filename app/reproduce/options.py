@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.settings import check_output
+from debias_diffusion.eval.options import check_output
 from debias_diffusion.limits import check_seeds
 
 

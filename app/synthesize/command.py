@@ -101,12 +101,13 @@ class _Synthesis:
     def run(self) -> Path:
         with self.processes.only_main_prints():
             settings = self.processes.from_main(self._check)
-            self.processes.together(self._read)
+            self._read()
             settings["data_sha256"] = self.data_sha256
             self.parts = Parts(self.output, len(self.records), self.config.per_part)
             with self.processes.alone_in(self.output):
                 missing = self.processes.from_main(lambda: self._begin(settings))
-                self.processes.together(lambda: self._write(missing))
+                self._write(missing)
+                self.processes.gathered([])  # all have written
                 self.processes.from_main(lambda: self._finish(settings))
         return self.output
 

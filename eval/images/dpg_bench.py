@@ -6,25 +6,27 @@ only if all propositions it depends on hold too: a truck that is missing is not 
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure
 
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.files import bytes_digest, path_digest, sha256
 from debias_diffusion.tokens import clip_tokenizer
 
-from ..encoders import labels
+from ..encoder_names import labels
+from ..options import AllConfig, DpgBenchConfig
 from ..processes import Processes
-from ..report import Table, compared_tables, draw_bars, interval, show, write_report
+from ..report import Table, cell, compared_tables, draw_bars
+from ..session import Session
 from .dpg_answers import Answers, Ask, Key, VqaModel, ask_missing, find_pictures
 from .dpg_questions import band, read_dpg_bench, token_position
 from .dpg_scores import compare_outcomes, outcomes, score
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
-from .options import DpgBenchConfig
 
 NAME = "dpg_bench"
 NOTES = (
@@ -94,7 +96,7 @@ class _DpgBench:
         if config.images is not None:
             find_pictures(config.images, self.bench.prompts, config.images_per_prompt)
         elif not all(file.exists() for file in self.answers.values()):
-            self._ask  # noqa: B018 - loaded before hours of generating, not after
+            VqaModel(config.vqa, torch.device("cpu"))  # what cannot be loaded should fail before hours of generating
         subjects = [
             Subject(f"{item}/{number}", prompt, number)
             for item, prompt in self.bench.prompts.items()
@@ -139,27 +141,18 @@ class _DpgBench:
             encoders[label]["pictures"] = of_images
         weights = {label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()}
         weights = weights or {label: numbers["pictures"] for label, numbers in encoders.items()}
-        report = write_report(
-            NAME,
-            config,
-            digests={
-                "data": bench.digest,
-                "vqa": vqa,
-                "base": digests["base"],
-                "encoder_2": digests["encoder_2"],
-                "encoders": weights,
-            },
-            left_out=bench.bad,
+        session = Session(NAME, config, bench.digest, bench.bad, self.processes.device)
+        of_base = {name: digests[name] for name in ("base", "encoder_2")}
+        session.digests |= {"vqa": vqa, **of_base, "encoders": weights}
+        return session.report(
+            encoders,
+            compare_outcomes(results, groups),
+            [*NOTES, f"Answers are by {Path(config.vqa).name}."],
             seconds=time.monotonic() - started,
             drawing=self.settings and asdict(self.settings),
             prompts=len(bench.prompts),
             propositions=sum(map(len, bench.propositions.values())),
-            encoders=encoders,
-            compared=compare_outcomes(results, groups),
-            notes=[*NOTES, f"Answers are by {Path(config.vqa).name}."],
         )
-        show(report, tables(report), figures(report))
-        return report
 
 
 def _digest_by_prompt(files: Mapping[str, list[Path]]) -> str:
@@ -172,21 +165,17 @@ def tables(report: dict) -> list[Table]:
     encoders = report["encoders"]
     row = ["all prompts", report["propositions"]]
     for numbers in encoders.values():
-        row += [_cell(numbers["score_percent"], numbers["interval_percent"]), None]
+        row += [cell(numbers["score_percent"], *numbers["interval_percent"]), None]
     rows = [row]
     for group in ("by_category", "by_position"):
         for name, first in next(iter(encoders.values()))[group].items():
             row = [name, first["propositions"]]
             for numbers in encoders.values():
                 member = numbers[group][name]
-                row += [_cell(member["holds_percent"], member["interval_percent"]), member["yes_percent"]]
+                row += [cell(member["holds_percent"], *member["interval_percent"]), member["yes_percent"]]
             rows.append(row)
     columns = [column for label in encoders for column in (f"{label}: hold", "yes")]
     return [Table(["DPG-Bench, percent", "propositions", *columns], rows), *compared_tables(report["compared"])]
-
-
-def _cell(value: float, ends: Sequence[float]) -> str:
-    return f"{value:.1f} ({interval(ends)})"
 
 
 def figures(report: dict) -> dict[str, Figure]:
@@ -211,3 +200,11 @@ def plot(encoders: dict[str, dict]) -> Figure:
     if len(encoders) > 1:
         figure.axes[1].legend(fontsize="small", loc="upper right")
     return figure
+
+
+def settings_for(everything: AllConfig) -> DpgBenchConfig | None:
+    """Its settings in `evaluate all`; None without its data."""
+    if everything.dpg_bench is None:
+        return None
+    given = {"data": everything.dpg_bench, "images": None, "base": everything.sdxl, "encoders": everything.for_images}
+    return everything.settings(DpgBenchConfig, **given)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..encoders import compare
 from ..intervals import mean_interval, paired_difference
+from ..session import compare
 from .dpg_answers import Key
 from .dpg_questions import BAND_NAMES, Proposition
 

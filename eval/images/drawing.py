@@ -7,10 +7,8 @@ one uninterrupted run, bit for bit.
 import os
 import re
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -53,8 +51,8 @@ from debias_diffusion.pipelines.schedulers import check_scheduler, make_schedule
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 
+from ..encoder_names import CHUNKS, ORIGINAL, READINGS, split_reading
 from ..processes import Processes
-from ..settings import CHUNKS, ORIGINAL, READINGS, split_reading
 
 _SETTINGS, _DRAWN = "settings.json", "drawn.json"
 # "auto" for any checkpoint, and for toy/sdxl: its own settings, and as many small images as fill two cores.
@@ -71,7 +69,6 @@ class DrawingSettings:
         guidance_scale: how strongly prompts are followed; 1 is no guidance.
         images_at_once: batch size, of prompts of equal length. Other sizes round differently.
         prefix: put before each prompt.
-        windows: as if `CHUNKS` stood before the name of every encoder of 77 positions.
         seed: added to the number of each image for the seed of its noise.
         encoder_2: replaces SDXL's second text encoder for all; None keeps the checkpoint's own.
         layer: of both text encoders, see `reading_layer`.
@@ -84,7 +81,6 @@ class DrawingSettings:
     guidance_scale: float = 7.0
     images_at_once: int = 1
     prefix: str = ""
-    windows: bool = False
     seed: int = 0
     encoder_2: str | None = None
     layer: Layer = "penultimate"
@@ -97,21 +93,8 @@ class DrawingSettings:
         """The fields of an evaluation's configuration, with "auto" resolved for its checkpoint.
 
         Raises:
-            UserError: a number is too small or too large, there is no such SDXL checkpoint, or `windows` and one of
-                `READINGS` are both given.
+            UserError: a number is too small or too large, or there is no such SDXL checkpoint.
         """
-        if config.windows:
-            in_chunks = [name for name in config.encoders if split_reading(name)[0]]
-            if in_chunks:
-                raise UserError(
-                    f"windows is given, the old way to let all encoders read in chunks, and so is {in_chunks[0]!r}, "
-                    "which lets one. Leave windows out."
-                )
-            warnings.warn(
-                f"windows is now {CHUNKS}NAME in encoders; the old option goes with the next release",
-                FutureWarning,
-                stacklevel=2,
-            )
         is_toy = config.base != shipped(config.base)
         settings = {name: getattr(config, name) for name in cls.__dataclass_fields__}
         settings |= {name: values[is_toy] for name, values in _AUTO.items() if settings[name] == "auto"}
@@ -254,44 +237,27 @@ class Drawing:
         _, model = split_reading(encoder)
         if encoder not in known:
             known[encoder] = None if model == ORIGINAL else model_digest(model)
-        names = ("steps", "guidance_scale", "prefix", "seed")
-        second = self._second(model)
+        own = ("steps", "guidance_scale", "prefix", "seed", "layer", "scheduler", "height", "width")
         return {
             "data": self.data,
             "base": self.digests["base"],
             "encoder": known[encoder],
-            "windows": self._reads_in_chunks(encoder),
-            # Else no key: older records match.
-            **({"overlap": True} if self._overlaps(encoder) else {}),
-            **({"encoder_2": self._second_digest(second)} if second else {}),
-            **{name: getattr(self.settings, name) for name in names},
-            **{name: value for name, value in _later_settings(self.settings).items() if value is not None},
+            "reading": split_reading(encoder)[0],
+            "encoder_2": self._second_digest(self._second(model)),
+            **{name: getattr(self.settings, name) for name in own},
             **runtime_settings(self.processes.device, self.dtype),
         }
 
     def _draw(self, encoder: str, folder: Path, subjects: Sequence[Subject], missing: set[str], title: str) -> None:
-        processes, pipe, batches, failed = self.processes, None, [], []
         prompts = [
             # Cleaned like training captions.
             ImagePrompt(clean(self.settings.prefix + subject.prompt), self.settings.seed + subject.number)
             for subject in subjects
         ]
-
-        def load() -> None:
-            nonlocal pipe, batches
-            pipe = self._load(encoder)
-            layouts = {index: read_layout(pipe, prompt, self.sampling) for index, prompt in enumerate(prompts)}
-            wanted = {index for index, subject in enumerate(subjects) if subject.name in missing}
-            batches = plan_batches(prompts, layouts, self.settings.images_at_once, wanted)
-
-        def render_own(batches_now: Sequence[Sequence[int]]) -> None:
-            if processes.index < len(batches_now):
-                batch = batches_now[processes.index]
-                with reading_layer(pipe, self.settings.layer):
-                    images = render_batch(pipe, [prompts[index] for index in batch], self.sampling)
-                failed.extend(_write_missing(images, [subjects[index] for index in batch], folder, missing))
-
-        processes.together(load)
+        processes, pipe, failed = self.processes, self._load(encoder), []
+        layouts = {index: read_layout(pipe, prompt, self.sampling) for index, prompt in enumerate(prompts)}
+        wanted = {index for index, subject in enumerate(subjects) if subject.name in missing}
+        batches = plan_batches(prompts, layouts, self.settings.images_at_once, wanted)
         if processes.is_main:
             _note(folder, **_cuts(pipe, prompts))
         several = f", {processes.count} processes" if processes.count > 1 else ""
@@ -299,13 +265,15 @@ class Drawing:
         with quiet_diffusers(), bar:  # it warns of every prompt that it cuts
             for start in range(0, len(batches), processes.count):
                 batches_now, started = batches[start : start + processes.count], time.monotonic()
-                # In step, so that a failure in one process ends all of them soon.
-                processes.together(partial(render_own, batches_now))
+                if processes.index < len(batches_now):
+                    batch = batches_now[processes.index]
+                    with reading_layer(pipe, self.settings.layer):
+                        images = render_batch(pipe, [prompts[index] for index in batch], self.sampling)
+                    failed += _write_missing(images, [subjects[index] for index in batch], folder, missing)
                 if processes.is_main:
                     _note(folder, time.monotonic() - started)
                 bar.update(sum(subjects[index].name in missing for batch in batches_now for index in batch))
-
-        processes.together(lambda: _raise_if_failed(failed, len(subjects), encoder, self.dtype))
+        _raise_if_failed(processes.gathered(failed), len(subjects), encoder, self.dtype)
 
     def _load(self, encoder: str) -> StableDiffusionXLPipeline:
         """The SDXL checkpoint with an encoder that reads prompts as its name says."""
@@ -338,11 +306,11 @@ class Drawing:
         return self._second_digests[encoder]
 
     def _reads_in_chunks(self, encoder: str) -> bool:
-        return self.settings.windows or split_reading(encoder)[0] in READINGS
+        return split_reading(encoder)[0] in READINGS
 
     def _overlaps(self, encoder: str) -> bool:
         """Whether chunks overlap, as the pipelines' do."""
-        return not self.settings.windows and split_reading(encoder)[0] != CHUNKS
+        return split_reading(encoder)[0] != CHUNKS
 
     def _load_encoder(self, encoder: str) -> tuple[torch.nn.Module, Any]:
         """The text encoder and its tokenizer. Raises UserError unless it has the replaced encoder's width."""
@@ -351,12 +319,6 @@ class Drawing:
         width = first_encoder_config(self.settings.base).hidden_size
         check_same_width(model, text_encoder.config.hidden_size, self.settings.base, width)
         return text_encoder, tokenizer
-
-
-def _later_settings(settings: DrawingSettings) -> dict[str, str | int | None]:
-    """Settings that stand in a record only where they are not the checkpoint's own: earlier releases had none."""
-    layer = None if settings.layer == "penultimate" else settings.layer
-    return {"layer": layer, **{name: getattr(settings, name) for name in ("scheduler", "height", "width")}}
 
 
 def _write_missing(

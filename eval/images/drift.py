@@ -7,7 +7,6 @@ overlap. Each gives the UNet one state for each token, and these are compared.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from tqdm import tqdm
 from transformers import CLIPTokenizer
 
 from debias_diffusion.chunks import Tokens, tokenize_text
-from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
 from debias_diffusion.interchange.load import load_text_encoder
@@ -26,12 +24,11 @@ from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.long_prompt import encode_tokens
 from debias_diffusion.tokens import clean
 
-from ..cache import FOLDER, ResultCache
-from ..encoders import compare, labels
 from ..inputs import Pairs, read_source
 from ..intervals import mean_interval, paired_difference
-from ..report import Table, compared_tables, draw_by_position, interval, show, write_report
-from .options import DriftConfig
+from ..options import TOY_BASE, TOY_CLIP, AllConfig, DriftConfig
+from ..report import Table, cell, compared_tables, draw_by_position
+from ..session import Session, compare
 
 PADS = 24  # after EOT, whose states are compared
 PARTS = {"text": "text", "sot": "SOT", "eot": "EOT", "pads": f"{PADS} pads"}
@@ -199,44 +196,33 @@ def evaluate_drift(config: DriftConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used, or an encoder's states cannot be compared with the base's.
     """
-    pairs, device = read_source(config, only_captions=True), pick_device(config.device)
-    cache = ResultCache(Path(config.output) / FOLDER)
-    base = Reader.load(config.base, device)
+    pairs = read_source(config, only_captions=True)
+    session = Session("drift", config, pairs.digest, pairs.bad)
+    base = Reader.load(config.base, session.device)
     numbers = [number for number, text in enumerate(base.tokens(pairs.captions)) if text.ids]
     if not numbers:
         raise UserError("No caption holds any text. Give other data.")
     captions, image_of = ([column[number] for number in numbers] for column in (pairs.captions, pairs.image_of))
 
-    def evaluate(name: str, label: str) -> tuple[str, dict]:
-        reader = Reader.load(name, device)
+    def evaluate(encoder: tuple[str, Reader]) -> dict:
+        label, reader = encoder
         _check_width(reader, base)
         depends = {"encoder": reader.depends(), "base": base.depends(), "captions": json_digest({"all": captions})}
         compute = partial(measure_drift, reader, base, captions, config.batch_size, label)
-        return reader.digest, cache.result("drift", depends, compute)
+        return session.cache.result("drift", depends, compute)
 
-    named = zip(config.encoders, labels(config.encoders), strict=True)
-    results = {label: evaluate(name, label) for name, label in named}  # no variable holds an encoder
+    results = session.of_each(evaluate, lambda name, label, device: (label, Reader.load(name, device)))
+    session.digests["base"] = base.digest
     groups = np.unique(image_of, return_inverse=True)[1]
-    report = write_report(
-        "drift",
-        config,
-        digests={
-            "data": pairs.digest,
-            "base": base.digest,
-            "encoders": {label: digest for label, (digest, _) in results.items()},
-        },
-        left_out=pairs.bad,
-        seconds=cache.seconds,
-        captions=len(captions),
-        encoders={label: _with_intervals(result, groups) for label, (_, result) in results.items()},
-        compared=compare(
-            {label: {"state error of text": result["errors"]["text"]} for label, (_, result) in results.items()},
+    return session.report(
+        {label: _with_intervals(result, groups) for label, result in results.items()},
+        compare(
+            {label: {"state error of text": result["errors"]["text"]} for label, result in results.items()},
             lambda a, b, score: paired_difference(a, b, groups),
         ),
-        notes=_notes(pairs, captions),
+        _notes(pairs, captions),
+        captions=len(captions),
     )
-    show(report, tables(report), figures(report))
-    return report
 
 
 def _check_width(reader: Reader, base: Reader) -> None:
@@ -267,15 +253,9 @@ def tables(report: dict) -> list[Table]:
     rows = []
     for label, numbers in report["encoders"].items():
         errors = numbers["state_error"]
-        text = errors["text"]
-        cells = [
-            text["value"],
-            interval((text["low"], text["high"]), 2),
-            numbers["after_shift"],
-            numbers["after_linear"],
-        ]
+        cells = [cell(*errors["text"].values(), form=".2f"), numbers["after_shift"], numbers["after_linear"]]
         rows.append([label, *cells, *(errors[part]["value"] for part in PARTS if part != "text")])
-    header = ["state error, share of the variance", "text", "95%", "less one shift", "less a linear map"]
+    header = ["state error, share of the variance", "text (95% interval)", "less one shift", "less a linear map"]
     header += [title for part, title in PARTS.items() if part != "text"]
     return [Table(header, rows), *compared_tables(report["compared"])]
 
@@ -293,3 +273,12 @@ def figures(report: dict) -> dict[str, Figure]:
     axes.legend(fontsize="small")
     axes.set_title(f"Mean over {report['captions']} captions; dotted where few reach", fontsize="medium")
     return {"drift.png": figure}
+
+
+def settings_for(everything: AllConfig) -> DriftConfig | None:
+    """Its settings in `evaluate all`; None without an SDXL checkpoint, or another encoder than its own."""
+    is_toy = everything.sdxl == TOY_BASE
+    encoders = [name for name in everything.for_texts if not (is_toy and name == TOY_CLIP)]
+    if everything.sdxl is None or not encoders:
+        return None
+    return everything.settings(DriftConfig, base=everything.sdxl, encoders=encoders)

@@ -1,7 +1,7 @@
 """Images generated from captions with several text encoders, and their scores (Table S7)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cache, cached_property, partial
 from itertools import combinations
 from pathlib import Path
@@ -20,11 +20,13 @@ from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
-from ..cache import FOLDER, ResultCache
-from ..encoders import labels
+from ..encoder_names import labels
 from ..inputs import read_pairs, trained_on
+from ..options import TOY_FEATURES, AllConfig, GenerationConfig
 from ..processes import Processes
-from ..report import Table, compared_tables, show, write_report
+from ..registry import EVALUATIONS
+from ..report import Table, cell, compared_tables
+from ..session import Session
 from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .figures import plot, plot_examples
 from .objects import (
@@ -38,12 +40,10 @@ from .objects import (
     objects_numbers,
 )
 from .objects import SCORES as OBJECTS
-from .options import GenerationConfig
 from .references import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
-from .scores import ImageNumbers, ImageScores, References, compare, score_cell, score_titles
+from .scores import ImageNumbers, ImageScores, References, compare, score_titles
 
 NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
-PICTURES = ("examples.png",)
 EXAMPLES = 6  # prompts
 NAME = "generation"
 
@@ -88,7 +88,6 @@ class _Generation:
         self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
         names = folder_names(list(self.encoders))
         self.folders = {label: self.output / "pictures" / name for label, name in names.items()}
-        self.cache = ResultCache(self.output / FOLDER)
 
     def run(self) -> dict:
         with self.processes.only_main_prints():
@@ -105,10 +104,10 @@ class _Generation:
                 return self._report(files, digests) if self.processes.is_main else {}
 
     def _read(self) -> tuple[list[Subject], str]:
-        """The images to generate, and the digest of the data. Networks are loaded before hours of generating."""
+        """The images to generate, and the digest of the data."""
         config = self.config
         self.is_toy = is_toy_scenes(config.data)
-        self.scores = load_networks(config, self.processes.device)
+        load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
         self.pairs = read_pairs(
             *(config.data, config.images, config.limit, config.max_bad),
             unseen_by=config.encoders if config.held_out else (),
@@ -125,6 +124,8 @@ class _Generation:
             )
         check_share(self.unreadable, len(records), config.max_bad)
         self.records = [records[index] for index in good]
+        bad = self.pairs.bad + self.unreadable
+        self.session = Session(NAME, config, self.pairs.digest, bad, self.processes.device)
         subjects = [Subject(f"{index:06}", records[index].caption, index) for index in good]
         return subjects, self.pairs.digest
 
@@ -145,16 +146,16 @@ class _Generation:
             return ImageNumbers({}, {}, {}, len(files))
         captions = [record.caption for record in self.records]
         depends = {"pictures": digest, "originals": self._shown, **self.scores.depends}
-        numbers = self.cache.result("scores", depends, lambda: asdict(self.scores(files, self._references, captions)))
+        numbers = self.session.cache.result(
+            "scores", depends, lambda: asdict(self.scores(files, self._references, captions))
+        )
         return ImageNumbers(**numbers)
 
     def _objects(self, files: Sequence[Path], digest: str) -> list[Comparison]:
         """What one encoder's images show of the toy world's scenes."""
         scenes = [toy_scene(record)[0] for record in self.records]
-        # With the fields, so that nothing is read that an earlier release has cached with others.
-        names = [field.name for field in fields(Comparison)]
-        depends = {"pictures": digest, "originals": self._shown, "fields": names}
-        cached = self.cache.result(
+        depends = {"pictures": digest, "originals": self._shown}
+        cached = self.session.cache.result(
             "objects", depends, lambda: {"images": [*map(asdict, compare_images(files, scenes))]}
         )
         return [Comparison(**image) for image in cached["images"]]
@@ -172,6 +173,7 @@ class _Generation:
         return [read_caption(_with_prefix(caption, prefix), count_tokens) for caption in captions]
 
     def _report(self, files: Mapping[str, Sequence[Path]], digests: dict) -> dict:
+        self.scores, session = load_networks(self.config, self.processes.device), self.session
         scores, comparisons, encoders = {}, {}, {}
         captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
         mentions, readings = [caption.first_mentions() for caption in captions], self._readings(captions)
@@ -189,29 +191,19 @@ class _Generation:
         notes += [note for of_encoder in scores.values() for note in of_encoder.notes]
         networks = self.scores.digests if self.scores else dict.fromkeys(NETWORKS)
         weights = {label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()}
-        report = write_report(
-            NAME,
-            self.config,
-            digests={
-                "data": self.pairs.digest,
-                "base": digests["base"],
-                "encoder_2": digests["encoder_2"],
-                **networks,
-                "encoders": weights,
-            },
-            left_out=self.pairs.bad + self.unreadable,
-            seconds=self.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
+        session.digests |= {name: digests[name] for name in ("base", "encoder_2")} | networks | {"encoders": weights}
+        return session.report(
+            encoders,
+            _compared(scores, comparisons, mentions, ways),
+            list(dict.fromkeys(notes)),
+            saved={EVALUATIONS[NAME].saved[0]: self._examples(files)},
+            seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=asdict(self.settings),
             images=len(self.records),
             resize=self.scores.resize if self.scores else {},
-            encoders=encoders,
-            compared=_compared(scores, comparisons, mentions, ways),
             ceilings=ceilings(readings),
             trained_on=seen,
-            notes=list(dict.fromkeys(notes)),
         )
-        show(report, tables(report), figures(report) | {PICTURES[0]: self._examples(files)})
-        return report
 
     def _examples(self, files: Mapping[str, Sequence[Path]]) -> Figure:
         step = ARRANGEMENTS if self.is_toy else 1  # consecutive toy scenes show the same objects
@@ -300,7 +292,7 @@ def tables(report: dict) -> list[Table]:
     scores = Table([f"{report['images']} images, with 95% intervals", *encoders], rows)
     # Without those of single sentences, which are in the JSON: they would hide the others.
     shown = [line for line in report["compared"] if not line["score"].startswith("clip_score_")]
-    compared = compared_tables([_readable(line, names) for line in shown])
+    compared = compared_tables(shown, names, form=".3g")  # some scores are in thousandths
     return [scores, *_by_sentence(encoders), *_by_telling(report), *compared]
 
 
@@ -317,16 +309,15 @@ def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
 
 def _by_telling(report: dict) -> list[Table]:
     """The table of objects by the way they are told, beside what a symbolic reader can know at most."""
-    encoders, lines, rows = report["encoders"].values(), report.get("ceilings", []), []
-    readers = [reader for reader in READERS if lines and reader in lines[0]]  # earlier releases had fewer
-    for line in lines:
+    encoders, rows = report["encoders"].values(), []
+    for line in report["ceilings"]:
         if line["told"] == ALL:
             numbers = [entry["scores"]["objects_right"] for entry in encoders]
         else:
             numbers = [_of_way(entry["scores"], line["told"]) for entry in encoders]
-        shares = (f"{line[reader]:.1f}" for reader in readers)
+        shares = (f"{line[reader]:.1f}" for reader in READERS)
         rows.append([line["told"], line["objects"], *shares, *map(_cell, numbers)])
-    titles = (f"symbolic reader, {READERS[reader]}" for reader in readers)
+    titles = (f"symbolic reader, {title}" for title in READERS.values())
     header = ["objects right, %, by how they are told", "objects", *titles, *report["encoders"]]
     return [Table(header, rows)] if rows else []
 
@@ -336,20 +327,29 @@ def _of_way(scores: dict, way: str) -> dict:
 
 
 def _shares(line: dict) -> str:
-    numbers = [line, line.get("precision"), line.get("f1")]  # earlier releases had the first alone
-    return " / ".join(f"{number['value']:.1f}" if number else "-" for number in numbers)
-
-
-def _readable(line: dict, names: Mapping[str, str]) -> dict:
-    """A comparison with three significant digits, because some scores are in thousandths."""
-    digits = {name: None if line[name] is None else f"{line[name]:.3g}" for name in ("difference", "low", "high")}
-    return line | digits | {"score": names[line["score"]]}
+    return " / ".join(f"{number['value']:.1f}" if number else "-" for number in (line, line["precision"], line["f1"]))
 
 
 def _cell(number: dict | None) -> str | None:
-    return number and score_cell(number)
+    return number and cell(number["value"], number["low"], number["high"], form=".3g")
 
 
 def figures(report: dict) -> dict[str, Figure]:
     """The figure of a report, by file name."""
     return {f"{NAME}.png": plot(report["encoders"], titles(report))}
+
+
+def settings_for(everything: AllConfig) -> GenerationConfig | None:
+    """Its settings in `evaluate all`; None without an SDXL checkpoint.
+
+    Raises:
+        UserError: a network cannot be loaded, which should not stop a run later.
+    """
+    if everything.sdxl is None:
+        return None
+    toy = {"dino": TOY_FEATURES, "own_features": TOY_FEATURES} if everything.is_toy else {}
+    toy = {name: network for name, network in toy.items() if getattr(everything, name) is None}
+    given = {"base": everything.sdxl, "encoders": everything.for_images, "limit": everything.generated}
+    config = everything.settings(GenerationConfig, **given, **toy)
+    load_networks(config, torch.device("cpu"))
+    return config

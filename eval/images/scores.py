@@ -39,8 +39,8 @@ from debias_diffusion.files import path_digest
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.sentences import split_sentences
 
-from ..encoders import how_used
 from ..intervals import mean_interval, paired_difference
+from ..session import how_used
 from .networks import FID_FEATURES, RESIZE, ClsFeatures, InceptionFeatures, Picture, TwoTowerFeatures
 
 HALVES = 200
@@ -257,13 +257,6 @@ def _short(name: str | None) -> str | None:
     return Path(name).name if name and (os.path.isabs(name) or os.path.exists(name)) else name
 
 
-def score_cell(number: dict[str, float | None]) -> str:
-    """A score with its interval, for tables: three significant digits, because KID is in thousandths."""
-    if number["low"] is None:
-        return f"{number['value']:.3g}"
-    return f"{number['value']:.3g} [{number['low']:.3g}, {number['high']:.3g}]"
-
-
 @dataclass(frozen=True)
 class References:
     """Features of reference images: {kind: [N, D]}."""
@@ -474,6 +467,3 @@ def _notes_of_inception(count: int) -> list[str]:
             f"images, or use at least {_ENOUGH_FOR_FID}."
         )
     return notes
-
-
-PictureScores, PictureNumbers = ImageScores, ImageNumbers  # their names in earlier releases

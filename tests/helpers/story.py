@@ -7,7 +7,7 @@ from helpers.html_page import Page
 
 from debias_diffusion.eval import page
 from debias_diffusion.eval.images.generation import folder_names
-from debias_diffusion.eval.pages import write_page
+from debias_diffusion.eval.report import write_page
 from debias_diffusion.eval.story import SHORT_FOLDER
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import scene

@@ -22,13 +22,13 @@ def work(_):
     processes = Processes("cpu")
     for number in range(20):
         assert processes.from_main(lambda: number) == number
-        processes.together(lambda: None)
+        processes.gathered([number])
     print("done", flush=True)
     if sys.argv[1] == "alone":
         if processes.index:
             raise UserError("A fault of one process.")
         processes.from_main(lambda: 0)
-        processes.together(lambda: None)
+        processes.gathered([0])
     if processes.index:
         raise [UserError("A fault of one process."), KeyboardInterrupt(), RuntimeError("A bug.")][processes.index - 1]
 
@@ -72,7 +72,7 @@ from debias_diffusion.eval.processes import Processes
 processes = Processes()
 for number in range(20):
     assert processes.from_main(lambda: number) == number
-    processes.together(lambda: None)
+    processes.gathered([number])
 print(f"done by {processes.count}")
 """
 
