@@ -70,7 +70,7 @@ def test_weights_with_code_are_refused_before_it_runs(tmp_path):
 
 
 def test_missing_or_wrong_weights_say_which_file_to_get(tmp_path):
-    with pytest.raises(UserError, match=r"not there.*--inception_weights.*weights-inception-2015-12-05-6726825d\.pth"):
+    with pytest.raises(UserError, match=r"not there.*--inception-weights.*weights-inception-2015-12-05-6726825d\.pth"):
         InceptionFeatures(tmp_path / "nothing.pth", CPU)
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
     with pytest.raises(UserError, match=r"cannot be used.*torch-fidelity"):
@@ -79,7 +79,7 @@ def test_missing_or_wrong_weights_say_which_file_to_get(tmp_path):
 
 def test_inception_from_the_cache(tmp_path, monkeypatch, pictures):
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    with pytest.raises(UserError, match=rf"{tmp_path}.*6726825d\.pth.*not there.*--inception_weights"):
+    with pytest.raises(UserError, match=rf"{tmp_path}.*6726825d\.pth.*not there.*--inception-weights"):
         InceptionFeatures("cache", CPU)
     (tmp_path / "checkpoints").mkdir()
     cached = tmp_path / "checkpoints" / "weights-inception-2015-12-05-6726825d.pth"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import skimage
 import torch
+from helpers.memory import Watched
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_features import save_dino
 from PIL import Image
@@ -203,6 +204,13 @@ def test_too_many_originals_that_cannot_be_read_stop_it(tmp_path, base, dino):
     with pytest.raises(UserError, match=r"2 of 4 records cannot be used.*no-such\.png"):
         evaluate_generation(GenerationConfig(**config))
     assert evaluate_generation(GenerationConfig(**config | {"max_bad": 0.5}))["images"] == 2
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_the_generator_and_the_networks_are_not_in_memory_together(tmp_path, base, dino, monkeypatch):
+    watched = Watched(monkeypatch, ClsFeatures)
+    evaluate_generation(GenerationConfig(**settings(tmp_path, base, dino=dino)))
+    assert (watched.generators, watched.networks) == (1, 2)  # the network is tried before hours of generating
 
 
 # ---- the toy world
