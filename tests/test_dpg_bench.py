@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.memory import Watched
 from helpers.reports import check_report
 from helpers.tiny_clip import save_tiny_clip
 from helpers.vocabulary import tiny_tokenizer
@@ -464,7 +465,10 @@ def draw_and_ask(tmp_path, vqa, base, **changes) -> dict:
 
 def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_path, monkeypatch):
     write_bench(tmp_path / "bench")
-    report = draw_and_ask(tmp_path, vilt, base)
+    with monkeypatch.context() as patch:
+        watched = Watched(patch, VqaModel)
+        report = draw_and_ask(tmp_path, vilt, base)
+    assert (watched.generators, watched.networks) == (1, 2)
     assert list(report["encoders"]) == ["SDXL's own, cut at 77 tokens", "long"] and report["drawing"]["steps"] == 1
     folders = {
         label: tmp_path / "out" / "pictures" / name for label, name in folder_names(list(report["encoders"])).items()
