@@ -237,14 +237,14 @@ class Drawing:
         _, model = split_reading(encoder)
         if encoder not in known:
             known[encoder] = None if model == ORIGINAL else model_digest(model)
-        own = ("steps", "guidance_scale", "prefix", "seed", "layer", "scheduler", "height", "width")
+        names = ("steps", "guidance_scale", "prefix", "seed", "layer", "scheduler", "height", "width")
         return {
             "data": self.data,
             "base": self.digests["base"],
             "encoder": known[encoder],
             "reading": split_reading(encoder)[0],
             "encoder_2": self._second_digest(self._second(model)),
-            **{name: getattr(self.settings, name) for name in own},
+            **{name: getattr(self.settings, name) for name in names},
             **runtime_settings(self.processes.device, self.dtype),
         }
 
