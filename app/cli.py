@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 from debias_diffusion.errors import EXTRAS, UserError, missing_library, near_matches, reason
+from debias_diffusion.eval.registry import EVALUATIONS as REGISTRY
 from debias_diffusion.files import explain_full_disk
 
 
@@ -42,71 +43,24 @@ EVALUATIONS = {
     "all": Command(
         "every evaluation that the options allow, and one page of all",
         "eval.options:AllConfig",
-        "eval.everything:evaluate_all",
+        "eval.all:evaluate_all",
         f"{_ENCODERS} --data toy/test --output scores",
         "eval",
     ),
-    "retrieval": Command(
-        "retrieval recall with whole captions",
-        "eval.text_image.options:RetrievalConfig",
-        "eval.text_image.retrieval:evaluate_retrieval",
-        f"{_ENCODERS} --data toy/test --output scores",
-        "eval",
-    ),
-    "robustness": Command(
-        "how shortsighted? Recall when sentences are moved, removed or come late",
-        "eval.text_image.options:RobustnessConfig",
-        "eval.text_image.robustness:evaluate_robustness",
-        f"{_ENCODERS} --data toy/test --output scores",
-        "eval",
-    ),
-    "attention": Command(
-        "how much EOT attends to each position of a text",
-        "eval.text_image.options:AttentionConfig",
-        "eval.text_image.attention:evaluate_attention",
-        f"{_ENCODERS} --data toy/test --output scores",
-        "eval",
-    ),
-    "classification": Command(
-        "zero-shot top-1 on ImageNet, its variants and CIFAR",
-        "eval.text_image.options:ClassificationConfig",
-        "eval.text_image.classification:evaluate_classification",
-        "--encoders ViT-B-16-quickgelu:openai --dataset cifar-10 --data cifar-10-batches-bin --output scores",
-        "eval",
-    ),
-    "cola": Command(
-        "do objects keep their own attributes? Cola's pairs of images, and its classes",
-        "eval.text_image.options:ColaConfig",
-        "eval.text_image.cola:evaluate_cola",
-        "--encoders ViT-B-16-quickgelu:openai --data COLA_multiobjects_matching_benchmark.json --images images "
-        "--output scores",
-        "eval",
-    ),
-    "dpg-bench": Command(
-        "how much of DPG-Bench's dense prompts the generated images show",
-        "eval.pictures.options:DpgBenchConfig",
-        "eval.pictures.dpg_bench.command:evaluate_dpg_bench",
-        "--data dpg_bench --vqa blip-vqa-base --base sdxl --encoders original runs/a --output scores",
-        "eval",
-    ),
-    "generation": Command(
-        "FID, DINO score and others of images generated from captions",
-        "eval.pictures.options:GenerationConfig",
-        "eval.pictures.generation:evaluate_generation",
-        f"{_ENCODERS} --base toy/sdxl --data toy/test --output scores",
-        "eval",
-    ),
-    "drift": Command(
-        "how far hidden states have moved from those that SDXL's UNet was trained on",
-        "eval.pictures.options:DriftConfig",
-        "eval.pictures.drift:evaluate_drift",
-        "--encoders toy/debias-clip --base toy/sdxl --data toy/test --output scores",
-        "eval",
-    ),
+    **{
+        name.replace("_", "-"): Command(
+            entry.summary,
+            f"eval.options:{entry.options}",
+            f"eval.{entry.module}:evaluate_{name}",
+            entry.example,
+            "eval",
+        )
+        for name, entry in REGISTRY.items()
+    },
     "report": Command(
         "one page of any number of results",
         "eval.options:ReportConfig",
-        "eval.merged_report:evaluate_report",
+        "eval.page:evaluate_report",
         "scores",
         "eval",
     ),

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.settings import check_encoders, check_output, check_source
-from debias_diffusion.eval.options import TOYS
+from debias_diffusion.eval.encoder_names import check_encoders
+from debias_diffusion.eval.options import TOYS, check_output, check_source
 from debias_diffusion.limits import (
     BelowOne,
     Checked,

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.settings import ORIGINAL, OVERLAP
-from debias_diffusion.eval.merged_report import evaluate_report, read_results
+from debias_diffusion.eval.encoder_names import ORIGINAL, OVERLAP
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.images.objects import BY_SENTENCE
 from debias_diffusion.eval.options import ReportConfig
-from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.pictures.toy_objects import BY_SENTENCE
+from debias_diffusion.eval.page import evaluate_report, read_results
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS, tell
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.files import folder_lock, write_json
 from debias_diffusion.models.shipped import GUIDANCE_SCALE
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
@@ -108,9 +108,9 @@ def _steps(config: QuickstartConfig, setup: Setup) -> list[tuple[str, Callable]]
     of_pairs = ([setup.clip, *encoders], str(results), data)
     images = GenerationConfig(
         [ORIGINAL, OVERLAP + ORIGINAL, *encoders],
-        setup.sdxl,
         str(results),
-        data,
+        base=setup.sdxl,
+        data=data,
         limit=config.prompts,
         seed=config.seed,
         steps=setup.denoising_steps,

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from debias_diffusion.ablation.heads import Ablation
 from debias_diffusion.ablation.suppression import Suppressed
 from debias_diffusion.devices import pick_device
-from debias_diffusion.eval.common.report import Table, versions
+from debias_diffusion.eval.report import Table, versions
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.head_search.genetic import FLIP, first_masks, population_size
 from debias_diffusion.head_search.population import Population

@@ -31,12 +31,12 @@ from debias_diffusion.ablation.saved import is_ablation, read_ablation, write_ab
 from debias_diffusion.app.ablate.command import AblateConfig, ablate
 from debias_diffusion.data import open_data
 from debias_diffusion.encoders import load_two_tower
-from debias_diffusion.eval.common.intervals import paired_difference
-from debias_diffusion.eval.common.report import Table, versions
-from debias_diffusion.eval.common.settings import OVERLAP
-from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.text_image.retrieval import hits
-from debias_diffusion.eval.text_image.robustness import edit_caption
+from debias_diffusion.eval.encoder_names import OVERLAP
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.intervals import paired_difference
+from debias_diffusion.eval.report import Table, versions
+from debias_diffusion.eval.retrieval import hits
+from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.head_search.population import TextPopulation
 from debias_diffusion.head_search.problems import KS, TextProblem, every_mask
@@ -185,7 +185,7 @@ def draw(output: Path, prompts: int) -> list[dict]:
     names = {name: OVERLAP + name for name in dict.fromkeys([*encoders, *encoders.values()])}
     settings = dict(output=str(output / "sdxl"), data=SCORED, limit=prompts, images_at_once=20)
     report = evaluate_generation(
-        GenerationConfig(list(names.values()), "toy/sdxl", own_features="toy/features", **settings)
+        GenerationConfig(list(names.values()), base="toy/sdxl", own_features="toy/features", **settings)
     )
     scores = dict(zip(names, (entry["scores"] for entry in report["encoders"].values()), strict=True))
     labels = dict(zip(names, report["encoders"], strict=True))

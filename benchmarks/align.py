@@ -29,7 +29,7 @@ from debias_diffusion.app.align.plan import measure_cost
 from debias_diffusion.app.align.samples import AlignBatch, collate
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.chunks import Cut, Tokens
-from debias_diffusion.eval.common.report import Table
+from debias_diffusion.eval.report import Table
 from debias_diffusion.files import write_json
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.folder import RunFolder

@@ -16,9 +16,9 @@ from machine import machine
 from matplotlib.figure import Figure
 from seeds import difference_cell
 
-from debias_diffusion.eval.common.report import Table, versions
-from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.pictures.toy_objects import BY_SENTENCE
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.images.objects import BY_SENTENCE
+from debias_diffusion.eval.report import Table, versions
 from debias_diffusion.files import write_json, write_text
 
 RESULTS = Path(__file__).parent / "results"
@@ -30,7 +30,9 @@ FEW = 20  # objects that a bar needs
 
 def draw(seed: int, prompts: int, output: Path) -> dict:
     """The report of a seed's prompts, scenes that no model has learned from."""
-    settings = GenerationConfig([*WAYS], "toy/sdxl", str(output / f"seed-{seed}"), f"toy/test-{seed}", limit=prompts)
+    settings = GenerationConfig(
+        [*WAYS], str(output / f"seed-{seed}"), base="toy/sdxl", data=f"toy/test-{seed}", limit=prompts
+    )
     return evaluate_generation(settings)
 
 

@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.encoders import load_two_tower
-from debias_diffusion.eval.common.report import Table, versions
-from debias_diffusion.eval.text_image.robustness import edit_caption
+from debias_diffusion.eval.report import Table, versions
+from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.files import atomic_file, write_json, write_text
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone

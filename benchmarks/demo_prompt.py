@@ -20,7 +20,7 @@ from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.toy_scenes import mark, random_scene
 from debias_diffusion.app.options import AppConfig
 from debias_diffusion.devices import pick_device
-from debias_diffusion.eval.common.encoders import labels
+from debias_diffusion.eval.encoder_names import labels
 from debias_diffusion.files import read_json_object, write_json
 from debias_diffusion.toyworld.scenes import PLACES
 

@@ -30,10 +30,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.app.quickstart import Setup
-from debias_diffusion.eval.common.report import Table
-from debias_diffusion.eval.pictures.drift import Moments, Reader
-from debias_diffusion.eval.pictures.scores import ImageNumbers, ImageScores, References, compare
-from debias_diffusion.eval.pictures.toy_objects import compare_images, compare_objects, objects_numbers
+from debias_diffusion.eval.images.drift import Moments, Reader
+from debias_diffusion.eval.images.objects import compare_images, compare_objects, objects_numbers
+from debias_diffusion.eval.images.scores import ImageNumbers, ImageScores, References, compare
+from debias_diffusion.eval.report import Table
 from debias_diffusion.files import atomic_file
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline

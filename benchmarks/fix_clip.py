@@ -37,9 +37,9 @@ from tqdm import tqdm
 
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import load_two_tower
-from debias_diffusion.eval.common.intervals import paired_difference
-from debias_diffusion.eval.common.report import Table, versions
-from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.intervals import paired_difference
+from debias_diffusion.eval.report import Table, versions
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import relative_error, without_eot
@@ -361,7 +361,7 @@ def _draw(folders: dict[str, Path], seed: int, prompts: int, output: Path) -> di
     encoders = {"original": "original"} | {row: str(folder) for row, folder in folders.items()}
     folder = str(output / f"seed-{seed}" / "drawn")
     data = f"toy/short-test-fix-{seed}"
-    settings = GenerationConfig(list(encoders.values()), UNET, folder, data, limit=prompts, images_at_once=20)
+    settings = GenerationConfig(list(encoders.values()), folder, base=UNET, data=data, limit=prompts, images_at_once=20)
     report = evaluate_generation(settings)
     rows = dict(zip(report["encoders"], encoders, strict=True))
     values = {rows[label]: entry["scores"]["objects_right"]["value"] for label, entry in report["encoders"].items()}

@@ -15,10 +15,10 @@ from pathlib import Path
 from seeds import EDITS, difference_cell, write_results
 
 from debias_diffusion.app.quickstart import IMAGES_AT_ONCE, Setup
-from debias_diffusion.eval.common.report import Table
-from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP
-from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
+from debias_diffusion.eval.encoder_names import CHUNKS, OVERLAP
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.report import Table
+from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.loop import train
@@ -48,9 +48,9 @@ def run_seed(seed: int, split: str, recipes: list[str], times: list[int], prompt
     rows = ORIGINALS | runs
     settings = GenerationConfig(
         [*rows.values()],
-        "toy/sdxl",
         str(output / f"images-{prompts}"),
-        data,
+        base="toy/sdxl",
+        data=data,
         limit=prompts,
         seed=seed,
         images_at_once=IMAGES_AT_ONCE,

@@ -24,14 +24,15 @@ from machine import machine
 from torch import nn
 from tqdm import tqdm
 
-from debias_diffusion.eval.common.intervals import paired_difference
-from debias_diffusion.eval.common.report import digest, versions, weights_digest
-from debias_diffusion.eval.pictures.toy_objects import LATE
-from debias_diffusion.files import write_json, write_text
+from debias_diffusion.eval.images.objects import LATE
+from debias_diffusion.eval.intervals import paired_difference
+from debias_diffusion.eval.report import versions
+from debias_diffusion.files import path_digest, write_json, write_text
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.text_encoders import import_text_encoder, to_transformers
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
+from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import last_for_penultimate
@@ -115,7 +116,7 @@ class Bench:
         self.output, self.seed = output, seed
         self.long = Prompts.make([(scene(SPLIT, index), caption(SPLIT, index)) for index in range(prompts)])
         self.short = Prompts.make([short_prompt(SPLIT, index) for index in range(short_prompts)])
-        self.digests = {name: digest(shipped(f"toy/{name}")) for name in ("sdxl", *FIRST)}
+        self.digests = {name: path_digest(shipped(f"toy/{name}")) for name in ("sdxl", *FIRST)}
 
     def run(self) -> dict[tuple[str, str], dict]:
         """The results by change and first encoder: see `_cell`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from machine import machine
 
-from debias_diffusion.eval.common.report import versions
+from debias_diffusion.eval.report import versions
 from debias_diffusion.files import write_json, write_text
 
 RESULTS = Path(__file__).parent / "results"

@@ -24,14 +24,14 @@ from seeds import EDITS, difference_cell, write_results
 from debias_diffusion.app.align.command import align
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.app.quickstart import RESULTS_FOLDER, QuickstartConfig, Setup, quickstart
-from debias_diffusion.eval.common.report import Table
-from debias_diffusion.eval.common.settings import CHUNKS, OVERLAP
-from debias_diffusion.eval.common.settings import ORIGINAL as OWN
-from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.pictures.reading import ALL, READERS
-from debias_diffusion.eval.pictures.toy_objects import BY_TELLING, TELLING_TITLES, TELLINGS
+from debias_diffusion.eval.encoder_names import CHUNKS, OVERLAP
+from debias_diffusion.eval.encoder_names import ORIGINAL as OWN
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.images.objects import BY_TELLING, TELLING_TITLES, TELLINGS
+from debias_diffusion.eval.images.references import ALL, READERS
+from debias_diffusion.eval.report import Table
+from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS
-from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.files import read_json_object
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
 from debias_diffusion.toyworld.grammar import STYLES

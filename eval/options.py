@@ -1,13 +1,393 @@
-"""Settings of all evaluations together, and of the page of their results."""
+"""Settings of the evaluations: a dataclass each, whose docstring is the help of its command.
 
-from dataclasses import dataclass, field
-from typing import Literal
+Imports no large library, so that help is fast and mistyped settings are refused at once.
+"""
 
-from debias_diffusion.models.shipped import TWO_TOWERS
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
 
-from .common.settings import OVERLAP, check_settings
+from debias_diffusion.errors import UserError, near_matches
+from debias_diffusion.limits import Layer, check_max_bad
+from debias_diffusion.models.shipped import TWO_TOWERS, shipped
 
+from .encoder_names import ORIGINAL, OVERLAP, READINGS, check_encoders, split_reading
+
+CLASSIFICATIONS = ("imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o", "cifar-10", "cifar-100")
+MOST_IMAGES = 1000  # of a prompt
 TOYS = (TWO_TOWERS[0], OVERLAP + TWO_TOWERS[0], *TWO_TOWERS[1:])
+TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
+TOY_CLIP = "toy/clip"  # the text encoder of toy/sdxl
+GENERATED, GENERATED_TOY = 1000, 200  # images of each encoder
+
+
+def check_settings(config: Any, with_encoders: bool = True, of_images: bool = False) -> None:
+    """What the settings of every evaluation call in `__post_init__`. Opens no data and no model.
+
+    Args:
+        of_images: the encoders are of generated images, see `check_encoders`.
+
+    Raises:
+        UserError: a setting that evaluations share is not allowed.
+    """
+    check_output(config.output)
+    shipped(getattr(config, "base", None) or "")
+    if with_encoders:
+        check_encoders(config.encoders, of_images)
+    if config.batch_size < 1:
+        raise UserError(f"batch_size={config.batch_size} is not allowed. Give a whole number from 1.")
+    check_max_bad(getattr(config, "max_bad", 0))
+    limit = getattr(config, "limit", None)
+    if limit not in (None, "auto") and limit < 1:
+        raise UserError(f"limit={limit} leaves nothing to evaluate. Give a number of pairs from 1, or null for all.")
+
+
+def check_output(output: str) -> None:
+    """Raises UserError for an empty name, which would mean the current folder, and where no folder can be made."""
+    if not output:
+        raise UserError("There is no output. Give --output, a folder for the results.")
+    path = Path(output).absolute()
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        fault = "may not be written to" if existing.is_dir() else "is a file"
+        raise UserError(f"The output {output!r} cannot be made: {str(existing)!r} {fault}. Give another folder.")
+
+
+def check_source(config: Any) -> None:
+    """Raises UserError unless the settings name either data or a benchmark (`dataset` and `root`), whole."""
+    data, dataset, root, images = (getattr(config, name, None) for name in ("data", "dataset", "root", "images"))
+    if data is None and dataset is None and root is None:
+        fault = "There is no data and no benchmark"
+    elif dataset is None and root is not None:
+        fault = f"The root {root!r} is of a benchmark, and none is named"
+    elif data is not None and dataset is not None:
+        fault = f"Both data, {data!r}, and a benchmark, {dataset!r}, are given"
+    elif dataset is not None and root is None:
+        fault = f"The benchmark {dataset!r} needs the folder that it lies in"
+    elif dataset is not None and images:
+        fault = f"The images {images!r} are given, and the benchmark {dataset!r} has its own"
+    else:
+        return
+    pairs = "captions.json --images images" if hasattr(config, "images") else "captions.json"
+    raise UserError(
+        f"{fault}. Give either --data, such as --data toy/test or --data {pairs}, or a benchmark, such as "
+        "--dataset docci --root docci."
+    )
+
+
+# ---- what several evaluations share
+
+
+@dataclass
+class OfEncoders:
+    """What every evaluation has.
+
+    Attributes:
+        encoders: Encoders to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names them
+            (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
+        output: Folder for the results, a JSON file and figures. Finished results in it are reused.
+        batch_size: Images, or texts, encoded at once.
+        device: Device to run on. The default is cuda where there is one, else cpu.
+    """
+
+    encoders: list[str]
+    output: str
+    batch_size: int = field(default=64, kw_only=True)
+    device: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        check_settings(self)
+
+
+@dataclass
+class OfRecords(OfEncoders):
+    """What evaluations have whose records may be bad.
+
+    Attributes:
+        max_bad: Largest share of records or images that may be unusable before the evaluation stops, from 0 to 1.
+    """
+
+    max_bad: float = field(default=0.01, kw_only=True)
+
+
+@dataclass
+class OfCaptions(OfRecords):
+    """What evaluations on captions have.
+
+    Attributes:
+        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
+            beside them, or toy/test, scenes of the toy world. Where only captions are read, images may be missing.
+        dataset: A retrieval benchmark in place of data. One of urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
+            coco-five, coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test,
+            coco-cn-all, flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
+        root: Folder that the benchmark lies in, as its authors publish it.
+        limit: Use only the first so many images, with all their captions. null uses all; auto is 1000 of the data, as
+            ShareGPT4V's validation split has, and all of a benchmark.
+    """
+
+    data: str | None = None
+    dataset: str | None = field(default=None, kw_only=True)
+    root: str | None = field(default=None, kw_only=True)
+    limit: int | Literal["auto"] | None = field(default="auto", kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_source(self)
+
+
+@dataclass
+class OfPairs(OfCaptions):
+    """What evaluations of two-towers on image-caption pairs have.
+
+    Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
+
+    Attributes:
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
+        held_out: Use only pairs of the data that a training run among the encoders held out.
+    """
+
+    images: str | None = None
+    held_out: bool = field(default=False, kw_only=True)
+
+
+@dataclass(kw_only=True)
+class OfImages(OfEncoders):
+    """What evaluations of generated images have.
+
+    Attributes:
+        encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
+            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
+            cuts prompts at 77 tokens, as in stock SDXL; named overlap:NAME (overlap:original), it reads long prompts in
+            overlapping chunks, as this package's pipelines do, and named chunks:NAME, in chunks that do not overlap.
+            SDXL's second encoder beside a longer one reads overlapping chunks, and with chunks:NAME such.
+        base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
+        output: Folder for the results, a JSON file and figures, and for the generated images, `pictures/ENCODER/`.
+            Finished results and images of the same settings are kept.
+        seed: Image i (of each prompt) starts from noise seeded with this number + i, the same for every encoder and on
+            every device.
+        steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
+        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, as in `generate`, and 3 for
+            toy/sdxl.
+        images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
+            20 for toy/sdxl.
+        prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
+        encoder_2: Text encoder in the place of SDXL's second one, for all encoders but alignments that fitted one;
+            stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
+        layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
+            last one after the final norm, as in Long-CLIP's code.
+        scheduler: diffusers' class in the place of the checkpoint's scheduler: EulerDiscreteScheduler,
+            EulerAncestralDiscreteScheduler, DPMSolverMultistepScheduler, DDIMScheduler or UniPCMultistepScheduler. null
+            keeps it.
+        height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
+        width: Likewise.
+        device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
+            process has its own.
+    """
+
+    base: str
+    seed: int = 0
+    steps: int | Literal["auto"] = "auto"
+    guidance_scale: float | Literal["auto"] = "auto"
+    images_at_once: int | Literal["auto"] = "auto"
+    prefix: str = ""
+    encoder_2: str | None = None
+    layer: Layer = "penultimate"
+    scheduler: str | None = None
+    height: int | None = None
+    width: int | None = None
+
+    def __post_init__(self):
+        check_settings(self, with_encoders=self.base is not None, of_images=True)
+        if self.base is not None:
+            from .images.drawing import DrawingSettings  # takes seconds, which help need not wait for
+
+            DrawingSettings.of(self)
+
+
+# ---- the evaluations
+
+
+@dataclass
+class RetrievalConfig(OfPairs):
+    """Settings of a retrieval evaluation.
+
+    `dataset` may name several benchmarks, with commas between them: each is then evaluated into a folder of its name
+    in `output`, and lies in a folder of its name, or of its data set's, in `root`.
+
+    Attributes:
+        examples: Also write a page with so many captions for every two encoders whose image one of them finds first
+            and the other does not.
+    """
+
+    examples: int = field(default=0, kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.examples < 0 or (self.examples and len(self.encoders) < 2):
+            raise UserError(
+                f"examples is {self.examples} with {len(self.encoders)} encoders. Give a number from 0, and at least "
+                "two encoders: examples are captions that one of them gets right and another wrong."
+            )
+
+
+@dataclass
+class RobustnessConfig(OfPairs):
+    """Settings of a robustness evaluation."""
+
+
+@dataclass
+class AttentionConfig(OfCaptions):
+    """Settings of an evaluation of the attention from EOT.
+
+    Give `data`, or a benchmark (`dataset` with `root`), or a prompt, or captions and a prompt.
+
+    Attributes:
+        prompt: A prompt to show word by word.
+        scale: Of the attention before the softmax: head, the mean over heads of q k / sqrt(head width), as the softmax
+            sees it; or hidden, q k / sqrt(hidden dimension) over all heads, as in the paper's equations 1 and 2, which
+            is sqrt(heads) times that.
+    """
+
+    prompt: str | None = field(default=None, kw_only=True)
+    scale: Literal["head", "hidden"] = field(default="head", kw_only=True)
+
+    def __post_init__(self):
+        if self.has_captions or self.prompt is None:
+            super().__post_init__()
+        else:
+            check_settings(self)
+
+    @property
+    def has_captions(self) -> bool:
+        """Whether captions are to be read."""
+        return any(given is not None for given in (self.data, self.dataset, self.root))
+
+
+@dataclass(kw_only=True)
+class DriftConfig(OfCaptions):
+    """Settings of a measurement of drift.
+
+    Give `data`, or a benchmark (`dataset` with `root`).
+
+    Attributes:
+        base: The encoder that the UNet was trained with: an SDXL checkpoint (its first encoder is read), or any text
+            encoder as in encoders; FOLDER/text_encoder_2 is SDXL's second one.
+    """
+
+    base: str
+    batch_size: int = 16
+
+
+@dataclass(kw_only=True)
+class GenerationConfig(OfImages, OfRecords):
+    """Settings of an evaluation of generated images.
+
+    Attributes:
+        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
+            beside them, or toy/test, scenes of the toy world. Captions are the prompts, images the references.
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
+        limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
+        held_out: Use only pairs of the data that a training run among the encoders held out.
+        inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
+            the one that torch-fidelity has downloaded. Without it these scores are skipped.
+        dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
+            Without it the DINO score is skipped.
+        dinov2: Folder or hub id of a DINOv2 in transformers' layout (facebook/dinov2-small), for the DINOv2 score.
+        own_features: Another network for FID, KID, precision and recall, on its CLS features: a folder of a
+            transformers vision model, or toy/features. Its scores compare with nothing published.
+        clip_score: CLIP model for CLIPScore, of the whole caption and sentence by sentence: a folder, file, hub id, or
+            MODEL:PRETRAINED as open_clip names them.
+        batch_size: Images scored at once.
+    """
+
+    data: str
+    images: str | None = None
+    limit: int | None = 1000
+    held_out: bool = False
+    inception_weights: str | None = None
+    dino: str | None = None
+    dinov2: str | None = None
+    own_features: str | None = None
+    clip_score: str | None = None
+    batch_size: int = 32
+
+
+@dataclass(kw_only=True)
+class DpgBenchConfig(OfImages):
+    """Settings of a DPG-Bench evaluation.
+
+    Give either `images`, a folder of images, or `base` and `encoders` to generate them with.
+
+    Attributes:
+        data: Folder of the published `dpg_bench`: `dpg_bench.csv`, and `prompts` with a text file a prompt.
+        vqa: VQA model that answers: folder or hub id of a ViLT or BLIP in transformers' layout.
+        images: Folder of existing images. For the prompt `12.txt` either the folder `12` with a file for each image, or
+            the file `12.png` (or .jpg, .jpeg, .webp): a grid of 2 x 2 as the authors publish, or, with one image for
+            each prompt, the image.
+        images_per_prompt: Images for each prompt.
+        batch_size: Questions asked at once.
+    """
+
+    data: str
+    vqa: str
+    encoders: list[str] = field(default_factory=list)
+    base: str | None = None
+    images: str | None = None
+    images_per_prompt: int = 4
+    batch_size: int = 16
+
+    def __post_init__(self):
+        if (self.images is None) == (self.base is None) or (self.base is None) != (not self.encoders):
+            raise UserError(
+                "Images are there, or are generated, not both. Give either --images, such as --images pictures, "
+                "or --base and --encoders, such as --base sdxl --encoders original runs/a."
+            )
+        super().__post_init__()
+        if not 1 <= self.images_per_prompt <= MOST_IMAGES:
+            raise UserError(
+                f"images_per_prompt={self.images_per_prompt} is not allowed. Give a whole number from 1 to "
+                f"{MOST_IMAGES}."
+            )
+
+
+@dataclass
+class ClassificationConfig(OfRecords):
+    """Settings of a zero-shot classification.
+
+    Attributes:
+        dataset: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or cifar-100.
+        data: Its folder, as its authors publish it: 1000 (A and O: 200) folders of images named by WordNet id, V2's
+            named 0 to 999; of CIFAR the folder of the binary version.
+    """
+
+    dataset: str
+    data: str
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dataset not in CLASSIFICATIONS:
+            raise UserError(
+                f"Unknown dataset {self.dataset!r}.{near_matches(self.dataset, CLASSIFICATIONS)} Give one of "
+                f"{', '.join(CLASSIFICATIONS)}."
+            )
+
+
+@dataclass
+class ColaConfig(OfRecords):
+    """Settings of an evaluation on Cola.
+
+    Attributes:
+        data: A file of Cola's data/, COLA_multiobjects_matching_benchmark.json or
+            COLA_singleobjects_benchmark_GQA.json, _CLEVR or _PACO.
+        images: Folder with the images that it names, all in one.
+    """
+
+    data: str
+    images: str
+
+
+# ---- all of them, and their page
 
 
 @dataclass
@@ -17,8 +397,9 @@ class AllConfig:
     Attributes:
         encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
             them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip. For images, their text encoders
-            take the place of SDXL's first. overlap:NAME and chunks:NAME are for images only: there NAME, an encoder
-            of 77 positions, reads long prompts in overlapping chunks, or in others, instead of cutting them.
+            take the place of SDXL's first. original, overlap:NAME and chunks:NAME are for images only: the SDXL
+            checkpoint's own; and NAME, an encoder of 77 positions, that reads long prompts in overlapping chunks, or in
+            others, instead of cutting them.
         output: Folder for the results, and for report.html. What is finished there is not done again.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/test, scenes of the toy world.
@@ -27,8 +408,8 @@ class AllConfig:
         held_out: Use only pairs of the data that a training run among the encoders held out.
         drawn: Generate images of only the first so many of these. auto is 1000, as many as Table S7 of the DeBias-CLIP
             paper has, and 200 with toy/sdxl.
-        base: SDXL folder in diffusers' layout, or a hub id, to draw with. Without it no pictures are drawn; auto is
-            toy/sdxl for scenes of the toy world, and none for other data.
+        base: SDXL folder in diffusers' layout, or a hub id, to generate with. Without it no images are generated and no
+            drift is measured; auto is toy/sdxl for scenes of the toy world, and none for other data.
         inception_weights: File of torch-fidelity's Inception weights, for FID and its kin.
         dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
         own_features: Network in place of Inception: a folder of a transformers vision model. Its scores compare with
@@ -37,6 +418,10 @@ class AllConfig:
         classification: A classification benchmark: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or
             cifar-100.
         classification_data: Its folder, as its authors publish it.
+        cola: A file of Cola's data/.
+        cola_images: Folder with the images that it names.
+        dpg_bench: Folder of the published DPG-Bench, for images generated with the base.
+        vqa: VQA model that answers its questions: folder or hub id of a ViLT or BLIP.
         batch_size: Images, or captions, encoded at once.
         device: Device to run on. The default is cuda where there is one, else cpu.
     """
@@ -55,11 +440,65 @@ class AllConfig:
     clip_score: str | None = None
     classification: str | None = None
     classification_data: str | None = None
+    cola: str | None = None
+    cola_images: str | None = None
+    dpg_bench: str | None = None
+    vqa: str | None = None
     batch_size: int = 64
     device: str | None = None
 
     def __post_init__(self):
         check_settings(self, of_images=True)
+        for pair in (("classification", "classification_data"), ("cola", "cola_images"), ("dpg_bench", "vqa")):
+            given = [getattr(self, name) for name in pair]
+            if given.count(None) == 1:
+                raise UserError(f"{pair[0]} is {given[0]!r} and {pair[1]} {given[1]!r}. Give both, or neither.")
+        if self.dpg_bench is not None and self.sdxl is None:
+            raise UserError("dpg_bench needs --base, the SDXL checkpoint that generates its images.")
+        if not self.for_texts:
+            raise UserError(
+                f"encoders={self.encoders} has none for texts: {ORIGINAL!r}, and names that begin with "
+                f"{' or '.join(map(repr, READINGS))}, are for images only. Name another one, or run "
+                "`evaluate generation` alone."
+            )
+        if self.drawn != "auto" and self.drawn < 1:
+            raise UserError(f"drawn={self.drawn} is not allowed. Give a number from 1, or --base null to draw none.")
+
+    @property
+    def for_texts(self) -> list[str]:
+        """The encoders that read texts without SDXL."""
+        return [name for name in self.encoders if name != ORIGINAL and not split_reading(name)[0]]
+
+    @property
+    def for_images(self) -> list[str]:
+        """The encoders for SDXL; toy/clip in toy/sdxl is the checkpoint's own."""
+        if self.sdxl != TOY_BASE:
+            return self.encoders
+        split = [split_reading(name) for name in self.encoders]
+        return list(dict.fromkeys(reading + (ORIGINAL if model == TOY_CLIP else model) for reading, model in split))
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether the data are scenes of the toy world."""
+        from debias_diffusion.data import is_toy_scenes
+
+        return is_toy_scenes(self.data)
+
+    @property
+    def sdxl(self) -> str | None:
+        """The SDXL checkpoint to generate with."""
+        return (TOY_BASE if self.is_toy else None) if self.base == "auto" else self.base
+
+    @property
+    def generated(self) -> int:
+        """How many images of each encoder are generated, at most."""
+        count = (GENERATED_TOY if self.sdxl == TOY_BASE else GENERATED) if self.drawn == "auto" else self.drawn
+        return count if self.limit is None else min(count, self.limit)
+
+    def settings(self, options: type, **changes) -> Any:
+        """The settings of one evaluation: what is given here by the same name, and `changes`."""
+        shared = {item.name: getattr(self, item.name) for item in fields(options) if hasattr(self, item.name)}
+        return options(**(shared | {"encoders": self.for_texts} | changes))
 
 
 @dataclass

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .common.report import Table
-from .common.settings import CUT, OVERLAP, OWN, READINGS
-from .pictures import generation
-from .pictures.toy_objects import BY_SENTENCE, LATE
+from .encoder_names import CUT, OVERLAP, OWN, READINGS
+from .images import generation
+from .images.objects import BY_SENTENCE, LATE
+from .report import Table, cell
 from .story_examples import EXAMPLES, examples
 
 SCENES, SHORT_PROMPTS = "toy/", "toy/short-"  # data of long captions and of short prompts
@@ -115,13 +115,8 @@ def _scores(drawn: dict[str, dict], short: dict[str, dict], prompts: int) -> Tab
         of_short = short.get(name, {}).get("objects_right", {})
         values = [scores.get("empty_filled", {}).get("value"), of_short.get("value")]
         values = [_right(scores, 1, LATE), _right(scores, LATE + 1), *values]
-        rows.append([name, _whole(scores["objects_right"]), *(None if v is None else f"{v:.1f}" for v in values)])
+        rows.append([name, cell(**scores["objects_right"]), *map(cell, values)])
     return Table(header, rows)
-
-
-def _whole(number: dict) -> str:
-    ends = f" ({number['low']:.1f} to {number['high']:.1f})" if "low" in number else ""
-    return f"{number['value']:.1f}{ends}"
 
 
 # ---- claims

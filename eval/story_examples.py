@@ -12,8 +12,8 @@ from debias_diffusion.toyworld.checker import Comparison, compare_reading, read_
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, PLACES, Scene, Thing
 
-from .common.pages import png_url
-from .pictures.networks import open_picture
+from .images.networks import open_picture
+from .report import png_url
 
 EXAMPLES = 8  # the first of each family of scenes, not the best ones
 _WIDTH = 240  # pixels that smaller images are enlarged to, smoothly and the same in every browser

@@ -207,7 +207,7 @@ def coarse_results(few_samples):
 @pytest.fixture(scope="module")
 def few_samples():
     """Few bootstrap samples."""
-    from debias_diffusion.eval.common import intervals
+    from debias_diffusion.eval import intervals
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intervals, "SAMPLES", 100)

@@ -21,8 +21,8 @@ from debias_diffusion.app.export.command import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.text_image.attention import load_reader
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.attention import load_reader
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.interchange.clip_model import export_clip_model
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models import backbone

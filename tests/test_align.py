@@ -27,8 +27,8 @@ from debias_diffusion.app.options import AlignConfig, GenerateConfig
 from debias_diffusion.data import Record
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.processes import Processes
-from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.images.drawing import Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.processes import Processes
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.checkpoints import load_pipeline

@@ -14,9 +14,7 @@ from PIL import Image
 
 from debias_diffusion.attention import PositionMeans, eot_attention
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.inputs import read_source
-from debias_diffusion.eval.common.intervals import mean_interval
-from debias_diffusion.eval.text_image.attention import (
+from debias_diffusion.eval.attention import (
     BANDS,
     AttentionConfig,
     evaluate_attention,
@@ -26,7 +24,9 @@ from debias_diffusion.eval.text_image.attention import (
     plot_prompt,
     split_words,
 )
-from debias_diffusion.eval.text_image.robustness import edit_caption
+from debias_diffusion.eval.inputs import read_source
+from debias_diffusion.eval.intervals import mean_interval
+from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer

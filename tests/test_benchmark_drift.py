@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from debias_diffusion.eval.pictures.drift import Moments, Reader
+from debias_diffusion.eval.images.drift import Moments, Reader
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode
 from debias_diffusion.toyworld.grammar import caption

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from debias_diffusion.eval.pictures.reading import ACROSS, ALL, ALONE, READERS
-from debias_diffusion.eval.pictures.toy_objects import BY_TELLING
+from debias_diffusion.eval.images.objects import BY_TELLING
+from debias_diffusion.eval.images.references import ACROSS, ALL, ALONE, READERS
 
 
 @pytest.fixture(scope="module")

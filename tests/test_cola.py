@@ -9,8 +9,7 @@ from helpers.tiny_clip import save_tiny_clip
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
-from debias_diffusion.eval.text_image.cola import (
+from debias_diffusion.eval.cola import (
     MULTI,
     SINGLE,
     ColaConfig,
@@ -19,6 +18,7 @@ from debias_diffusion.eval.text_image.cola import (
     read_cola,
     right_items,
 )
+from debias_diffusion.eval.page import ReportConfig, evaluate_report
 
 PLACE = "https://cs-people.bu.edu/array/data/vg_gqa_images"
 COLOURS = ("red", "green", "blue", "white", "black")

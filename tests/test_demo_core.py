@@ -36,8 +36,8 @@ from debias_diffusion.app.generate.png_settings import parameters, read_settings
 from debias_diffusion.app.generate.prompts import cleaned
 from debias_diffusion.app.options import AppConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.encoders import labels
-from debias_diffusion.eval.text_image.attention import load_reader, look_at_prompt
+from debias_diffusion.eval.attention import load_reader, look_at_prompt
+from debias_diffusion.eval.encoder_names import labels
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.sentences import split_sentences

@@ -23,7 +23,7 @@ from debias_diffusion.app.reproduce.papers import PaperTable, read_tables, read_
 from debias_diffusion.data import retrieval_sets
 from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
 from debias_diffusion.errors import UserError, near_matches
-from debias_diffusion.eval.text_image import classification
+from debias_diffusion.eval import classification
 from debias_diffusion.models.shipped import shipped
 
 LANGUAGES = {"": "a drawing", "text": "not to be run", "mermaid": "a drawing", "bibtex": "tests/test_citation.py"}

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.memory import Watched
+from helpers.reports import check_report
 from helpers.tiny_clip import save_tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from hypothesis import given, settings
@@ -26,28 +28,20 @@ from transformers import (
 )
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.pictures.dpg_bench import (
+from debias_diffusion.eval.images import dpg_bench
+from debias_diffusion.eval.images.dpg_answers import Answers, VqaModel, find_pictures, open_picture
+from debias_diffusion.eval.images.dpg_bench import DpgBenchConfig, evaluate_dpg_bench, tables
+from debias_diffusion.eval.images.dpg_questions import (
     COLUMNS,
-    Answers,
-    DpgBenchConfig,
     Proposition,
-    VqaModel,
     band,
-    command,
-    compare_outcomes,
-    evaluate_dpg_bench,
-    find_pictures,
-    holds,
-    open_picture,
-    outcomes,
     parse_rows,
     proposition_words,
     read_dpg_bench,
-    score,
-    tables,
     token_position,
 )
-from debias_diffusion.eval.pictures.drawing import folder_names
+from debias_diffusion.eval.images.dpg_scores import compare_outcomes, holds, outcomes, score
+from debias_diffusion.eval.images.drawing import folder_names
 
 CPU = torch.device("cpu")
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] is there a the truck red cat ? yes no".split()
@@ -375,7 +369,7 @@ def test_a_killed_run_asks_only_what_is_missing_and_ends_the_same(vilt, tmp_path
     assert without_seconds(after) == without_seconds(before)
     assert sorted(answers.read_bytes().splitlines()) == sorted(whole.splitlines())
     # A whole run needs no model any more. Whatever is not yes is no.
-    monkeypatch.setattr(command, "VqaModel", None)
+    monkeypatch.setattr(dpg_bench, "VqaModel", None)
     assert whole.count(b'"answer": "no"') > 0
     answers.write_bytes(whole.replace(b'"answer": "no"', b'"answer": "maybe"'))
     assert without_seconds(run(tmp_path, vilt)) == without_seconds(before)
@@ -403,7 +397,7 @@ def test_no_warning_of_prompts_that_only_positions_are_looked_for_in(caplog):
 @pytest.mark.parametrize("images", [0, 10**9])
 def test_a_sane_number_of_pictures(images):
     with pytest.raises(UserError, match=f"images_per_prompt={images} is not allowed. .*from 1 to 1000"):
-        DpgBenchConfig("data", "vqa", "output", images="pictures", images_per_prompt=images)
+        DpgBenchConfig(output="output", data="data", vqa="vqa", images="pictures", images_per_prompt=images)
 
 
 @pytest.mark.parametrize(
@@ -471,7 +465,10 @@ def draw_and_ask(tmp_path, vqa, base, **changes) -> dict:
 
 def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_path, monkeypatch):
     write_bench(tmp_path / "bench")
-    report = draw_and_ask(tmp_path, vilt, base)
+    with monkeypatch.context() as patch:
+        watched = Watched(patch, VqaModel)
+        report = draw_and_ask(tmp_path, vilt, base)
+    assert (watched.generators, watched.networks) == (1, 2)
     assert list(report["encoders"]) == ["SDXL's own, cut at 77 tokens", "long"] and report["drawing"]["steps"] == 1
     folders = {
         label: tmp_path / "out" / "pictures" / name for label, name in folder_names(list(report["encoders"])).items()
@@ -490,6 +487,7 @@ def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_pa
     scores = [its["score_percent"] for its in report["encoders"].values()]
     assert first["difference"] == pytest.approx(scores[1] - scores[0])
     assert "long: hold" in str(tables(report)[0])
+    check_report(report)
     # Prompt by prompt the noise is the same: picture i starts from seed + i.
     moved = draw_and_ask(tmp_path, vilt, base, encoders=["original"], seed=1, output=str(tmp_path / "moved"))
     of_seed_1 = [
@@ -503,7 +501,7 @@ def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_pa
     missing = folders["long"] / "0" / "1.png"
     whole = missing.read_bytes()
     missing.unlink()
-    monkeypatch.setattr(command, "VqaModel", None)
+    monkeypatch.setattr(dpg_bench, "VqaModel", None)
     again = draw_and_ask(tmp_path, vilt, base)
     assert missing.read_bytes() == whole
     assert again["encoders"]["long"]["by_position"] == report["encoders"]["long"]["by_position"]

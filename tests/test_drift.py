@@ -11,9 +11,9 @@ from helpers.tiny_data import caption, make_tiny_data
 from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
-from debias_diffusion.eval.pictures import drift
-from debias_diffusion.eval.pictures.drift import PADS, DriftConfig, Moments, Reader, evaluate_drift, measure_drift
+from debias_diffusion.eval.images import drift
+from debias_diffusion.eval.images.drift import PADS, DriftConfig, Moments, Reader, evaluate_drift, measure_drift
+from debias_diffusion.eval.page import ReportConfig, evaluate_report
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 
@@ -145,4 +145,4 @@ def test_what_cannot_be_compared_is_refused(folders, tmp_path, base):
     with pytest.raises(UserError, match="cut captions into different tokens"):
         evaluate_drift(config(folders, tmp_path / "b", base="toy/clip", encoders=[str(tmp_path / "as-wide")]))
     with pytest.raises(UserError, match="There is no data and no benchmark"):
-        DriftConfig(["toy/clip"], "toy/sdxl", "x")
+        DriftConfig(["toy/clip"], "x", base="toy/sdxl")

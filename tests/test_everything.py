@@ -1,15 +1,20 @@
 """All evaluations in one command: what the given things allow, once."""
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import skimage
+from helpers.modules import ROOT
+from helpers.reports import check_report
 from helpers.tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import everything
-from debias_diffusion.eval.everything import AllConfig, evaluate_all
+from debias_diffusion.eval import all as everything
+from debias_diffusion.eval.all import AllConfig, evaluate_all
+from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.models.backbone import Backbone
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
@@ -32,10 +37,13 @@ def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monk
     config = AllConfig(encoders=encoders, output=str(tmp_path), limit=4, drawn=2)
     assert evaluate_all(config) == tmp_path / "report.html"
     printed = capsys.readouterr().out
-    assert [f"[{n}/4]" in printed for n in (1, 4)] == [True, True] and "4 results in 4 sections" in printed
+    assert [f"[{n}/5]" in printed for n in (1, 5)] == [True, True] and "5 results in 5 sections" in printed
     found = results(tmp_path)
-    assert set(found) == {"retrieval", "robustness", "attention", "generation"}
+    assert set(found) == {"retrieval", "robustness", "attention", "drift", "generation"}
+    for report in found.values():
+        check_report(report)
     labels = {name: list(its["encoders"]) for name, its in found.items()}
+    assert labels.pop("drift") == ["toy/debias-clip"]  # toy/clip is the base's own
     assert labels.pop("generation") == [
         "SDXL's own, cut at 77 tokens", "SDXL's own, overlapping chunks", "toy/debias-clip"
     ]  # fmt: skip
@@ -59,11 +67,38 @@ def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monk
         assert (again[name]["encoders"], again[name]["compared"]) == (its["encoders"], its["compared"]), name
 
 
-def test_pairs_of_ones_own_are_not_drawn_without_a_base(tmp_path):
-    clip = save_tiny_clip(tmp_path / "clip")
-    settings = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "limit": 4}
+def test_data_of_ones_own_are_evaluated_without_a_base_and_benchmarks_if_given(tmp_path):
+    clip, entries = save_tiny_clip(tmp_path / "clip"), json.loads(PHOTOGRAPHS.read_text())
+    cifar = np.random.default_rng(0).integers(0, 10, (4, 3073), dtype=np.uint8)
+    cifar.tofile(tmp_path / "test_batch.bin")
+    (tmp_path / "batches.meta.txt").write_text("\n".join("abcdefghij"))
+    first, second = (entry["image"] for entry in entries[:2])
+    (tmp_path / "cola.json").write_text(json.dumps([[first, "a cat", second, "a dog"]]))
+    benchmarks = {"classification": "cifar-10", "classification_data": str(tmp_path)}
+    benchmarks |= {"cola": str(tmp_path / "cola.json"), "cola_images": skimage.data_dir}
+    settings = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "limit": 4} | benchmarks
     evaluate_all(AllConfig(encoders=[clip], output=str(tmp_path / "out"), **settings))
-    assert set(results(tmp_path / "out")) == {"retrieval", "robustness", "attention"}
+    found = results(tmp_path / "out")
+    assert set(found) == {"retrieval", "robustness", "attention", "classification", "cola"}
+    for report in found.values():
+        check_report(report)
+
+
+def test_dpg_bench_takes_part_with_its_data_and_a_base(tmp_path):
+    given = {"dpg_bench": "bench", "vqa": "vilt"}
+    settings = everything.settings_of_all(AllConfig(["toy/clip"], str(tmp_path), **given))
+    assert (settings["dpg_bench"].data, settings["dpg_bench"].encoders) == ("bench", ["original"])
+    assert list(settings) == ["robustness", "retrieval", "attention", "generation", "dpg_bench"]  # as on the page
+    with pytest.raises(UserError, match="dpg_bench needs --base"):
+        AllConfig(["toy/clip"], str(tmp_path), data=str(PHOTOGRAPHS), **given)
+
+
+def test_the_docs_list_the_evaluations():
+    rows = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", (ROOT / "docs" / "evaluation.md").read_text(), re.MULTILINE)
+    texts = {name: re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for name, text in rows}
+    commands = {name.replace("_", "-"): evaluation for name, evaluation in EVALUATIONS.items()}
+    assert [name for name in texts if name in commands] == list(commands)
+    assert all(texts[name].startswith(evaluation.summary) for name, evaluation in commands.items())
 
 
 @pytest.mark.parametrize(
@@ -88,7 +123,8 @@ def test_pairs_of_ones_own_are_not_drawn_without_a_base(tmp_path):
 )
 def test_unusable_settings_are_refused_before_anything_is_encoded(tmp_path, change, message, monkeypatch):
     if "data" not in change and "encoders" not in change:
-        monkeypatch.setitem(everything.EVALUATE, "retrieval", lambda config: pytest.fail("it evaluates"))
+        module = EVALUATIONS["robustness"].load()
+        monkeypatch.setattr(module, "evaluate_robustness", lambda config: pytest.fail("it evaluates"))
     with pytest.raises(UserError, match=message):
         evaluate_all(AllConfig(**({"output": str(tmp_path)} | change)))
 

@@ -24,9 +24,11 @@ from debias_diffusion.app.export import hub, model_card
 from debias_diffusion.app.export.command import export
 from debias_diffusion.app.export.model_card import Exported, code
 from debias_diffusion.app.options import ExportConfig
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
+from debias_diffusion.eval.registry import EVALUATIONS
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models.backbone import load_backbone
@@ -258,12 +260,12 @@ def test_the_card_says_what_the_run_left(tmp_path, world):
     # of the model that is exported, which is one of two that were evaluated
     recalls = retrieval["encoders"]["run"]["recall_percent"]["text_to_image"]
     (row,) = [line for line in card.split("recall in percent, text to image")[1].splitlines() if "| run |" in line][:1]
-    assert all(f"| {value:.2f} |" in row for value in recalls.values())
+    assert all(f"| {value:.1f} (" in row for value in recalls.values())
     assert "| base |" not in card and len(retrieval["encoders"]) == 2
     kept = robustness["encoders"]["run"]["recall_at_1_percent"]["remove"]["text_to_image"]
-    assert f"| {kept:.2f} |" in card.split("How shortsighted?")[1]
+    assert f"| {kept:.1f} (" in card.split("How shortsighted?")[1]
     for name, encoders in (("retrieval", "run base"), ("robustness", "run")):
-        assert f"evaluate {name} --encoders {encoders} --data data.json --images images --limit 10" in card
+        assert f"evaluate {name} --encoders {encoders} --data data.json --limit 10 --images images" in card
 
 
 def test_the_card_says_how_the_best_of_a_run_was_chosen(tmp_path, world):
@@ -291,6 +293,12 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
 
     refused(world.base, world.scores, "robustness.json' was measured with other weights")
     refused(world.run, tmp_path, "holds none of robustness.json, retrieval.json")
+    for name in EVALUATIONS:
+        other = tmp_path / "other" / name
+        other.mkdir(parents=True)
+        report = {"digests": {"encoders": {"other": "0"}}, "encoders": {"other": {}}, "settings": {}, "notes": []}
+        (other / f"{name}.json").write_text(json.dumps(report))
+        refused(world.run, other, f"{name}.json' was measured with other weights")
     write_file(to_transformers(tiny_clip(tokenizer=clip_tokenizer(77)))[0], tmp_path / "alone.safetensors")
     refused(
         tmp_path / "alone.safetensors",
@@ -319,7 +327,9 @@ def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
     report = {
         "evaluation": "generation",
         "settings": settings | {"seed": 3, "dino": "/private/d"} | dict.fromkeys(networks),
+        "digests": {"encoders": {"enc": EncoderSpec.parse(world.run).digest, "toy/clip": "another"}},
         "images": 7,
+        "ceilings": [],
         "encoders": {"enc": encoder, "toy/clip": encoder},
         "compared": [],
         "notes": ["biased upwards"],
@@ -327,9 +337,9 @@ def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
     (tmp_path / "generation.json").write_text(json.dumps(report))
     export(ExportConfig(world.run, str(tmp_path / "x"), scores=str(tmp_path)))
     card = (tmp_path / "x" / "README.md").read_text()
-    assert "| 7 images, with 95% intervals | enc | toy/clip |" in card and "/private" not in card
+    assert "| 7 images, with 95% intervals | enc |" in card and "/private" not in card
     assert "0.25" in card and "- biased upwards" in card
-    assert "evaluate generation --encoders enc toy/clip --base stabilityai/x --data data.json --seed 3" in card
+    assert "evaluate generation --encoders enc toy/clip --base stabilityai/x --seed 3 --data data.json" in card
 
 
 def test_the_card_tells_the_base_model_only_where_it_is_known(tmp_path):

@@ -14,8 +14,8 @@ from PIL import Image
 from transformers import Dinov2Config, Dinov2Model, ViTModel
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.pictures.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
-from debias_diffusion.eval.pictures.scores import dino_score
+from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
+from debias_diffusion.eval.images.scores import dino_score
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import skimage
 import torch
+from helpers.memory import Watched
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_features import save_dino
 from PIL import Image
@@ -16,14 +17,13 @@ from PIL import Image
 from debias_diffusion.data import toy_scene
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.cache import ResultCache
-from debias_diffusion.eval.common.processes import Processes
-from debias_diffusion.eval.pictures import generation
-from debias_diffusion.eval.pictures.drawing import Drawing, DrawingSettings, Subject, folder_names
-from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation, figures, tables
-from debias_diffusion.eval.pictures.networks import ClsFeatures
-from debias_diffusion.eval.pictures.scores import ImageScores, dino_score
-from debias_diffusion.eval.pictures.toy_objects import SCORES, compare_images
+from debias_diffusion.eval.images import generation
+from debias_diffusion.eval.images.drawing import Drawing, DrawingSettings, Subject, folder_names
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation, figures, tables
+from debias_diffusion.eval.images.networks import ClsFeatures
+from debias_diffusion.eval.images.objects import SCORES, compare_images
+from debias_diffusion.eval.images.scores import ImageScores, dino_score
+from debias_diffusion.eval.processes import Processes
 from debias_diffusion.toyworld.scenes import PLACES
 
 CPU = torch.device("cpu")
@@ -206,13 +206,20 @@ def test_too_many_originals_that_cannot_be_read_stop_it(tmp_path, base, dino):
     assert evaluate_generation(GenerationConfig(**config | {"max_bad": 0.5}))["images"] == 2
 
 
+@pytest.mark.usefixtures("blank_figures")
+def test_the_generator_and_the_networks_are_not_in_memory_together(tmp_path, base, dino, monkeypatch):
+    watched = Watched(monkeypatch, ClsFeatures)
+    evaluate_generation(GenerationConfig(**settings(tmp_path, base, dino=dino)))
+    assert (watched.generators, watched.networks) == (1, 2)  # the network is tried before hours of generating
+
+
 # ---- the toy world
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> dict:
     encoders, output = ["toy/clip", "toy/debias-clip"], str(tmp_path_factory.mktemp("toy"))
-    config = GenerationConfig(encoders, "toy/sdxl", output, "toy/test", limit=6, steps=2, device="cpu")
+    config = GenerationConfig(encoders, output, base="toy/sdxl", data="toy/test", limit=6, steps=2, device="cpu")
     return evaluate_generation(config)
 
 
@@ -258,7 +265,8 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
 @pytest.mark.usefixtures("blank_figures")
 def test_captions_that_refer_back_are_scored_by_how_objects_are_told(tmp_path):
     encoders = ["toy/clip", "chunks:toy/clip", "toy/debias-clip"]
-    config = GenerationConfig(encoders, "toy/sdxl", str(tmp_path), "toy/referring-test", limit=4, steps=1, device="cpu")
+    of_toy = {"base": "toy/sdxl", "data": "toy/referring-test"}
+    config = GenerationConfig(encoders, str(tmp_path), **of_toy, limit=4, steps=1, device="cpu")
     report = evaluate_generation(config)
     every, *ceilings = report["ceilings"]
     objects = sum(len(toy_scene(record)[0].things) for record in read_toy_scenes("toy/referring-test")[0].records[:4])
@@ -279,38 +287,6 @@ def test_captions_that_refer_back_are_scored_by_how_objects_are_told(tmp_path):
     captions = [toy_scene(record)[1] for record in read_toy_scenes("toy/referring-test")[0].records[:4]]
     prefixed = generation._Generation(replace(config, prefix="a photo of many things, " * 6))
     assert generation.ceilings(prefixed._readings(captions))[0]["truncated"] < every["truncated"]
-
-
-@pytest.mark.usefixtures("blank_figures")
-def test_objects_cached_by_an_earlier_release_are_counted_anew(toy, tmp_path):
-    """Its results lie under another key, and hold only which objects are right."""
-    output = tmp_path / "out"
-    shutil.copytree(toy["settings"]["output"], output)
-    entries = sorted((output / "parts").glob("objects-*.json"))
-    assert len(entries) == 2
-    cache = ResultCache(output / "parts")
-    for file in entries:
-        depends = json.loads(file.read_text())["depends"]
-        old = {name: depends[name] for name in ("pictures", "originals")}
-        file.unlink()
-        cache.result("objects", old, lambda: {"right": [{"top": True}] * 6})
-    again = evaluate_generation(GenerationConfig(**toy["settings"] | {"output": str(output)}))
-    assert {label: its["scores"] for label, its in again["encoders"].items()} == {
-        label: its["scores"] for label, its in toy["encoders"].items()
-    }
-    assert len(list((output / "parts").glob("objects-*.json"))) == 4
-
-
-def test_reports_of_an_earlier_release_are_still_shown(toy):
-    old = json.loads(json.dumps(toy))
-    for its in old["encoders"].values():
-        its["scores"] = {name: its["scores"][name] for name in ("objects_right", "objects_right_by_sentence")}
-        for line in its["scores"]["objects_right_by_sentence"]:
-            del line["precision"], line["f1"]
-    old["compared"] = [line for line in old["compared"] if line["score"] == "objects_right"]
-    shown, by_sentence, _ = map(str, tables(old))
-    assert "objects right, %" in shown and "precision" not in shown and " / - / -" in by_sentence
-    assert len(figures(old)["generation.png"].axes) == 2
 
 
 def test_picture_i_starts_from_the_noise_of_seed_plus_i(toy, tmp_path):

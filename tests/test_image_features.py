@@ -13,11 +13,11 @@ from PIL import Image
 
 from debias_diffusion.data import ImageFolder, Record
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.cache import ResultCache
-from debias_diffusion.eval.common.encoders import TwoTower, how_used
-from debias_diffusion.eval.common.report import weights_digest
-from debias_diffusion.eval.text_image import image_features
-from debias_diffusion.eval.text_image.image_features import Encoded, ImageFeatures
+from debias_diffusion.eval import image_features
+from debias_diffusion.eval.image_features import Encoded, ImageFeatures
+from debias_diffusion.eval.options import RetrievalConfig
+from debias_diffusion.eval.session import Session, TwoTower, how_used
+from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.retrieval import encode_images
 
 
@@ -52,7 +52,9 @@ RECORDS = [Record(f"id-{index}", f"{index}.png", "") for index in range(10)]
 
 
 def images_of(folder: Path, images: type[ImageFolder] = ImageFolder) -> ImageFeatures:
-    return ImageFeatures(RECORDS, images(folder), ResultCache(folder.parent / "parts"), 3, torch.device("cpu"))
+    options = {"data": "toy/test", "batch_size": 3, "max_bad": 1, "device": "cpu"}
+    session = Session("retrieval", RetrievalConfig(["toy/clip"], str(folder.parent), **options), None)
+    return ImageFeatures(session, RECORDS, images(folder))
 
 
 def encode(folder: Path, encoder: TwoTower) -> Encoded:

@@ -10,7 +10,7 @@ from open_clip.modified_resnet import ModifiedResNet
 from open_clip.transformer import VisionTransformer
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.encoders import how_used
+from debias_diffusion.eval.session import how_used
 from debias_diffusion.interchange.clip_model import export_clip_model
 from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.blocks import full_attention

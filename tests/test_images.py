@@ -22,10 +22,10 @@ from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, r
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.pictures import dpg_bench
-from debias_diffusion.eval.pictures import networks as feature_networks
-from debias_diffusion.eval.pictures.figures import plot_examples
-from debias_diffusion.eval.pictures.generation import _reference, _with_readable_reference
+from debias_diffusion.eval.images import dpg_answers
+from debias_diffusion.eval.images import networks as feature_networks
+from debias_diffusion.eval.images.figures import plot_examples
+from debias_diffusion.eval.images.generation import _reference, _with_readable_reference
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import CaptionTokenizer
@@ -85,7 +85,7 @@ def test_no_picture_starts_ghostscript(tmp_path, ghostscript):
     assert not ghostscript.exists()
     for read in (
         lambda: feature_networks.open_picture(path),
-        lambda: dpg_bench.open_picture([path], 0, 1),
+        lambda: dpg_answers.open_picture([path], 0, 1),
         lambda: plot_examples(["A."], [colours()], {"x": [path]}),
     ):
         with pytest.raises(UserError, match=r"a.jpg' cannot be (read|used): cannot identify .* looks like EPS"):

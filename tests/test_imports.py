@@ -28,8 +28,11 @@ LAYERS = (
     ("head_search",),
     ("toymodels",),
     ("pipelines",),
-    ("eval.common",),
-    ("eval.text_image", "eval.pictures"),
+    ("eval.registry", "eval.encoder_names", "eval.intervals", "eval.report", "eval.processes"),
+    ("eval.cache", "eval.inputs", "eval.session", "eval.image_features", "eval.images.drawing"),
+    ("eval.options",),
+    ("eval.retrieval", "eval.retrieval_examples", "eval.robustness", "eval.attention"),
+    ("eval.classification", "eval.cola", "eval.images"),
     ("eval",),
     ("app",),
     ("__main__",),
@@ -105,8 +108,8 @@ def test_the_rules_see_what_they_forbid(tmp_path):
     assert imports(f"{PACKAGE}.pipelines.x", module) == {f"{PACKAGE}.app.cli", f"{PACKAGE}.pipelines.checkpoints"}
     module.write_text("from ...errors import UserError\n")
     with pytest.raises(AssertionError, match="reaches out"):
-        imports(f"{PACKAGE}.eval.common.x", module)
-    assert layer(f"{PACKAGE}.eval.common.report") < layer(f"{PACKAGE}.eval.everything") < layer(f"{PACKAGE}.app.cli")
+        imports(f"{PACKAGE}.eval.x", module)
+    assert layer(f"{PACKAGE}.eval.report") < layer(f"{PACKAGE}.eval.all") < layer(f"{PACKAGE}.app.cli")
 
 
 def test_one_name_is_installed_and_the_package_lists_every_folder():

@@ -9,7 +9,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.eval.common.intervals import (
+from debias_diffusion.eval.intervals import (
     SAMPLES,
     by_group,
     drawn_ratios,

@@ -11,8 +11,8 @@ from helpers.tiny_clip import save_tiny_clip
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report, grouped, merged, read_results, section
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.page import ReportConfig, evaluate_report, grouped, merged, read_results, section
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
@@ -54,7 +54,7 @@ def test_results_on_the_same_data_stand_in_one_table(results, clips, tmp_path, c
         start = next(n for n, row in enumerate(page.rows) if row[0].endswith(direction.replace("_", " ")))
         for row, label in zip(page.rows[start + 1 :], labels, strict=False):
             recalls = numbers[label]["recall_percent"][direction].values()
-            assert [row[0], *row[2::2]] == [label, *(f"{value:.2f}" for value in recalls)]
+            assert [row[0], *(text.split(" (")[0] for text in row[2:])] == [label, *(f"{r:.1f}" for r in recalls)]
     markdown = (tmp_path / "page" / "report.md").read_text()
     assert r"| \<b\>two\| |" in markdown and markdown.count("\n## ") == 2
     figures = sorted((tmp_path / "page" / "report").iterdir())
@@ -96,6 +96,15 @@ def test_numbers_of_fewer_images_stand_apart(results, tmp_path):
     for images in (6, 5):
         save(report | {"images": images}, tmp_path / f"{images}")
     assert [len(group) for group in grouped(read_results(tmp_path)[0])] == [1, 1]
+
+
+def test_one_checkpoint_under_two_names_is_one(results, tmp_path):
+    report = json.loads((results / "first" / "retrieval.json").read_text())
+    digests = report["digests"] | {"base": "ab", "dino": "cd"}
+    for number, base in enumerate(("sdxl", "/models/sdxl")):
+        settings = report["settings"] | {"base": base, "dino": f"{base}/dino"}
+        save(report | {"settings": settings, "digests": digests}, tmp_path / f"{number}")
+    assert [len(group) for group in grouped(read_results(tmp_path)[0])] == [2]
 
 
 def test_what_is_no_result_is_named_and_left_out(results, tmp_path, capsys):

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.pictures import scores as picture_scores
-from debias_diffusion.eval.pictures.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
-from debias_diffusion.eval.pictures.scores import (
+from debias_diffusion.eval.images import scores as picture_scores
+from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
+from debias_diffusion.eval.images.scores import (
     HALVES,
     ImageNumbers,
     ImageScores,
@@ -32,7 +32,6 @@ from debias_diffusion.eval.pictures.scores import (
     halves,
     kid,
     precision_and_recall,
-    score_cell,
     score_titles,
     standard_error,
 )
@@ -380,8 +379,3 @@ def test_titles_name_the_networks():
     assert titles["fid_own"] == "FID (toy/features)" and titles["recall_own"] == "recall (toy/features)"
     assert titles["dino_score"] == "DINO score (toy/features)" and titles["clip_score"] == "CLIPScore (toy/clip)"
     assert titles["fid_2048"] == "FID (2048)" and score_titles()["kid_2048"] == "KID"
-
-
-def test_cells_keep_the_digits_that_count():
-    assert score_cell({"value": 0.0012345, "low": 0.0010, "high": 0.0015}) == "0.00123 [0.001, 0.0015]"
-    assert score_cell({"value": 31.256, "low": None, "high": None}) == "31.3"

@@ -15,7 +15,7 @@ from debias_diffusion.app import quickstart as app
 from debias_diffusion.app.quickstart import QuickstartConfig, Setup, quickstart
 from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.merged_report import ReportConfig, evaluate_report
+from debias_diffusion.eval.page import ReportConfig, evaluate_report
 from debias_diffusion.eval.story import CLAIMS
 from debias_diffusion.toymodels.fine_tuning import RECIPES, toy_training
 from debias_diffusion.toymodels.vae import SIZE

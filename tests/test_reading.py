@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from debias_diffusion.chunks import split_chunks
-from debias_diffusion.eval.pictures.reading import (
+from debias_diffusion.eval.images.references import (
     ACROSS,
     ALL,
     ALONE,

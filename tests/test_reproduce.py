@@ -34,7 +34,7 @@ from debias_diffusion.app.reproduce.papers import (
 from debias_diffusion.app.reproduce.papers import read_yaml as read
 from debias_diffusion.app.units import result_of
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.intervals import paired_difference
+from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.files import read_json_object, write_json
 
 pytestmark = pytest.mark.usefixtures("coarse_results")

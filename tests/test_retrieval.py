@@ -17,12 +17,14 @@ from PIL import Image
 
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.encoders import labels
-from debias_diffusion.eval.common.report import Table, digest, table, weights_digest
-from debias_diffusion.eval.common.settings import check_output
-from debias_diffusion.eval.text_image import image_features, retrieval
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval, figures
+from debias_diffusion.eval import image_features, retrieval
+from debias_diffusion.eval.encoder_names import labels
+from debias_diffusion.eval.options import check_output
+from debias_diffusion.eval.report import Table, table
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
+from debias_diffusion.files import path_digest
 from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.retrieval import encode_images, encode_pairs, recall_at_k, recall_ranks
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
@@ -277,7 +279,7 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, anothe
     assert report["images"] == report["captions"] == 5
     assert [bad["kind"] for bad in report["left_out"]] == ["no caption", "missing image"]
     assert "no-such.png" in report["left_out"][1]["detail"]
-    assert report["digests"]["data"] == digest(data) and report["settings"]["limit"] == 6
+    assert report["digests"]["data"] == path_digest(data) and report["settings"]["limit"] == 6
     assert {"torch", "transformers", "diffusers", "open_clip_torch", "debias-diffusion"} <= set(report["versions"])
     printed = capsys.readouterr().out
     assert sum("no-such.png" in line for line in printed.splitlines()) == 1 and "text to image" in printed
@@ -330,18 +332,6 @@ def test_the_interval_of_both_directions_draws_the_same_images():
     mean_r, limits = retrieval.mean_recall(result)
     assert mean_r == {"text_to_image": 50, "image_to_text": 50, "both": 50}
     assert limits == {"text_to_image": [0, 100], "image_to_text": [0, 100], "both": [50, 50]}
-
-
-def test_results_of_an_earlier_version_have_no_mean_r():
-    values = {"R@1": 1.0, "R@5": 2.0, "R@10": 3.0}
-    of_both = dict.fromkeys(retrieval.DIRECTIONS, values)
-    limits = {direction: {name: [0.0, 9.0] for name in values} for direction in of_both}
-    numbers = {"captions_longer_than_context": 0, "recall_percent": of_both, "interval_percent": limits}
-    report = {"encoders": {"old": numbers}, "compared": []}
-    assert len(retrieval.tables(report)) == 2
-    mean_r = dict.fromkeys((*retrieval.DIRECTIONS, "both"), 2.0)
-    numbers |= {"mean_r_percent": mean_r, "mean_r_interval_percent": {name: [1.0, 3.0] for name in mean_r}}
-    assert retrieval.tables(report)[2].rows == [["old", 2.0, "1.0 to 3.0", 2.0, "1.0 to 3.0", 2.0, "1.0 to 3.0"]]
 
 
 @pytest.mark.usefixtures("blank_figures")
@@ -520,11 +510,11 @@ def test_labels_are_short_and_unique(tmp_path):
 def test_digests_tell_contents_apart(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x").write_bytes(b"1")
-    first = digest(tmp_path / "a")
+    first = path_digest(tmp_path / "a")
     (tmp_path / "a" / ".hidden").write_bytes(b"2")
-    assert digest(tmp_path / "a") == first
+    assert path_digest(tmp_path / "a") == first
     (tmp_path / "a" / "x").rename(tmp_path / "a" / "y")
-    assert digest(tmp_path / "a") != first
+    assert path_digest(tmp_path / "a") != first
     layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     before = weights_digest(layer)
     assert before == weights_digest(layer)

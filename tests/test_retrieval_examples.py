@@ -12,8 +12,8 @@ from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.eval.text_image.retrieval_examples import disagreements, nearest_strangers
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.retrieval_examples import disagreements, nearest_strangers
 from debias_diffusion.models.backbone import load_backbone
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} red square"

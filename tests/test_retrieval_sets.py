@@ -13,8 +13,8 @@ from helpers.tiny_clip import save_tiny_clip
 from debias_diffusion.data import retrieval_sets
 from debias_diffusion.data.retrieval_sets import BENCHMARKS, find_root, read_retrieval_set
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
@@ -469,7 +469,7 @@ def test_several_benchmarks_are_evaluated_in_one_call(tiny_clip, tmp_path, capsy
     coco(tmp_path / "data" / "coco")
     urban1k(tmp_path / "data" / "urban1k")
     config = RetrievalConfig(
-        [tiny_clip], str(tmp_path / "out"), dataset="coco-five,urban1k", root=str(tmp_path / "data")
+        [tiny_clip], str(tmp_path / "out"), dataset="coco-five, urban1k", root=str(tmp_path / "data")
     )
     reports = evaluate_retrieval(config)
     assert list(reports) == ["coco-five", "urban1k"] and "coco-five, text to image" in capsys.readouterr().out

@@ -27,7 +27,7 @@ from debias_diffusion.data.bad_records import unreadable
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.data.images import UnreadableImage
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.tokens import CaptionTokenizer
 

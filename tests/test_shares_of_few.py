@@ -4,8 +4,8 @@ import pytest
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import make_tiny_data
 
-from debias_diffusion.eval.text_image import robustness
-from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
+from debias_diffusion.eval import robustness
+from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 
 WAYS = ("text_to_image", "image_to_text")
 

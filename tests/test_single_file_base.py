@@ -16,9 +16,12 @@ from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.generate.command import generate
 from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.processes import Processes
-from debias_diffusion.eval.pictures.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
-from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.eval.images.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.processes import Processes
+from debias_diffusion.pipelines.checkpoints import (
+    Checkpoint,
+    load_pipeline,
+)
 
 CPU = torch.device("cpu")
 XL_KEY = "conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias"  # by which diffusers knows an SDXL

@@ -12,10 +12,9 @@ from helpers.html_page import Page
 from helpers.story import CUT, LABELS, WHOLE, generation_report, line, page_of, results
 from PIL import Image
 
-from debias_diffusion.eval import merged_report
+from debias_diffusion.eval import retrieval, robustness
 from debias_diffusion.eval.story import CLAIMS, claims, tell
 from debias_diffusion.eval.story_examples import examples
-from debias_diffusion.eval.text_image import retrieval, robustness
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, scene
@@ -212,7 +211,7 @@ def test_markup_stays_text(tmp_path):
 
 
 def test_the_commands_are_those_of_the_readme():
-    source = (Path(merged_report.__file__).parent / "story.html.j2").read_text(encoding="utf-8")
+    source = (Path(retrieval.__file__).parent / "story.html.j2").read_text(encoding="utf-8")
     blocks = re.findall(r"<pre[^>]*><code>(.*?)</code>", source, re.DOTALL)
     lines = [re.sub(" +", " ", line) for block in blocks for line in block.splitlines()]
     assert len(lines) >= 6

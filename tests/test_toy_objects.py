@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.eval.common.intervals import paired_difference
-from debias_diffusion.eval.pictures.reading import ALONE, WITHIN
-from debias_diffusion.eval.pictures.toy_objects import (
+from debias_diffusion.eval.images.objects import (
     LATE,
     SCORES,
     TELLINGS,
@@ -18,6 +16,8 @@ from debias_diffusion.eval.pictures.toy_objects import (
     compare_objects,
     objects_numbers,
 )
+from debias_diffusion.eval.images.references import ALONE, WITHIN
+from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, scene
@@ -140,7 +140,7 @@ def test_scores_are_brute_force_counts(drawn):
         for place in PLACES
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("debias_diffusion.eval.common.intervals.SAMPLES", 10)
+        patch.setattr("debias_diffusion.eval.intervals.SAMPLES", 10)
         numbers = objects_numbers(comparisons, mentions)
     values = [numbers.get(name) for name in ("objects_right", "objects_precision", "objects_f1")]
     expected = shares([(sentence is not None, right) for sentence, right in places])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 
 HELD_OUT = 6  # as in `helpers.training_runs.config`
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from transformers import CLIPTextModelWithProjection
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.text_image.attention import Reader, look_at_tokens
-from debias_diffusion.eval.text_image.robustness import move4
+from debias_diffusion.eval.attention import Reader, look_at_tokens
+from debias_diffusion.eval.robustness import move4
 from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines import parse_weights
 from debias_diffusion.sentences import split_sentences

@@ -12,9 +12,8 @@ from transformers import CLIPTokenizer
 from debias_diffusion.chunks import Tokens
 from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.eval.common.encoders import labels
-from debias_diffusion.eval.common.settings import CHUNKS, ORIGINAL, OVERLAP, check_encoders, split_reading
-from debias_diffusion.eval.text_image.attention import Reader
+from debias_diffusion.eval.attention import Reader
+from debias_diffusion.eval.encoder_names import CHUNKS, ORIGINAL, OVERLAP, check_encoders, labels, split_reading
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline

@@ -78,7 +78,7 @@ def model_card(exported: Exported, scores: str | None = None) -> str:
         UserError: `scores` holds no results, broken results, or results of other weights.
     """
     run, search = _Run.find(exported.model), _Search.find(exported.model)
-    measured = [*(run.scores() if run else []), *(_read_scores(scores, exported.digest) if scores else [])]
+    measured = [*(run.scores() if run else []), *(_read_scores(scores, exported) if scores else [])]
     base = (exported.model, exported.pretrained)
     if run:
         base = (run.settings.get("model"), run.settings.get("pretrained"))
@@ -263,28 +263,27 @@ def _chosen(scores: dict) -> str:
     return "This model is the one after the last step of the training run above"
 
 
-def _read_scores(folder: str, digest: str | None) -> list[str]:
+def _read_scores(folder: str, exported: Exported) -> list[str]:
     """The results of `evaluate` in `folder` as Markdown, each with its command."""
-    from debias_diffusion.eval.common.report import escaped
-    from debias_diffusion.eval.merged_report import EVALUATIONS
+    from debias_diffusion.eval.registry import EVALUATIONS
+    from debias_diffusion.eval.report import escaped
 
     sections = []
-    for name, (module, title, options) in EVALUATIONS.items():
+    for name, evaluation in EVALUATIONS.items():
         file = Path(folder) / f"{name}.json"
         if not file.is_file():
             continue
         report, words = read_json_object(file), name.replace("_", "-")
         try:
-            if name in _OF_TWO_TOWERS:
-                report = _of_model(file, report, digest)
-            tables = "\n\n".join(table.markdown() for table in module.tables(report))
+            report = _of_model(file, report, _digest_of(exported, evaluation.needs, file))
+            tables = "\n\n".join(table.markdown() for table in evaluation.load().tables(report))
             notes = "".join(f"\n- {escaped(note)}" for note in report["notes"])
-            command = _command(f"debias-diffusion evaluate {words}", report["settings"], options)
+            command = _command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.settings())
         except UserError:
             raise
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`: {error!r}.") from error
-        sections.append(f"{title}:\n\n{tables}\n{notes}".rstrip() + f"\n\n```bash\n{command}\n```")
+        sections.append(f"{evaluation.title}:\n\n{tables}\n{notes}".rstrip() + f"\n\n```bash\n{command}\n```")
     if not sections:
         raise UserError(
             f"The folder {folder!r} holds none of {', '.join(f'{name}.json' for name in EVALUATIONS)}. Give the "
@@ -293,16 +292,22 @@ def _read_scores(folder: str, digest: str | None) -> list[str]:
     return sections
 
 
-_OF_TWO_TOWERS = ("retrieval", "robustness", "classification")
-
-
-def _of_model(file: Path, report: dict, digest: str | None) -> dict:
-    """Reduces a report to the exported model, by its digest."""
-    if digest is None:
+def _digest_of(exported: Exported, needs: str, file: Path) -> str:
+    """The exported model's digest as reports of evaluations with these needs hold it."""
+    if needs == "text encoder":
+        return EncoderSpec.parse(
+            f"{exported.model}:{exported.pretrained}" if exported.pretrained else exported.model
+        ).digest
+    if exported.digest is None:
         raise UserError(
             f"{str(file)!r} was measured with a two-tower model, and --model is a text encoder alone. Give the "
             "two-tower model, or leave out --scores."
         )
+    return exported.digest
+
+
+def _of_model(file: Path, report: dict, digest: str) -> dict:
+    """Reduces a report to the exported model, by its digest."""
     digests = report["digests"]["encoders"]
     encoders = {label: numbers for label, numbers in report["encoders"].items() if digests.get(label) == digest}
     if not encoders:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from debias_diffusion.errors import UserError, near_matches
-from debias_diffusion.eval.common.report import table as text_table
-from debias_diffusion.eval.common.report import versions
+from debias_diffusion.eval.report import table as text_table
+from debias_diffusion.eval.report import versions
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.training.plan import duration
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from scipy import stats
 
-from debias_diffusion.eval.common.intervals import paired_difference
+from debias_diffusion.eval.intervals import paired_difference
 
 HOLDS, FAILS, UNDECIDED, UNTESTED = "holds", "does not hold", "not decided", "not tested"
 

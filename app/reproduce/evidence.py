@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from debias_diffusion.eval.common.report import escaped
+from debias_diffusion.eval.report import escaped
 
 from .differences import FAILS, HOLDS, UNDECIDED, UNTESTED
 

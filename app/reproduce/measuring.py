@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.report import FEW
-from debias_diffusion.eval.pictures.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.text_image.attention import AttentionConfig, evaluate_attention
-from debias_diffusion.eval.text_image.retrieval import DIRECTIONS, KS, PairsConfig, hits, retrieval_ranks
-from debias_diffusion.eval.text_image.robustness import LOSING, RobustnessConfig, hits_by_edit
+from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.report import FEW
+from debias_diffusion.eval.retrieval import DIRECTIONS, KS, RetrievalConfig, hits, retrieval_ranks
+from debias_diffusion.eval.robustness import LOSING, RobustnessConfig, hits_by_edit
 
 SHORT = dict(zip(("t2i", "i2t"), DIRECTIONS, strict=True))
 
@@ -20,7 +20,7 @@ Scores = dict[str, list[float] | float]
 
 def retrieval_scores(model: str, output: Path, settings: dict) -> Scores:
     """R@1 ("t2i", "i2t") and mean-R ("mean-R t2i", "mean-R i2t") of every query, in percent."""
-    [result] = retrieval_ranks(PairsConfig([model], str(output), **settings)).values()
+    [result] = retrieval_ranks(RetrievalConfig([model], str(output), **settings)).values()
     scores = {}
     for short, way in SHORT.items():
         scores[short] = hits(result["ranks"][way], 1).tolist()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from debias_diffusion.eval.common.report import Table, escaped, versions
+from debias_diffusion.eval.report import Table, escaped, versions
 from debias_diffusion.files import write_json, write_text
 
 from .claims import Lookup

@@ -37,8 +37,8 @@ from debias_diffusion.data.shards import MANIFEST, file_ending
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.devices import pick_precision
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.processes import Processes
-from debias_diffusion.eval.common.report import versions
+from debias_diffusion.eval.processes import Processes
+from debias_diffusion.eval.report import versions
 from debias_diffusion.files import (
     atomic_file,
     bytes_digest,
@@ -101,12 +101,13 @@ class _Synthesis:
     def run(self) -> Path:
         with self.processes.only_main_prints():
             settings = self.processes.from_main(self._check)
-            self.processes.together(self._read)
+            self._read()
             settings["data_sha256"] = self.data_sha256
             self.parts = Parts(self.output, len(self.records), self.config.per_part)
             with self.processes.alone_in(self.output):
                 missing = self.processes.from_main(lambda: self._begin(settings))
-                self.processes.together(lambda: self._write(missing))
+                self._write(missing)
+                self.processes.gathered([])  # all have written
                 self.processes.from_main(lambda: self._finish(settings))
         return self.output
 

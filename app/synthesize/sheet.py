@@ -10,7 +10,7 @@ from debias_diffusion.app.shards import shrink
 from debias_diffusion.data import BadRecord, ImageSource, Record
 from debias_diffusion.data.bad_records import printable, read_or_bad
 from debias_diffusion.data.caption_statistics import CaptionStatistics
-from debias_diffusion.eval.common.pages import write_page
+from debias_diffusion.eval.report import write_page
 from debias_diffusion.tokens import CaptionTokenizer
 
 from .parts import Outcome, Parts

@@ -57,7 +57,7 @@ def train_features(
 
 def _loss(learner: _Learner, pictures: Tensor, answers: Tensor, batch: int, seed: int, step: int) -> Tensor:
     chosen = torch.randint(len(pictures), (batch,), generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
-    # As eval/pictures/networks.py prepares pictures for any such network.
+    # As eval/images/networks.py prepares images for any such network.
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     said = learner((pictures[chosen].float() / 255 - mean) / std)
     return sum(F.cross_entropy(logits, answers[chosen, i]) for i, logits in enumerate(said)) / len(said)

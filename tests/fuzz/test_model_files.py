@@ -144,7 +144,7 @@ def _targets(root: Path) -> list[Target]:
     from transformers import ViTConfig, ViTModel
 
     from debias_diffusion.encoders import load_text_encoder, load_two_tower
-    from debias_diffusion.eval.pictures.networks import ClsFeatures
+    from debias_diffusion.eval.images.networks import ClsFeatures
     from debias_diffusion.interchange.clip_model import export_clip_model
     from debias_diffusion.interchange.transformers_folder import export_text_encoder
     from debias_diffusion.models.shipped import shipped

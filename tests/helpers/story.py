@@ -5,9 +5,9 @@ from pathlib import Path
 
 from helpers.html_page import Page
 
-from debias_diffusion.eval import merged_report
-from debias_diffusion.eval.common.pages import write_page
-from debias_diffusion.eval.pictures.generation import folder_names
+from debias_diffusion.eval import page
+from debias_diffusion.eval.images.generation import folder_names
+from debias_diffusion.eval.report import write_page
 from debias_diffusion.eval.story import SHORT_FOLDER
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import scene
@@ -63,5 +63,5 @@ def results(folder: Path, labels=LABELS, compared=()) -> list[tuple[Path, dict]]
 
 
 def page_of(story: dict, folder: Path) -> Page:
-    write_page(folder / "report.html", merged_report.TEMPLATE, sections=[], has_story=True, **story)
+    write_page(folder / "report.html", page.TEMPLATE, sections=[], has_story=True, **story)
     return Page((folder / "report.html").read_text(encoding="utf-8"))

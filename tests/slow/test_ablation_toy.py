@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from debias_diffusion.data import open_data
-from debias_diffusion.eval.common.intervals import paired_difference
+from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.population import Population
 from debias_diffusion.head_search.problems import ImageProblem, better_alone, genetic_search, probe

@@ -25,7 +25,7 @@ from debias_diffusion.app.demo import device
 from debias_diffusion.app.demo.live_generation import Step
 from debias_diffusion.app.demo.toy_scenes import mark, random_scene
 from debias_diffusion.app.generate.png_settings import read_settings
-from debias_diffusion.eval.common.encoders import labels
+from debias_diffusion.eval.encoder_names import labels
 from debias_diffusion.eval.options import TOYS
 
 require_chromium()

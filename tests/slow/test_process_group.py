@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from debias_diffusion.app import cli
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.common.processes import Processes
+from debias_diffusion.eval.processes import Processes
 
 
 @dataclass
@@ -22,13 +22,13 @@ def work(_):
     processes = Processes("cpu")
     for number in range(20):
         assert processes.from_main(lambda: number) == number
-        processes.together(lambda: None)
+        processes.gathered([number])
     print("done", flush=True)
     if sys.argv[1] == "alone":
         if processes.index:
             raise UserError("A fault of one process.")
         processes.from_main(lambda: 0)
-        processes.together(lambda: None)
+        processes.gathered([0])
     if processes.index:
         raise [UserError("A fault of one process."), KeyboardInterrupt(), RuntimeError("A bug.")][processes.index - 1]
 
@@ -67,12 +67,12 @@ import torch
 
 atexit.register(lambda: print(f"group at exit: {torch.distributed.is_initialized()}"))  # after all registered later
 
-from debias_diffusion.eval.common.processes import Processes
+from debias_diffusion.eval.processes import Processes
 
 processes = Processes()
 for number in range(20):
     assert processes.from_main(lambda: number) == number
-    processes.together(lambda: None)
+    processes.gathered([number])
 print(f"done by {processes.count}")
 """
 

@@ -13,7 +13,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"debias_diffusion", f"{wheel.name.split('-py3')[0]}.dist-info"}
-    assert {"debias_diffusion/app/cli.py", "debias_diffusion/eval/text_image/retrieval.py"} <= set(names)
+    assert {"debias_diffusion/app/cli.py", "debias_diffusion/eval/retrieval.py"} <= set(names)
     assert {"debias_diffusion/pipelines/long_prompt.py"} <= set(names)
 
     venv.create(tmp_path / "venv", with_pip=True)
@@ -28,7 +28,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     program = tmp_path / "venv" / "bin" / "debias-diffusion"
     assert "evaluate" in run(program, "--help")
     assert "--check-data" in run(program, "train", "--help")
-    modules = "debias_diffusion.app.cli as cli, debias_diffusion.eval.text_image.retrieval"
+    modules = "debias_diffusion.app.cli as cli, debias_diffusion.eval.retrieval"
     where = run(python, "-c", f"import {modules}; print(cli.__file__)")
     assert str(tmp_path / "venv") in where
 

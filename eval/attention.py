@@ -1,0 +1,401 @@
+"""The attention from EOT to every position of long captions (Figures 1b and S6 to S8 of the paper)."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+from transformers import CLIPTokenizer
+
+from debias_diffusion.ablation.heads import fold_text_heads
+from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_eot, eot_attention
+from debias_diffusion.encoders import EncoderSpec, Kind
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import bytes_digest
+from debias_diffusion.interchange.text_encoders import TextEncoder
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.model_files import explain_failure
+from debias_diffusion.models.weight_files import weights_digest
+from debias_diffusion.tokens import CaptionTokenizer
+
+from .inputs import Pairs, read_source
+from .intervals import mean_interval
+from .options import AllConfig, AttentionConfig
+from .report import FEW, Table, draw_by_position
+from .robustness import edit_caption
+from .session import Session
+
+# By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
+EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}
+QUANTITIES = {"before_softmax": "before the softmax", "after_softmax": "after the softmax"}
+# First and last position, SOT being 0. On DOCCI the summary ends at about the 25th (section E.3).
+BANDS = ((1, 25), (26, 50), (51, 100), (101, None))
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A text encoder with its tokenizer.
+
+    Attributes:
+        encoder: in evaluation mode, on `device`.
+        tokenizer: for the encoder's context length.
+        device: where it runs.
+        digest: of the encoder's weights.
+        scale: of the attention before the softmax, see `eot_attention`.
+    """
+
+    encoder: Backbone | TextEncoder
+    tokenizer: CaptionTokenizer
+    device: torch.device
+    digest: str
+    scale: str = "head"
+
+    @property
+    def window(self) -> int:
+        """The context length."""
+        return self.tokenizer.context_length
+
+    def overlong(self, captions: Sequence[str]) -> int:
+        """How many captions exceed the context length."""
+        return sum(self.tokenizer.count(caption) > self.window for caption in captions)
+
+    def depends(self, captions: Sequence[str]) -> dict:
+        """Everything that affects the attention in these captions, for the cache."""
+        if isinstance(self.encoder, Backbone):
+            configuration = self.encoder.config
+        else:
+            configuration = self.encoder.config.to_dict() | {"_name_or_path": None}
+        ids = self.tokenizer.text_ids(list(captions))
+        tokens = [self.tokenizer.tokenizer.convert_ids_to_tokens(row) for row in ids]
+        return {
+            "encoder": self.digest,
+            "configuration": configuration,
+            "markers": asdict(self.tokenizer.markers),
+            "captions": _digest_of([list(captions), ids, tokens]),
+            "scale": self.scale,
+        }
+
+    def attention(self, captions: Sequence[str]) -> EotAttention:
+        """The attention from EOT in these captions."""
+        return eot_attention(self.encoder, self.tokenizer(list(captions)).to(self.device), self.scale)
+
+
+def _digest_of(content: list) -> str:
+    return bytes_digest([json.dumps(content).encode()])
+
+
+def load_reader(name: str, device: torch.device, scale: str = "head") -> Reader:
+    """Loads anything that `load_text_encoder` takes; two-towers of open_clip without conversion.
+
+    Raises:
+        UserError: the encoder cannot be loaded, pools another token than EOT, or has suppressed heads that no weights
+            can express.
+    """
+    spec = EncoderSpec.parse(name)
+    if spec.kind is Kind.OPEN_CLIP:
+        encoder = spec.load_two_tower()
+        fold_text_heads(encoder)  # attention is measured with the plain attention, as in `load_text_encoder`
+        captions = encoder.tokenizer
+    else:
+        encoder, tokenizer = spec.load_text_encoder()
+        with explain_failure(f"The tokenizer of {name!r} cannot be used"):
+            captions = CaptionTokenizer(tokenizer, encoder.config.max_position_embeddings)
+    check_reads_eot(encoder)
+    return Reader(encoder.to(device).eval(), captions, device, weights_digest(encoder), scale)
+
+
+def look_at_captions(
+    reader: Reader, captions: Sequence[str], image_of: Sequence[int], batch_size: int, title: str
+) -> dict:
+    """The numbers of one encoder's attention in `captions`, cut at the context length. Shows a progress bar.
+
+    SOT and EOT have numbers of their own; the lists of positions begin with position 1. Bands of positions have means
+    over all text in them, with 95% intervals; None if no text reaches them.
+
+    Args:
+        image_of: the image of each caption, from 0.
+    """
+    means, images, batches = PositionMeans(reader.window), torch.tensor(image_of), []
+    for start in tqdm(range(0, len(captions), batch_size), desc=title):
+        batch = slice(start, start + batch_size)
+        attention = reader.attention(captions[batch])
+        means.add(attention)
+        batches.append(_at_text(attention, images[batch]))
+    at_text = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}
+    numbers = {"window": reader.window, "cut_captions": reader.overlong(captions)}
+    # Up to the last position that holds text in any caption.
+    numbers["captions_at_position"] = means.counts[1 : len(means.means("before_softmax"))].tolist()
+    for name in QUANTITIES:
+        sot, *positions = means.means(name).tolist()
+        numbers[name] = {"sot": sot, "eot": means.eot(name), **_bands(at_text, name), "positions": positions}
+    return numbers
+
+
+def _at_text(attention: EotAttention, images: Tensor) -> dict[str, Tensor]:
+    """The attention to each position that holds text, [T], with that position and its caption's image."""
+    caption, position = attention.is_text.nonzero(as_tuple=True)
+    values = {name: getattr(attention, name)[caption, position].double() for name in QUANTITIES}
+    return {"position": position, "image": images[caption], **values}
+
+
+def _bands(at_text: dict[str, np.ndarray], name: str) -> dict[str, dict]:
+    means, intervals = {}, {}
+    for first, last in BANDS:
+        inside = at_text["position"] >= first
+        if last is not None:
+            inside &= at_text["position"] <= last
+        values, band = at_text[name][inside], f"{first}-{last or ''}"
+        means[band] = float(values.mean()) if len(values) else None
+        intervals[band] = mean_interval(values, at_text["image"][inside]) if len(values) else None
+    return {"bands": means, "band_intervals": intervals}
+
+
+def split_words(tokenizer: CLIPTokenizer, ids: Sequence[int]) -> list[tuple[str, int]]:
+    """(word, its number of tokens) for each word; CLIP's tokens mark where a word ends."""
+    words, pieces = [], []
+    for index, token in enumerate(tokenizer.convert_ids_to_tokens(list(ids)), 1):
+        pieces.append(ids[index - 1])
+        if token.endswith("</w>") or index == len(ids):
+            words.append((tokenizer.decode(pieces).strip(), len(pieces)))
+            pieces = []
+    return words
+
+
+def look_at_prompt(reader: Reader, prompt: str) -> dict:
+    """The attention from EOT to each word of a prompt, cut at the context length; see `look_at_tokens`.
+
+    Raises:
+        UserError: the prompt has no words.
+    """
+    ids = reader.tokenizer.text_ids([prompt])[0]
+    if not ids:
+        raise UserError(f"The prompt {prompt!r} holds no words. Give some text.")
+    return {"window": reader.window, "tokens": reader.tokenizer.count(prompt), **look_at_tokens(reader, ids)}
+
+
+def look_at_tokens(reader: Reader, ids: list[int], first: int = 1) -> dict:
+    """The attention from EOT to each word: the mean over the word's tokens before the softmax, their sum after it.
+
+    Args:
+        reader: the encoder.
+        ids: of a text without SOT and EOT, at least one, within the context length.
+        first: the position that the first token is given.
+
+    Returns:
+        `sot` and `eot`, and `words`, in order.
+    """
+    attention = eot_attention(reader.encoder, reader.tokenizer.batch([ids]).to(reader.device), reader.scale)
+    means = PositionMeans(reader.window)
+    means.add(attention)  # the means of one text are its values
+    before, after = (means.means(name) for name in QUANTITIES)
+    words, place = [], 1
+    for word, tokens in split_words(reader.tokenizer.tokenizer, ids):
+        places = slice(place, place + tokens)
+        words.append(
+            {
+                "word": word,
+                "position": place + first - 1,
+                "tokens": tokens,
+                "before_softmax": before[places].mean().item(),
+                "after_softmax": after[places].sum().item(),
+            }
+        )
+        place += tokens
+    ends = {
+        name: {"before_softmax": before[at].item(), "after_softmax": after[at].item()}
+        for name, at in (("sot", 0), ("eot", -1))
+    }
+    return {**ends, "words": words}
+
+
+def plot(results: dict[str, dict], captions: int) -> Figure:
+    """The curves of `{label: {edit: numbers}}` without SOT: rows before and after the softmax, columns by edit."""
+    figure = Figure(figsize=(11, 6.5), layout="constrained", dpi=150)
+    panels = figure.subplots(len(QUANTITIES), len(EDITS), sharex=True, sharey="row", squeeze=False)
+    for row, (quantity, how) in zip(panels, QUANTITIES.items(), strict=True):
+        for axes, (edit, title) in zip(row, EDITS.items(), strict=True):
+            for index, (label, numbers) in enumerate(results.items()):
+                _draw_curve(axes, numbers[edit], quantity, label, f"C{index}")
+            axes.grid(alpha=0.3)
+            if quantity == "before_softmax":
+                axes.set_title(title)
+            else:
+                axes.set_xlabel("token position (SOT, 0, is left out)")
+        row[0].set_ylabel(f"attention from EOT,\n{how}{' (%)' if quantity == 'after_softmax' else ''}")
+    panels[0, 0].legend(fontsize="small")
+    figure.suptitle(
+        f"Mean over {captions} captions, last layer; dotted where fewer than {FEW:.0%} of them have text",
+        fontsize="medium",
+    )
+    return figure
+
+
+def _draw_curve(axes, numbers: dict, quantity: str, label: str, colour: str) -> None:
+    scale = 100.0 if quantity == "after_softmax" else 1.0
+    heights = [scale * value for value in numbers[quantity]["positions"]]
+    title = f"{label} ({numbers['window']} positions)"
+    draw_by_position(axes, heights, numbers["captions_at_position"], title, colour)
+
+
+_COLUMNS = 100  # characters in a line of the figure of a prompt
+_SIZE = 9  # points; a character of matplotlib's own monospaced font is 0.602 of that wide
+_LINE = 0.24  # inches
+
+
+def plot_prompt(results: dict[str, dict]) -> Figure:
+    """The words of `{label: look_at_prompt(...)}`, shaded by their share of the attention after the softmax.
+
+    All encoders have one scale, shown in the first line. It grows with the root of the share, because a few words
+    usually take so much that the rest would be white.
+    """
+    most = max(word["after_softmax"] for result in results.values() for word in result["words"])
+    lines = {label: _lines([word["word"] for word in result["words"]]) for label, result in results.items()}
+    # In lines: two for the scale; for each encoder its title, its words and an empty one.
+    height = 2 + sum(len(words) + 2 for words in lines.values())
+    figure = Figure(figsize=((_COLUMNS + 4) * _SIZE * 0.602 / 72, _LINE * height), dpi=150)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-2, _COLUMNS + 2), ylim=(height, -0.5))
+    axes.axis("off")
+    scale = [most * part for part in (0.01, 0.1, 0.25, 0.5, 1.0)]
+    words = ["attention from EOT, last layer:", *(f"{share:.2%}" for share in scale)]
+    _write_words(axes, 0, words, [0.0, *scale], most)
+    top = 2
+    for label, result in results.items():
+        _write(axes, 0, top, _title(label, result), weight="bold")
+        shares = iter([word["after_softmax"] for word in result["words"]])
+        for line, words in enumerate(lines[label], top + 1):
+            _write_words(axes, line, words, [next(shares) for _ in words], most)
+        top += len(lines[label]) + 2
+    return figure
+
+
+def _lines(words: Sequence[str]) -> list[list[str]]:
+    """Words in lines of at most `_COLUMNS` characters; a longer word has a line of its own."""
+    lines, used = [[]], 0
+    for word in words:
+        if lines[-1] and used + len(word) > _COLUMNS:
+            lines.append([])
+            used = 0
+        lines[-1].append(word)
+        used += len(word) + 1
+    return lines
+
+
+def _title(label: str, result: dict) -> str:
+    window, tokens = result["window"], result["tokens"]
+    read = f"{tokens} tokens" if tokens <= window else f"the first {window} of {tokens} tokens"
+    ends = ", ".join(f"{name.upper()} {result[name]['after_softmax']:.1%}" for name in ("sot", "eot"))
+    return f"{label}: {read}; {ends}"
+
+
+def _write_words(axes, line: int, words: Sequence[str], shares: Sequence[float], most: float) -> None:
+    column = 0
+    for word, share in zip(words, shares, strict=True):
+        colour = (0.9, 0.35, 0.1, math.sqrt(share / most))
+        axes.bar(column - 0.3, 0.84, len(word) + 0.6, line + 0.08, align="edge", color=colour, linewidth=0)
+        _write(axes, column, line, word)
+        column += len(word) + 1
+
+
+def _write(axes, column: int, line: int, text: str, **style) -> None:
+    # parse_math: a dollar sign begins no formula.
+    style |= {"family": "monospace", "size": _SIZE, "va": "center", "parse_math": False, "clip_on": True}
+    axes.text(column, line + 0.5, text, **style)
+
+
+def _evaluate(session: Session, pairs: Pairs | None, encoder: tuple[str, Reader]) -> dict:
+    """The numbers of one encoder, from the cache where they are finished."""
+    (label, reader), config, result = encoder, session.config, {}
+    if pairs:
+        images = {"image_of": _digest_of(pairs.image_of)}
+        look = partial(look_at_captions, reader, image_of=pairs.image_of, batch_size=config.batch_size)
+        result["attention"] = {}
+        for edit in EDITS:
+            captions = [edit_caption(caption, edit) for caption in pairs.captions]
+            compute = partial(look, captions, title=f"{label}, {edit}")
+            result["attention"][edit] = session.cache.result("attention", reader.depends(captions) | images, compute)
+    if config.prompt is not None:
+        depends = reader.depends([config.prompt])
+        result["prompt"] = session.cache.result("prompt", depends, partial(look_at_prompt, reader, config.prompt))
+    return result
+
+
+def evaluate_attention(config: AttentionConfig) -> dict:
+    """The attention from EOT of several encoders, over captions, in one prompt, or both.
+
+    Writes `attention.json`, `attention.png` (of captions) and `attention_prompt.png` (of a prompt) into
+    `config.output`, and prints tables.
+
+    Returns:
+        The content of the JSON: settings, versions, digests, number of captions; by encoder the numbers of each edit
+        ("attention") and the words of the prompt ("prompt"), where requested; the bad records, seconds. Numbers are
+        shares, not percent.
+
+    Raises:
+        UserError: the data or an encoder cannot be used.
+    """
+    pairs = read_source(config, only_captions=True) if config.has_captions else None
+    session = Session("attention", config, pairs and pairs.digest, pairs.bad if pairs else ())
+    results = session.of_each(
+        partial(_evaluate, session, pairs),
+        lambda name, label, device: (label, load_reader(name, device, config.scale)),
+    )
+    report = session.report(
+        results,
+        notes=[_NOTE, *([_HIDDEN] if config.scale == "hidden" else [])],
+        captions=len(pairs.captions) if pairs else 0,
+    )
+    if config.prompt is not None:
+        print(f"Word by word, in {', '.join(results)}: {Path(config.output) / 'attention_prompt.png'}")
+    return report
+
+
+_NOTE = (
+    "Before the softmax only differences within one encoder are meaningful: compare how far the curves fall, not how "
+    "high they are."
+)
+
+_HIDDEN = (
+    "Before the softmax on the scale of the paper's equations 1 and 2: q k / sqrt(hidden dimension), over all heads."
+)
+
+
+def _of(report: dict, part: str) -> dict[str, dict]:
+    """The part "attention" or "prompt" of each encoder's numbers; empty if it was not requested."""
+    return {label: numbers[part] for label, numbers in report["encoders"].items() if part in numbers}
+
+
+def tables(report: dict) -> list[Table]:
+    """A report's means by bands of positions, before and after the softmax, and how many captions were cut."""
+    results, by_quantity = _of(report, "attention"), []
+    bands = [f"{first}-{last or ''}" for first, last in BANDS]
+    for quantity, how in QUANTITIES.items():
+        unit, scale = ("percent", 100.0) if quantity == "after_softmax" else ("mean", 1.0)
+        rows = []
+        for edit in EDITS:
+            for label, result in results.items():
+                numbers = result[edit][quantity]
+                cells = [numbers["sot"], *numbers["bands"].values(), numbers["eot"]]
+                scaled = (None if cell is None else scale * cell for cell in cells)
+                rows.append([f"{label}, {edit}", result[edit]["cut_captions"], *scaled])
+        if rows:
+            by_quantity.append(Table([f"attention from EOT {how}, {unit}", "captions cut", "SOT", *bands, "EOT"], rows))
+    return by_quantity
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """The figures of a report, by file name."""
+    results, words = _of(report, "attention"), _of(report, "prompt")
+    curves = {"attention.png": plot(results, report["captions"])} if results else {}
+    return curves | ({"attention_prompt.png": plot_prompt(words)} if words else {})
+
+
+def settings_for(everything: AllConfig) -> AttentionConfig:
+    """Its settings in `evaluate all`."""
+    return everything.settings(AttentionConfig)

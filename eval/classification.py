@@ -1,0 +1,448 @@
+"""Zero-shot classification: ImageNet-1k, -V2, -A, -O, CIFAR-10 and CIFAR-100, top-1.
+
+A class is the mean of its name's text features over the usual templates (Radford et al. 2021, section 3.1.4), and an
+image is assigned the most similar class.
+
+torchvision's readers do not fit: its CIFAR10 unpickles the files, which could run code. Its ImageFolder ignores files
+without an image's suffix, stops at an unreadable image instead of naming it, and sorts folders as text (1, 10, 100).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from PIL import Image
+from scipy.stats import binomtest
+from timm.data import ImageNetInfo
+from torch import Tensor
+from tqdm import tqdm
+
+from debias_diffusion.data import BadRecord, Record
+from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import sha256
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.retrieval import TIE, encode_texts
+
+from .image_features import ImageFeatures
+from .intervals import paired_difference
+from .options import AllConfig, ClassificationConfig
+from .report import Table, cell, compared_tables
+from .session import Session, TwoTower, compare
+
+# CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
+CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
+    lambda name, form=form, article=article: form.format(article, name)
+    for article in ("a", "the")
+    for form in (
+        "a photo of {} {}.",
+        "a blurry photo of {} {}.",
+        "a black and white photo of {} {}.",
+        "a low contrast photo of {} {}.",
+        "a high contrast photo of {} {}.",
+        "a bad photo of {} {}.",
+        "a good photo of {} {}.",
+        "a photo of {} small {}.",
+        "a photo of {} big {}.",
+    )
+)
+IMAGENET_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(open_clip.OPENAI_IMAGENET_TEMPLATES)
+
+CIFAR_SIDE = 32  # pixels
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Images and their classes.
+
+    Attributes:
+        records: the images; a record's caption is the name of its class.
+        labels: the class of each, from 0.
+        classes: the names of all candidate classes.
+        images: opens them.
+        bad: the bad records of the data.
+        digest: of the data; of image folders, of the files' names and sizes.
+    """
+
+    records: list[Record]
+    labels: list[int]
+    classes: list[str]
+    images: ImageSource
+    bad: list[BadRecord]
+    digest: str
+
+
+def imagenet_wnids() -> list[str]:
+    """The WordNet ids of ImageNet-1k's classes, in the order of `open_clip.IMAGENET_CLASSNAMES`: sorted."""
+    return ImageNetInfo("imagenet-1k").label_names()
+
+
+def read_by_wnid(data: str, dataset: str, count: int) -> LabelledImages:
+    """Reads `count` folders named by WordNet id. Only the classes that have a folder are candidates.
+
+    Raises:
+        UserError: the folders are not these, or are empty.
+    """
+    wnids = imagenet_wnids()
+    folders = _class_folders(data, dataset, set(wnids), f"{count} folders named by WordNet id, such as {wnids[0]}")
+    if len(folders) != count:
+        raise UserError(
+            f"{data!r} holds {len(folders)} class folders, and {dataset} has {count}. A number of some of its classes "
+            "compares with nothing published: give the whole folder, as its authors publish it."
+        )
+    return _labelled(data, {wnid: open_clip.IMAGENET_CLASSNAMES[wnids.index(wnid)] for wnid in sorted(folders)})
+
+
+def read_imagenet_v2(data: str) -> LabelledImages:
+    """Reads the folders 0 to 999, named by the position of their class in ImageNet-1k's order.
+
+    Raises:
+        UserError: the folders are not these, or are empty.
+    """
+    names = [str(index) for index in range(1000)]  # not sorted as text, where 10 precedes 2
+    missing = set(names) - _class_folders(data, "imagenet-v2", set(names), "1000 folders, 0 to 999")
+    if missing:
+        raise UserError(
+            f"{data!r} lacks {len(missing)} of imagenet-v2's 1000 class folders, such as {min(missing, key=int)}. Give "
+            "the whole folder, as its authors publish it (imagenetv2-matched-frequency-format-val)."
+        )
+    return _labelled(data, dict(zip(names, open_clip.IMAGENET_CLASSNAMES, strict=True)))
+
+
+def _class_folders(data: str, dataset: str, allowed: set[str], layout: str) -> set[str]:
+    """The names of the folders in `data`, without hidden ones. Raises UserError unless all are allowed."""
+    root = Path(data)
+    if not root.is_dir():
+        fault = "is no folder"
+    else:
+        names = {entry.name for entry in root.iterdir() if entry.is_dir() and entry.name[0] != "."}
+        strange = sorted(names - allowed)
+        if names and not strange:
+            return names
+        fault = f"holds the folder {strange[0]!r}" if strange else "holds no folders"
+    raise UserError(f"{data!r} {fault}. {dataset} is a folder of {layout}, with the images in them.")
+
+
+def _labelled(data: str, classes: dict[str, str]) -> LabelledImages:
+    """The files in the class folders of `data`; `classes` is {folder: class name}, in the order of the labels."""
+    root, records, labels = Path(data), [], []
+    for label, (folder, name) in enumerate(classes.items()):
+        # Sorted, because a file system's order is arbitrary.
+        for file in sorted(entry.name for entry in (root / folder).iterdir()):
+            if not file.startswith("."):
+                records.append(Record(f"{folder}/{file}", f"{folder}/{file}", name))
+                labels.append(label)
+    if not records:
+        raise UserError(f"The class folders of {data!r} are empty. Give the folder with the images.")
+    sizes = (f"{record.image} {(root / record.image).lstat().st_size}" for record in records)
+    return LabelledImages(records, labels, list(classes.values()), ImageFolder(root), [], digest_of(*sizes).hex())
+
+
+class CifarImages:
+    """Opens the images of a CIFAR file of the binary version by their index in it, as text.
+
+    Args:
+        file: the file.
+        label_bytes: bytes before each image's pixels; the last of them is the class.
+
+    Attributes:
+        root: the file, for messages.
+        labels: uint8 [N].
+
+    Raises:
+        UserError: the file does not hold whole images.
+    """
+
+    def __init__(self, file: Path, label_bytes: int):
+        self.root = file
+        row = label_bytes + 3 * CIFAR_SIDE**2
+        content = np.fromfile(file, dtype=np.uint8)
+        if len(content) == 0 or len(content) % row:
+            raise UserError(
+                f"{str(file)!r} has {len(content)} bytes, which is no whole number of images of {row} bytes. Download "
+                "the binary version again, or give the folder of the other CIFAR."
+            )
+        rows = content.reshape(-1, row)
+        self.labels = rows[:, label_bytes - 1]
+        # Stored as a plane for each colour.
+        self._pixels = rows[:, label_bytes:].reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE).transpose(0, 2, 3, 1)
+
+    def open(self, image: str) -> Image.Image:
+        return Image.fromarray(np.ascontiguousarray(self._pixels[int(image)]))
+
+    def is_there(self, image: str) -> bool:
+        return image.isdecimal() and int(image) < len(self.labels)
+
+    def stamp(self, image: str) -> bytes:
+        return digest_of(image, self._pixels[int(image)].tobytes().hex())
+
+
+def read_cifar(data: str, dataset: str) -> LabelledImages:
+    """The test images of CIFAR-10 or CIFAR-100 (fine labels), from the binary version.
+
+    The Python version is pickled, and a pickle can run code, so it is not read. Class names come from the folder's text
+    file, with spaces for underscores.
+
+    Raises:
+        UserError: the folder is not of the binary version, or its files do not match.
+    """
+    file, names, label_bytes, count, kind = {
+        "cifar-10": ("test_batch.bin", "batches.meta.txt", 1, 10, "cifar-10-binary.tar.gz"),
+        "cifar-100": ("test.bin", "fine_label_names.txt", 2, 100, "cifar-100-binary.tar.gz"),
+    }[dataset]
+    root = Path(data)
+    missing = [name for name in (file, names) if not (root / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{data!r} has no {missing[0]}. Give the unpacked folder of {kind} (https://www.cs.toronto.edu/~kriz/cifar"
+            ".html), which holds it. The Python version is pickled, and a pickle can run code, so it is not read."
+        )
+    lines = (root / names).read_text(encoding="utf-8", errors="replace").splitlines()
+    classes = [line.strip().replace("_", " ") for line in lines if line.strip()]
+    if len(classes) != count:
+        raise UserError(f"{str(root / names)!r} names {len(classes)} classes, and {dataset} has {count}.")
+    images = CifarImages(root / file, label_bytes)
+    good = np.flatnonzero(images.labels < count).tolist()
+    bad = [
+        BadRecord(f"{file}, image {index}", "unknown class", f"{images.labels[index]}, and there are {count}")
+        for index in np.flatnonzero(images.labels >= count)
+    ]
+    if not good:
+        raise UserError(f"None of the {len(bad)} images of {str(root / file)!r} has a class of {dataset}.")
+    labels = images.labels[good].tolist()
+    records = [Record(str(index), str(index), classes[label]) for index, label in zip(good, labels, strict=True)]
+    return LabelledImages(records, labels, classes, images, bad, digest_of(sha256(root / file), *classes).hex())
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A data set: how to read it, its templates, and a note on its number."""
+
+    read: Callable[[str], LabelledImages]
+    templates: Sequence[Callable[[str], str]]
+    note: str
+
+
+BENCHMARKS = {
+    "imagenet-1k": Benchmark(
+        lambda data: read_by_wnid(data, "imagenet-1k", 1000),
+        IMAGENET_TEMPLATES,
+        "Top-1 of 1000 classes: open_clip's class names, OpenAI's 80 templates.",
+    ),
+    "imagenet-v2": Benchmark(
+        read_imagenet_v2, IMAGENET_TEMPLATES, "Top-1 of 1000 classes: open_clip's class names, OpenAI's 80 templates."
+    ),
+    "imagenet-a": Benchmark(
+        lambda data: read_by_wnid(data, "imagenet-a", 200),
+        IMAGENET_TEMPLATES,
+        "Top-1 of the 200 classes that have a folder, not of 1000: open_clip's class names, OpenAI's 80 templates.",
+    ),
+    "imagenet-o": Benchmark(
+        lambda data: read_by_wnid(data, "imagenet-o", 200),
+        IMAGENET_TEMPLATES,
+        "ImageNet-O was made to detect images of no ImageNet class (AUPR). Papers on CLIP report, as here and in "
+        "CLIP_benchmark, top-1 of its 200 folders' classes: whether models make the confusions its authors chose. "
+        "open_clip's class names, OpenAI's 80 templates.",
+    ),
+    "cifar-10": Benchmark(
+        lambda data: read_cifar(data, "cifar-10"), CIFAR_TEMPLATES, "Top-1 of 10 classes: CLIP's 18 CIFAR templates."
+    ),
+    "cifar-100": Benchmark(
+        lambda data: read_cifar(data, "cifar-100"),
+        CIFAR_TEMPLATES,
+        "Top-1 of the 100 fine classes: CLIP's 18 CIFAR templates, underscores in names as spaces.",
+    ),
+}
+
+
+def class_features(
+    backbone: Backbone,
+    classes: Sequence[str],
+    templates: Sequence[Callable[[str], str]],
+    batch_size: int,
+    device: torch.device | str,
+    title: str = "classes",
+) -> Tensor:
+    """[C, D] normalised mean, over the templates, of the normalised text features of each class's name."""
+    # A name that two classes share (two of ImageNet's are) is encoded once, so that their features are identical.
+    unique = list(dict.fromkeys(classes))
+    features = []
+    size = max(1, 8192 // len(templates))  # all prompts of ImageNet at once would be half a gigabyte of features
+    for start in tqdm(range(0, len(unique), size), desc=title):
+        part = unique[start : start + size]
+        prompts = [template(name) for name in part for template in templates]
+        encoded = F.normalize(encode_texts(backbone, prompts, batch_size, device, progress=False).double(), dim=1)
+        features.append(F.normalize(encoded.view(len(part), len(templates), -1).mean(dim=1), dim=1))
+    places = {name: index for index, name in enumerate(unique)}
+    return torch.cat(features)[[places[name] for name in classes]]
+
+
+def classify(image_features: Tensor, class_features: Tensor, block: int = 4096) -> Tensor:
+    """The class of each image, by cosine similarity; of equal ones (within 1e-6) the first.
+
+    Args:
+        image_features: [N, D], finite; need not be normalised.
+        class_features: [C, D], finite; need not be normalised.
+        block: images compared at once.
+
+    Returns:
+        int64 [N], from 0 to C - 1.
+
+    Raises:
+        UserError: a feature is not finite.
+    """
+    if not (image_features.isfinite().all() and class_features.isfinite().all()):
+        raise UserError("classify got features that are NaN or infinite. Check the model's weights.")
+    images, classes = F.normalize(image_features.double(), dim=1), F.normalize(class_features.double(), dim=1)
+    return torch.cat([_first_best(part @ classes.T) for part in images.split(block)])
+
+
+def _first_best(similarity: Tensor) -> Tensor:
+    """[B, C] -> [B]"""
+    best = similarity.amax(dim=1, keepdim=True)
+    return (similarity >= best - TIE).int().argmax(dim=1)
+
+
+def wilson_interval(right: int, total: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share, in percent."""
+    interval = binomtest(right, total).proportion_ci(method="wilson")
+    return 100 * float(interval.low), 100 * float(interval.high)
+
+
+def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> dict:
+    """Top-1 in percent, its 95% interval, the mean over classes, and the number of each class, by label.
+
+    Top-1 weighs all images equally, as published numbers do.
+    """
+    rows: dict[int, list[bool]] = {}
+    for label, guess in zip(labels, predicted, strict=True):
+        rows.setdefault(label, []).append(guess == label)
+    right = sum(map(sum, rows.values()))
+    per_class = [
+        {"class": classes[label], "label": label, "images": len(row), "top1_percent": 100 * sum(row) / len(row)}
+        for label, row in sorted(rows.items())
+    ]
+    return {
+        "top1_percent": 100 * right / len(labels),
+        "top1_interval_percent": list(wilson_interval(right, len(labels))),
+        "mean_per_class_percent": sum(row["top1_percent"] for row in per_class) / len(per_class),
+        "per_class": per_class,
+    }
+
+
+def plot(encoders: dict[str, dict], dataset: str) -> Figure:
+    """Each encoder's top-1 by class, from its worst to its best, and of all images.
+
+    Args:
+        encoders: {label: `top1`'s numbers}
+    """
+    figure = Figure(figsize=(8, 3.5), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for index, (label, numbers) in enumerate(encoders.items()):
+        values = sorted(row["top1_percent"] for row in numbers["per_class"])
+        low, high = numbers["top1_interval_percent"]
+        axes.plot(
+            range(1, len(values) + 1),
+            values,
+            drawstyle="steps-mid",
+            color=f"C{index}",
+            label=f"{label}, all {numbers['top1_percent']:.1f} ({low:.1f} to {high:.1f})",
+        )
+        axes.axhline(numbers["top1_percent"], color=f"C{index}", linestyle="--", linewidth=1)
+    axes.set(title=dataset, xlabel="classes, from each encoder's worst", ylabel="top-1 (%)", ylim=(-5, 105))
+    axes.legend(fontsize="small")
+    return figure
+
+
+@dataclass(frozen=True)
+class Classified:
+    """The classes that one encoder assigns to the readable images.
+
+    Attributes:
+        guesses: the assigned class of each, from 0.
+        labels: the true class of each.
+    """
+
+    guesses: list[int]
+    labels: list[int]
+
+    def hits(self) -> list[float]:
+        """100 for each correct image, else 0: their mean is top-1 in percent."""
+        return [100.0 * (guess == label) for guess, label in zip(self.guesses, self.labels, strict=True)]
+
+
+def _classify_all(session: Session, data: LabelledImages, images: ImageFeatures, encoder: TwoTower) -> Classified:
+    encoded, config = images.encode(encoder), session.config
+    templates = BENCHMARKS[config.dataset].templates
+
+    def compute() -> dict[str, Tensor]:
+        named = encoder.backbone, data.classes, templates
+        title = f"classes, {encoder.label}"
+        return {"features": class_features(*named, config.batch_size, session.device, title)}
+
+    depends = encoder.depends | {"classes": data.classes, "templates": _written(templates)}
+    classes = session.cache.tensors("classes", depends, compute)["features"]
+    guesses = classify(encoded.features, classes).tolist()
+    return Classified(guesses, [data.labels[index] for index in encoded.good])
+
+
+def _written(templates: Sequence[Callable[[str], str]]) -> list[str]:
+    return [template("{}") for template in templates]
+
+
+def evaluate_classification(config: ClassificationConfig) -> dict:
+    """Zero-shot top-1 of each encoder; writes `classification.json` and `classification.png` and prints tables.
+
+    Returns:
+        The content of the file: settings, versions, digests, numbers of images and classes, templates; by encoder top-1
+        in percent with its interval and by class; the encoders compared in points, paired by image; a note, the bad
+        records, seconds.
+
+    Raises:
+        UserError: the data or an encoder cannot be used, or more of the images are bad than the share `max_bad`.
+    """
+    benchmark = BENCHMARKS[config.dataset]
+    data = benchmark.read(config.data)
+    print_left_out(data.bad)
+    check_share(data.bad, len(data.records) + len(data.bad), config.max_bad)
+    session = Session("classification", config, data.digest, data.bad)
+    images = ImageFeatures(session, data.records, data.images, data.bad)
+    results = session.of_each(lambda encoder: _classify_all(session, data, images, encoder))
+    hits = {label: {"top-1": result.hits()} for label, result in results.items()}
+    return session.report(
+        {label: top1(result.guesses, result.labels, data.classes) for label, result in results.items()},
+        compare(hits, lambda a, b, _: paired_difference(a, b)),
+        [benchmark.note],
+        images=len(next(iter(results.values())).labels),
+        classes=len(data.classes),
+        templates=_written(benchmark.templates),
+    )
+
+
+def tables(report: dict) -> list[Table]:
+    """The numbers of a report, and the encoders compared."""
+    name = f"{report['settings']['dataset']}, percent of {report['images']} images in {report['classes']} classes"
+    rows = [
+        [label, cell(numbers["top1_percent"], *numbers["top1_interval_percent"]), numbers["mean_per_class_percent"]]
+        for label, numbers in report["encoders"].items()
+    ]
+    return [Table([name, "top-1 (95% interval)", "mean of classes"], rows), *compared_tables(report["compared"])]
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """The figure of a report, by file name."""
+    return {"classification.png": plot(report["encoders"], report["settings"]["dataset"])}
+
+
+def settings_for(everything: AllConfig) -> ClassificationConfig | None:
+    """Its settings in `evaluate all`; None without a benchmark."""
+    if everything.classification is None:
+        return None
+    data = everything.classification_data
+    return everything.settings(ClassificationConfig, dataset=everything.classification, data=data)

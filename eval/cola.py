@@ -1,0 +1,284 @@
+"""Cola: do objects keep their own attributes? (Ray et al. 2023, https://github.com/arijitray1993/COLA)
+
+Files and scores are those of the authors' README and `scripts/eval.py`. The multi-object file was read; the three
+single-object files are known from the README alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor
+from torchmetrics.functional.classification import binary_average_precision
+
+from debias_diffusion.data import BadRecord, ImageFolder, Record
+from debias_diffusion.data.bad_records import check_share, print_left_out, refused
+from debias_diffusion.data.captions import check_caption, fold
+from debias_diffusion.data.retrieval_sets import load_json
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import sha256
+from debias_diffusion.retrieval import encode_texts, recall_ranks
+
+from .image_features import ImageFeatures
+from .intervals import mean_interval, paired_difference
+from .options import AllConfig, ColaConfig
+from .report import Table, cell, compared_tables, draw_bars
+from .session import Session, TwoTower, compare
+
+MULTI, SINGLE = "multi-object", "single-object"
+
+
+@dataclass(frozen=True)
+class Cola:
+    """One of Cola's files.
+
+    Attributes:
+        part: `MULTI` or `SINGLE`.
+        images: the file names of all images, [N].
+        texts: captions, two an item, [2 * items], or the names of the classes, [C].
+        image_of: the position in `images` of each caption's image, [2 * items]; of a single-object file empty.
+        present: whether an image shows a class, [N, C]; of a multi-object file [N, 0].
+        hard: whether an image counts for a class, [N, C]; likewise.
+        bad: the bad records.
+    """
+
+    part: str
+    images: list[str]
+    texts: list[str]
+    image_of: list[int]
+    present: Tensor
+    hard: Tensor
+    bad: list[BadRecord]
+
+
+def read_cola(file: str | Path) -> Cola:
+    """Reads a file of Cola's `data/`; which kind it is shows in its content.
+
+    Multi-object: a list of items `[image 1, caption 1, image 2, caption 2]`, images by address. Single-object: `labels`
+    and `data`, by these keys or as a list of two (the README has the first, `eval.py` the second); `labels` are the
+    names of the classes, and `data` a list of `[image, annotation, label, hard list]`, the annotation missing in PACO,
+    label and hard list with 0 or 1 for each class. An image is known by the last part of its address or path.
+
+    Raises:
+        UserError: the file is none of Cola's, or has no record that can be used.
+    """
+    file = Path(file)
+    classes, entries = _classes_and_entries(load_json(file, object))
+    if not isinstance(entries, list) or not (classes is None or _are_names(classes)):
+        raise UserError(
+            f"{str(file)!r} is none of Cola's files: a list of [image, caption, image, caption], or labels, a list of "
+            "names, and data, a list. Give one from https://github.com/arijitray1993/COLA/tree/main/data."
+        )
+    good, bad = [], []
+    for index, entry in enumerate(entries):
+        try:
+            good.append(_item(entry) if classes is None else _labelled(entry, len(classes)))
+        except ValueError as error:
+            bad.append(refused(f"{file.name}, entry {index}", error))
+    if not good:
+        raise UserError(f"{str(file)!r} has no record that can be used. The first: {bad[0] if bad else 'none'}.")
+    return _multi(good, bad) if classes is None else _single(good, [fold(name) for name in classes], bad)
+
+
+def _classes_and_entries(content: object) -> tuple[object, object]:
+    """(names of classes, entries) of a single-object file, (None, entries) of a multi-object one."""
+    if isinstance(content, dict):
+        return content.get("labels", ()), content.get("data")
+    of_two = isinstance(content, list) and len(content) == 2 and isinstance(content[1], list)
+    if of_two and any(isinstance(part, list) for part in content[1]):
+        return content[0], content[1]
+    return None, content
+
+
+def _are_names(classes: object) -> bool:
+    if not isinstance(classes, list) or not classes:
+        return False
+    return all(isinstance(name, str) and name.strip() for name in classes)
+
+
+def _item(entry) -> list[tuple[str, str]]:
+    """The (image, caption) pairs of an item. Raises ValueError("kind: detail")."""
+    if not (isinstance(entry, list) and len(entry) == 4 and all(isinstance(part, str) for part in entry)):
+        raise ValueError(f"not an item: it must be [image, caption, image, caption], found {str(entry)[:60]}")
+    images = [_name(image) for image in entry[::2]]
+    if images[0] == images[1]:
+        raise ValueError(f"one image twice: {images[0]}")
+    for caption in entry[1::2]:
+        check_caption(caption, "item")
+    return list(zip(images, map(fold, entry[1::2]), strict=True))
+
+
+def _labelled(entry, classes: int) -> tuple[str, list[int], list[int]]:
+    """(image, label, hard list) of an entry. Raises ValueError("kind: detail")."""
+    if not (isinstance(entry, list) and len(entry) in (3, 4) and isinstance(entry[0], str)):
+        raise ValueError(f"not an entry: it must be [image, annotation, label, hard list], found {str(entry)[:60]}")
+    for name, flags in (("label", entry[-2]), ("hard list", entry[-1])):
+        if not (isinstance(flags, list) and len(flags) == classes and all(flag in (0, 1) for flag in flags)):
+            raise ValueError(f"bad {name}: it must be 0 or 1 for each of {classes} classes, found {str(flags)[:60]}")
+    return _name(entry[0]), entry[-2], entry[-1]
+
+
+def _name(image: str) -> str:
+    """The last part of an image's address or path."""
+    name = PurePosixPath(urlsplit(image).path).name
+    if not name:
+        raise ValueError(f"no image: {image[:60]!r} names none")
+    return name
+
+
+def _multi(items: list[list[tuple[str, str]]], bad: list[BadRecord]) -> Cola:
+    pairs = [pair for item in items for pair in item]
+    images = list(dict.fromkeys(image for image, _ in pairs))
+    place = {image: position for position, image in enumerate(images)}
+    none = torch.zeros(len(images), 0, dtype=torch.bool)
+    return Cola(MULTI, images, [text for _, text in pairs], [place[image] for image, _ in pairs], none, none, bad)
+
+
+def _single(entries: list[tuple[str, list[int], list[int]]], classes: list[str], bad: list[BadRecord]) -> Cola:
+    images, *flags = zip(*entries, strict=True)
+    present, hard = (torch.tensor(part, dtype=torch.bool) for part in flags)
+    return Cola(SINGLE, list(images), classes, [], present, hard, bad)
+
+
+def right_items(image_features: Tensor, text_features: Tensor, image_of: Sequence[int]) -> list[float]:
+    """100 for each item both of whose captions are more similar to their own image than to the other's, else 0.
+
+    Args:
+        image_features: [N, D]
+        text_features: of two captions an item, one after the other, [2 * items, D].
+        image_of: the row of each caption's image, [2 * items].
+    """
+    both = [list(image_of[start : start + 2]) for start in range(0, len(image_of), 2) for _ in range(2)]
+    ranks = recall_ranks(image_features, text_features, image_of=image_of, candidates={"text_to_image": both})
+    return (100.0 * (ranks["text_to_image"].view(-1, 2) == 1).all(dim=1)).tolist()
+
+
+def class_precisions(image_features: Tensor, text_features: Tensor, present: Tensor, hard: Tensor) -> dict[int, float]:
+    """The average precision of each class among its hard images by cosine similarity, in percent, by its number.
+
+    Classes that no hard image shows are left out: they have none. Equally similar images share one threshold.
+
+    Args:
+        image_features: [N, D]
+        text_features: of the classes' names, [C, D].
+        present, hard: as in `Cola`, [N, C].
+    """
+    images, texts = (F.normalize(part.double(), dim=1) for part in (image_features, text_features))
+    similarity = ((images @ texts.T + 1) / 2).clamp(0, 1)  # torchmetrics takes other values for logits
+    precisions = {}
+    for number in range(len(texts)):
+        rows = hard[:, number]
+        labels = present[rows, number].int()
+        if labels.any():
+            precisions[number] = 100 * float(binary_average_precision(similarity[rows, number], labels))
+    return precisions
+
+
+def evaluate_cola(config: ColaConfig) -> dict:
+    """Accuracy on Cola's items, or mAP over its classes; writes `cola.json` and `cola.png` and prints tables.
+
+    Items with an unreadable image, and unreadable images of classes, are left out. The text of a class is its name.
+
+    Returns:
+        The content of the file: settings, versions, digests, `part` and its `measure`, numbers of images, items and
+        classes; by encoder the score in percent with its 95% interval (bootstrap over items, or classes) and every
+        item's or class's; the encoders compared in points, paired by item or class; bad records, seconds.
+
+    Raises:
+        UserError: the data or an encoder cannot be used, or more is bad than the share `max_bad`.
+    """
+    data, folder = read_cola(config.data), ImageFolder(config.images)
+    print_left_out(data.bad)
+    check_share(data.bad, len(data.images) + len(data.bad), config.max_bad)
+    session = Session("cola", config, sha256(Path(config.data)), data.bad)
+    images = ImageFeatures(session, [Record(name, name, "") for name in data.images], folder, data.bad)
+    results = session.of_each(lambda encoder: _score(session, data, images, encoder))
+    counted = "items" if data.part == MULTI else "classes"
+    values = {label: {counted: list(scores.values())} for label, scores in results.items()}
+    unreadable = len(session.left_out) - len(data.bad)
+    return session.report(
+        {label: _numbers(data, scores) for label, scores in results.items()},
+        compare(values, lambda a, b, _: paired_difference(a, b)),
+        [_NOTES[data.part]],
+        part=data.part,
+        measure="accuracy" if data.part == MULTI else "mAP",
+        images=len(data.images) - unreadable,
+        **{counted: len(next(iter(results.values())))},
+    )
+
+
+_NOTES = {
+    MULTI: "An item counts if each of its two captions is more similar to its own image than to the other.",
+    SINGLE: "mAP is the mean over the classes of the average precision among each class's hard images.",
+}
+
+
+def _score(session: Session, data: Cola, images: ImageFeatures, encoder: TwoTower) -> dict[int, float]:
+    """One encoder's score of each item, or of each class by its number."""
+    encoded, config = images.encode(encoder), session.config
+    row_of = {position: row for row, position in enumerate(encoded.good)}
+    items = [
+        item for item in range(len(data.image_of) // 2) if {*data.image_of[2 * item : 2 * item + 2]} <= row_of.keys()
+    ]
+    captions = [2 * item + place for item in items for place in range(2)]
+
+    def compute() -> dict[str, Tensor]:
+        title = f"texts, {encoder.label}"
+        return {"features": encode_texts(encoder.backbone, data.texts, config.batch_size, session.device, title)}
+
+    texts = session.cache.tensors("texts", encoder.depends | {"texts": data.texts}, compute)["features"]
+    if data.part == SINGLE:
+        rows = torch.tensor(encoded.good)
+        scores = class_precisions(encoded.features, texts, data.present[rows], data.hard[rows])
+    elif items:
+        of_captions = [row_of[data.image_of[caption]] for caption in captions]
+        scores = dict(zip(items, right_items(encoded.features, texts[captions], of_captions), strict=True))
+    else:
+        scores = {}
+    if not scores:
+        raise UserError(
+            f"{config.data!r} leaves nothing to score: no item has both images, or no class an image that shows it."
+        )
+    return scores
+
+
+def _numbers(data: Cola, scores: dict[int, float]) -> dict:
+    values = list(scores.values())
+    by = {data.texts[number]: score for number, score in scores.items()} if data.part == SINGLE else values
+    return {"score_percent": sum(values) / len(values), "interval_percent": mean_interval(values), "scores_percent": by}
+
+
+def tables(report: dict) -> list[Table]:
+    """The numbers of a report, and the encoders compared."""
+    count = f"{report['items']} items" if report["part"] == MULTI else f"{report['classes']} classes"
+    rows = [
+        [label, cell(numbers["score_percent"], *numbers["interval_percent"])]
+        for label, numbers in report["encoders"].items()
+    ]
+    header = [f"Cola, {report['part']}, percent of {count}", f"{report['measure']} (95% interval)"]
+    return [Table(header, rows), *compared_tables(report["compared"])]
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """The figure of a report, by file name."""
+    figure = Figure(figsize=(5, 3.5), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    groups = {
+        label: ([numbers["score_percent"]], [numbers["interval_percent"]])
+        for label, numbers in report["encoders"].items()
+    }
+    draw_bars(axes, groups, [report["part"]], digits=1)
+    axes.set(ylabel=f"{report['measure']} (%), with 95% intervals", ylim=(0, 115))
+    axes.legend(fontsize="small")
+    return {"cola.png": figure}
+
+
+def settings_for(everything: AllConfig) -> ColaConfig | None:
+    """Its settings in `evaluate all`; None without its data."""
+    if everything.cola is None:
+        return None
+    return everything.settings(ColaConfig, data=everything.cola, images=everything.cola_images)

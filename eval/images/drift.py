@@ -1,0 +1,284 @@
+"""Drift: how far an encoder's hidden states have moved from those that the UNet was trained on. Needs no images.
+
+The base is the SDXL checkpoint's own text encoder. Encoders read as the pipelines do, longer captions in chunks that
+overlap. Each gives the UNet one state for each token, and these are compared.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+from transformers import CLIPTokenizer
+
+from debias_diffusion.chunks import Tokens, tokenize_text
+from debias_diffusion.encoders import load_text_encoder
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import json_digest
+from debias_diffusion.interchange.text_encoders import TextEncoder
+from debias_diffusion.models.weight_files import weights_digest
+from debias_diffusion.reading import encode_texts
+from debias_diffusion.tokens import clean
+
+from ..inputs import Pairs, read_source
+from ..intervals import mean_interval, paired_difference
+from ..options import TOY_BASE, TOY_CLIP, AllConfig, DriftConfig
+from ..report import Table, cell, compared_tables, draw_by_position
+from ..session import Session, compare
+
+PADS = 24  # after EOT, whose states are compared
+PARTS = {"text": "text", "sot": "SOT", "eot": "EOT", "pads": f"{PADS} pads"}
+_RIDGE = 1e-3  # of the mean variance of the encoder's channels
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A text encoder as the pipelines read it.
+
+    Attributes:
+        name: as the settings have it.
+        encoder: in evaluation mode, on its device.
+        digest: of the encoder's weights.
+    """
+
+    name: str
+    encoder: TextEncoder
+    tokenizer: CLIPTokenizer
+    digest: str
+
+    @classmethod
+    def load(cls, name: str, device: torch.device) -> "Reader":
+        encoder, tokenizer = load_text_encoder(name)
+        encoder = encoder.float().to(device)
+        return cls(name, encoder, tokenizer, weights_digest(encoder))
+
+    def tokens(self, captions: Sequence[str]) -> list[Tokens]:
+        return [tokenize_text(clean(caption), self.tokenizer)[0] for caption in captions]
+
+    @torch.no_grad()
+    def states(self, tokens: list[Tokens]) -> list[Tensor]:
+        """The states of each text: SOT, its tokens, EOT and `PADS` pads, [positions, width]."""
+        length = max(len(text.ids) for text in tokens) + 2 + PADS
+        rows, _ = encode_texts(self.encoder, self.tokenizer, tokens, length)
+        return [row[: len(text.ids) + 2 + PADS] for row, text in zip(rows, tokens, strict=True)]
+
+    def depends(self) -> dict:
+        return {"digest": self.digest, "configuration": self.encoder.config.to_dict() | {"_name_or_path": None}}
+
+
+class Moments:
+    """Weighted sums of an encoder's states s and the base's t, enough to fit maps and to score them.
+
+    Attributes:
+        captions: how many were added.
+        n: the sum of weights.
+        s, t: of the states, [width].
+        ss, st: of their products, [width, width].
+        tt: of the base's squared lengths.
+    """
+
+    def __init__(self, width: int):
+        zeros = partial(torch.zeros, dtype=torch.float64)
+        self.captions = 0
+        self.n, self.s, self.t = zeros(()), zeros(width), zeros(width)
+        self.ss, self.st, self.tt = zeros(width, width), zeros(width, width), zeros(())
+
+    def add(self, student: Tensor, teacher: Tensor, variance: float) -> None:
+        """The states of one caption, [tokens, width] each; every caption counts alike, in shares of its variance."""
+        student, teacher, weight = student.cpu().double(), teacher.cpu().double(), 1 / (variance * len(student))
+        self.captions += 1
+        self.n += weight * len(student)
+        self.s += weight * student.sum(0)
+        self.t += weight * teacher.sum(0)
+        self.ss += weight * student.T @ student
+        self.st += weight * student.T @ teacher
+        self.tt += weight * teacher.square().sum()
+
+    def shift(self) -> tuple[Tensor, Tensor]:
+        """(map [width, width], bias [width]): the shift alone that brings the states nearest to the base's."""
+        return torch.eye(len(self.s), dtype=torch.float64), (self.t - self.s) / self.n
+
+    def linear(self) -> tuple[Tensor, Tensor]:
+        """The linear map and shift that do so, by ridge regression."""
+        mean_s, mean_t = self.s / self.n, self.t / self.n
+        covariance = self.ss / self.n - mean_s.outer(mean_s)
+        ridge = _RIDGE * covariance.diagonal().mean() * torch.eye(len(mean_s), dtype=torch.float64)
+        fitted = torch.linalg.solve(covariance + ridge, self.st / self.n - mean_s.outer(mean_t))
+        return fitted, mean_t - mean_s @ fitted
+
+    def error(self, fitted: Tensor, bias: Tensor) -> float:
+        """The error of s @ fitted + bias: the mean of its captions."""
+        mapped = (fitted.T @ self.ss @ fitted).trace() + 2 * (self.s @ fitted) @ bias + self.n * bias @ bias
+        total = mapped - 2 * ((fitted * self.st).sum() + bias @ self.t) + self.tt
+        return max(0.0, (total / len(bias) / self.captions).item())  # rounding may leave less than nothing
+
+
+def measure_drift(
+    reader: Reader, base: Reader, captions: Sequence[str], batch_size: int, title: str
+) -> dict[str, object]:
+    """The state errors of one encoder in `captions`. Shows a progress bar.
+
+    The error of a position is the squared difference of the two states, mean over channels, divided by the mean
+    variance of the base's channels over the caption's tokens and EOT: 0 is the base, and 1 as far from it as the mean
+    of all its tokens' states is.
+
+    Returns:
+        "errors": by part of `PARTS`, the mean of each caption, [captions]; "by_position": the mean at each position of
+        text from 1, and "captions_at_position"; "after_shift" and "after_linear": the error of text once one shift, or
+        one linear map, common to all tokens is undone, each fitted on one half of the captions and scored on the other
+        (None for fewer than two captions).
+
+    Raises:
+        UserError: the encoder reads other tokens than the base.
+    """
+    errors: dict[str, list[float]] = {part: [] for part in PARTS}
+    sums: list[float] = []
+    counts: list[int] = []
+    halves = [Moments(base.encoder.config.hidden_size) for _ in range(2)]
+    for start in tqdm(range(0, len(captions), batch_size), desc=title):
+        texts = base.tokens(captions[start : start + batch_size])
+        _check_same_tokens(reader, base, texts, captions[start : start + batch_size])
+        for number, (text, student, teacher) in enumerate(
+            zip(texts, reader.states(texts), base.states(texts), strict=True), start
+        ):
+            end = len(text.ids) + 1  # the position of EOT
+            variance = teacher[1 : end + 1].var(dim=0, correction=0).mean().item()
+            at = (student - teacher).square().mean(dim=1).cpu().double() / variance
+            places = {"text": at[1:end], "sot": at[:1], "eot": at[end : end + 1], "pads": at[end + 1 :]}
+            for part, values in places.items():
+                errors[part].append(values.mean().item())
+            more = end - 1 - len(sums)
+            sums, counts = sums + [0.0] * more, counts + [0] * more
+            for position, value in enumerate(at[1:end].tolist()):
+                sums[position] += value
+                counts[position] += 1
+            halves[number % 2].add(student[1:end], teacher[1:end], variance)
+    return {
+        "errors": errors,
+        "by_position": [total / count for total, count in zip(sums, counts, strict=True)],
+        "captions_at_position": counts,
+        "after_shift": _fitted(halves, Moments.shift),
+        "after_linear": _fitted(halves, Moments.linear),
+    }
+
+
+def _fitted(halves: Sequence[Moments], fit: Callable[[Moments], tuple[Tensor, Tensor]]) -> float | None:
+    """The error of both halves, each mapped by what was fitted on the other."""
+    captions = sum(half.captions for half in halves)
+    if not all(half.captions for half in halves):
+        return None
+    return sum(half.captions * half.error(*fit(other)) for half, other in (halves, halves[::-1])) / captions
+
+
+def _check_same_tokens(reader: Reader, base: Reader, texts: Sequence[Tokens], captions: Sequence[str]) -> None:
+    theirs = [text.ids for text in reader.tokens(captions)]
+    if theirs != [text.ids for text in texts]:
+        raise UserError(
+            f"The encoder {reader.name!r} and the base {base.name!r} cut captions into different tokens, so their "
+            "states cannot be compared one by one. Give the base that the encoder was trained from."
+        )
+
+
+def evaluate_drift(config: DriftConfig) -> dict:
+    """The state errors of several encoders against the base's own.
+
+    Writes `drift.json` and `drift.png` into `config.output`, and prints tables.
+
+    Returns:
+        The content of the JSON: settings, versions, digests, number of captions; by encoder "state_error" of each part
+        of `PARTS` ("value", "low", "high", 95%), "after_shift", "after_linear", "by_position" and
+        "captions_at_position" (see `measure_drift`); comparisons of the errors of text; bad records, seconds.
+
+    Raises:
+        UserError: the data or an encoder cannot be used, or an encoder's states cannot be compared with the base's.
+    """
+    pairs = read_source(config, only_captions=True)
+    session = Session("drift", config, pairs.digest, pairs.bad)
+    base = Reader.load(config.base, session.device)
+    numbers = [number for number, text in enumerate(base.tokens(pairs.captions)) if text.ids]
+    if not numbers:
+        raise UserError("No caption holds any text. Give other data.")
+    captions, image_of = ([column[number] for number in numbers] for column in (pairs.captions, pairs.image_of))
+
+    def evaluate(encoder: tuple[str, Reader]) -> dict:
+        label, reader = encoder
+        _check_width(reader, base)
+        depends = {"encoder": reader.depends(), "base": base.depends(), "captions": json_digest({"all": captions})}
+        compute = partial(measure_drift, reader, base, captions, config.batch_size, label)
+        return session.cache.result("drift", depends, compute)
+
+    results = session.of_each(evaluate, lambda name, label, device: (label, Reader.load(name, device)))
+    session.digests["base"] = base.digest
+    groups = np.unique(image_of, return_inverse=True)[1]
+    return session.report(
+        {label: _with_intervals(result, groups) for label, result in results.items()},
+        compare(
+            {label: {"state error of text": result["errors"]["text"]} for label, result in results.items()},
+            lambda a, b, score: paired_difference(a, b, groups),
+        ),
+        _notes(pairs, captions),
+        captions=len(captions),
+    )
+
+
+def _check_width(reader: Reader, base: Reader) -> None:
+    widths = [part.encoder.config.hidden_size for part in (reader, base)]
+    if widths[0] != widths[1]:
+        raise UserError(
+            f"The states of {reader.name!r} have {widths[0]} channels and those of the base {base.name!r} "
+            f"{widths[1]}. Give the base that the encoder was trained from."
+        )
+
+
+def _with_intervals(result: dict, groups: np.ndarray) -> dict:
+    errors = {}
+    for part, values in result["errors"].items():
+        low, high = mean_interval(values, groups)
+        errors[part] = {"value": float(np.mean(values)), "low": low, "high": high}
+    return {"state_error": errors} | {name: value for name, value in result.items() if name != "errors"}
+
+
+def _notes(pairs: Pairs, captions: Sequence[str]) -> list[str]:
+    notes = ["0 is the base's own state, and 1 as far from it as the mean of all its tokens' states is."]
+    without = len(pairs.captions) - len(captions)
+    return notes + ([f"{without} captions hold no text, and were left out."] if without else [])
+
+
+def tables(report: dict) -> list[Table]:
+    """A report's errors by part, what is left of them once a shift or a linear map is undone, and comparisons."""
+    rows = []
+    for label, numbers in report["encoders"].items():
+        errors = numbers["state_error"]
+        cells = [cell(*errors["text"].values(), form=".2f"), numbers["after_shift"], numbers["after_linear"]]
+        rows.append([label, *cells, *(errors[part]["value"] for part in PARTS if part != "text")])
+    header = ["state error, share of the variance", "text (95% interval)", "less one shift", "less a linear map"]
+    header += [title for part, title in PARTS.items() if part != "text"]
+    return [Table(header, rows), *compared_tables(report["compared"])]
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """The error at each position of text, by file name."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for index, (label, numbers) in enumerate(report["encoders"].items()):
+        draw_by_position(axes, numbers["by_position"], numbers["captions_at_position"], label, f"C{index}")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("position of the token (SOT is 0)")
+    axes.set_ylabel("state error, share of the variance")
+    axes.legend(fontsize="small")
+    axes.set_title(f"Mean over {report['captions']} captions; dotted where few reach", fontsize="medium")
+    return {"drift.png": figure}
+
+
+def settings_for(everything: AllConfig) -> DriftConfig | None:
+    """Its settings in `evaluate all`; None without an SDXL checkpoint, or another encoder than its own."""
+    is_toy = everything.sdxl == TOY_BASE
+    encoders = [name for name in everything.for_texts if not (is_toy and name == TOY_CLIP)]
+    if everything.sdxl is None or not encoders:
+        return None
+    return everything.settings(DriftConfig, base=everything.sdxl, encoders=encoders)

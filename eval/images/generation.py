@@ -1,0 +1,355 @@
+"""Images generated from captions with several text encoders, and their scores (Table S7)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache, cached_property, partial
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from tqdm import tqdm
+
+from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes, toy_scene
+from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import bytes_digest, sha256
+from debias_diffusion.pipelines.checkpoints import Checkpoint
+from debias_diffusion.toyworld.checker import Comparison
+from debias_diffusion.toyworld.grammar import Caption
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS
+
+from ..encoder_names import labels
+from ..inputs import read_pairs, trained_on
+from ..options import TOY_FEATURES, AllConfig, GenerationConfig
+from ..processes import Processes
+from ..registry import EVALUATIONS
+from ..report import Table, cell, compared_tables
+from ..session import Session
+from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
+from .figures import plot, plot_examples
+from .objects import (
+    BY_SENTENCE,
+    BY_TELLING,
+    TELLING_TITLES,
+    Mentions,
+    Ways,
+    compare_images,
+    compare_objects,
+    objects_numbers,
+)
+from .objects import SCORES as OBJECTS
+from .references import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
+from .scores import ImageNumbers, ImageScores, References, compare, score_titles
+
+NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
+EXAMPLES = 6  # prompts
+NAME = "generation"
+
+
+def evaluate_generation(config: GenerationConfig) -> dict:
+    """Generates an image from every caption with every encoder and scores them; writes a report and prints tables.
+
+    A killed run continues with the missing images, and computes no score twice. Started by `accelerate launch` it
+    generates in several processes, one on each GPU; the main one scores. Pairs with an unreadable reference image are
+    skipped and reported.
+
+    Returns:
+        The content of `generation.json`: settings, versions, digests; by encoder its scores with 95% intervals, how
+        many prompts were cut, the digest of its images, seconds of generating; the encoders compared; of toy captions
+        that refer back, "ceilings", see `reading.ceilings`; notes, the resizes, the bad records, seconds. In processes
+        other than the main one, {}.
+
+    Raises:
+        UserError: the data or a model cannot be used; all are checked before the first image is generated.
+    """
+    return _Generation(config).run()
+
+
+def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores | None:
+    """The networks that score images; None if only the toy world's own score is requested.
+
+    Raises:
+        UserError: a network cannot be loaded, or none is named.
+    """
+    networks = {name: getattr(config, name) for name in NETWORKS}
+    if is_toy_scenes(config.data) and not any(networks.values()):
+        return None
+    return ImageScores(**networks, batch_size=config.batch_size, device=device)
+
+
+class _Generation:
+    """One evaluation. Only the main process reads and scores."""
+
+    def __init__(self, config: GenerationConfig):
+        self.config, self.settings, self.processes = config, DrawingSettings.of(config), Processes(config.device)
+        self.output = Path(config.output)
+        self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
+        names = folder_names(list(self.encoders))
+        self.folders = {label: self.output / "pictures" / name for label, name in names.items()}
+
+    def run(self) -> dict:
+        with self.processes.only_main_prints():
+            subjects, digest = self.processes.from_main(self._read)
+            drawing = Drawing(self.settings, self.processes, digest)
+            drawing.check(self.encoders.values(), self.folders.values(), subjects)
+            with self.processes.alone_in(self.output):
+                files = {
+                    label: drawing.draw(encoder, self.folders[label], subjects, label)
+                    for label, encoder in self.encoders.items()
+                }
+                digests = drawing.digests
+                del drawing  # and with it the models: the networks may need their memory
+                return self._report(files, digests) if self.processes.is_main else {}
+
+    def _read(self) -> tuple[list[Subject], str]:
+        """The images to generate, and the digest of the data."""
+        config = self.config
+        self.is_toy = is_toy_scenes(config.data)
+        load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
+        self.pairs = read_pairs(
+            *(config.data, config.images, config.limit, config.max_bad),
+            unseen_by=config.encoders if config.held_out else (),
+        )
+        records, images = self.pairs.records, self.pairs.images
+        good, self.unreadable = _with_readable_reference(records, images)
+        print_left_out(self.unreadable)
+        needs_fid = config.inception_weights is not None or config.own_features is not None
+        if len(good) < (2 if needs_fid else 1):
+            raise UserError(
+                f"{len(good)} of {len(records)} pairs have a readable reference image in {str(images.root)!r}; FID "
+                "needs at least 2, other scores 1. Give the folder that the data file's image paths start from, or "
+                "raise the limit."
+            )
+        check_share(self.unreadable, len(records), config.max_bad)
+        self.records = [records[index] for index in good]
+        bad = self.pairs.bad + self.unreadable
+        self.session = Session(NAME, config, self.pairs.digest, bad, self.processes.device)
+        subjects = [Subject(f"{index:06}", records[index].caption, index) for index in good]
+        return subjects, self.pairs.digest
+
+    @cached_property
+    def _references(self) -> References:
+        return self.scores.of_references([partial(_reference, record, self.pairs.images) for record in self.records])
+
+    @cached_property
+    def _shown(self) -> str:
+        """Digest of the captions, and of what shows that the files of the reference images have changed."""
+        stamp = self.pairs.images.stamp
+        captions = ((record, record.caption.encode("utf-8", "surrogatepass")) for record in self.records)
+        return bytes_digest(stamp(record.image) + caption + b"\0" for record, caption in captions)
+
+    def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
+        """The scores of one encoder's images."""
+        if self.scores is None:
+            return ImageNumbers({}, {}, {}, len(files))
+        captions = [record.caption for record in self.records]
+        depends = {"pictures": digest, "originals": self._shown, **self.scores.depends}
+        numbers = self.session.cache.result(
+            "scores", depends, lambda: asdict(self.scores(files, self._references, captions))
+        )
+        return ImageNumbers(**numbers)
+
+    def _objects(self, files: Sequence[Path], digest: str) -> list[Comparison]:
+        """What one encoder's images show of the toy world's scenes."""
+        scenes = [toy_scene(record)[0] for record in self.records]
+        depends = {"pictures": digest, "originals": self._shown}
+        cached = self.session.cache.result(
+            "objects", depends, lambda: {"images": [*map(asdict, compare_images(files, scenes))]}
+        )
+        return [Comparison(**image) for image in cached["images"]]
+
+    def _readings(self, captions: Sequence[Caption]) -> list[CaptionReading]:
+        """How the prompts tell their objects; empty unless any of them refers back."""
+        if not any(map(refers_back, captions)):
+            return []
+        tokenizer, prefix = Checkpoint.parse(self.config.base).tokenizer(), self.config.prefix
+
+        @cache  # sentences repeat
+        def count_tokens(text: str) -> int:
+            return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        return [read_caption(_with_prefix(caption, prefix), count_tokens) for caption in captions]
+
+    def _report(self, files: Mapping[str, Sequence[Path]], digests: dict) -> dict:
+        self.scores, session = load_networks(self.config, self.processes.device), self.session
+        scores, comparisons, encoders = {}, {}, {}
+        captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
+        mentions, readings = [caption.first_mentions() for caption in captions], self._readings(captions)
+        ways = [reading.ways for reading in readings]
+        for label, paths in files.items():
+            digest = _files_digest(paths)
+            scores[label] = self._score(paths, digest)
+            numbers = dict(scores[label].numbers)
+            if self.is_toy:
+                comparisons[label] = self._objects(paths, digest)
+                numbers |= objects_numbers(comparisons[label], mentions, ways)
+            encoders[label] = {"scores": numbers, **how_drawn(self.folders[label]), "pictures": digest}
+        seen, of_seen = trained_on(self.encoders, self.pairs)
+        notes = [*of_seen, *(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
+        notes += [note for of_encoder in scores.values() for note in of_encoder.notes]
+        networks = self.scores.digests if self.scores else dict.fromkeys(NETWORKS)
+        weights = {label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()}
+        session.digests |= {name: digests[name] for name in ("base", "encoder_2")} | networks | {"encoders": weights}
+        return session.report(
+            encoders,
+            _compared(scores, comparisons, mentions, ways),
+            list(dict.fromkeys(notes)),
+            saved={EVALUATIONS[NAME].saved[0]: self._examples(files)},
+            seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
+            drawing=asdict(self.settings),
+            images=len(self.records),
+            resize=self.scores.resize if self.scores else {},
+            ceilings=ceilings(readings),
+            trained_on=seen,
+        )
+
+    def _examples(self, files: Mapping[str, Sequence[Path]]) -> Figure:
+        step = ARRANGEMENTS if self.is_toy else 1  # consecutive toy scenes show the same objects
+        shown = range(0, len(self.records), step)[:EXAMPLES]
+        return plot_examples(
+            [self.records[index].caption for index in shown],
+            [_reference(self.records[index], self.pairs.images) for index in shown],
+            {label: [paths[index] for index in shown] for label, paths in files.items()},
+        )
+
+
+def _with_readable_reference(records: Sequence[Record], images: ImageSource) -> tuple[list[int], list[BadRecord]]:
+    """The positions of the records whose image can be decoded, and the bad records."""
+    good, bad = [], []
+    for index, record in enumerate(tqdm(records, desc="check reference images")):
+        image = read_or_bad(record, images.open)
+        if isinstance(image, BadRecord):
+            bad.append(image)
+        else:
+            good.append(index)
+    return good, bad
+
+
+def _reference(record: Record, images: ImageSource) -> Image.Image:
+    """The image of a record that was readable when the evaluation began. Raises UserError if it no longer is."""
+    image = read_or_bad(record, images.open)
+    if isinstance(image, BadRecord):
+        raise UserError(
+            f"An image that could be read at the start cannot be read now: {image}. Start the same command again, "
+            "which skips unreadable images, and do not change the images meanwhile."
+        )
+    return image
+
+
+def _with_prefix(caption: Caption, prefix: str) -> Caption:
+    first, *further = caption.sentences
+    return Caption((replace(first, text=prefix + first.text), *further))
+
+
+def _files_digest(files: Sequence[Path]) -> str:
+    return bytes_digest(["\n".join(map(sha256, files)).encode()])
+
+
+def _compared(
+    scores: Mapping[str, ImageNumbers], comparisons: Mapping[str, list[Comparison]], mentions: Mentions, ways: Ways
+) -> list[dict]:
+    """Every two encoders compared, the later with the earlier, by every score."""
+    compared = []
+    for b, a in combinations(scores, 2):
+        differences = compare(scores[a], scores[b])
+        if comparisons:
+            differences |= compare_objects(comparisons[a], comparisons[b], mentions, ways)
+        compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
+    return compared
+
+
+def _reading_notes(encoders: Mapping[str, dict], count: int) -> list[str]:
+    return [
+        f"{label} read the first {numbers['cut_at']} tokens of a prompt, as in stock SDXL: {numbers['prompts_cut']} of "
+        f"{count} were cut."
+        for label, numbers in encoders.items()
+        if numbers["cut_at"] is not None
+    ]
+
+
+def titles(report: dict) -> dict[str, str]:
+    """Titles of the scores. They name the network, which decides what a number can be compared with."""
+    settings = report["settings"]
+    known = score_titles(**{name: settings[name] for name in NETWORKS if name != "inception_weights"})
+    known |= OBJECTS | TELLING_TITLES
+    for numbers in report["encoders"].values():
+        for score in numbers["scores"]:
+            if score.startswith("clip_score_"):
+                known[score] = f"{known['clip_score']}, sentence {score.rpartition('_')[2]}"
+    return known
+
+
+def tables(report: dict) -> list[Table]:
+    """A report's scores with their 95% intervals, and the encoders compared."""
+    names, encoders = titles(report), report["encoders"]
+    every = [score for numbers in encoders.values() for score in numbers["scores"].items()]
+    single = dict.fromkeys(score for score, number in every if isinstance(number, dict))  # one number, not a list
+    rows = [[names[score], *(_cell(numbers["scores"].get(score)) for numbers in encoders.values())] for score in single]
+    rows.append(["prompts cut", *(numbers["prompts_cut"] for numbers in encoders.values())])
+    rows.append(["seconds of generating", *(f"{numbers['seconds']:.0f}" for numbers in encoders.values())])
+    scores = Table([f"{report['images']} images, with 95% intervals", *encoders], rows)
+    # Without those of single sentences, which are in the JSON: they would hide the others.
+    shown = [line for line in report["compared"] if not line["score"].startswith("clip_score_")]
+    compared = compared_tables(shown, names, form=".3g")  # some scores are in thousandths
+    return [scores, *_by_sentence(encoders), *_by_telling(report), *compared]
+
+
+def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
+    """The table of objects by the sentence that first mentions them; none of images of other worlds."""
+    lines = [numbers["scores"].get(BY_SENTENCE) for numbers in encoders.values()]
+    if None in lines:
+        return []
+    header = ["objects right / precision / F1, %, by the sentence that first mentions them", "objects", *encoders]
+    return [
+        Table(header, [[row[0]["sentence"], row[0]["objects"], *map(_shares, row)] for row in zip(*lines, strict=True)])
+    ]
+
+
+def _by_telling(report: dict) -> list[Table]:
+    """The table of objects by the way they are told, beside what a symbolic reader can know at most."""
+    encoders, rows = report["encoders"].values(), []
+    for line in report["ceilings"]:
+        if line["told"] == ALL:
+            numbers = [entry["scores"]["objects_right"] for entry in encoders]
+        else:
+            numbers = [_of_way(entry["scores"], line["told"]) for entry in encoders]
+        shares = (f"{line[reader]:.1f}" for reader in READERS)
+        rows.append([line["told"], line["objects"], *shares, *map(_cell, numbers)])
+    titles = (f"symbolic reader, {title}" for title in READERS.values())
+    header = ["objects right, %, by how they are told", "objects", *titles, *report["encoders"]]
+    return [Table(header, rows)] if rows else []
+
+
+def _of_way(scores: dict, way: str) -> dict:
+    return next(line for line in scores[BY_TELLING] if line["told"] == way)
+
+
+def _shares(line: dict) -> str:
+    return " / ".join(f"{number['value']:.1f}" if number else "-" for number in (line, line["precision"], line["f1"]))
+
+
+def _cell(number: dict | None) -> str | None:
+    return number and cell(number["value"], number["low"], number["high"], form=".3g")
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """The figure of a report, by file name."""
+    return {f"{NAME}.png": plot(report["encoders"], titles(report))}
+
+
+def settings_for(everything: AllConfig) -> GenerationConfig | None:
+    """Its settings in `evaluate all`; None without an SDXL checkpoint.
+
+    Raises:
+        UserError: a network cannot be loaded, which should not stop a run later.
+    """
+    if everything.sdxl is None:
+        return None
+    toy = {"dino": TOY_FEATURES, "own_features": TOY_FEATURES} if everything.is_toy else {}
+    toy = {name: network for name, network in toy.items() if getattr(everything, name) is None}
+    given = {"base": everything.sdxl, "encoders": everything.for_images, "limit": everything.generated}
+    config = everything.settings(GenerationConfig, **given, **toy)
+    load_networks(config, torch.device("cpu"))
+    return config

@@ -1,0 +1,215 @@
+"""Networks whose features scores are computed from, and the one way in which all of them read images."""
+
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from open_clip.constants import IMAGENET_MEAN, IMAGENET_STD
+from PIL import Image
+from torch import Tensor
+from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
+from tqdm import tqdm
+from transformers import AutoModel
+
+from debias_diffusion.data.images import UnreadableImage, open_image
+from debias_diffusion.encoders import load_two_tower, may_be_hub_id
+from debias_diffusion.errors import UserError
+from debias_diffusion.models.model_files import (
+    check_finite,
+    explain_failure,
+    quiet_transformers,
+    read_config,
+)
+from debias_diffusion.models.shipped import shipped
+from debias_diffusion.models.weight_files import read_state
+from debias_diffusion.retrieval import encode_texts
+
+# Of generated and reference images alike.
+RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"
+FID_FEATURES = (64, 2048)
+CACHED = "cache"  # in place of a file: the one that torch-fidelity has downloaded
+# DINOv2's position table is of 518 pixels, but it was trained at 224, and its processor uses that.
+DINOV2_SIZE = 224
+
+
+# An image's file, or a function that returns an image as RGB.
+Picture = str | os.PathLike | Callable[[], Image.Image]
+
+
+def open_picture(image: Picture) -> Image.Image:
+    """The image, as RGB.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    if callable(image):
+        return image()
+    try:
+        return open_image(image)
+    except UnreadableImage as error:
+        raise UserError(
+            f"The image {os.fspath(image)!r} cannot be read: {error}. Delete it and start the same command again, "
+            "which generates it again."
+        ) from error
+
+
+def load_square(image: Picture, size: int) -> Image.Image:
+    """The largest centred square of an image, as RGB, resized with Pillow's antialiased bicubic filter."""
+    image = open_picture(image)
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    box = (left, top, left + side, top + side)
+    # Cropped first, because with box= Pillow's filter would read pixels outside of the box.
+    return image.crop(box).resize((size, size), Image.Resampling.BICUBIC)
+
+
+def _batches(images: Sequence[Picture], size: int, batch_size: int, title: str) -> Iterator[Tensor]:
+    """The images as uint8 [B, 3, size, size]."""
+    for start in tqdm(range(0, len(images), batch_size), desc=title):
+        squares = [np.asarray(load_square(image, size)) for image in images[start : start + batch_size]]
+        yield torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
+
+
+_INCEPTION_ADVICE = (
+    "Pass --inception-weights the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases "
+    f"({URL_INCEPTION_V3}), which pytorch-fid calls pt_inception-2015-12-05-6726825d.pth, or 'cache' when "
+    "torch-fidelity has downloaded it before. Without --inception-weights FID is skipped."
+)
+
+
+class InceptionFeatures:
+    """The features of torch-fidelity's Inception, 64 and 2048 of them.
+
+    Args:
+        weights: file of torch-fidelity's Inception weights, or "cache" for the one in torch hub's cache. It is read as
+            plain tensors only: a pickle that holds code is refused, and nothing in it runs.
+
+    Raises:
+        UserError: the file is missing, or does not hold the tensors of this network.
+    """
+
+    size = FeatureExtractorInceptionV3.INPUT_IMAGE_SIZE
+
+    def __init__(self, weights: str | os.PathLike, device: torch.device):
+        cached = Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[1]
+        self.file = cached if weights == CACHED else Path(weights)
+        named = f"Inception weights {str(self.file)!r}"
+        with explain_failure(f"{named} cannot be used", _INCEPTION_ADVICE):
+            if not self.file.is_file():
+                raise UserError(f"{named} are not there. {_INCEPTION_ADVICE}")
+            state = read_state(self.file)
+            check_finite(state.items(), named)
+            # torch-fidelity unpickles its file without any check. So it gets a copy of these tensors, never the file
+            # itself, which could also change after our check.
+            copy = io.BytesIO()
+            torch.save(state, copy)
+            copy.seek(0)
+            extractor = FeatureExtractorInceptionV3("inception", [str(n) for n in FID_FEATURES], copy)
+        self.extractor = extractor.to(device)
+        self.device = device
+
+    @torch.inference_mode()
+    def __call__(self, images: Sequence[Picture], batch_size: int) -> dict[int, Tensor]:
+        """{64: [N, 64], 2048: [N, 2048]} features of the images, from one pass, on the CPU."""
+        batches = [
+            [features.cpu() for features in self.extractor(batch.to(self.device))]
+            for batch in _batches(images, self.size, batch_size, "Inception features")
+        ]
+        return {n: torch.cat(features) for n, features in zip(FID_FEATURES, zip(*batches, strict=True), strict=True)}
+
+
+_EXAMPLES = {"dino": "facebook/dino-vits16", "dinov2": "facebook/dinov2-small"}
+
+
+class ClsFeatures:
+    """A transformers vision model's CLS features after its last norm.
+
+    Args:
+        model: its folder, hub id, or "toy/features". Images are normalised with ImageNet's mean and standard deviation,
+            as DINO was trained, at the size that the model's configuration names; DINOv2 at 224 pixels (or fewer, if
+            its configuration names fewer), to which it resizes its position table.
+        option: the setting that names the model, for error messages.
+
+    Attributes:
+        size: side of the images that the model reads, in pixels.
+        width: length of a feature vector.
+
+    Raises:
+        UserError: the model cannot be loaded.
+    """
+
+    def __init__(self, model: str | os.PathLike, device: torch.device, option: str = "dino"):
+        advice = (
+            f"Give {option} a folder of a transformers vision model with config.json and its weights, or a hub id such "
+            f"as {_EXAMPLES.get(option, _EXAMPLES['dino'])} once the hub's cache holds it, or null to skip its score."
+        )
+        with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_transformers():
+            place = shipped(model)
+            if not Path(place).is_dir() and not may_be_hub_id(place):
+                raise ValueError("it is not there")
+            if Path(place).is_dir():
+                read_config(Path(place) / "config.json")  # whose sizes may be beyond reason
+            # Files other than safetensors are read with weights_only=True.
+            loaded, info = AutoModel.from_pretrained(
+                place, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            )
+            # The pooler is not used, and DINO's weights lack one.
+            missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+            if missing:
+                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            if getattr(loaded, "pooler", None) is not None:
+                loaded.pooler = None  # random if its weights are missing, and the digest must not depend on it
+            check_finite(loaded.state_dict().items(), repr(os.fspath(model)))
+            self.model = loaded.to(device).eval()
+            self.size, self.width = self.model.config.image_size, self.model.config.hidden_size
+            if self.model.config.model_type == "dinov2":
+                self.size = min(self.size, DINOV2_SIZE)
+        self.device = device
+
+    @torch.inference_mode()
+    def __call__(self, images: Sequence[Picture], batch_size: int) -> Tensor:
+        """[N, width] features of the images, on the CPU."""
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+        features = []
+        for batch in _batches(images, self.size, batch_size, "CLS features"):
+            pixels = ((batch.float() / 255 - mean) / std).to(self.device)
+            features.append(self.model(pixel_values=pixels).last_hidden_state[:, 0].float().cpu())
+        return torch.cat(features)
+
+
+class TwoTowerFeatures:
+    """The features of images and texts by the CLIP that `load_two_tower` loads, with its own transform and tokenizer.
+
+    Raises:
+        UserError: there is no such model, or it has no image tower.
+    """
+
+    def __init__(self, name: str, device: torch.device):
+        self.backbone = load_two_tower(name).to(device)
+        self.device = device
+
+    @property
+    def resize(self) -> str:
+        """How the model reads images, in words."""
+        return f"the model's own: {', '.join(str(step) for step in self.backbone.read_pixels.transforms[:-2])}"
+
+    @torch.inference_mode()
+    def of_pictures(self, images: Sequence[Picture], batch_size: int) -> Tensor:
+        """[N, D] features of the images, on the CPU."""
+        features = []
+        for start in tqdm(range(0, len(images), batch_size), desc="two-tower features"):
+            pixels = [self.backbone.read_pixels(open_picture(image)) for image in images[start : start + batch_size]]
+            features.append(self.backbone.encode_image(torch.stack(pixels).to(self.device)).float().cpu())
+        return torch.cat(features)
+
+    def of_texts(self, texts: Sequence[str], batch_size: int) -> Tensor:
+        """[N, D] features of the texts, cut at the context length, on the CPU."""
+        return encode_texts(self.backbone, texts, batch_size, self.device)
+
+    def longer_than_context(self, texts: Sequence[str]) -> int:
+        """How many of the texts exceed the context length."""
+        tokenizer = self.backbone.tokenizer
+        return sum(tokenizer.count(text) > tokenizer.context_length for text in texts)

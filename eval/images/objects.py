@@ -1,0 +1,181 @@
+"""Scores only the toy world has: what an image shows of its scene, and what it shows that nobody asked for.
+
+Every score is a ratio of two counts, each summed over all images: `RATIOS` names them. So a score of many images is
+not the mean of the images' scores, and an image that shows nothing needs no precision of its own. Intervals resample
+images, not objects, because the objects of an image succeed or fail together.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from debias_diffusion.toyworld.checker import Comparison, compare
+from debias_diffusion.toyworld.scenes import PLACES, Scene
+
+from ..intervals import drawn_ratios, ends, paired_ratio_difference
+from .networks import Picture, open_picture
+from .references import ACROSS, ALONE, WITHIN
+
+LATE = 4  # number, from 0, of the first sentence that lies beyond what the opening says
+# Of each image: the sentence, from 0, that first mentions the object in a place.
+Mentions = Sequence[Mapping[str, int]]
+# Of each image: how the prompt tells the object in a place, see `reading.ways_told`. None of prompts that tell each
+# object in one sentence.
+Ways = Sequence[Mapping[str, str]] | None
+Counts = dict[str, np.ndarray]  # by name, a count for each image, [images]
+
+BY_SENTENCE = "objects_right_by_sentence"  # name of the list of scores by sentence
+BY_TELLING = "objects_right_by_telling"  # and of the one by the way an object is told
+# By way: the name of the score of its objects right, where two encoders are compared.
+TELLINGS = {
+    ALONE: "objects_right_alone",
+    WITHIN: "objects_right_within_chunk",
+    ACROSS: "objects_right_across_cut",
+}
+
+# By name: the counts above and below the line, see `count`. A count named twice is added twice.
+RATIOS = {
+    "objects_right": (("right",), ("objects",)),
+    "objects_precision": (("right",), ("filled",)),
+    "objects_f1": (("right", "right"), ("objects", "filled")),
+    "objects_right_with_size": (("right_with_size",), ("objects",)),
+    "empty_filled": (("invented",), ("empty",)),
+    "background_right": (("background",), ("images",)),
+}
+# By name, for tables; in percent.
+SCORES = {
+    "objects_right": "objects right, %",
+    "objects_right_late": f"first mentioned in sentence {LATE + 1} or later, %",
+    "objects_precision": "precision of objects, %",
+    "objects_f1": "F1 of objects, %",
+    "objects_right_with_size": "objects right, size too, %",
+    "empty_filled": "empty places filled, %",
+    "background_right": "background right, %",
+}
+TELLING_TITLES = {score: f"objects right, {way}, %" for way, score in TELLINGS.items()}
+
+
+def compare_images(images: Sequence[Picture], scenes: Sequence[Scene]) -> list[Comparison]:
+    """`checker.compare` of each image and its scene."""
+    return [compare(open_picture(image), scene) for image, scene in zip(images, scenes, strict=True)]
+
+
+def count(comparisons: Sequence[Comparison], places: Iterable[Collection[str]]) -> Counts:
+    """What each image shows in some of its places.
+
+    Args:
+        places: of each image, those that count.
+
+    Returns:
+        by name, for each image: "objects" that should stand in these places, of them "right" (kind, colour and place)
+        and "right_with_size"; "filled", how many of these places show anything, right or wrong; "empty", how many the
+        scene leaves empty, of them "invented" (filled); "background", 1 if it is right; "images", always 1.
+    """
+    rows = []
+    for seen, counted in zip(comparisons, places, strict=True):
+        asked = [place for place in seen.correct if place in counted]
+        row = {
+            "objects": len(asked),
+            "right": sum(seen.correct[place] for place in asked),
+            "right_with_size": sum(seen.sizes[place] for place in asked),
+            "filled": sum(place in counted for place in seen.drawn),
+            "empty": len(counted) - len(asked),
+            "invented": sum(place in counted for place in seen.invented),
+            "background": int(seen.background),
+            "images": 1,
+        }
+        rows.append(row)
+    return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}
+
+
+def first_mentioned(mentions: Mentions, first: int, last: float = np.inf) -> list[list[str]]:
+    """Of each image, the places whose object sentences `first` to `last`, from 0, mention first."""
+    return [[place for place, number in of_image.items() if first <= number <= last] for of_image in mentions]
+
+
+def ratio(counts: Counts, score: str) -> tuple[np.ndarray, np.ndarray]:
+    """The counts of each image above and below the line of a score, [images] each; their sums make the score."""
+    above, below = (sum(counts[name] for name in names) for names in RATIOS[score])
+    return above, below
+
+
+def by_way(ways: Sequence[Mapping[str, str]], way: str) -> list[list[str]]:
+    """Of each image, the places whose object the prompt tells in this way."""
+    return [[place for place in of_image if of_image[place] == way] for of_image in ways]
+
+
+def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, ways: Ways = None) -> dict:
+    """Scores of images in percent, with 95% intervals over images.
+
+    Precision by sentence is of the places whose object the sentence mentions first: of those that are filled, how many
+    hold the right object. Objects that nobody asked for belong to no sentence, so they count only in the precision of
+    all.
+
+    Returns:
+        Of `SCORES`, "value", "low" and "high" (without scores of no object); "objects_right_by_sentence", a list for
+        each sentence that first mentions objects: "sentence", from 1, "objects", their number, "value", "low" and
+        "high" of the objects right, and "precision" and "f1" with the same three (precision is None if no place is
+        filled); with `ways` "objects_right_by_telling", the same for each way that tells objects: "told", the way.
+    """
+    numbers = {score: _number(*sums) for score, sums in _sums(comparisons, mentions).items()}
+    by_sentence = []
+    for sentence in sorted({sentence for of_image in mentions for sentence in of_image.values()}):
+        places = first_mentioned(mentions, sentence, sentence)
+        by_sentence.append({"sentence": sentence + 1} | _of_places(comparisons, places))
+    groups = {BY_SENTENCE: by_sentence}
+    if ways:
+        places_of = {way: by_way(ways, way) for way in TELLINGS}
+        groups[BY_TELLING] = [
+            {"told": way} | _of_places(comparisons, places) for way, places in places_of.items() if any(places)
+        ]
+    return {score: numbers[score] for score in SCORES if numbers[score]} | groups
+
+
+def _of_places(comparisons: Sequence[Comparison], places: Sequence[Collection[str]]) -> dict:
+    """The number of objects in some places of each image, and their recall, precision and F1."""
+    counts = count(comparisons, places)
+    recall, precision, f1 = (_number(*ratio(counts, f"objects_{name}")) for name in ("right", "precision", "f1"))
+    return {"objects": int(counts["objects"].sum()), **recall, "precision": precision, "f1": f1}
+
+
+def compare_objects(
+    a: Sequence[Comparison], b: Sequence[Comparison], mentions: Mentions, ways: Ways = None
+) -> dict[str, dict[str, float]]:
+    """The paired comparison of two encoders by score, in points; what belongs to an image stays together.
+
+    Returns:
+        {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`, of `SCORES` and,
+        with `ways`, of `TELLINGS`; without scores that a or b lacks.
+
+    Raises:
+        ValueError: a and b are not of the same objects.
+    """
+    if [seen.correct.keys() for seen in a] != [seen.correct.keys() for seen in b]:
+        raise ValueError("a and b must be of the same images, with the same objects")
+    sums_a, sums_b = (_sums(comparisons, mentions, ways) for comparisons in (a, b))
+    compared = {}
+    for score in [*SCORES, *(TELLINGS.values() if ways else ())]:
+        if sums_a[score][1].any() and sums_b[score][1].any():
+            line = paired_ratio_difference(sums_a[score], sums_b[score])
+            compared[score] = {name: value if name == "p" else 100 * value for name, value in line.items()}
+    return compared
+
+
+def _sums(
+    comparisons: Sequence[Comparison], mentions: Mentions, ways: Ways = None
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By score, of `SCORES` and, with `ways`, of `TELLINGS`, the counts of each image above and below the line."""
+    every = count(comparisons, [PLACES] * len(comparisons))
+    sums = {score: ratio(every, score) for score in RATIOS}
+    parts = {"objects_right_late": first_mentioned(mentions, LATE)}
+    if ways:
+        parts |= {score: by_way(ways, way) for way, score in TELLINGS.items()}
+    return sums | {score: ratio(count(comparisons, places), "objects_right") for score, places in parts.items()}
+
+
+def _number(above: np.ndarray, below: np.ndarray) -> dict[str, float] | None:
+    """The score, in percent, with its interval; None if there is nothing that could be right."""
+    if not below.any():
+        return None
+    low, high = ends(100 * drawn_ratios(above, below))
+    return {"value": float(100 * above.sum() / below.sum()), "low": low, "high": high}

@@ -1,0 +1,469 @@
+"""Scores of generated images against reference images and captions, their intervals, and the comparison of encoders.
+
+Scores are pure functions of features, which come from `networks`; `ImageScores` combines both. The distances between
+two sets of images (FID, KID, precision and recall) are those of torch-fidelity and torchmetrics.
+
+**Intervals of distances.** The bootstrap (`scipy.stats.bootstrap`) does not fit, because it draws with replacement: a
+repeated image lowers the rank of a covariance (FID), is compared with itself (KID), and has a neighbour at distance 0
+(precision, recall). Against the true spread over 120 data sets of 200 images (64 and 400 features) its standard errors
+were 1.0 to 1.8 times as large, for recall 2.5 to 5 times; those of the halves used here 0.9 to 1.5 times. A half has
+half of the pairs of an image and its reference, drawn without replacement; the spread of a score over halves is its
+spread over sets of as many images as there are (Wu 1986, Shao and Wu 1989: the delete-d jackknife with d = N / 2; the
+variance over subsets of h of N is multiplied by h / (N - h)). The value over halves is another one, because FID falls
+with the number of images: only the spread is used, and the interval is value +- 1.96 standard errors. It is that of the
+score *at this number of images*, not of the limit of many.
+
+Two encoders are compared over the same halves: p is of their difference in its standard errors. A randomization test,
+which exchanges the two images of a caption, would be wrong here: it asks whether the images are alike, and reports a
+difference between two encoders that miss the references equally far in opposite directions (at the 5% level, in 25% of
+80 data sets of 100 images and 8 features; the test over halves in 6% of 150, and less in other cases).
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
+from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, prc_features_to_metric
+from torchmetrics.image.fid import FrechetInceptionDistance
+from tqdm import tqdm
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import path_digest
+from debias_diffusion.models.weight_files import weights_digest
+from debias_diffusion.sentences import split_sentences
+
+from ..intervals import mean_interval, paired_difference
+from ..session import how_used
+from .networks import FID_FEATURES, RESIZE, ClsFeatures, InceptionFeatures, Picture, TwoTowerFeatures
+
+HALVES = 200
+KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # torch-fidelity's
+NEIGHBOURS = 3  # of precision and recall, torch-fidelity's
+_FEWEST = 2 * (NEIGHBOURS + 1)  # images, for halves with as many neighbours
+_ENOUGH_FOR_FID = 2048
+_NORMAL = 1.959964  # standard errors of a 95% interval
+
+
+# ---- scores of features
+
+
+def fid(generated: Tensor, references: Tensor) -> float:
+    """The Fréchet distance of two sets of features, [N, D] and [M, D]; the order of the rows does not matter.
+
+    Raises:
+        UserError: fewer than two images on a side, which have no covariance.
+    """
+    if min(len(generated), len(references)) < 2:
+        raise UserError(
+            f"FID needs at least 2 images on each side, got {len(generated)} generated and {len(references)} "
+            "reference images. Raise the limit, or set inception_weights and own_features to null to skip FID."
+        )
+    metric = FrechetInceptionDistance(feature=_Identity(generated.shape[1]))
+    metric.update(references.double(), real=True)
+    metric.update(generated.double(), real=False)
+    return max(metric.compute().item(), 0.0)  # rounding may give identical sets a value below 0
+
+
+class _Identity(nn.Module):
+    """Returns its input, where torchmetrics expects a feature network."""
+
+    def __init__(self, num_features: int):
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features
+
+
+def fast_fid(generated: Tensor, references: Tensor) -> float:
+    """The same number as `fid`, without matrices of D x D if there are fewer images than features.
+
+    With centred features X [N, D] and Y [M, D] the trace of the root of the covariances' product is the sum of the
+    singular values of X Y^T / sqrt((N - 1) (M - 1)), exactly for any rank; if N > D, the triangle R of X = Q R
+    replaces X. So halves take seconds instead of hours.
+    """
+    sides = [features.double() for features in (generated, references)]
+    means = [features.mean(dim=0) for features in sides]
+    centred = [(x - mean) / math.sqrt(len(x) - 1) for x, mean in zip(sides, means, strict=True)]
+    variance = sum(x.square().sum() for x in centred)
+    x, y = (torch.linalg.qr(x, mode="r").R if len(x) > x.shape[1] else x for x in centred)
+    root = torch.linalg.svdvals(x @ y.T).sum()
+    return ((means[0] - means[1]).square().sum() + variance - 2 * root).item()
+
+
+def kid(generated: Tensor, references: Tensor) -> float:
+    """torch-fidelity's kernel inception distance: the mean over subsets of the unbiased squared MMD, polynomial kernel.
+
+    Up to 1,000 images there is one subset, all of them. Being unbiased, the distance can be below 0, and is for
+    identical sets.
+    """
+    size = min(len(generated), len(references), KID_SUBSET_SIZE)
+    subsets = 1 if size == len(generated) == len(references) else KID_SUBSETS
+    scores = kid_features_to_metric(generated, references, kid_subsets=subsets, kid_subset_size=size, verbose=False)
+    return scores[KEY_METRIC_KID_MEAN]
+
+
+def precision_and_recall(generated: Tensor, references: Tensor) -> tuple[float, float]:
+    """torch-fidelity's improved precision and recall (Kynkäänniemi et al. 2019), with 3 neighbours.
+
+    Precision is the share of generated images that are no further from some reference image than its third nearest
+    reference image is; recall is the same with the sets exchanged. Needs at least 4 images on each side. On Inception's
+    features these differ from torch-fidelity's command line, which uses a VGG-16 for them, as the paper does.
+    """
+    scores = prc_features_to_metric(generated, references, prc_neighborhood=NEIGHBOURS, verbose=False)
+    return scores[KEY_METRIC_PRECISION], scores[KEY_METRIC_RECALL]
+
+
+def cosines(a: Tensor, b: Tensor) -> list[float]:
+    """The cosine of each row of a [N, D] and its row of b [N, D]."""
+    return nn.functional.cosine_similarity(a.double(), b.double(), dim=1).tolist()
+
+
+def dino_score(generated: Tensor, references: Tensor) -> float:
+    """Mean cosine, in [-1, 1], of the features [N, D] of each generated image and its reference image."""
+    return float(np.mean(cosines(generated, references)))
+
+
+def clip_scores(images: Tensor, texts: Tensor) -> list[float]:
+    """CLIPScore of each image's features [N, D] with its text's [N, D]: 100 * max(cosine, 0), as in torchmetrics.
+
+    Hessel et al. 2021 multiply by 2.5 instead, and put "A photo depicts" before the caption.
+    """
+    return [100 * max(cosine, 0.0) for cosine in cosines(images, texts)]
+
+
+def _distances(generated: Tensor, references: Tensor, names: dict[str, str], fid=fid) -> dict[str, float]:
+    """The scores "fid", "kid", "precision", "recall" that are in `names`, under the names given there."""
+    values = {"fid": fid(generated, references)}
+    if "kid" in names:
+        values["kid"] = kid(generated, references)
+    if "precision" in names and min(len(generated), len(references)) > NEIGHBOURS:
+        values["precision"], values["recall"] = precision_and_recall(generated, references)
+    return {names[score]: value for score, value in values.items()}
+
+
+# ---- intervals
+
+
+def halves(count: int, seed: int = 0) -> Iterator[np.ndarray]:
+    """`HALVES` times the positions of half of `count` pairs, without replacement; a function of `count` and `seed`."""
+    random = np.random.default_rng(seed)
+    for _ in range(HALVES):
+        yield random.permutation(count)[: count // 2]
+
+
+def standard_error(values: Sequence[float], count: int) -> float:
+    """The standard error of a score of `count` pairs, from its `values` over `halves(count)`."""
+    half = count // 2
+    return float(np.std(values, ddof=1)) * math.sqrt(half / (count - half))
+
+
+def _interval(value: float, error: float, score: str) -> dict[str, float]:
+    low, high = value - _NORMAL * error, value + _NORMAL * error
+    bounded_below, bounded_above = not score.startswith("kid"), score.startswith(("precision", "recall"))
+    return {
+        "value": value,
+        "low": max(low, 0.0) if bounded_below else low,
+        "high": min(high, 1.0) if bounded_above else high,
+    }
+
+
+@dataclass
+class ImageNumbers:
+    """The scores of one encoder's images. JSON-ready: `asdict(numbers)`, and `ImageNumbers(**...)` back.
+
+    Attributes:
+        numbers: {score: {"value", "low", "high"}}, with the 95% interval, None if there are too few images for one.
+            Scores whose network is not given are missing. The order: fid_2048, fid_64, kid_2048, precision_2048,
+            recall_2048, fid_own, kid_own, precision_own, recall_own, dino_score, dinov2_score, clip_score (whole
+            captions), clip_score_1, clip_score_2, ... (first sentences, second ones; with "pictures", how many captions
+            have one).
+        halves: {score: its values over `halves(count)`}, of distances between two sets of images.
+        pictures: {score: its value for each image}, of means over images; None if a caption has no such sentence.
+        count: number of images.
+        notes: on the numbers.
+    """
+
+    numbers: dict[str, dict[str, float | None]]
+    halves: dict[str, list[float]]
+    pictures: dict[str, list[float | None]]
+    count: int
+    notes: list[str] = field(default_factory=list)
+
+
+def compare(a: ImageNumbers, b: ImageNumbers) -> dict[str, dict[str, float | None]]:
+    """The paired comparison of two encoders on the same captions, by score.
+
+    Returns:
+        {score: {"difference", a - b, "low", "high" (95% interval), "p" in [0, 1], two-sided}}; the last three are None
+        if there are too few images. For means over images see `intervals.paired_difference`, for distances this module.
+
+    Raises:
+        ValueError: the numbers of images differ, or the scores.
+    """
+    if a.count != b.count or list(a.numbers) != list(b.numbers):
+        raise ValueError("both must be of the same captions and scores")
+    compared = {}
+    for score in a.numbers:
+        if score in a.pictures:
+            both = [pair for pair in zip(a.pictures[score], b.pictures[score], strict=True) if None not in pair]
+            compared[score] = paired_difference(*zip(*both, strict=True))
+        else:
+            compared[score] = _difference_of_distances(a, b, score)
+    return compared
+
+
+def _difference_of_distances(a: ImageNumbers, b: ImageNumbers, score: str) -> dict[str, float | None]:
+    difference = a.numbers[score]["value"] - b.numbers[score]["value"]
+    if not a.halves[score]:
+        return {"difference": difference, "low": None, "high": None, "p": None}
+    ahead = np.subtract(a.halves[score], b.halves[score])
+    error = standard_error(ahead, a.count)
+    p = math.erfc(abs(difference) / error / math.sqrt(2)) if error else float(difference == 0)
+    return {
+        "difference": difference,
+        "low": difference - _NORMAL * error,
+        "high": difference + _NORMAL * error,
+        "p": p,
+    }
+
+
+# ---- networks and scores together
+
+
+def score_titles(
+    dino: str | None = None, dinov2: str | None = None, own_features: str | None = None, clip_score: str | None = None
+) -> dict[str, str]:
+    """Titles of the scores, for tables. They name the network, which decides what a number can be compared with."""
+    titles = {"fid_2048": "FID (2048)", "fid_64": "FID (64)", "kid_2048": "KID"}
+    titles |= {"precision_2048": "precision", "recall_2048": "recall"}
+    titles |= {
+        f"{score.lower()}_own": f"{score} ({_short(own_features)})" for score in ("FID", "KID", "precision", "recall")
+    }
+    titles["dino_score"] = f"DINO score ({_short(dino)})"
+    titles["dinov2_score"] = f"DINOv2 score ({_short(dinov2)})"
+    titles["clip_score"] = f"CLIPScore ({_short(clip_score)})"
+    return titles
+
+
+def _short(name: str | None) -> str | None:
+    return Path(name).name if name and (os.path.isabs(name) or os.path.exists(name)) else name
+
+
+@dataclass(frozen=True)
+class References:
+    """Features of reference images: {kind: [N, D]}."""
+
+    features: dict[str, Tensor]
+    count: int
+
+
+class ImageScores:
+    """The networks that settings name, loaded and checked, and their scores of images.
+
+    Args:
+        inception_weights: see `InceptionFeatures`; for FID, KID, precision and recall.
+        dino: see `ClsFeatures`; for the DINO score.
+        dinov2: likewise, for the DINOv2 score.
+        own_features: likewise, for FID, KID, precision and recall on its features.
+        clip_score: see `TwoTowerFeatures`; for CLIPScore, of the whole caption and sentence by sentence.
+        batch_size: images, or texts, in a batch.
+        device: where the networks run.
+
+    Attributes:
+        digests: of the networks' weights; None for a network that is not given.
+        depends: everything about the networks that affects a score, for the cache.
+        titles: of the scores, for tables (see `score_titles`).
+        resize: how images are resized for each network, generated and reference images alike.
+        notes: on the scores; notes on one encoder's images are in its `ImageNumbers`.
+
+    Raises:
+        UserError: a network cannot be loaded, or none is named.
+    """
+
+    def __init__(
+        self,
+        *,
+        inception_weights: str | None = None,
+        dino: str | None = None,
+        dinov2: str | None = None,
+        own_features: str | None = None,
+        clip_score: str | None = None,
+        batch_size: int,
+        device: torch.device,
+    ):
+        self.batch_size = batch_size
+        self.inception = inception_weights and InceptionFeatures(inception_weights, device)
+        named = {"own_features": own_features, "dino": dino, "dinov2": dinov2}
+        self.networks = {option: ClsFeatures(name, device, option) for option, name in named.items() if name}
+        self.clip = clip_score and TwoTowerFeatures(clip_score, device)
+        self.titles = score_titles(dino=dino, dinov2=dinov2, own_features=own_features, clip_score=clip_score)
+        self.digests = {
+            "inception_weights": self.inception and path_digest(self.inception.file),
+            **{option: weights_digest(self.networks[option].model) if name else None for option, name in named.items()},
+            "clip_score": self.clip and weights_digest(self.clip.backbone),
+        }
+        configurations = {option: network.model.config.to_dict() for option, network in self.networks.items()}
+        self.depends = {
+            "networks": self.digests,
+            "configurations": {option: config | {"_name_or_path": None} for option, config in configurations.items()},
+            "clip": self.clip and how_used(self.clip.backbone),
+        }
+        self.resize = {option: RESIZE.format(size=network.size) for option, network in self.networks.items()}
+        if self.inception:
+            self.resize["inception_weights"] = RESIZE.format(size=self.inception.size)
+        if self.clip:
+            self.resize["clip_score"] = self.clip.resize
+        self.notes = self._notes(clip_score)
+        self._encoded: tuple[tuple[str, ...], _EncodedCaptions] | None = None
+        if all(value is None for value in self.digests.values()):
+            raise UserError(
+                f"None of {', '.join(self.digests)} is given, which leaves no score. Give at least one, such as --dino "
+                "facebook/dino-vits16."
+            )
+
+    def _notes(self, clip_score: str | None) -> list[str]:
+        skipped = {"inception_weights": "FID with Inception", "dino": "The DINO score", "clip_score": "CLIPScore"}
+        notes = [
+            f"{score} was skipped, because {name} is null." for name, score in skipped.items() if not self.digests[name]
+        ]
+        if "own_features" in self.networks:
+            notes.append("FID, KID, precision and recall of own_features compare with nothing published.")
+        if "dinov2" in self.networks:
+            size = self.networks["dinov2"].size
+            notes.append(f"DINOv2 read {size} x {size} pixels, with its position table resized to them.")
+        if self.clip:
+            notes.append(f"CLIPScore is 100 * max(cosine, 0) with {_short(clip_score)}, as in torchmetrics.")
+        return notes
+
+    def of_references(self, references: Sequence[Picture]) -> References:
+        """The features of reference images, computed once for all encoders."""
+        return References(self._features(references), len(references))
+
+    def _features(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+        features = {}
+        if self.inception:
+            features |= {f"{n}": part for n, part in self.inception(pictures, self.batch_size).items()}
+        return features | {option: network(pictures, self.batch_size) for option, network in self.networks.items()}
+
+    def __call__(self, generated: Sequence[Picture], references: References, captions: Sequence[str]) -> ImageNumbers:
+        """All scores of images, each with its reference image and caption, in the same order.
+
+        Raises:
+            UserError: there are too few images for FID.
+            ValueError: the numbers of images, reference images and captions differ.
+        """
+        if not len(generated) == references.count == len(captions):
+            raise ValueError(
+                f"{len(generated)} images, {references.count} reference images and {len(captions)} captions"
+            )
+        features, result = self._features(generated), ImageNumbers({}, {}, {}, len(generated))
+        for kind, names in _distances_of(features).items():
+            _add_distances(result, features[kind], references.features[kind], names)
+        if self.inception:
+            result.notes += _notes_of_inception(result.count)
+        for option, score in (("dino", "dino_score"), ("dinov2", "dinov2_score")):
+            if option in features:
+                _add_mean(result, score, cosines(features[option], references.features[option]))
+        if self.clip:
+            self._add_clip_scores(result, generated, captions)
+        return result
+
+    def _add_clip_scores(self, result: ImageNumbers, generated: Sequence[Picture], captions: Sequence[str]) -> None:
+        images = self.clip.of_pictures(generated, self.batch_size)
+        if self._encoded is None or self._encoded[0] != tuple(captions):  # once for all encoders
+            self._encoded = (tuple(captions), _EncodedCaptions.of(captions, self.clip, self.batch_size))
+        texts = self._encoded[1]
+        for score, rows in texts.rows.items():
+            present = [index for index, row in enumerate(rows) if row is not None]
+            values = clip_scores(images[present], texts.features[[rows[index] for index in present]])
+            by_index = dict(zip(present, values, strict=True))
+            _add_mean(result, score, [by_index.get(index) for index in range(len(rows))])
+        result.notes += texts.notes
+
+
+@dataclass(frozen=True)
+class _EncodedCaptions:
+    """Features of captions and of their sentences.
+
+    Attributes:
+        features: of all different texts, [T, D].
+        rows: {score: each caption's row of `features`, None if it has no such sentence}.
+        notes: how many texts were cut.
+    """
+
+    features: Tensor
+    rows: dict[str, list[int | None]]
+    notes: list[str]
+
+    @classmethod
+    def of(cls, captions: Sequence[str], network: TwoTowerFeatures, batch_size: int) -> "_EncodedCaptions":
+        sentences = [split_sentences(caption) for caption in captions]
+        texts = {"clip_score": list(captions)}
+        for number, column in enumerate(zip_longest(*sentences), 1):
+            texts[f"clip_score_{number}"] = list(column)
+        different = dict.fromkeys(text for column in texts.values() for text in column if text is not None)
+        row_of = {text: row for row, text in enumerate(different)}
+        rows = {score: [row_of.get(text) for text in column] for score, column in texts.items()}
+        notes = []
+        for name, group in (("captions", captions), ("sentences", list(chain(*sentences)))):
+            if over := network.longer_than_context(group):
+                length = f"CLIPScore's context length of {network.backbone.context_length} tokens"
+                notes.append(f"{over} of {len(group)} {name} exceed {length} and were cut.")
+        return cls(network.of_texts(list(different), batch_size), rows, notes)
+
+
+def _distances_of(features: dict[str, Tensor]) -> dict[str, dict[str, str]]:
+    """{kind of features: {score: its full name}} of the kinds in `features`."""
+    most = f"{max(FID_FEATURES)}"
+    every = ("fid", "kid", "precision", "recall")
+    kinds = {most: {score: f"{score}_{most}" for score in every}}
+    kinds |= {f"{n}": {"fid": f"fid_{n}"} for n in FID_FEATURES if f"{n}" != most}
+    kinds["own_features"] = {score: f"{score}_own" for score in every}
+    return {kind: names for kind, names in kinds.items() if kind in features}
+
+
+def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, names: dict[str, str]) -> None:
+    values = _distances(generated, references, names)
+    drawn: dict[str, list[float]] = {score: [] for score in values}
+    if result.count >= _FEWEST:
+        for half in tqdm(halves(result.count), total=HALVES, desc=f"interval of {names['fid']}"):
+            for score, value in _distances(generated[half], references[half], names, fast_fid).items():
+                drawn[score].append(value)
+    else:
+        result.notes.append(f"{', '.join(values)}: no interval, which needs at least {_FEWEST} images.")
+    result.halves |= drawn
+    for score, value in values.items():
+        result.numbers[score] = {"value": value, "low": None, "high": None}
+        if drawn[score]:
+            result.numbers[score] = _interval(value, standard_error(drawn[score], result.count), score)
+
+
+def _add_mean(result: ImageNumbers, score: str, values: list[float | None]) -> None:
+    present = [value for value in values if value is not None]
+    low, high = mean_interval(present)
+    result.pictures[score] = values
+    result.numbers[score] = {"value": float(np.mean(present)), "low": low, "high": high}
+    if len(present) < len(values) or score.startswith("clip_score_"):
+        result.numbers[score]["pictures"] = len(present)
+
+
+def _notes_of_inception(count: int) -> list[str]:
+    subsets = f"{KID_SUBSETS} subsets of {KID_SUBSET_SIZE}" if count > KID_SUBSET_SIZE else f"one subset, all {count}"
+    notes = [
+        f"KID is over {subsets} images.",
+        "Precision and recall are on Inception's features, like FID and KID, not on VGG-16's as in their paper.",
+    ]
+    if count < _ENOUGH_FOR_FID:
+        notes.append(
+            f"FID of 2048 features on {count} images is biased upwards; compare it only between runs of equally many "
+            f"images, or use at least {_ENOUGH_FOR_FID}."
+        )
+    return notes

@@ -1,0 +1,203 @@
+"""One page of all results: tables and figures of several encoders and runs side by side, and the toy world's story."""
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from debias_diffusion.data import BadRecord
+from debias_diffusion.data.bad_records import print_left_out
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.files import atomic_file, write_text
+
+from .options import ReportConfig, check_output
+from .registry import EVALUATIONS
+from .report import Table, escaped, png_url, save_picture, write_page
+from .story import tell
+
+TEMPLATE = "page.html.j2"
+# Settings that may differ between results in one table: paths, speed, and the encoders themselves. So may all that have
+# a digest.
+_IGNORED = ("output", "device", "batch_size", "images_at_once", "max_bad", "images", "root", "examples")
+_COUNTS = ("images", "captions", "items", "classes", "prompts", "propositions")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one evaluation: its JSON file, and the report in it."""
+
+    file: Path
+    report: dict
+
+    @property
+    def evaluation(self) -> str:
+        return self.report["evaluation"]
+
+    def comparable(self) -> str:
+        """A key that is equal for results that fit in one table: same data, as much of it, and same settings."""
+        digests, ignored = self.report["digests"], {*_IGNORED, *self.report["digests"]}
+        digests = {name: value for name, value in digests.items() if name != "encoders"}
+        settings = {name: value for name, value in self.report["settings"].items() if name not in ignored}
+        counts = {name: self.report.get(name) for name in _COUNTS}  # fewer where images of one run cannot be read
+        return json.dumps([self.evaluation, digests, settings, counts], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One evaluation on one set of data: facts `about` its runs, numbers, PNG files by name, and caveats."""
+
+    title: str
+    about: list[str]
+    tables: list[Table]
+    figures: dict[str, bytes]
+    notes: list[str]
+
+
+def evaluate_report(config: ReportConfig) -> Path:
+    """Writes `report.html`, one file that needs no other, and `report.md` with its figures in `report/`.
+
+    Results of the same evaluation on the same data with the same settings stand in one table. Where two runs measured
+    the same weights under one name, the later one counts. Results in the toy world are also told as a story.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        UserError: there is no such folder, or no result in it.
+    """
+    check_output(config.output or config.folder)
+    folder, output = Path(config.folder), Path(config.output or config.folder)
+    results, bad = read_results(folder)
+    print_left_out(bad)
+    sections = [section(group) for group in grouped(results)]
+    _write_markdown(output, sections)
+    figures = [{name: png_url(png) for name, png in section.figures.items()} for section in sections]
+    story = tell([(result.file.parent, result.report) for result in results])
+    both = list(zip(sections, figures, strict=True))
+    write_page(output / "report.html", TEMPLATE, sections=both, has_story=story is not None, **(story or {}))
+    print(f"{len(results)} results in {len(sections)} sections: {output / 'report.html'}, {output / 'report.md'}")
+    return output / "report.html"
+
+
+def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
+    """All results in a folder, the oldest first, and the JSON files that are named like results and are none.
+
+    Raises:
+        UserError: there is no such folder, or no result in it.
+    """
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {str(folder)!r}. Give the --output of earlier evaluations.")
+    files = [file for name in EVALUATIONS for file in folder.rglob(f"{name}.json")]
+    results, bad = [], []
+    for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):
+        try:
+            result = Result(file, json.loads(file.read_text(encoding="utf-8")))
+            EVALUATIONS[result.evaluation].load().tables(merged([result]))
+            results.append(result)
+        except Exception as error:  # of another program
+            bad.append(BadRecord(str(file.relative_to(folder)), "no result of this version", reason(error)))
+    if not results:
+        raise UserError(
+            f"The folder {str(folder)!r} holds no results ({', '.join(f'{name}.json' for name in EVALUATIONS)})"
+            + (f"; the first that cannot be used: {bad[0]}. " if bad else ". ")
+            + "Give the --output of earlier evaluations."
+        )
+    return results, bad
+
+
+def grouped(results: Sequence[Result]) -> list[list[Result]]:
+    """Results that fit in one table each, in the order of the page."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.comparable(), []).append(result)
+    order = list(EVALUATIONS)
+    return sorted(groups.values(), key=lambda group: order.index(group[0].evaluation))
+
+
+def section(group: Sequence[Result]) -> Section:
+    """The section of comparable results."""
+    report = merged(group)
+    evaluation = EVALUATIONS[report["evaluation"]]
+    module = evaluation.load()
+    figures = {name: _png(figure) for name, figure in module.figures(report).items()}
+    return Section(
+        f"{evaluation.title}: {_data_name(report)}",
+        _about(group),
+        module.tables(report),
+        figures | _saved_figures(evaluation.saved, group),
+        report["notes"],
+    )
+
+
+def merged(group: Sequence[Result]) -> dict:
+    """Comparable results as one, with the encoders, comparisons and notes of all.
+
+    Different weights under one name get the folder of their result added to the name.
+    """
+    report = {**group[0].report, "encoders": {}, "compared": {}, "notes": []}
+    digests: dict[str, str] = {}
+    for result in group:
+        names = {}
+        for label, numbers in result.report["encoders"].items():
+            digest, folder = result.report["digests"]["encoders"].get(label), result.file.parent
+            candidates = (label, f"{label} ({folder.name})", f"{label} ({folder})")
+            names[label] = next(name for name in candidates if digests.setdefault(name, digest) == digest)
+            report["encoders"][names[label]] = numbers
+        for line in result.report["compared"]:
+            line = {**line, "a": names[line["a"]], "b": names[line["b"]]}
+            report["compared"][line["a"], line["b"], line["score"]] = line
+        report["notes"] += [note for note in result.report["notes"] if note not in report["notes"]]
+    return report | {"compared": list(report["compared"].values())}
+
+
+def _data_name(report: dict) -> str:
+    settings = report["settings"]
+    data = settings.get("dataset") or settings.get("data")
+    return Path(data).name if data and not data.startswith("toy/") else data or "one prompt"
+
+
+def _about(group: Sequence[Result]) -> list[str]:
+    facts = []
+    for result in group:
+        report, versions = result.report, result.report["versions"]
+        left_out = f", {len(report['left_out'])} records left out" if report["left_out"] else ""
+        facts.append(
+            f"{', '.join(report['encoders'])}: {report['seconds']:.0f} s{left_out}; torch {versions['torch']}, "
+            f"debias-diffusion {versions['debias-diffusion']}; {result.file.parent.name}/{result.file.name}"
+        )
+    digest = group[0].report["digests"].get("data")
+    return [*facts, f"data {digest[:16]}"] if digest else facts
+
+
+def _png(figure: Figure) -> bytes:
+    content = io.BytesIO()
+    save_picture(figure, content)
+    return content.getvalue()
+
+
+def _saved_figures(names: Sequence[str], group: Sequence[Result]) -> dict[str, bytes]:
+    """Figures beside the results that cannot be drawn again from their numbers."""
+    files = [(number, name, result.file.parent / name) for number, result in enumerate(group) for name in names]
+    return {
+        f"{number}-{name}" if len(group) > 1 else name: file.read_bytes()
+        for number, name, file in files
+        if file.is_file()
+    }
+
+
+def _write_markdown(output: Path, sections: Iterable[Section]) -> None:
+    lines = ["# Evaluation", ""]
+    for number, section in enumerate(sections, 1):
+        lines += [f"## {escaped(section.title)}", ""]
+        for table in section.tables:
+            lines += [table.markdown(), ""]
+        for name, content in section.figures.items():
+            figure = f"report/{number}-{name}"
+            with atomic_file(output / figure) as unfinished:
+                unfinished.write_bytes(content)
+            lines += [f"![{escaped(section.title)}]({figure})", ""]
+        lines += [f"- {escaped(text)}" for text in (*section.notes, *section.about)] + [""]
+    write_text(output / "report.md", "\n".join(lines))

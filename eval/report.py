@@ -1,0 +1,186 @@
+"""What people see of a result: tables, figures, and HTML pages from templates."""
+
+import base64
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from debias_diffusion.files import atomic_file, write_text
+
+TEMPLATES = Path(__file__).parent
+PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
+PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of generated images
+
+# Positions that a smaller share of the captions reaches are dotted: their means are of few captions, the longest ones.
+FEW = 0.1
+
+
+def versions() -> dict[str, str]:
+    """The versions of this package and of the libraries that affect the numbers."""
+    return {package: version(package) for package in PACKAGES}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers for people, on a console or a page.
+
+    Attributes:
+        header: of the columns; the first is the title of the table.
+        rows: the first cell of each names it; None is a missing number.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str | float | None]]
+
+    def __str__(self) -> str:
+        return table(self.header, self.rows)
+
+    def markdown(self) -> str:
+        """The table in Markdown; no cell can end it or hold HTML."""
+        lines = [[escaped(text) for text in row] for row in (self.header, *self.cells())]
+        lines.insert(1, ["---", *["--:"] * (len(self.header) - 1)])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def cells(self) -> list[list[str]]:
+        """The rows as text."""
+        return [[_cell(value) for value in row] for row in self.rows]
+
+
+def escaped(text: str) -> str:
+    """Text in one line, escaped for Markdown."""
+    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", " ".join(text.split()))
+
+
+def compared_tables(
+    compared: Sequence[dict], titles: Mapping[str, str] | None = None, form: str = ".2f"
+) -> list[Table]:
+    """A table of the differences of `session.compare`, in points if the scores are percentages; none without any.
+
+    Args:
+        titles: of scores, by name; others are shown by their name.
+    """
+    rows = []
+    for line in compared:
+        name = f"{line['a']} - {line['b']}, {(titles or {}).get(line['score'], line['score'])}"
+        difference = cell(line["difference"], line["low"], line["high"], form)
+        rows.append([name, difference, None if line["p"] is None else f"{line['p']:.4f}"])
+    return [Table(["comparison", "difference (95% interval)", "p"], rows)] if rows else []
+
+
+def cell(value: float | None, low: float | None = None, high: float | None = None, form: str = ".1f") -> str | None:
+    """A number as a cell, with its 95% interval if it has one: `61.2 (58.0 to 64.3)`. None is a missing number."""
+    if value is None:
+        return None
+    return f"{value:{form}}" if low is None else f"{value:{form}} ({low:{form}} to {high:{form}})"
+
+
+def show(report: dict, tables: Iterable[Table], figures: Mapping[str, Figure]) -> None:
+    """Prints tables and notes, and saves figures in the evaluation's output folder; `figures` is by file name."""
+    for shown in tables:
+        print(f"\n{shown}")
+    for note in report["notes"]:
+        print(f"Note: {note}")
+    for name, figure in figures.items():
+        with atomic_file(Path(report["settings"]["output"]) / name) as unfinished:
+            save_picture(figure, unfinished)
+
+
+def draw_bars(
+    axes: Axes,
+    groups: Mapping[str, tuple[Sequence[float], Sequence[Sequence[float]]]],
+    names: Sequence[str],
+    digits: int = 0,
+) -> None:
+    """Bars with 95% intervals, side by side for each name, a colour for each label.
+
+    Args:
+        groups: {label: (values [N], intervals [N, 2])}
+        names: below the bars, [N].
+        digits: of the numbers on the bars.
+    """
+    width = 0.8 / len(groups)
+    for index, (label, (values, intervals)) in enumerate(groups.items()):
+        places = np.arange(len(names)) + (index - (len(groups) - 1) / 2) * width
+        errors = {"yerr": error_lengths(values, intervals), "capsize": 2, "error_kw": {"linewidth": 0.8}}
+        bars = axes.bar(places, values, width, label=label, **errors)
+        axes.bar_label(bars, fmt=f"%.{digits}f", fontsize=7, padding=2)
+    axes.set_xticks(np.arange(len(names)), names)
+
+
+def draw_by_position(axes: Axes, heights: Sequence[float], counts: Sequence[int], label: str, colour: str) -> None:
+    """A curve over the positions of text, from 1, dotted where less than `FEW` of the captions reach.
+
+    Args:
+        counts: captions at each position; they never increase, because every caption begins at position 1.
+    """
+    many = sum(count >= FEW * counts[0] for count in counts)
+    positions = range(1, len(heights) + 1)
+    axes.plot(positions[:many], heights[:many], color=colour, label=label)
+    axes.plot(positions[max(many - 1, 0) :], heights[max(many - 1, 0) :], ":", color=colour, linewidth=1)
+
+
+def error_lengths(values: Sequence[float], intervals: Sequence[Sequence[float]]) -> np.ndarray:
+    """How far intervals reach below and above their values, [2, N], as matplotlib's error bars need it.
+
+    At least 0: rounding may put the mean of a skewed sample just outside its interval.
+    """
+    values, (low, high) = np.asarray(values), np.asarray(intervals).T
+    return np.maximum([values - low, high - values], 0)
+
+
+def save_picture(figure: Figure, file: str | os.PathLike | BinaryIO) -> None:
+    """Saves a figure as PNG. A dollar sign in a name begins no formula."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    figure.savefig(file, format="png")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> str:
+    """A plain text table: numbers right-aligned with two decimals; a missing one is a dash."""
+    cells = [list(header)] + [[_cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for first, *numbers in cells:
+        aligned = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *aligned]))
+    return "\n".join(lines)
+
+
+def _cell(value: str | float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def write_page(path: Path, template: str, folder: Path = TEMPLATES, **values) -> None:
+    """Fills a template, by default one of `eval/`, and writes the page, whole or not at all. Text is escaped.
+
+    Args:
+        folder: that holds the template.
+
+    Raises:
+        jinja2.UndefinedError: the template names a value that is not given.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    write_text(path, environment.get_template(template).render(values))
+
+
+def png_url(content: bytes) -> str:
+    """A PNG file as a data URL, so that a page needs no other file."""
+    return "data:image/png;base64," + base64.b64encode(content).decode()

@@ -1,1 +1,0 @@
-"""Evaluations of text encoders on real images and captions."""

@@ -1,0 +1,42 @@
+"""Which models are in memory at once."""
+
+import weakref
+
+from debias_diffusion.eval.images import drawing
+
+
+class Watched:
+    """Whether a generator and a network that scores are ever in memory together.
+
+    Attributes:
+        generators, networks: how many were loaded.
+    """
+
+    def __init__(self, monkeypatch, network: type):
+        self._alive = {"generators": [], "networks": []}
+        load, init = drawing.load_sdxl, network.__init__
+
+        def load_watched(*arguments):
+            self._check("networks")
+            pipe = load(*arguments)
+            self._alive["generators"].append(weakref.ref(pipe.unet))
+            return pipe
+
+        def init_watched(built, *arguments):
+            self._check("generators")
+            init(built, *arguments)
+            self._alive["networks"].append(weakref.ref(built.model))
+
+        monkeypatch.setattr(drawing, "load_sdxl", load_watched)
+        monkeypatch.setattr(network, "__init__", init_watched)
+
+    def _check(self, kind: str) -> None:
+        assert not any(model() is not None for model in self._alive[kind]), f"{kind} are still in memory"
+
+    @property
+    def generators(self) -> int:
+        return len(self._alive["generators"])
+
+    @property
+    def networks(self) -> int:
+        return len(self._alive["networks"])

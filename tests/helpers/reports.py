@@ -1,0 +1,13 @@
+"""What every report of an evaluation holds."""
+
+from debias_diffusion.eval.registry import EVALUATIONS
+
+KEYS = {"evaluation", "settings", "versions", "digests", "encoders", "compared", "notes", "left_out", "seconds"}
+
+
+def check_report(report: dict) -> None:
+    """Whether the page and the model card can read it."""
+    module = EVALUATIONS[report["evaluation"]].load()
+    assert report.keys() >= KEYS and "data" in report["digests"]
+    assert report["digests"]["encoders"].keys() == report["encoders"].keys() and report["encoders"]
+    assert module.tables(report) and module.figures(report)
