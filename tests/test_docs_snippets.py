@@ -21,7 +21,7 @@ from debias_diffusion.app.arguments import parse
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
 from debias_diffusion.app.command_help import accepted_names
 from debias_diffusion.app.reproduce.papers import PaperTable, read_tables, read_yaml
-from debias_diffusion.data import retrieval_sets
+from debias_diffusion.data import retrieval_layouts
 from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.eval.text_image import classification
@@ -61,7 +61,7 @@ def check_ours(arguments: list[str]) -> None:
             shipped(model.rpartition(":")[2])
     check_toy_scenes(values.get("data") or "")
     if values.get("dataset"):
-        known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_sets.BENCHMARKS
+        known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_layouts.BENCHMARKS
         assert set(values["dataset"].split(",")) <= known.keys()
     if command is COMMANDS["reproduce"] and values["target"] not in (None, "all", "claims", "evidence"):
         assert values["target"] in tables()

@@ -10,7 +10,7 @@ from debias_diffusion.data import BadRecord, ImageSource, Record
 from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
-from debias_diffusion.retrieval import encode_readable, none_readable
+from debias_diffusion.retrieval import encode_images, none_readable
 
 from ..common.cache import ResultCache
 from ..common.encoders import TwoTower
@@ -85,8 +85,8 @@ class ImageFeatures:
 
         def compute() -> dict[str, Tensor]:
             title = f"images, {encoder.label}"
-            features, good, _ = encode_readable(
-                encoder.backbone, records, self.images, self.batch_size, self.device, title
+            features, good, _ = encode_images(
+                encoder.backbone, records, self.images, self.batch_size, self.device, title, require_any=False
             )
             return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
 
