@@ -36,8 +36,9 @@ from debias_diffusion.ablation.suppression import Suppressed
 from debias_diffusion.devices import pick_device
 from debias_diffusion.eval.common.report import Table, versions
 from debias_diffusion.files import write_json, write_text
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import full_attention
+from debias_diffusion.models.loading import load_backbone
 
 RESULTS = Path(__file__).parent / "results"
 BETA = 0.1

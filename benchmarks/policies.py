@@ -30,7 +30,7 @@ from debias_diffusion.eval.pictures.toy_objects import LATE
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.text_encoders import import_text_encoder, to_transformers
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.loading import load_sdxl

@@ -25,7 +25,7 @@ from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.places import model_and_weights, model_of_run
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import read_encoder
-from debias_diffusion.models.model_files import check_bounds, check_finite, explain_failure, may_be_hub_id, read_config
+from debias_diffusion.models.model_files import check_finite, explain_failure, may_be_hub_id, read_config
 from debias_diffusion.models.shipped import shipped
 
 from .stable_diffusion import StableDiffusionLongPromptPipeline
@@ -365,9 +365,7 @@ def _config(checkpoint: Checkpoint, cls: type, subfolder: str) -> dict:
     if not has_config and (checkpoint.is_local or not may_be_hub_id(checkpoint.folder)):
         raise UserError(f"{problem}. Give a whole SDXL folder.")
     with explain_failure(problem, "Give a whole SDXL folder."):
-        config = cls.load_config(checkpoint.folder, subfolder=subfolder)
-        check_bounds(config, f"The {subfolder}/config.json of {checkpoint.name!r}")
-        return config
+        return cls.load_config(checkpoint.folder, subfolder=subfolder)
 
 
 def _unet_width(checkpoint: Checkpoint) -> int:

@@ -39,9 +39,10 @@ from debias_diffusion.eval.common.inputs import read_source
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.two_tower import load_two_tower
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import before_attention, block_forward, causal_attention, full_attention
 from debias_diffusion.models.image_tower import ImageTower
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k
 

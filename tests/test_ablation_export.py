@@ -29,7 +29,7 @@ from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models import backbone
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train

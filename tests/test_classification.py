@@ -31,7 +31,7 @@ from debias_diffusion.eval.text_image.classification import (
     wilson_interval,
 )
 from debias_diffusion.eval.text_image.options import CLASSIFICATIONS
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 

@@ -29,7 +29,7 @@ from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate
 from debias_diffusion.eval.text_image.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train

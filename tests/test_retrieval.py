@@ -22,7 +22,8 @@ from debias_diffusion.eval.common.report import Table, digest, table, weights_di
 from debias_diffusion.eval.common.settings import check_output
 from debias_diffusion.eval.text_image import image_features, retrieval
 from debias_diffusion.eval.text_image.retrieval import RetrievalConfig, evaluate_retrieval, figures
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k, recall_ranks
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"

@@ -168,7 +168,7 @@ def _read(config: ExportConfig) -> _Source:
         or (not Path(model).exists() and "/" not in model)
     )
     if is_two_tower:
-        from debias_diffusion.models.backbone import load_backbone
+        from debias_diffusion.models.loading import load_backbone
 
         return _Source(backbone=load_backbone(model, config.pretrained).eval())
     if config.to not in _BOTH_TOWERS:

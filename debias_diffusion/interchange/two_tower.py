@@ -11,13 +11,13 @@ from ..ablation.folding import fold_text_heads
 from ..ablation.heads import apply_saved
 from ..ablation.saved import check_base, is_ablation, read_ablation
 from ..errors import UserError, near_matches
-from ..models.backbone import CONFIG_FILE, Backbone, load_backbone
+from ..models.backbone import Backbone
 from ..models.chinese_clip import is_chinese_clip
-from ..models.model_files import explain_failure, may_be_hub_id
+from ..models.loading import find_weights, load_backbone
+from ..models.model_files import CONFIG_FILE, explain_failure, may_be_hub_id
 from ..models.shipped import shipped
 from ..models.weight_difference import DIFFERENCE, load_fine_tuned
 from ..models.weight_files import plain_text_names
-from ..models.weights import find_weights
 from .chinese_clip_model import read_chinese_clip
 from .clip_model import read_clip_model, text_encoder_alone
 from .hub_file import find_hub_file

@@ -12,19 +12,12 @@ from PIL import Image
 from torch import Tensor
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.two_tower import load_two_tower
-from debias_diffusion.models.model_files import (
-    build_empty,
-    check_finite,
-    explain_failure,
-    may_be_hub_id,
-    quiet_transformers,
-    read_config,
-)
+from debias_diffusion.models.model_files import check_finite, explain_failure, may_be_hub_id, quiet_logging
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weight_files import read_state
 from debias_diffusion.retrieval import encode_texts
@@ -126,16 +119,6 @@ class InceptionFeatures:
 _EXAMPLES = {"dino": "facebook/dino-vits16", "dinov2": "facebook/dinov2-small"}
 
 
-def _check_config(model: str) -> None:
-    """Raises UserError if a folder's configuration needs more weights than its files can hold."""
-    folder = Path(model)
-    if folder.is_dir():
-        read_config(folder / "config.json")
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        available = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
-        build_empty(lambda: AutoModel.from_config(config, trust_remote_code=False), available, repr(model))
-
-
 class ClsFeatures:
     """A transformers vision model's CLS features after its last norm.
 
@@ -158,11 +141,10 @@ class ClsFeatures:
             f"Give {option} a folder of a transformers vision model with config.json and its weights, or a hub id such "
             f"as {_EXAMPLES.get(option, _EXAMPLES['dino'])} once the hub's cache holds it, or null to skip its score."
         )
-        with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_transformers():
+        with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_logging():
             place = shipped(model)
             if not Path(place).is_dir() and not may_be_hub_id(place):
                 raise ValueError("it is not there")
-            _check_config(place)
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModel.from_pretrained(
                 place, dtype=torch.float32, output_loading_info=True, trust_remote_code=False

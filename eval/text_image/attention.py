@@ -23,8 +23,8 @@ from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.places import model_and_weights, model_of_run
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.interchange.two_tower import load_two_tower
-from debias_diffusion.models.backbone import CONFIG_FILE, Backbone
-from debias_diffusion.models.model_files import explain_failure
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.model_files import CONFIG_FILE, explain_failure
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.tokens import CaptionTokenizer

@@ -12,8 +12,9 @@ from debias_diffusion.ablation.population import Population
 from debias_diffusion.ablation.search import ImageProblem, better_alone, genetic_search, probe
 from debias_diffusion.data import open_data
 from debias_diffusion.eval.common.intervals import paired_difference
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import before_attention, block_forward, full_attention
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_ranks
 
 SEARCHED, UNSEEN = "toy/validation", "toy/development"

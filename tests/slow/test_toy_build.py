@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from debias_diffusion.interchange.load import load_text_encoder
 from debias_diffusion.interchange.two_tower import load_two_tower
 from debias_diffusion.models import shipped
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.toymodels import build
 from debias_diffusion.toymodels.fine_tuning import RECIPES
 from debias_diffusion.toymodels.vae import SIZE
