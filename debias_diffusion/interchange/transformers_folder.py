@@ -120,7 +120,7 @@ def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
         projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
         config = CLIPTextConfig.from_dict(content if kind == "clip_text_model" else content.get("text_config", {}))
         options = {"config": config, "dtype": content.get("dtype") or content.get("torch_dtype") or "auto"}
-        if transformers.__version__ < "5":  # which does not read the names that transformers 5 writes
+        if transformers.__version__.startswith("4."):  # which does not read the names that transformers 5 writes
             options["key_mapping"] = {r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."}
         cls = CLIPTextModelWithProjection if projection else CLIPTextModel
         return load_pretrained(cls, source, label, subfolder=subfolder, **options)
