@@ -36,8 +36,9 @@ from debias_diffusion.files import write_json, write_text
 from debias_diffusion.head_search.genetic import FLIP, first_masks, population_size
 from debias_diffusion.head_search.population import Population
 from debias_diffusion.head_search.problems import every_mask, single_heads
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import full_attention
+from debias_diffusion.models.loading import load_backbone
 
 RESULTS = Path(__file__).parent / "results"
 BETA = 0.1

@@ -44,7 +44,7 @@ from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import ImageFolder, Record, open_data, read_sharegpt4v
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.methods.dual_caption import RECIPES
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.sentences import split_sentences
 
 ROOT = Path(__file__).parent.parent

@@ -44,8 +44,9 @@ from debias_diffusion.files import write_json, write_text
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import relative_error, without_eot
 from debias_diffusion.methods.objectives import contrastive_loss
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.image_tower import MaskedPatches
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import recall_ranks
 from debias_diffusion.toymodels.clip import draw_indices, render_all
 from debias_diffusion.toymodels.stage import run_stage

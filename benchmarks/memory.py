@@ -18,7 +18,7 @@ from machine import PeakMemory, machine, seconds
 from train_step import make_batch
 
 from debias_diffusion.methods import find_method
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.training.step import backward
 
 RESULTS = Path(__file__).parent / "results"

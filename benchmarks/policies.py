@@ -30,7 +30,7 @@ from debias_diffusion.eval.report import versions
 from debias_diffusion.files import path_digest, write_json, write_text
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.text_encoders import import_text_encoder, to_transformers
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline

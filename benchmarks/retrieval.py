@@ -20,7 +20,7 @@ from PIL import Image, ImageFilter
 
 from debias_diffusion.data import ImageFolder, Record
 from debias_diffusion.devices import pick_device
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import encode_images, recall_at_k
 
 RESULTS = Path(__file__).parent / "results"

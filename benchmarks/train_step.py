@@ -48,8 +48,9 @@ from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.methods.keep_states import SHARE, KeepStates
 from debias_diffusion.methods.objectives import contrastive_loss
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import block_forward, causal_attention, full_attention
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.training.step import AdamW, Optimizer, autocast, backward
 
 RESULTS = Path(__file__).parent / "results"

@@ -190,7 +190,7 @@ class EncoderSpec:
         from .interchange.clip_model import read_clip_model
         from .interchange.hub import find_hub_file
         from .interchange.two_tower_file import read_two_tower
-        from .models.backbone import load_backbone
+        from .models.loading import load_backbone
         from .models.weight_difference import load_fine_tuned
 
         place = Path(self.place)

@@ -171,6 +171,7 @@ def _unit(features: Tensor) -> Tensor:
     return F.normalize(features.double(), dim=1)
 
 
+@torch.inference_mode()
 def encode_images(
     backbone: Backbone,
     records: Sequence[Record],
@@ -180,6 +181,7 @@ def encode_images(
     progress: bool | str = True,
     read: Callable | None = None,
     encode: Callable[[Tensor], Tensor] | None = None,
+    require_any: bool = True,
 ) -> tuple[Tensor, list[int], list[BadRecord]]:
     """The image features [M, D] on the CPU, the indices of the M readable records, and the bad records.
 
@@ -189,36 +191,11 @@ def encode_images(
         progress: whether to show a progress bar, or its title.
         read: turns an opened image into the input of `encode`; None: `backbone.preprocess`.
         encode: a batch of these to features [batch, D]; None: `backbone.encode_image`.
+        require_any: False gives features [0, 0] where none of the images can be read.
 
     Raises:
         UserError: none of the images can be read.
     """
-    features, good, bad = encode_readable(backbone, records, images, batch_size, device, progress, read, encode)
-    if not good:
-        raise none_readable(records, images, bad)
-    return features, good, bad
-
-
-def none_readable(records: Sequence[Record], images: ImageSource, bad: Sequence[BadRecord]) -> UserError:
-    """The error for images none of which can be read."""
-    return UserError(
-        f"None of the {len(records)} images can be read from {str(images.root)!r}. The first fault: {bad[0].detail}. "
-        "If a data file names them, give the folder that its paths start from."
-    )
-
-
-@torch.inference_mode()
-def encode_readable(
-    backbone: Backbone,
-    records: Sequence[Record],
-    images: ImageSource,
-    batch_size: int,
-    device: torch.device | str,
-    progress: bool | str = True,
-    read: Callable | None = None,
-    encode: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, list[int], list[BadRecord]]:
-    """`encode_images` without the error: features [0, 0] if none of the images can be read."""
     read, encode = read or backbone.preprocess, encode or backbone.encode_image
 
     def load(record: Record) -> Tensor | BadRecord:
@@ -237,7 +214,17 @@ def encode_readable(
             bad += [image for image in loaded if isinstance(image, BadRecord)]
             if batch:
                 features.append(encode(torch.stack(batch).to(device)).float().cpu())
+    if require_any and not good:
+        raise none_readable(records, images, bad)
     return torch.cat(features) if features else torch.empty(0, 0), good, bad
+
+
+def none_readable(records: Sequence[Record], images: ImageSource, bad: Sequence[BadRecord]) -> UserError:
+    """The error for images none of which can be read."""
+    return UserError(
+        f"None of the {len(records)} images can be read from {str(images.root)!r}. The first fault: {bad[0].detail}. "
+        "If a data file names them, give the folder that its paths start from."
+    )
 
 
 def _title(progress: bool | str, otherwise: str) -> str:
@@ -263,17 +250,3 @@ def encode_texts(
         tokens = backbone.tokenize(list(captions[start : start + batch_size])).to(device)
         features.append(backbone.encode_text(tokens).float().cpu())
     return torch.cat(features)
-
-
-def encode_pairs(
-    backbone: Backbone,
-    records: Sequence[Record],
-    images: ImageSource,
-    batch_size: int,
-    device: torch.device | str,
-    progress: bool = True,
-) -> tuple[Tensor, Tensor, list[BadRecord]]:
-    """Image features [N, D] and text features [N, D] of the pairs with a readable image, and the bad records."""
-    image_features, good, bad = encode_images(backbone, records, images, batch_size, device, progress)
-    captions = [records[index].caption for index in good]
-    return image_features, encode_texts(backbone, captions, batch_size, device, progress), bad

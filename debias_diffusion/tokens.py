@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 
 import ftfy
 import torch
-from ftfy.fixes import unescape_html
 from transformers import CLIPTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD = 0  # the id that pads CLIP's training captions, before the text and after EOT; never EOT itself
@@ -24,7 +23,6 @@ _SPECIAL = re.compile(r"<(\|startoftext\||\|endoftext\||start_of_text|end_of_tex
 
 
 _MERGES = Path(__file__).parent / "clip_merges.txt.gz"
-_MOST_NESTED = 50  # HTML entities in each other, such as &amp;amp;, that are unescaped
 
 
 def clean(caption: str) -> str:
@@ -36,26 +34,10 @@ def clean(caption: str) -> str:
 
     open_clip's and transformers' tokenizers then agree, except on code points that Unicode has not assigned and on
     U+0345 (combining ypogegrammeni), which their regular expressions class differently.
-
-    The time it takes grows as the caption does: in captions of more than 1,000 characters with more than 50 entities in
-    each other, ftfy unescapes none.
     """
-    nested = len(caption) > 1000 and _is_deeply_nested(caption)
-    caption = ftfy.fix_text(caption, unescape_html=False) if nested else ftfy.fix_text(caption)
-    caption = html.unescape(html.unescape(caption))
+    caption = html.unescape(html.unescape(ftfy.fix_text(caption)))
     caption = unicodedata.normalize("NFC", caption.lower())
     return " ".join(_SPECIAL.sub(r"< \1 >", caption).split())
-
-
-def _is_deeply_nested(text: str) -> bool:
-    """Whether ftfy would unescape a text more than `_MOST_NESTED` times, at each of which it reads all of it."""
-    if text.isascii() and "&" not in text:
-        return False
-    for _ in range(_MOST_NESTED):
-        before, text = text, ftfy.fix_text(unescape_html(text), unescape_html=False)
-        if text == before:
-            return False
-    return True
 
 
 def byte_symbols() -> list[str]:

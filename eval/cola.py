@@ -18,7 +18,7 @@ from torchmetrics.functional.classification import binary_average_precision
 from debias_diffusion.data import BadRecord, ImageFolder, Record
 from debias_diffusion.data.bad_records import check_share, print_left_out, refused
 from debias_diffusion.data.captions import check_caption, fold
-from debias_diffusion.data.retrieval_sets import load_json
+from debias_diffusion.data.retrieval_layouts import load_json
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.retrieval import encode_texts, recall_ranks

@@ -10,7 +10,7 @@ from debias_diffusion.data import BadRecord, ImageSource, Record
 from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
-from debias_diffusion.retrieval import encode_readable, none_readable
+from debias_diffusion.retrieval import encode_images, none_readable
 
 from .session import Session, TwoTower
 
@@ -84,7 +84,9 @@ class ImageFeatures:
         def compute() -> dict[str, Tensor]:
             title = f"images, {encoder.label}"
             batch_size, device = self.session.config.batch_size, self.session.device
-            features, good, _ = encode_readable(encoder.backbone, records, self.images, batch_size, device, title)
+            features, good, _ = encode_images(
+                encoder.backbone, records, self.images, batch_size, device, title, require_any=False
+            )
             return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
 
         depends = encoder.depends | {"pixels": self.digest, "start": start, "count": len(records)}

@@ -37,9 +37,10 @@ from debias_diffusion.head_search.problems import (
     probe,
 )
 from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import before_attention, block_forward, causal_attention, full_attention
 from debias_diffusion.models.image_tower import ImageTower
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k
 

@@ -11,7 +11,7 @@ from PIL import Image
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 
 

@@ -31,7 +31,7 @@ from debias_diffusion.eval.classification import (
 )
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.eval.options import CLASSIFICATIONS
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
 from debias_diffusion.app.command_line import parse
 from debias_diffusion.app.reproduce.papers import PaperTable, read_tables, read_yaml
-from debias_diffusion.data import retrieval_sets
+from debias_diffusion.data import retrieval_layouts
 from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.eval import classification
@@ -62,7 +62,7 @@ def check_ours(arguments: list[str]) -> None:
             shipped(model.rpartition(":")[2])
     check_toy_scenes(values.get("data") or "")
     if values.get("dataset"):
-        known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_sets.BENCHMARKS
+        known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_layouts.BENCHMARKS
         assert set(values["dataset"].split(",")) <= known.keys()
     if command is COMMANDS["reproduce"]:
         assert set(values["target"]) <= {"all", "claims", *tables()}

@@ -10,8 +10,8 @@ from helpers.tiny_clip import SIGLIP_CONFIG, registered, save_tiny_clip, tiny_cl
 from open_clip.tokenizer import HFTokenizer
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.families import find_family
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import Markers, clip_tokenizer
 
 CAPTIONS = ["The cat!", "a cat, the thing on the mat. " * 9, "", "x1 &amp; 2"]

@@ -42,8 +42,8 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import KeepStates
-from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.image_tower import ImageTower, MaskedPatches
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.regional_prompts import LAYERS as SHARINGS
 from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig

@@ -12,9 +12,9 @@ from open_clip.transformer import VisionTransformer
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.session import how_used
 from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.models.backbone import load_backbone
 from debias_diffusion.models.blocks import full_attention
 from debias_diffusion.models.image_tower import ImageTower
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.training.feature_cache import cache_key
 

@@ -1,5 +1,4 @@
-"""Images of unknown origin: what is read, what is refused and named, and that nothing hangs, starts a program or ends a
-run."""
+"""Images of unknown origin: what is read, what is refused and named, and that none starts a program or ends a run."""
 
 import io
 import json
@@ -12,15 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import Accelerator
-from helpers.ranks import forked
 from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import EpsImagePlugin, Image, features
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_captions, read_shards, verify_shards
+from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_shards
 from debias_diffusion.data.dataset import CaptionDataset
-from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import dpg_answers
 from debias_diffusion.eval.images import networks as feature_networks
@@ -59,10 +56,8 @@ def test_what_image_folders_hold_is_opened_whatever_its_name(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["EPS", "TGA", "ICO", "DDS", "PDF"])
 def test_other_formats_are_refused_by_name(tmp_path, kind):
     colours().save(tmp_path / "a.jpg", kind)
-    with pytest.raises(OSError, match="cannot identify it as JPEG, PNG, ") as error:
+    with pytest.raises(OSError, match="cannot identify it as JPEG, PNG, "):
         opened(tmp_path, "a.jpg")
-    known = kind not in ("TGA", "PDF")  # which have no signature that Pillow knows
-    assert (f"it looks like {kind}, which is not read here" in str(error.value)) == known
 
 
 @pytest.fixture
@@ -88,7 +83,7 @@ def test_no_picture_starts_ghostscript(tmp_path, ghostscript):
         lambda: dpg_answers.open_picture([path], 0, 1),
         lambda: plot_examples(["A."], [colours()], {"x": [path]}),
     ):
-        with pytest.raises(UserError, match=r"a.jpg' cannot be (read|used): cannot identify .* looks like EPS"):
+        with pytest.raises(UserError, match=r"a.jpg' cannot be (read|used): cannot identify it as JPEG"):
             read()
     assert not ghostscript.exists()
     with pytest.raises(OSError), Image.open(path) as image:
@@ -103,13 +98,10 @@ def test_no_other_place_lets_pillow_try_all_its_formats():
     assert opened and all("formats=" in line for line in opened)
 
 
-def tiff(pixels: np.ndarray, bits: int, photometric: int = 1, sample_format: int = 1) -> bytes:
+def tiff(pixels: np.ndarray, sample_format: int) -> bytes:
     """A TIFF of one row of grey, as Pillow would not write it."""
-    if bits == 12:
-        content = int("".join(f"{value:012b}" for value in pixels), 2).to_bytes(len(pixels) * 3 // 2, "big")
-    else:
-        content = pixels.tobytes()
-    tags = {256: len(pixels), 257: 1, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: 1}
+    content, bits = pixels.tobytes(), 8 * pixels.itemsize
+    tags = {256: len(pixels), 257: 1, 258: bits, 259: 1, 262: 1, 273: 8, 277: 1, 278: 1}
     tags |= {279: len(content), 339: sample_format}
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     return b"II*\0" + struct.pack("<I", 8 + len(content)) + content + struct.pack("<H", len(tags)) + entries + bytes(4)
@@ -125,19 +117,12 @@ def test_grey_of_16_bits_keeps_its_upper_8_and_does_not_become_white(tmp_path, k
     assert grey.shape == (256, 256, 3) and np.array_equal(grey, np.repeat(RAMP >> 8, 3).reshape(256, 256, 3))
 
 
-def test_grey_of_12_bits_keeps_its_upper_8(tmp_path):
-    values = np.arange(0, 4096, 41, dtype=np.uint16)
-    (tmp_path / "grey.tif").write_bytes(tiff(values, 12))
-    assert np.array_equal(np.asarray(opened(tmp_path, "grey.tif"))[0, :, 0], values >> 4)
-
-
 @pytest.mark.parametrize(
     ("content", "mode"),
     [
-        (tiff(np.linspace(0, 1, 40, dtype=np.float32), 32, sample_format=3), "F"),
-        (tiff(np.arange(40, dtype=np.int32), 32, sample_format=2), "I"),
-        (tiff(np.arange(40, dtype=np.int16), 16, sample_format=2), "I"),
-        (tiff(RAMP[:40], 16, photometric=0), "I;16"),  # white is 0, and Pillow does not turn it round
+        (tiff(np.linspace(0, 1, 40, dtype=np.float32), 3), "F"),
+        (tiff(np.arange(40, dtype=np.int32), 2), "I"),
+        (tiff(np.arange(40, dtype=np.int16), 2), "I"),
         (b"Pf\n4 1\n-1.0\n" + np.ones(4, dtype=np.float32).tobytes(), "F"),
     ],
 )
@@ -315,29 +300,6 @@ def test_an_image_that_the_preprocessing_fails_on_is_a_bad_record(three):
         encode_images(tiny_clip().eval(), records, ImageFolder(folder), 2, "cpu", progress=False, read=preprocess)
 
 
-@pytest.mark.parametrize(("scans", "fits"), [(100, True), (101, False)])
-def test_a_jpeg_of_a_hundred_scans_is_enough(tmp_path, scans, fits):
-    content = io.BytesIO()
-    colours().save(content, "JPEG", progressive=True, quality=50)
-    *parts, last = content.getvalue().removesuffix(b"\xff\xd9").split(b"\xff\xda")
-    parts += [last] * (scans - len(parts) + 1)
-    # What is appended to a photograph, as a film is, is no scan, whatever its bytes.
-    (tmp_path / "a.jpg").write_bytes(b"\xff\xda".join(parts) + b"\xff\xd9" + b"\xff\xda\x12\x34" * 200)
-    if fits:
-        assert opened(tmp_path, "a.jpg").size == (40, 30)
-    else:
-        with pytest.raises(OSError, match="it is a JPEG of 101 scans, more than 100"):
-            opened(tmp_path, "a.jpg")
-
-
-def test_a_file_of_absurd_size_is_not_read(tmp_path):
-    colours().save(tmp_path / "a.png")
-    os.truncate(tmp_path / "a.png", (1 << 28) + 1)
-    with pytest.raises(OSError, match=f"its file has {(1 << 28) + 1} bytes") as error:
-        opened(tmp_path, "a.png")
-    assert error.value.kind == "absurdly large image"
-
-
 def test_loops_of_links_are_bad_records(three, tmp_path):
     records, folder = three
     for name in ("1.png", "s.tar"):
@@ -357,59 +319,6 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
     with pytest.raises(UserError, match="is not there"):
         ImageFolder(folder / "1.png")
     assert not ShardImages(folder).is_there("s.tar/a.jpg@0+1")
-
-
-# Nothing waits
-
-
-def read_all(root: Path) -> list[str]:
-    """What each way to read a file gives, or why it refuses."""
-    said = []
-    for read in (
-        lambda: ImageFolder(root / "pairs").open("1.png"),
-        lambda: open_data(root / "shards"),
-        lambda: open_data(root / "zero.tar"),
-        lambda: open_data(root / "pipe.tar"),
-        lambda: open_data(root / "manifest"),
-        lambda: verify_shards(root / "manifest"),
-        lambda: open_data(root / "pairs"),
-        lambda: read_retrieval_set("urban1k", root / "urban1k"),
-        lambda: read_retrieval_set("flickr30k", root / "flickr30k"),
-        lambda: read_retrieval_set("flickr30k-test", root / "flickr30k"),
-        *(lambda name=name: read_captions(root / name) for name in ("pipe.json", "zero.json")),
-        *(lambda name=name: read_captions(root / name) for name in ("pipe.jsonl", "zero.jsonl")),
-    ):
-        try:
-            said.append(str(read()))
-        except (OSError, UserError) as error:
-            said.append(str(error))
-    return said
-
-
-def test_no_pipe_and_no_device_is_waited_for(tmp_path):
-    for folder in ("pairs", "shards", "manifest"):
-        (tmp_path / folder).mkdir()
-    for folder in ("urban1k/image", "urban1k/caption", "flickr30k/flickr30k-images"):
-        (tmp_path / folder).mkdir(parents=True)
-    colours().save(tmp_path / "urban1k" / "image" / "1.jpg")
-    pipes = ["pairs/1.png", "shards/1.tar", "manifest/shards.json", "urban1k/caption/1.txt", "pipe.tar", "pipe.json"]
-    pipes += ["pipe.jsonl", "flickr30k/results_20130124.token", "flickr30k/dataset_flickr30k.json"]
-    for name in pipes:
-        os.mkfifo(tmp_path / name)
-    (tmp_path / "pairs" / "1.txt").write_text("A cat.")
-    (tmp_path / "manifest" / "1.tar").write_bytes(bytes(1024))
-    for ending in ("tar", "json", "jsonl"):
-        (tmp_path / f"zero.{ending}").symlink_to("/dev/zero")
-    # In a process that can be ended, for one that waits cannot.
-    [said] = forked(1, lambda _: read_all(tmp_path), group=False)
-    image, shards, zero, pipe, manifest, verified, pairs, urban, *files = said
-    assert "not a regular file" in image
-    for line, name in ((shards, "1.tar"), (zero, "zero"), (pipe, "pipe.tar")):
-        assert f"no usable sample. The first fault: {name}: broken shard ([Errno 22] not a regular file" in line
-    assert manifest == verified and "shards.json' is not what `debias-diffusion shards` writes" in manifest
-    assert "0 images and 1 captions" in pairs
-    assert "no entry that can be read. The first fault: caption/1.txt: unreadable file" in urban
-    assert len(files) == 6 and all("cannot be read" in line and "not a regular file" in line for line in files)
 
 
 # Shards

@@ -20,7 +20,7 @@ from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.base import MethodAndTerms
 from debias_diffusion.methods.keep_states import SHARE, KeepStates, Teacher, state_errors
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.tokens import CaptionTokenizer
 from debias_diffusion.training.checkpoint import TrainState, load_checkpoint, save_checkpoint

@@ -1,11 +1,10 @@
-"""Models that are damaged, hostile or missing: each is refused with a message, at once, before anything is drawn."""
+"""Models that are damaged or missing: each is refused with a message, before anything is drawn."""
 
 import contextlib
 import json
 import logging
 import os
 import shutil
-import threading
 import zipfile
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from debias_diffusion.interchange.clip_model import export_clip_model
 from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
-from debias_diffusion.models.backbone import load_backbone
-from debias_diffusion.models.model_files import check_finite, read_config
+from debias_diffusion.models.loading import load_backbone
+from debias_diffusion.models.model_files import check_finite
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
 from debias_diffusion.tokens import clip_tokenizer
@@ -198,33 +197,23 @@ def rewritten(file: Path, compression: int, change=lambda name, data: data) -> N
             archive.writestr(name, change(name, data))
 
 
-def test_torch_files_that_were_packed_again_or_resized_are_refused(tmp_path):
+def test_torch_files_that_were_packed_again_are_read_and_resized_ones_refused(tmp_path):
     state = {name: tensor.clone() for name, tensor in whole_vocabulary().model.state_dict().items()}
     file = tmp_path / "weights.pt"
     torch.save(state, file)
-    rewritten(file, zipfile.ZIP_STORED)
-    load_text_encoder(file)
+    expected = load_text_encoder(file)[0].state_dict()
+    rewritten(file, zipfile.ZIP_DEFLATED)
+    again = load_text_encoder(file)[0].state_dict()
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
     largest = max(state.values(), key=torch.numel).nbytes
-    for cut in (lambda data: data[:-64], lambda data: data + bytes(64), lambda data: b""):
+    for cut in (lambda data: data[:-64], lambda data: b""):
         torch.save(state, file)
         rewritten(file, zipfile.ZIP_STORED, lambda name, data, cut=cut: cut(data) if len(data) == largest else data)
-        with pytest.raises(UserError, match="not as large as the parts that hold them|could not be read"):
+        with pytest.raises(UserError, match="could not be read"):
             load_text_encoder(file)
-    torch.save(state, file)
-    rewritten(file, zipfile.ZIP_DEFLATED)
-    with pytest.raises(UserError, match="was packed again: .* compressed"):
-        load_text_encoder(file)
-    small_clip().save(tmp_path / "folder")
-    weights = tmp_path / "folder" / "open_clip_model.safetensors"
-    torch.save(load_file(weights), weights.with_suffix(".bin"))
-    weights.unlink()
-    load_two_tower(tmp_path / "folder")
-    rewritten(weights.with_suffix(".bin"), zipfile.ZIP_DEFLATED)
-    with pytest.raises(UserError, match="was packed again"):
-        load_two_tower(tmp_path / "folder")
 
 
-def test_a_model_in_several_files_is_read_and_none_of_them_may_lie_elsewhere(tmp_path):
+def test_a_model_in_several_files_is_read(tmp_path):
     folder = export_text_encoder(tiny_clip(), tmp_path / "encoder")
     expected = load_text_encoder(folder)[0].state_dict()
     weights = folder / "text_encoder" / "model.safetensors"
@@ -234,15 +223,10 @@ def test_a_model_in_several_files_is_read_and_none_of_them_may_lie_elsewhere(tmp
     weights.unlink()
     for name, part in shards.items():
         save_file(part, weights.with_name(name))
-    index = {"weight_map": {name: shard for shard, part in shards.items() for name in part}}
+    index = {"metadata": {}, "weight_map": {name: shard for shard, part in shards.items() for name in part}}
     weights.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
     loaded = load_text_encoder(folder)[0].state_dict()
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
-    (tmp_path / "model-0.safetensors").write_bytes(weights.with_name("model-0.safetensors").read_bytes())
-    index["weight_map"] = dict.fromkeys(index["weight_map"], "../../model-0.safetensors")
-    weights.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="names '../../model-0.safetensors', which is not there"):
-        load_text_encoder(folder)
 
 
 def test_a_damaged_difference_is_refused(saved):
@@ -275,7 +259,7 @@ DEEP = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 @pytest.mark.parametrize(
     "content",
-    [DEEP, b"", b"[]", b"\xff", b'{"a": NaN}', b'{"a": 1e999}', b'{"layers": 10000000}'],
+    [DEEP, b"", b"[]", b"\xff"],
     ids=lambda content: repr(content[:20]),
 )
 def test_a_configuration_that_is_none_is_named(saved, content):
@@ -305,43 +289,29 @@ def test_a_file_is_not_judged_by_a_deep_configuration_beside_it(tmp_path):
 
 WRONG = [
     ("siglip", ["model_cfg", "text_cfg", "tokenizer_kwargs"], "abc", "tokenizer_kwargs: abc"),
-    ("open_clip", ["model_cfg", "text_cfg", "layers"], 10**7, "says layers: 10000000"),
-    ("open_clip", ["model_cfg", "text_cfg", "layers"], 40, "of a model with|could not be loaded"),
     ("open_clip", ["model_cfg", "text_cfg", "layers"], "3", "could not be loaded"),
-    ("open_clip", ["model_cfg", "text_cfg", "width"], 10**6, "of a model with [0-9,]+ numbers, but"),
     ("open_clip", ["model_cfg", "text_cfg", "heads"], 0, "could not be loaded"),
-    ("open_clip", ["model_cfg", "text_cfg", "norm_kwargs"], {"eps": "abc"}, "could not be loaded"),
     ("open_clip", ["model_cfg", "vision_cfg", "image_size"], None, "could not be loaded"),
     ("open_clip", ["model_cfg"], None, "must be JSON objects"),
     ("open_clip", ["preprocess_cfg"], {"mean": "abc"}, "could not be loaded"),
-    ("open_clip", ["preprocess_cfg"], {"std": [0, 0, 0]}, "or not finite|could not be loaded"),
-    ("open_clip", ["debias_diffusion"], {"keep": "abc"}, "must be whole numbers"),
+    ("open_clip", ["model_cfg", "text_cfg", "layers"], 40, "could not be loaded"),
+    ("text encoder", ["num_hidden_layers"], 4, "lack 16 tensors of the model, such as .*layers.3"),
+    ("text encoder", ["max_position_embeddings"], 78, r"position_embedding.weight is \(77, 32\), not \(78, 32\)"),
+    ("clip", ["vision_config", "num_hidden_layers"], 3, "lack 16 tensors of the model, such as .*layers.2"),
     ("open_clip", ["debias_diffusion"], {"pooling": []}, "pooling must be one of"),
-    ("text encoder", ["num_hidden_layers"], -1, "could not be loaded|must be at least 1"),
-    ("text encoder", ["num_hidden_layers"], 10**7, "says num_hidden_layers: 10000000"),
-    ("text encoder", ["num_hidden_layers"], 400, "cannot be more than its [0-9]+ weights"),
     ("text encoder", ["num_hidden_layers"], "abc", "could not be loaded"),
-    ("text encoder", ["max_position_embeddings"], 10**8, "of a model with [0-9,]+ numbers, but"),
     ("text encoder", ["hidden_act"], "abc", "could not be loaded"),
     ("text encoder", ["hidden_act"], None, "could not be loaded"),
     ("text encoder", ["num_attention_heads"], 0, "could not be loaded"),
-    ("clip", ["vision_config", "num_hidden_layers"], 10**7, "says num_hidden_layers: 10000000"),
-    ("clip", ["vision_config", "image_size"], 10**6, "of a model with [0-9,]+ numbers, but"),
-    ("clip", ["text_config", "num_hidden_layers"], 400, "cannot be more than its [0-9]+ weights"),
     ("clip", ["text_config"], "abc", "CLIPModel"),
-    ("vit", ["num_hidden_layers"], 10**7, "says num_hidden_layers: 10000000"),
     ("vit", ["image_size"], None, "could not be loaded"),
     ("vit", ["model_type"], "abc", "could not be loaded"),
-    ("text encoder", ["num_hidden_layers"], 2, "layers.2.* has no place in it and [0-9]+ more"),
-    ("clip", ["vision_config", "num_hidden_layers"], 1, "layers.1.* has no place in it and [0-9]+ more"),
     ("sdxl text", ["num_hidden_layers"], 4, "lack 16 tensors of the model, such as .*layers.3"),
-    ("sdxl text", ["num_hidden_layers"], 2, "layers.2.* has no place in it"),
     ("sdxl vae", ["mid_block_add_attention"], False, "they have no place for .*mid_block.* more"),
     ("sdxl", ["layers_per_block"], None, "could not be loaded"),
     ("sdxl", ["cross_attention_dim"], "abc", "could not be loaded"),
     ("sdxl vae", ["block_out_channels"], 3, "could not be loaded"),
     ("sdxl text", ["hidden_size"], {"a": 1}, "could not be loaded"),
-    ("sdxl text", ["num_hidden_layers"], 10**7, "says num_hidden_layers: 10000000"),
 ]
 
 
@@ -414,36 +384,6 @@ def test_a_path_that_is_missing_is_no_name_of_the_hub(tmp_path, monkeypatch):
             load_backbone(path)
 
 
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
-    """A pipe that nobody writes to would be read for ever: hence a thread, which the tests need not wait for."""
-    small_clip().save(tmp_path / "open_clip")
-    export_text_encoder(small_clip(), tmp_path / "text")
-    weights = tmp_path / "open_clip" / "open_clip_model.safetensors"
-    pipes = [weights, tmp_path / "text" / "text_encoder" / "model.safetensors", tmp_path / "alone.pt"]
-    pipes.append(tmp_path / "open_clip" / "config.json")
-    for pipe in pipes:
-        pipe.unlink(missing_ok=True)
-        os.mkfifo(pipe)
-    save_file_alone(tmp_path / "file")
-    os.mkfifo(tmp_path / "file" / "config.json")
-    outcomes = []
-    loads = {"open_clip": load_two_tower, "text": load_text_encoder, "alone.pt": load_text_encoder}
-
-    def load_all():
-        for place, load in loads.items():
-            try:
-                outcomes.append(load(tmp_path / place))
-            except UserError:
-                outcomes.append("refused")
-        load_text_encoder(tmp_path / "file" / "weights.safetensors")
-        outcomes.append("loaded")
-
-    thread = threading.Thread(target=load_all, daemon=True)
-    thread.start()
-    thread.join(timeout=120)
-    assert outcomes == ["refused"] * 3 + ["loaded"]
-
-
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs rights that can be taken away")
 def test_what_may_not_be_read_is_a_user_error(tmp_path):
     small_clip().save(tmp_path / "closed" / "open_clip")
@@ -473,15 +413,6 @@ def test_names_that_no_file_can_have_are_user_errors():
         for load in (load_text_encoder, load_two_tower, load_backbone, check_base, lambda n: ClsFeatures(n, CPU)):
             with pytest.raises(UserError):
                 load(name)
-
-
-def test_a_configuration_is_a_small_regular_file(tmp_path):
-    with pytest.raises(UserError, match="is not there, or is no regular file"):
-        read_config(tmp_path)
-    with open(tmp_path / "large.json", "wb") as file:
-        file.truncate(1 << 30)
-    with pytest.raises(UserError, match="larger than 16 MiB"):
-        read_config(tmp_path / "large.json")
 
 
 def test_the_toy_network_loads_without_a_table_of_missing_weights(caplog):

@@ -23,9 +23,10 @@ from debias_diffusion.eval.options import check_output
 from debias_diffusion.eval.report import Table, table
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
 from debias_diffusion.files import path_digest
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.weight_files import weights_digest
-from debias_diffusion.retrieval import encode_images, encode_pairs, recall_at_k, recall_ranks
+from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k, recall_ranks
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 
@@ -223,10 +224,16 @@ def test_unusable_features_are_refused(images, texts, ks, message):
         recall_at_k(images, texts, ks=ks)
 
 
-def test_encode_pairs_equals_one_by_one(tiny_clip):
+def encode_pairs(backbone, records, images, batch_size):
+    image_features, good, bad = encode_images(backbone, records, images, batch_size, "cpu", progress=False)
+    captions = [records[index].caption for index in good]
+    return image_features, encode_texts(backbone, captions, batch_size, "cpu", progress=False), bad
+
+
+def test_features_of_batches_equal_those_one_by_one(tiny_clip):
     backbone = load_backbone(tiny_clip).eval()
     records, images = read_sharegpt4v(PHOTOGRAPHS).records[:5], ImageFolder(skimage.data_dir)
-    image_features, text_features, bad = encode_pairs(backbone, records, images, batch_size=2, device="cpu")
+    image_features, text_features, bad = encode_pairs(backbone, records, images, batch_size=2)
     assert image_features.shape == text_features.shape == (5, 24) and not bad
     for row, record in enumerate(records):
         with torch.no_grad():
@@ -290,7 +297,7 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, anothe
     for name, label in ((tiny_clip, first), (another_clip, second)):
         backbone = load_backbone(name).eval()
         records = read_sharegpt4v(PHOTOGRAPHS).records[:5]
-        images, texts, _ = encode_pairs(backbone, records, ImageFolder(skimage.data_dir), 1, "cpu", progress=False)
+        images, texts, _ = encode_pairs(backbone, records, ImageFolder(skimage.data_dir), 1)
         numbers = report["encoders"][label]
         assert numbers["recall_percent"] == recall_at_k(images, texts)
         lengths = [backbone.tokenizer.count(record.caption) for record in records]

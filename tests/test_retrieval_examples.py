@@ -14,7 +14,7 @@ from PIL import Image
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.retrieval_examples import disagreements, nearest_strangers
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} red square"
 COUNT = 12

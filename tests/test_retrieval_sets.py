@@ -10,8 +10,9 @@ import pytest
 from helpers.coco_cn import coco_cn, draw, write
 from helpers.tiny_clip import save_tiny_clip
 
-from debias_diffusion.data import retrieval_sets
-from debias_diffusion.data.retrieval_sets import BENCHMARKS, find_root, read_retrieval_set
+from debias_diffusion.data import retrieval_layouts
+from debias_diffusion.data.retrieval_layouts import BENCHMARKS
+from debias_diffusion.data.retrieval_sets import find_root, read_retrieval_set
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
@@ -226,7 +227,7 @@ LAYOUTS = {
 
 @pytest.fixture
 def fewer_of_sharegpt4v(monkeypatch):
-    monkeypatch.setattr(retrieval_sets, "SHAREGPT4V_HELD_OUT", 3)
+    monkeypatch.setattr(retrieval_layouts, "SHAREGPT4V_HELD_OUT", 3)
 
 
 @pytest.mark.usefixtures("fewer_of_sharegpt4v")
@@ -247,7 +248,7 @@ def test_a_benchmark_in_its_authors_layout(name, tmp_path):
 
 
 def test_the_held_out_entries_of_sharegpt4v_are_the_first_thousand():
-    assert retrieval_sets.SHAREGPT4V_HELD_OUT == 1000
+    assert retrieval_layouts.SHAREGPT4V_HELD_OUT == 1000
 
 
 def test_the_photos_of_long_dci_may_lie_beside_it_and_image_folders_may_be_links(tmp_path):
@@ -298,7 +299,7 @@ FAULTS = [
     ("iiw", replace("DCI_Test/data.jsonl", '"IIW"', '"no"'), r"DCI_Test/.*line 1.*no caption"),
     ("iiw", replace("DCI_Test/data.jsonl", '"image"', '"no"'), "DCI_Test/.*line 1.*no image"),
     ("sharegpt4v-1k", remove("sam/images/sa_2.jpg"), r"sa_2.jpg', of share-.*entry 2"),
-    ("sharegpt4v-1k", overwrite(retrieval_sets.SHAREGPT4V_FILE, "{}"), "holds a dict, not a list"),
+    ("sharegpt4v-1k", overwrite(retrieval_layouts.SHAREGPT4V_FILE, "{}"), "holds a dict, not a list"),
     ("coco", remove("val2017/000000037777.jpg"), "1 of the 2 images.*image 37777"),
     ("coco", overwrite("annotations/captions_val2017.json", '{"images": []}'), "'annotations'"),
     ("flickr30k", remove("flickr30k-images/10002456.jpg"), "10002456.jpg', of res.*line 6"),
@@ -308,7 +309,7 @@ FAULTS = [
     ("coco-cn-val", lambda root: shutil.rmtree(root / "val2014"), "2 of the 2 images.*'val2014/COCO_val2014_0+42.jpg'"),
     (
         "coco-cn-test",
-        overwrite(retrieval_sets.COCO_CN_FILE, f"COCO_train2014_{25:012}#0\t一只猫。\n"),
+        overwrite(retrieval_layouts.COCO_CN_FILE, f"COCO_train2014_{25:012}#0\t一只猫。\n"),
         "coco-cn_test.txt, line 2 .*no caption for the image 'train2014/COCO_train2014_0+3.jpg'",
     ),
     ("coco-cn-all", remove("coco-cn_train.txt"), "no 'coco-cn_train.txt'.*huggingface.co/datasets/AIMClab-RUC"),
@@ -365,11 +366,11 @@ def test_what_cannot_be_decoded_is_left_out_and_named(tmp_path):
 
 def test_bad_lines_of_the_chinese_sets_are_left_out_and_named(tmp_path):
     coco_cn(tmp_path, ALL)
-    lines = (tmp_path / retrieval_sets.COCO_CN_FILE).read_text().splitlines()
+    lines = (tmp_path / retrieval_layouts.COCO_CN_FILE).read_text().splitlines()
     # a key that ends at a space, a line without a key, one without a caption
     lines[2] = lines[2].replace("\t", " ")
     lines += ["没有图像的句子", f"COCO_train2014_{25:012}#9\t \t"]
-    write(tmp_path / retrieval_sets.COCO_CN_FILE, "\n".join(lines))
+    write(tmp_path / retrieval_layouts.COCO_CN_FILE, "\n".join(lines))
     write(tmp_path / "coco-cn_test.txt", f"COCO_train2014_{25:012}\n25\n")
     read = read_retrieval_set("coco-cn-test", tmp_path)
     assert [(bad.where.split(", ")[1], bad.kind) for bad in read.bad] == [

@@ -38,7 +38,8 @@ from debias_diffusion.eval.robustness import (
     shuffled,
     tables,
 )
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.sentences import split_sentences
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"

@@ -17,7 +17,7 @@ from debias_diffusion.chunks import Chunk, join_chunks
 from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.models import shipped
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import load_tokenizer
 from debias_diffusion.toymodels import build, prepared_unet, unet
 from debias_diffusion.toymodels.captioning import Captioner

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import CLIPTokenizer
 
 from debias_diffusion.data import read_sharegpt4v
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer
 from debias_diffusion.toymodels import clip, stage

@@ -41,7 +41,7 @@ from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder, explain_full_disk
 from debias_diffusion.methods.dual_caption import RECIPES
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import recall_at_k
 from debias_diffusion.training import loop, stop
 from debias_diffusion.training.batches import GlobalBatches

@@ -154,7 +154,7 @@ def _read_short(config: ExportConfig, source: _Source) -> None:
 def _read(config: ExportConfig) -> _Source:
     spec = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
     if spec.kind is Kind.OPEN_CLIP:
-        from debias_diffusion.models.backbone import load_backbone  # open_clip is optional
+        from debias_diffusion.models.loading import load_backbone  # open_clip is optional
 
         return _Source(backbone=load_backbone(spec.place, spec.weights).eval())
     if config.to not in _BOTH_TOWERS and spec.kind is not Kind.ABLATION:

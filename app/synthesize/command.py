@@ -32,7 +32,7 @@ from debias_diffusion.data.bad_records import (
 )
 from debias_diffusion.data.caption_statistics import caption_statistics
 from debias_diffusion.data.captions import fold
-from debias_diffusion.data.pair_folder import list_images
+from debias_diffusion.data.image_folder import list_images
 from debias_diffusion.data.shards import MANIFEST, file_ending
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.devices import pick_precision

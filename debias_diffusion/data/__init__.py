@@ -3,10 +3,10 @@
 from .bad_records import BadRecord
 from .captions import Captions
 from .images import ImageFolder, ImageSource
+from .json_files import read_jsonl, read_sharegpt4v
 from .records import PackedRecords, Record
 from .shards import ShardImages, read_shards, verify_shards
-from .sharegpt4v import read_jsonl, read_sharegpt4v
-from .source import data_digest, is_shards, open_data, read_captions
+from .sources import data_digest, is_shards, open_data, read_captions
 from .toy_scenes import ToyScenes, is_toy_scenes, toy_scene
 
 __all__ = [

@@ -10,8 +10,6 @@ from typing import Protocol
 
 import numpy as np
 
-from ..files import open_regular
-
 
 @dataclass(frozen=True)
 class Record:
@@ -98,13 +96,13 @@ class InMemory:
 
 
 class InFile:
-    """The bytes of a regular file, read on demand. The system's cache holds them once for all processes.
+    """The bytes of a file, read on demand. The system's cache holds them once for all processes.
 
     Safe for threads, and can be pickled for workers. The file must not change.
     """
 
     def __init__(self, path: str | os.PathLike):
-        self._path, self._file = os.path.abspath(path), open_regular(path)
+        self._path, self._file = os.path.abspath(path), open(path, "rb")  # noqa: SIM115 (closed with this object)
         weakref.finalize(self, self._file.close)
 
     def __reduce__(self):

@@ -9,9 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.util import Finalize
 
 from torch.utils.data import DataLoader
 
@@ -28,14 +27,9 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
         UserError: a worker raised it.
     """
     if loader.num_workers and sys.platform == "linux":
-        # Only a forked worker inherits the signal mask and shares the records' memory.
-        loader.multiprocessing_context = "fork"
+        loader.multiprocessing_context = "fork"  # only a forked worker shares the records' memory
     loader.worker_init_fn = _end_with_main_process
-    with _blocked_signals():  # a worker inherits the mask, from its first moment on
-        batches = iter(loader)
-        workers = getattr(batches, "_workers", ())
-        # Python's exit waits for all workers, and these ignore its SIGTERM, so they are killed first.
-        end_workers = Finalize(None, _end, args=(workers,), exitpriority=0)
+    batches = iter(loader)
     try:
         yield batches
     except UserError as error:
@@ -44,42 +38,18 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
             raise
         raise UserError(message.strip()) from error  # torch puts a worker's traceback before its message
     finally:
-        if workers:
+        if loader.num_workers:
             batches._shutdown_workers()
-        end_workers()
-
-
-def _end(workers: Iterable[multiprocessing.Process]) -> None:
-    for worker in workers:
-        worker.kill()  # of those left: one that hangs, or all after an interrupt
+            for worker in batches._workers:
+                worker.kill()  # one that hangs: Python's exit would wait for it, since it ignores SIGTERM
 
 
 def _end_with_main_process(worker: int) -> None:
-    """Watches from a thread, because torch's own check waits while a sample is read or a queue is full."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
     def watch() -> None:
         multiprocessing.parent_process().join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Blocks SIGTERM and ctrl-C for processes forked inside; a ctrl-C that comes meanwhile is raised afterwards."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    interrupts: list[int] = []
-    # The mask is this thread's alone: another one may take the signal, and Python then interrupts this one.
-    is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number)) if is_main else None
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if is_main:
-            signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
-        if interrupts:
-            signal.raise_signal(signal.SIGINT)

@@ -9,13 +9,13 @@ from open_clip.transform import PreprocessCfg
 from transformers import AutoTokenizer, ChineseCLIPConfig, ChineseCLIPModel
 
 from ..errors import UserError
-from ..models.backbone import Backbone, check_preprocessing
+from ..models.backbone import Backbone
 from ..models.chinese_clip import CONTEXT_LENGTH, ChineseCLIP
 from ..models.families import find_family
-from ..models.model_files import build_empty, check_finite, check_state, explain_failure
+from ..models.model_files import explain_failure, load_pretrained
 from .clip_model import read_preprocessing, tower_cfg, vision_cfg
 from .names import State, vision_from_transformers
-from .transformers_folder import check_depth, read_model_config, read_weights
+from .transformers_folder import read_model_config
 
 
 def read_chinese_clip(source: str | Path) -> Backbone:
@@ -31,17 +31,15 @@ def read_chinese_clip(source: str | Path) -> Backbone:
     with explain_failure(f"The ChineseCLIPModel {label} could not be loaded"):
         config = ChineseCLIPConfig.from_dict(read_model_config(source))
         model_cfg = _model_cfg(config, label)
-        state = _read_state(source, config, label)
+        model = load_pretrained(ChineseCLIPModel, source, label, config=config)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         captions = find_family(label, model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
         clip = ChineseCLIP(**model_cfg)
-        clip.load_state_dict(state)
+        clip.load_state_dict(_open_clip_state(model))
         size = config.vision_config.image_size
         preprocess = asdict(read_preprocessing(source, PreprocessCfg(size=size, resize_mode="squash")))
         open_clip.set_model_preprocess_cfg(clip, preprocess)
-        backbone = Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
-        check_preprocessing(backbone, os.fspath(source))
-    return backbone
+    return Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
 
 
 def _model_cfg(config: ChineseCLIPConfig, label: str) -> dict:
@@ -63,22 +61,9 @@ def _model_cfg(config: ChineseCLIPConfig, label: str) -> dict:
     }
 
 
-def _read_state(source: str | Path, config: ChineseCLIPConfig, label: str) -> State:
-    """The weights under the names of `ChineseCLIP`.
-
-    Raises:
-        UserError: some are missing, of another size than in the configuration, or not finite.
-    """
-    tensors = read_weights(source)
-    for tower in (config.text_config, config.vision_config):
-        check_depth(tower, tensors, label)
-    numbers = sum(tensor.numel() for tensor in tensors.values())
-    expected = build_empty(lambda: ChineseCLIPModel(config), numbers, label).state_dict()
-    # Older versions of transformers wrote buffers, too, and a pooler that no feature goes through.
-    unused = ("position_ids", "token_type_ids", "pooler.dense.weight", "pooler.dense.bias")
-    state = {name: tensor for name, tensor in tensors.items() if not name.endswith(unused)}
-    check_state(state, expected, label)
-    check_finite(state.items(), label)
+def _open_clip_state(model: ChineseCLIPModel) -> State:
+    """The weights under the names of `ChineseCLIP`."""
+    state = model.state_dict()
     bert = {name.replace("text_model.", "text.bert."): t for name, t in state.items() if name.startswith("text_model.")}
     visual = {f"visual.{name}": tensor for name, tensor in vision_from_transformers(state).items()}
     outside = {"text.text_projection.weight": state["text_projection.weight"], "logit_scale": state["logit_scale"]}

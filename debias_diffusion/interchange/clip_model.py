@@ -13,22 +13,14 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 
 from ..ablation.heads import Ablation, noted
 from ..errors import UserError
-from ..models.backbone import CONFIG_FILE, Backbone, check_preprocessing
+from ..models.backbone import Backbone
 from ..models.families import find_family
-from ..models.model_files import build_empty, check_finite, check_state, explain_failure, find_file
+from ..models.model_files import CONFIG_FILE, explain_failure, find_file, load_pretrained
 from . import modeling_ablated_clip
 from .modeling_ablated_clip import AblatedCLIPConfig
 from .names import State, text_from_transformers, text_to_transformers, vision_from_transformers, vision_to_transformers
 from .text_encoders import activation, check_plain_text, text_config, text_state
-from .transformers_folder import (
-    check_depth,
-    find_tokenizer,
-    read_model_config,
-    read_tokenizer,
-    read_weights,
-    write_tokenizer,
-    write_weights,
-)
+from .transformers_folder import find_tokenizer, read_model_config, read_tokenizer, write_tokenizer, write_weights
 
 
 def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
@@ -147,7 +139,7 @@ def read_clip_model(source: str | Path) -> Backbone:
 
 def _read_clip_model(source: str | Path) -> Backbone:
     config = _read_config(source)
-    state = _read_state(source, config)
+    model = load_pretrained(CLIPModel, source, repr(os.fspath(source)), config=config)
     place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
     tokenizer = read_tokenizer(place, config.text_config)
     model_cfg = _model_cfg(config, source)
@@ -155,11 +147,10 @@ def _read_clip_model(source: str | Path) -> Backbone:
     # for example sizes that do not divide
     with explain_failure(f"{os.fspath(source)!r} cannot be an open_clip model"):
         clip = open_clip.CLIP(**model_cfg)
-        clip.load_state_dict(state)
+        clip.load_state_dict(_openai_state(model))
         captions = find_family(os.fspath(source), model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
     open_clip.set_model_preprocess_cfg(clip, preprocess)
     backbone = Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
-    check_preprocessing(backbone, os.fspath(source))
     if isinstance(config, AblatedCLIPConfig):
         with explain_failure(f"beta in the configuration of {os.fspath(source)!r} cannot be read"):
             Ablation.of_rows("image", config.beta).apply(backbone)
@@ -243,22 +234,9 @@ def vision_cfg(config: PretrainedConfig) -> dict:
     }
 
 
-def _read_state(source: str | Path, config: CLIPConfig) -> State:
-    """The weights under open_clip's names.
-
-    Raises:
-        UserError: some are missing, of another size than in the configuration, or not finite.
-    """
-    tensors, label = read_weights(source), repr(os.fspath(source))
-    for tower in (config.text_config, config.vision_config):
-        check_depth(tower, tensors, label)
-    numbers = sum(tensor.numel() for tensor in tensors.values())
-    expected = build_empty(lambda: CLIPModel(config), numbers, label).state_dict()
-    expected = {name: tensor for name, tensor in expected.items() if not name.endswith("position_ids")}
-    parts = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "logit_scale")
-    state = {name: t for name, t in tensors.items() if name.startswith(parts) and not name.endswith("position_ids")}
-    check_state(state, expected, label)
-    check_finite(state.items(), label)
+def _openai_state(model: CLIPModel) -> State:
+    """The weights under open_clip's names."""
+    state = model.state_dict()
     towers = text_from_transformers(state)
     towers |= {f"visual.{name}": tensor for name, tensor in vision_from_transformers(state).items()}
     return towers | {"logit_scale": state["logit_scale"]}

@@ -19,21 +19,20 @@ Weights do not hold these settings:
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from transformers import CLIPTextConfig, CLIPTokenizer
 
-from ..errors import UserError, reason
+from ..errors import UserError
 from ..files import atomic_file, read_json_object
-from ..models.model_files import CONFIG_FILE, check_finite, check_state, explain_failure
+from ..models.model_files import CONFIG_FILE, check_finite, explain_failure, loading_reason
 from ..models.weight_files import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
 from .names import State, text_to_transformers
-from .text_encoders import TextEncoder, expected_state, is_bigg, make_encoder, prefixed_state
-from .wrong_files import check_readable, describe_weights
+from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
 
 # The name of the token table identifies a layout; all weights of the encoder have the same prefix.
 _TRANSFORMERS = "embeddings.token_embedding.weight"
@@ -44,6 +43,27 @@ _HEAD_WIDTH = 64
 _OPENAIS_BLOCKS = 12
 _ACTIVATIONS = ("quick_gelu", "gelu")
 WRITTEN_BY = "debias-diffusion"
+# The beginning of a file that holds no weights -> its description.
+_BEGINNINGS = (
+    (rb"\Z", "empty"),
+    (rb"\s*<", "a web page or XML, not weights: the download went wrong"),
+    (rb"version https://git-lfs", "a pointer of Git LFS, not the weights: run `git lfs pull` where it comes from"),
+    (rb"GGUF", "a GGUF file, whose quantised weights cannot be read"),
+)
+# Part of a weight's name -> a description; the first match counts.
+_CONTENTS = (
+    (r"lora_|\.lokr_|\.hada_|\.dora_scale", "it is a LoRA, which changes an encoder and is none"),
+    (r"^emb_params$|^string_to_param|^clip_[lg]$|^<", "it is a textual inversion embedding"),
+    (r"^control_model\.|^controlnet_|^input_hint_block", "it is a ControlNet"),
+    (r"encoder\.block\.\d+\.layer\.|^shared\.weight$", "it is a T5 text encoder"),
+    (
+        r"diffusion_model\.|down_blocks\.|^input_blocks\.|double_blocks\.|transformer_blocks\.",
+        "it is a diffusion model",
+    ),
+    (r"(^|\.)decoder\.(up|mid|conv_in|up_blocks|mid_block)", "it is a VAE"),
+    (r"^vision_model\.|^visual\.", "it is an image tower alone"),
+    (r"word_embeddings|embed_tokens|roberta|bert\.", "it is a language model of another kind"),
+)
 
 
 def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
@@ -60,10 +80,8 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
         state, follows_rule = text_part(tensors, file)
         config, has_activation = _config(state, file)
         label = f"the text encoder in {os.fspath(file)!r}"
-        check_state(state, expected_state(config, config.projection_dim is not None, state, label), label)
-        check_finite(state.items(), label[0].upper() + label[1:])
-        state = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
-        encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state)
+        encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state, label)
+        check_finite(encoder.state_dict().items(), label[0].upper() + label[1:])
     if not (follows_rule or has_activation):
         guess = _GUESSED.format(file=os.fspath(file), blocks=config.num_hidden_layers, act=config.hidden_act)
         warnings.warn(guess, stacklevel=5)
@@ -72,19 +90,28 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
 
 
 def read_tensors(file: Path) -> State:
-    """The tensors in a file of weights, memory-mapped where its format allows. Nothing in it is executed.
+    """The tensors in a file of weights. Nothing in it is executed.
 
     Raises:
         UserError: it holds no weights, or more than weights; the message names its content, if known.
     """
     try:
-        check_readable(file)
+        _check_readable(file)
         content = read_state(file)
     except UserError:
         raise
     except Exception as error:  # any error of the libraries for a wrong or hostile file
         raise UserError(_unreadable(file, error)) from error
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+
+
+def _check_readable(file: Path) -> None:
+    """Raises UserError for a file whose beginning shows that it holds no weights."""
+    with open(file, "rb") as opened:
+        start = opened.read(512)
+    for pattern, description in _BEGINNINGS:
+        if re.match(pattern, start):
+            raise UserError(f"{os.fspath(file)!r} is {description}.")
 
 
 _GUESSED = (
@@ -94,19 +121,13 @@ _GUESSED = (
 
 
 def _unreadable(file: Path, error: Exception) -> str:
-    label, message = repr(os.fspath(file)), str(error)
-    if "TorchScript" in message:
+    label = repr(os.fspath(file))
+    if "TorchScript" in str(error):
         return (
             f"{label} is a TorchScript archive, which holds code and is not run. For OpenAI's, name the model "
             "instead: --model ViT-L-14-quickgelu --pretrained openai."
         )
-    if "eights only load failed" in message or "weights_only" in message:  # torch advises to load it anyway
-        match = re.search(r"(?:GLOBAL|global|class|operand) ([\w.]+)", message)
-        return (
-            f"{label} is damaged, not a file of weights, or a pickle with more in it than tensors"
-            f"{f' ({match[1]})' if match else ''}, which can be code. It is refused. Get the weights as .safetensors."
-        )
-    return f"The file {label} could not be read; it may be cut short, or no file of weights: {reason(error)}."
+    return f"The file {label} could not be read; it may be cut short, or no file of weights: {loading_reason(error)}."
 
 
 def text_part(tensors: State, file: Path) -> tuple[State, bool]:
@@ -124,7 +145,7 @@ def text_part(tensors: State, file: Path) -> tuple[State, bool]:
             candidates.append((tensor.shape[1], prefix, is_transformers))
     if not candidates:
         raise UserError(
-            f"{os.fspath(file)!r} holds no CLIP text encoder: {describe_weights(tensors)}. Give a file with "
+            f"{os.fspath(file)!r} holds no CLIP text encoder: {_describe_weights(tensors)}. Give a file with "
             "text_model.embeddings.token_embedding.weight or token_embedding.weight."
         )
     _, prefix, is_transformers = min(candidates)
@@ -144,6 +165,15 @@ def text_part(tensors: State, file: Path) -> tuple[State, bool]:
         return text_to_transformers(fold_long_clip(part)), prefix != "text."
     # OpenAI's files also hold their sizes; Stable Diffusion checkpoints hold LAION's larger models under a prefix.
     return text_to_transformers(part), "input_resolution" in tensors or prefix not in ("", "text.")
+
+
+def _describe_weights(names: Iterable[str]) -> str:
+    """The kind of model that weights of these names belong to; if unknown, some of the names."""
+    names = list(names)
+    for pattern, description in _CONTENTS:
+        if any(re.search(pattern, name) for name in names):
+            return description
+    return f"it holds {len(names)} weights such as {', '.join(names[:3]) or 'none'}"
 
 
 def below_prefix(tensors: State, prefix: str) -> State:

@@ -1,6 +1,5 @@
 """A text tower as a standard transformers text encoder, in memory, and back."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,7 +7,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..errors import UserError
-from ..models.model_files import build_empty
+from ..models.model_files import check_state
 from .names import State, text_from_transformers, text_to_transformers
 
 if TYPE_CHECKING:
@@ -86,35 +85,28 @@ def text_state(tower: nn.Module) -> State:
     return {name: tensor for name, tensor in tower.state_dict().items() if name.startswith(prefixes)}
 
 
-def expected_state(config: CLIPTextConfig, projection: bool, state: State, label: str) -> State:
-    """The weights that a configuration describes, on the meta device, with the `text_model.` prefix.
-
-    Raises:
-        UserError: they are many times as large as `state`.
-    """
-    cls = CLIPTextModelWithProjection if projection else CLIPTextModel
-    return prefixed_state(build_empty(lambda: cls(config), sum(tensor.numel() for tensor in state.values()), label))
-
-
-def make_encoder(config: CLIPTextConfig, state: Mapping[str, torch.Tensor], projection: bool) -> TextEncoder:
-    """A text encoder that holds these tensors themselves, in eval mode.
+def make_encoder(config: CLIPTextConfig, state: State, projection: bool, label: str = "the encoder") -> TextEncoder:
+    """A text encoder with copies of these tensors, in float32 and eval mode.
 
     Args:
         config: the sizes of the tensors.
         state: transformers' names with the `text_model.` prefix.
         projection: True for a CLIPTextModelWithProjection; False ignores a projection in `state`.
+        label: the encoder in words, for errors.
+
+    Raises:
+        UserError: `state` does not hold the weights of this configuration.
     """
+    if not projection:
+        state = {name: tensor for name, tensor in state.items() if name != "text_projection.weight"}
     cls = CLIPTextModelWithProjection if projection else CLIPTextModel
-    with torch.device("meta"):  # no time or memory for random weights
+    with torch.device("meta"):  # no time for random weights
         encoder = cls(config)
+    expected = prefixed_state(encoder)
+    check_state(state, expected, label)
     # In memory a CLIPTextModel of transformers 5 has no prefix; older versions have.
-    prefixed = any(name.startswith("text_model.") for name in encoder.state_dict())
-    renamed = {
-        name if prefixed else name.removeprefix("text_model."): tensor
-        for name, tensor in state.items()
-        if projection or name != "text_projection.weight"
-    }
-    encoder.load_state_dict(renamed, assign=True)
+    names = dict(zip(expected, encoder.state_dict(), strict=True))
+    encoder.to_empty(device="cpu").load_state_dict({names[name]: tensor for name, tensor in state.items()})
     for module in encoder.modules():
         if "position_ids" in module._buffers:  # in no state dict
             module.position_ids = torch.arange(config.max_position_embeddings).expand(1, -1)
@@ -150,9 +142,7 @@ def to_transformers(backbone: "Backbone", projection: bool = False) -> tuple[Tex
             "at EOT. Export it without the projection; its hidden states are the same."
         )
     state = text_to_transformers(text_state(backbone.text.tower))
-    # contiguous before the copy, because clone keeps a transposed layout
-    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-    return make_encoder(config, copies, projection), backbone.tokenizer.tokenizer
+    return make_encoder(config, state, projection), backbone.tokenizer.tokenizer
 
 
 def import_text_encoder(backbone: "Backbone", text_encoder: TextEncoder) -> None:

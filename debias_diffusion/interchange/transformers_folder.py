@@ -8,17 +8,21 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from transformers import CLIPTextConfig, CLIPTokenizer, CLIPVisionConfig, PretrainedConfig
+import transformers
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PretrainedConfig,
+)
 
 from ..errors import UserError
-from ..models.model_files import CONFIG_FILE, check_finite, check_state, explain_failure, find_file, read_config
+from ..models.model_files import CONFIG_FILE, check_finite, explain_failure, find_file, load_pretrained, read_config
 from ..models.weight_files import save_tensors
 from ..tokens import count_ids, save_tokenizer
 from .modeling_ablated_clip import AblatedCLIPConfig
-from .names import State
-from .single_file import below_prefix, read_tensors
-from .text_encoders import TextEncoder, expected_state, make_encoder, prefixed_state, to_transformers
+from .text_encoders import TextEncoder, prefixed_state, to_transformers
 
 if TYPE_CHECKING:
     from ..models.backbone import Backbone
@@ -103,7 +107,7 @@ def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
     """The text encoder of a folder or a hub repository, of the class in its configuration, in eval mode.
 
     Raises:
-        UserError: there is none, or weights and configuration do not fit each other exactly.
+        UserError: there is none, or its weights lack some of the model's, or are of other sizes.
     """
     label = repr(os.path.join(source, subfolder) if subfolder else os.fspath(source))
     with explain_failure(f"The text encoder {label} could not be loaded"):
@@ -114,19 +118,12 @@ def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
                 f"{label} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
             )
         projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
-        tensors = read_weights(source, subfolder)
         config = CLIPTextConfig.from_dict(content if kind == "clip_text_model" else content.get("text_config", {}))
-        check_depth(config, tensors, label)
-        # Files that transformers 5 writes for a CLIPTextModel have no prefix.
-        prefix = "text_model." if any(name.startswith("text_model.") for name in tensors) else ""
-        state = below_prefix(tensors, prefix)
-        if not projection:
-            state.pop("text_projection.weight", None)
-        check_state(state, expected_state(config, projection, state, label), label)
-        check_finite(state.items(), label)
-        dtype = _dtype(content, state)
-        state = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in state.items()}
-        return make_encoder(config, state, projection)
+        options = {"config": config, "dtype": content.get("dtype") or content.get("torch_dtype") or "auto"}
+        if transformers.__version__.startswith("4."):  # which does not read the names that transformers 5 writes
+            options["key_mapping"] = {r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."}
+        cls = CLIPTextModelWithProjection if projection else CLIPTextModel
+        return load_pretrained(cls, source, label, subfolder=subfolder, **options)
 
 
 def read_model_config(source: str | Path, subfolder: str = "") -> dict:
@@ -144,44 +141,6 @@ WEIGHTS_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-
-
-def read_weights(source: str | Path, subfolder: str = "") -> State:
-    """The weights of a folder or a hub repository, in one file or many, memory-mapped; nothing is executed.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
-    """
-    files = (file for name in WEIGHTS_FILES if (file := find_file(source, name, subfolder)))
-    first = next(files, None)
-    if first is None:
-        raise UserError(f"{os.fspath(source)!r} holds no weights: none of {', '.join(WEIGHTS_FILES)}.")
-    if first.suffix != ".json":
-        return read_tensors(first)
-    tensors = {}
-    for name in sorted(set(read_config(first)["weight_map"].values())):
-        # A name with a folder in it could lead out of the model's folder.
-        shard = find_file(source, name, subfolder) if Path(name).name == name else None
-        if shard is None:
-            raise UserError(f"{str(first)!r} names {name!r}, which is not there.")
-        tensors |= read_tensors(shard)
-    return tensors
-
-
-def check_depth(config: CLIPTextConfig | CLIPVisionConfig, tensors: State, label: str) -> None:
-    """Raises UserError for more blocks than weights, before a library builds them one by one."""
-    if not 1 <= config.num_hidden_layers <= len(tensors):
-        raise UserError(
-            f"The configuration of {label} has num_hidden_layers {config.num_hidden_layers}, which must be at least 1 "
-            f"and cannot be more than its {len(tensors)} weights."
-        )
-
-
-def _dtype(config: dict, state: State) -> torch.dtype:
-    """The dtype in the configuration, as in transformers, else that of the weights."""
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
-    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    return dtypes.get(dtype.removeprefix("torch."), next(iter(state.values())).dtype)
 
 
 def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPTokenizer:

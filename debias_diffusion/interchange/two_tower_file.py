@@ -7,9 +7,10 @@ from pathlib import Path
 import open_clip
 
 from ..errors import UserError
-from ..models.backbone import CONFIG_FILE, Backbone, load_backbone
+from ..models.backbone import Backbone
+from ..models.loading import find_weights, load_backbone
+from ..models.model_files import CONFIG_FILE
 from ..models.weight_files import plain_text_names
-from ..models.weights import find_weights
 from .clip_model import text_encoder_alone
 from .names import State
 from .single_file import read_tensors, sidecar_config, text_part, usual_activation

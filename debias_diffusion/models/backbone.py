@@ -4,46 +4,31 @@ The towers are open_clip's modules; only the text tower has a forward of its own
 (see `TextTower`). `families` says how CLIP and SigLIP differ.
 """
 
-import contextlib
 import json
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 
 import open_clip
 import torch
-from open_clip import CLIPTextCfg
 from open_clip.transform import PreprocessCfg, image_transform_v2
-from open_clip.transformer import ResidualAttentionBlock, VisionTransformer
-from PIL import Image
+from open_clip.transformer import VisionTransformer
 from torch import nn
 from torchvision.transforms import Compose, PILToTensor
 
-from ..errors import UserError, near_matches
+from ..errors import UserError
 from ..files import json_digest
 from ..tokens import CaptionTokenizer, TokenBatch
 from .blocks import Attention, block_numbers
 from .chinese_clip import NOT_TRAINED, BertTower
-from .families import CHINESE_CLIP, Family, find_family
+from .families import CHINESE_CLIP, find_family
 from .image_tower import PROMPTS_AND_ATTENTION, ImageTower, add_prompts
-from .model_files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    build_empty,
-    check_bounds,
-    check_finite,
-    explain_failure,
-    find_file,
-    read_config,
-)
-from .positions import FACTOR, KEEP, stretch_positions, stretched_length
+from .model_files import CONFIG_FILE, WEIGHTS_FILE
+from .positions import FACTOR, KEEP, stretch_positions
 from .regional_prompts import PromptSettings
-from .shipped import shipped
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions, set_short_positions
-from .weight_files import is_long_clip, read_state, save_tensors, weights_digest
-from .weights import count_numbers, find_weights, load_weights, read_weights
+from .weight_files import save_tensors, weights_digest
 
 SHORT_POSITIONS_FILE = (
     "short_positions.safetensors"  # beside the weights, where short captions had a table of their own
@@ -55,7 +40,7 @@ _PROMPTS = "regional_prompts"  # in `config`
 class Backbone(nn.Module):
     """A two-tower CLIP, SigLIP or Chinese-CLIP: images and captions to features in one space.
 
-    `load_backbone` makes one. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
+    `loading.load_backbone` makes one. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
 
     Attributes:
         model: open_clip's module, whose state dict `save` writes.
@@ -339,217 +324,3 @@ class Backbone(nn.Module):
             save_tensors(table, folder / SHORT_POSITIONS_FILE)
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
         self.family.save_tokenizer(self.tokenizer, folder)
-
-
-def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
-    """Loads a CLIP or SigLIP two-tower.
-
-    Args:
-        model: an open_clip name ("ViT-B-16"; "ViT-B-16-quickgelu" for OpenAI's weights; "ViT-B-16-SigLIP2"), an
-            open_clip folder such as training leaves, "hf-hub:owner/name", or "toy/clip".
-        pretrained: for a name: an open_clip tag ("openai", "laion2b_s34b_b88k", "webli") or a file of weights, of
-            Long-CLIP's too. None gives random weights from torch's current seed.
-
-    Raises:
-        UserError: the model, the weights or the tokenizer are unknown or broken, or do not fit each other; or the text
-            tower is neither CLIP's nor SigLIP's.
-    """
-    with explain_failure(f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded"):
-        return _load(shipped(model), pretrained)
-
-
-def load_tokenizer(model: str, pretrained: str | None, keep: int, factor: int) -> CaptionTokenizer:
-    """The tokenizer of a two-tower for its stretched context length, without the weights.
-
-    Args:
-        model, pretrained: as for `load_backbone`.
-        keep, factor: what the model would be stretched with; one that is stretched already keeps its length.
-    """
-    with explain_failure(f"The tokenizer of {model!r} could not be loaded"):
-        model = shipped(model)
-        config, source, family = _find(model, pretrained)
-        file = Path(pretrained) if pretrained and os.path.isfile(pretrained) else None
-        tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
-        if "keep" in config.get("debias_diffusion", {}):
-            return tokenizer
-        if file and is_long_clip(read_weights(file) or {}):
-            keep, factor = KEEP, FACTOR
-        return tokenizer.with_context_length(stretched_length(tokenizer.context_length, keep, factor))
-
-
-def _find(model: str, pretrained: str | None) -> tuple[dict, str | None, Family]:
-    """The configuration and source of `_find_config`, and the family; weights fit the model as far as names say it."""
-    config, source = _find_config(model)
-    family = find_family(model, config["model_cfg"])
-    if source is None:
-        _check_pretrained(model, pretrained)
-    elif pretrained is not None:
-        raise UserError(f"{model!r} brings its own weights; leave out pretrained={pretrained!r}, or give a model name.")
-    return config, source, family
-
-
-def _load(model: str, pretrained: str | None) -> Backbone:
-    config, source, family = _find(model, pretrained)
-    with _quiet_logging():
-        file = find_weights(model, source, pretrained)
-        if source is not None:
-            check_bounds(config, f"The configuration of {model!r}")
-        state = read_weights(file) if file else None
-        if source is not None:  # open_clip's own configurations are valid
-            _check_config(source, count_numbers(file, state), model)
-        tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
-        clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
-        _check_blocks(model, family, getattr(clip, "text", clip))
-        _add_prompts_of(config, clip, model)
-        stretched = file and load_weights(clip, file, state, model, bool(config["model_cfg"].get("quick_gelu")))
-    if file:
-        check_finite(clip.state_dict().items(), f"{str(file)!r}")
-    if stretched:
-        tokenizer = tokenizer.with_context_length(clip.context_length)
-        config["model_cfg"]["text_cfg"]["context_length"] = clip.context_length
-        config["debias_diffusion"] = stretched
-    config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
-    backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
-    _load_short_positions(backbone, file)
-    check_preprocessing(backbone, model)
-    return backbone
-
-
-def _add_prompts_of(config: dict, clip: nn.Module, model: str) -> None:
-    """The prompts that a saved model's configuration names; their weights are loaded with all others."""
-    prompts = config.get("debias_diffusion", {}).get(_PROMPTS)
-    if prompts is not None:
-        with explain_failure(f"The regional prompts of {model!r} cannot be used"):
-            add_prompts(clip.visual, PromptSettings.of_config(prompts))
-
-
-def _load_short_positions(backbone: Backbone, weights: Path | None) -> None:
-    """The table of short captions beside a folder's weights, if there is one."""
-    file = weights and weights.with_name(SHORT_POSITIONS_FILE)
-    if not file or weights.name != WEIGHTS_FILE or not file.is_file():
-        return
-    table, width = read_state(file).get(_SHORT_POSITIONS), backbone.text.tower.positional_embedding.shape[1]
-    if table is None or table.ndim != 2 or table.shape[1] != width or not 3 <= len(table) <= backbone.context_length:
-        raise UserError(
-            f"{str(file)!r} holds no table of at most {backbone.context_length} positions of width {width}. Get it "
-            "again, or remove it: it is only read for training and for `export --positions short`."
-        )
-    check_finite([(_SHORT_POSITIONS, table)], f"{str(file)!r}")
-    set_short_positions(backbone.text.tower, table)
-
-
-def check_preprocessing(backbone: Backbone, model: str) -> None:
-    """Raises UserError if the preprocessing does not give finite images of the image tower's size."""
-    pixels = backbone.preprocess(Image.new("RGB", (8, 8)))
-    size = backbone.model.visual.image_size
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    if pixels.shape != (3, height, width) or not pixels.isfinite().all():
-        raise UserError(
-            f"The preprocessing of {model!r} gives images of {tuple(pixels.shape)}, or not finite; its tower takes "
-            f"{(3, height, width)}. Correct preprocess_cfg in its configuration: size, three means and deviations."
-        )
-
-
-def _check_config(source: str, numbers: int, model: str) -> None:
-    """Raises UserError for sizes that weights of so many numbers cannot have; a library's error for invalid settings.
-
-    Builds and runs a module without weights, which takes no memory and a fraction of a second.
-    """
-    clip = build_empty(lambda: open_clip.create_model(source, load_weights=False, device="meta"), numbers, repr(model))
-    size, text = clip.visual.image_size, getattr(clip, "text", clip)
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    with torch.no_grad():
-        features = [
-            clip.encode_image(torch.empty(1, 3, height, width, device="meta")),
-            clip.encode_text(torch.zeros(1, text.context_length, dtype=torch.long, device="meta")),
-        ]
-    if features[0].shape != features[1].shape:
-        raise UserError(f"The towers of {model!r} give features of sizes {[part.shape[-1] for part in features]}.")
-
-
-def _find_config(model: str) -> tuple[dict, str | None]:
-    """(content of open_clip_config.json, open_clip's name of the folder or hub repository; None for a plain name)."""
-    folder = Path(model.removeprefix("local-dir:"))
-    if model.startswith("hf-hub:"):
-        config, source = _hub_config(model), model
-    elif (folder / CONFIG_FILE).is_file():
-        config, source = _read_config(folder / CONFIG_FILE), f"local-dir:{folder}"
-    elif folder.is_dir() or model.startswith("local-dir:"):
-        raise UserError(f"The folder {os.fspath(folder)!r} holds no {CONFIG_FILE}; give an open_clip folder.")
-    else:
-        config, source = {"model_cfg": open_clip.get_model_config(model)}, None
-    if config["model_cfg"] is None:
-        raise UserError(
-            f"Unknown model {model!r}.{near_matches(model, open_clip.list_models())} Give an open_clip model name "
-            "(`python -c 'import open_clip; print(open_clip.list_models())'` lists them) or an open_clip folder."
-        )
-    text_cfg = config["model_cfg"]["text_cfg"]
-    text_cfg.setdefault("context_length", CLIPTextCfg.context_length)
-    text_cfg.setdefault("vocab_size", CLIPTextCfg.vocab_size)
-    return config, source
-
-
-def _hub_config(model: str) -> dict:
-    advice = "Check the name and the network, or give a folder that holds the repository's files."
-    with explain_failure(f"{model!r} could not be fetched from the Hugging Face hub", advice):
-        config = {"model_cfg": open_clip.get_model_config(model)}
-        file = find_file(model.removeprefix("hf-hub:"), CONFIG_FILE)  # open_clip keeps only its part of it
-        extra = (read_config(file) if file else {}).get("debias_diffusion")
-    return config | ({"debias_diffusion": extra} if extra else {})
-
-
-def _read_config(file: Path) -> dict:
-    config = read_config(file)
-    model_cfg = config.get("model_cfg")
-    parts = [model_cfg.get(name) for name in ("vision_cfg", "text_cfg")] if isinstance(model_cfg, dict) else [None]
-    extra = config.get("debias_diffusion", {})
-    if not all(isinstance(part, dict) for part in (*parts, extra)):
-        raise UserError(
-            f"{str(file)!r} is not an open_clip configuration: model_cfg, its vision_cfg and text_cfg, and "
-            "debias_diffusion must be JSON objects."
-        )
-    if not all(type(extra.get(name, 1)) is int and extra.get(name, 1) >= 0 for name in ("keep", "factor")):
-        raise UserError(f"{str(file)!r} has debias_diffusion {extra}; keep and factor must be whole numbers.")
-    return config
-
-
-def _check_blocks(model: str, family: Family, tower: nn.Module) -> None:
-    if family.causal and not all(type(block) is ResidualAttentionBlock for block in tower.transformer.resblocks):
-        raise UserError(f"The text tower of {model!r} has unusual blocks; only plain CLIP blocks can be used.")
-
-
-def _check_pretrained(model: str, pretrained: str | None) -> None:
-    """Raises UserError unless the weights exist and fit the model's activation, which a state dict does not hold."""
-    if pretrained is None or os.path.isfile(pretrained):
-        return
-    tags = open_clip.list_pretrained_tags_by_model(model)
-    if pretrained not in tags:
-        raise UserError(
-            f"No weights {pretrained!r} for {model!r}.{near_matches(pretrained, tags)} "
-            f"Give a file or one of: {', '.join(tags) or '(no tags for this model)'}."
-        )
-    quick = open_clip.get_pretrained_cfg(model, pretrained).get("quick_gelu", False)
-    if quick != bool(open_clip.get_model_config(model).get("quick_gelu")):
-        other = f"{model}-quickgelu" if quick else model.removesuffix("-quickgelu")
-        raise UserError(
-            f"The weights {pretrained!r} were trained {'with' if quick else 'without'} QuickGELU, which {model!r} "
-            f"{'lacks' if quick else 'has'}. Use --model {other}."
-        )
-
-
-def _folder(source: str | None, file: Path | None) -> Path | None:
-    """The folder beside the weights that may hold a tokenizer."""
-    if source is not None and source.startswith("local-dir:"):
-        return Path(source.removeprefix("local-dir:"))
-    return file and file.parent
-
-
-@contextlib.contextmanager
-def _quiet_logging() -> Iterator[None]:
-    """Silences open_clip's warning about random weights, which were asked for."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(previous)

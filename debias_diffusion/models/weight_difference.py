@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from ..errors import UserError
-from .backbone import Backbone, load_backbone
+from .backbone import Backbone
+from .loading import load_backbone
 from .model_files import DIFFERENCE, check_finite, explain_failure
 from .weight_files import read_state, save_tensors
 

@@ -1,8 +1,6 @@
 """Files of weights as state dicts: read without executing what is in them, written, digested; Long-CLIP's names."""
 
-import collections
 import os
-import zipfile
 from pathlib import Path
 
 import torch
@@ -17,42 +15,28 @@ POSITIONS = "positional_embedding"
 _LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, which its code uses from row 20 on
 # In OpenAI's files and in modules with saved masks, beside the weights.
 _NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size", "attn_mask", "mask1", "mask2")
-_TULIPS = "dynamic_ntk_model_"  # in the names that TULIP's code gives to training runs, which its checkpoints hold
 TEXT = "text."  # the text tower's prefix in open_clip's CustomTextCLIP; OpenAI's and Long-CLIP's names have none
 
 
 def read_state(file: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a file, memory-mapped where its format allows, without the prefix `module.`.
+    """The state dict in a file, without the prefix `module.`.
 
     Nothing in the file is executed. Errors of the libraries for broken and hostile files pass through.
 
     Raises:
-        UserError: the file is not there, holds no state dict, or is a TULIP.
+        UserError: the file is not there, or holds no state dict.
     """
     if not file.is_file():
-        raise UserError(f"{str(file)!r} is not there, or is no regular file.")
+        raise UserError(f"{str(file)!r} is not there.")
     if file.suffix == ".safetensors" or _is_safetensors(file):
         state = load_file(file)
-    elif zipfile.is_zipfile(file):
-        state = _read_torch_zip(file)
     else:
         state = torch.load(file, map_location="cpu", weights_only=True)
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        _check_positions(state, file)
         state = state["state_dict"]
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"{str(file)!r} holds no state dict of weights.")
     return {name.removeprefix("module."): value for name, value in state.items()}
-
-
-def _check_positions(checkpoint: dict, file: Path) -> None:
-    """Raises UserError for a training checkpoint of TULIP, whose weights have CLIP's names and a table it ignores."""
-    if _TULIPS in str(checkpoint.get("name")):
-        raise UserError(
-            f"{str(file)!r} is a TULIP, by the name of its training run. Its text tower has rotary positions, which "
-            "are not in the file, so it cannot be loaded: it would be read as a CLIP of 77 positions, with other "
-            "features than TULIP's. See Figure S4 in docs/robustness.md."
-        )
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -65,49 +49,6 @@ def weights_digest(module: nn.Module) -> str:
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
     return bytes_digest(parts())
-
-
-def _read_torch_zip(file: Path):
-    """A torch file in the format since torch 1.6, memory-mapped.
-
-    torch does not check mapped files: it would read compressed values, or too few, as they are.
-    """
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-    compressed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED and _is_data(entry.filename)]
-    if compressed:
-        raise UserError(
-            f"{str(file)!r} was packed again: {len(compressed)} of its parts are compressed, which torch never writes "
-            "and reads as noise. Unpack it and store it uncompressed (`zip -0`), or get it again."
-        )
-    if len({entry.filename for entry in entries}) < len(entries):
-        raise UserError(f"{str(file)!r} holds two parts of the same name. Get it again.")
-    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    missing = collections.Counter(_storage_sizes(content))
-    missing.subtract(entry.file_size for entry in entries if _is_data(entry.filename))
-    if any(count > 0 for count in missing.values()):
-        raise UserError(f"{str(file)!r} is damaged: its weights are not as large as the parts that hold them.")
-    return content
-
-
-def _is_data(name: str) -> bool:
-    return "/data/" in name or name.endswith("/data.pkl")
-
-
-def _storage_sizes(content) -> list[int]:
-    """The bytes of each storage of the tensors in nested containers."""
-    sizes, waiting = {}, [content]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            if storage.nbytes():
-                sizes[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, (list, tuple)):
-            waiting += value
-    return list(sizes.values())
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:

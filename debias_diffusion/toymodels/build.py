@@ -16,7 +16,8 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
 
 from ..files import atomic_file, atomic_folder, write_json
 from ..interchange.text_encoders import to_transformers
-from ..models.backbone import Backbone, load_backbone
+from ..models.backbone import Backbone
+from ..models.loading import load_backbone
 from ..models.shipped import WEIGHTS
 from ..models.weight_difference import save_fine_tuned
 from ..toyworld.grammar import STYLES, caption

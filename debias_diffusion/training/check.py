@@ -92,7 +92,7 @@ def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: flo
     if len(missing) == len(sample):
         raise UserError(
             f"The image folder {str(images.root)!r} holds none of the images, for example {missing[0]!r}. Give the "
-            "folder that the data file's image paths start from. Links that lead out of it are not followed."
+            "folder that the data file's image paths start from."
         )
     if too_many(len(missing), len(sample), max_bad):
         raise UserError(

@@ -15,9 +15,10 @@ from ..data import Captions, Record
 from ..encoders import EncoderSpec, Kind
 from ..errors import UserError
 from ..methods import Method
-from ..models.backbone import Backbone, load_backbone, load_tokenizer
+from ..models.backbone import Backbone
 from ..models.chinese_clip import NOT_TRAINED
 from ..models.families import CHINESE_CLIP
+from ..models.loading import load_backbone, load_tokenizer
 from ..models.weight_files import weights_digest
 from ..tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig

@@ -17,12 +17,7 @@ from transformers import AutoModel
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.encoders import load_two_tower, may_be_hub_id
 from debias_diffusion.errors import UserError
-from debias_diffusion.models.model_files import (
-    check_finite,
-    explain_failure,
-    quiet_transformers,
-    read_config,
-)
+from debias_diffusion.models.model_files import check_finite, explain_failure, quiet_logging
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weight_files import read_state
 from debias_diffusion.retrieval import encode_texts
@@ -146,12 +141,10 @@ class ClsFeatures:
             f"Give {option} a folder of a transformers vision model with config.json and its weights, or a hub id such "
             f"as {_EXAMPLES.get(option, _EXAMPLES['dino'])} once the hub's cache holds it, or null to skip its score."
         )
-        with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_transformers():
+        with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_logging():
             place = shipped(model)
             if not Path(place).is_dir() and not may_be_hub_id(place):
                 raise ValueError("it is not there")
-            if Path(place).is_dir():
-                read_config(Path(place) / "config.json")  # whose sizes may be beyond reason
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModel.from_pretrained(
                 place, dtype=torch.float32, output_loading_info=True, trust_remote_code=False

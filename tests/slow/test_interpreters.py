@@ -10,7 +10,7 @@ import pytest
 from helpers.small_papers import PAPERS
 from torch.utils.data import DataLoader
 
-from debias_diffusion.data import read_captions, sharegpt4v
+from debias_diffusion.data import json_files, read_captions
 
 
 def test_a_closed_pipe_ends_the_command_quietly(tmp_path):
@@ -99,7 +99,7 @@ def test_only_pages_import_matplotlib():
 
 
 def test_a_worker_that_is_not_forked_maps_the_data_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sharegpt4v, "_IN_MEMORY", -1)
+    monkeypatch.setattr(json_files, "_IN_MEMORY", -1)
     lines = [{"image": f"{number}.jpg", "caption": f"Number {number}. " + "x " * 500} for number in range(300)]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     records = read_captions(tmp_path / "d.jsonl").records

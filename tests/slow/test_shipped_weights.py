@@ -8,7 +8,7 @@ import time
 from diffusers import StableDiffusionXLPipeline
 
 from debias_diffusion.encoders import load_two_tower
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.toymodels.fine_tuning import RECIPES
 from debias_diffusion.toymodels.scores import score_clip, score_sdxl

@@ -126,45 +126,6 @@ def test_workers_end_with_a_run_that_fails(world, tmp_path):
     assert done.returncode == 2 and "cannot be read" in done.stderr, done.stderr[-3000:]
 
 
-INTERRUPTED = """
-import multiprocessing, os, signal, threading, time
-from torch.utils.data import DataLoader, SequentialSampler
-from debias_diffusion.data.workers import load_batches
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-
-class Interrupting(SequentialSampler):  # is asked for its first index while the workers are being started
-    def __iter__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        while signal.SIGINT in signal.sigpending():  # until the other thread has taken it
-            time.sleep(0.01)
-        return super().__iter__()
-
-def read():  # beside a thread that may take the signal, as a progress bar has one
-    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-    with load_batches(DataLoader(range(9), sampler=Interrupting(range(9)), num_workers=2)) as batches:
-        print("not interrupted", flush=True)
-
-if __name__ == "__main__":
-    child = multiprocessing.get_context("fork").Process(target=read)
-    child.start()
-    child.join()  # a process of this kind runs no atexit
-    print("child", child.exitcode, flush=True)
-    read()
-"""
-
-
-def test_an_interrupt_while_workers_are_started_leaves_none(tmp_path):
-    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
-    process = start([sys.executable, str(tmp_path / "interrupted.py")])
-    try:
-        output = process.communicate(timeout=120)[0]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == -signal.SIGINT and "child 1" in output and "not interrupted" not in output, output
-
-
 FORKSERVER = """
 import multiprocessing, time
 from torch.utils.data import DataLoader

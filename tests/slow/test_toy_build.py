@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.models import shipped
-from debias_diffusion.models.backbone import load_backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.toymodels import build
 from debias_diffusion.toymodels.fine_tuning import RECIPES
 from debias_diffusion.toymodels.vae import SIZE

@@ -1,4 +1,4 @@
-"""A folder of image and caption files, `photo.jpg` beside `photo.txt`, as image-text trainers keep them."""
+"""Folders of image and caption files, `photo.jpg` beside `photo.txt`, as image-text trainers keep them."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..errors import UserError
-from ..files import open_regular
 from .captions import Captions, folded, is_text, sort_out, utf8
 from .images import ImageFolder
 from .records import PackedRecords, Record
@@ -16,7 +15,6 @@ IMAGES = ("jpg", "jpeg", "png", "webp")
 _ALONE = (*IMAGES, "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm")  # endings of images without captions
 CAPTION = "txt"
 _LARGEST = 1 << 20  # bytes of a caption file, as in shards
-_NAMED = 5  # files without a partner that an error names
 
 Pair = tuple[list[str], list[str]]  # the images and the captions of one name
 
@@ -25,21 +23,21 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     """The pairs of a folder and its subfolders: an image (jpg, jpeg, png, webp) and a txt of the same name.
 
     Sorted by name, as text. Endings may be in upper case. Other files, hidden files and folders, and links to folders
-    are skipped. A pair whose caption is empty or unreadable is a bad record.
+    are skipped. A file without a partner or with several, and a pair whose caption is empty or unreadable, are bad
+    records.
 
     Raises:
-        UserError: a file has no partner or several, by its name; or there is no pair, or no usable one.
+        UserError: there is no pair, or no usable one.
     """
     images = ImageFolder(root)
     pairs = _pairs(images.root)
     _require_both(os.fspath(root), pairs)
-    _require_partners(os.fspath(root), pairs)
-    names = [(image, caption) for _, ((image,), (caption,)) in sorted(pairs.items())]
-    bar = tqdm(names, desc="reading captions", unit=" captions", disable=len(names) < 10_000)
-    captions = sort_out(((_shown(pair[0]), pair) for pair in bar), lambda pair: _read(images, *pair), PackedRecords)
+    bar = tqdm(sorted(pairs.items()), desc="reading captions", unit=" captions", disable=len(pairs) < 10_000)
+    parts = ((_shown(min(pair[0] or pair[1])), pair) for _, pair in bar)
+    captions = sort_out(parts, lambda pair: _read(images.root, *pair), PackedRecords)
     if not captions.records:
         raise UserError(
-            f"The folder {os.fspath(root)!r} has {len(names)} pairs and none is usable. The first fault: "
+            f"The folder {os.fspath(root)!r} has {len(pairs)} pairs and none is usable. The first fault: "
             f"{captions.bad[0]}."
         )
     return captions, images
@@ -100,35 +98,23 @@ def _require_both(root: str, pairs: dict[str, Pair]) -> None:
         )
 
 
-def _require_partners(root: str, pairs: dict[str, Pair]) -> None:
-    """Raises UserError, which names the files, unless every image has one caption and every caption one image."""
-    faults = [fault for _, pair in sorted(pairs.items()) if (fault := _fault(*pair))]
-    if faults:
-        more = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
-        raise UserError(
-            f"In the folder {root!r} {len(faults)} of {len(pairs)} pairs are not one image and one caption: "
-            f"{'; '.join(faults[:_NAMED])}{more}. Add what is missing, or move the files away."
-        )
-
-
-def _fault(images: list[str], captions: list[str]) -> str | None:
-    if not captions:
-        return f"{images[0]!r} has no caption (.{CAPTION})"
-    if not images:
-        return f"{captions[0]!r} has no image (.{', .'.join(IMAGES)})"
-    several = images if len(images) > 1 else captions
-    return f"{' and '.join(map(repr, sorted(several)))} have the same name" if len(several) > 1 else None
-
-
-def _read(folder: ImageFolder, image: str, caption: str) -> Record:
+def _read(root: Path, images: list[str], captions: list[str]) -> Record:
     """One pair. Raises ValueError("kind: detail")."""
+    if not captions:
+        raise ValueError(f"no caption: {_shown(images[0])} has none (.{CAPTION})")
+    if not images:
+        raise ValueError(f"no image: {_shown(captions[0])} has none (.{', .'.join(IMAGES)})")
+    if len(images) > 1 or len(captions) > 1:
+        several = images if len(images) > 1 else captions
+        raise ValueError(f"same name: {' and '.join(map(_shown, sorted(several)))}")
+    image, caption = images[0], captions[0]
     if not is_text(image):
         raise ValueError(f"bad file name: {_shown(image)} is not UTF-8")
     try:
-        with open_regular(folder.path(caption)) as file:
+        with open(root / caption, "rb") as file:
             content = file.read(_LARGEST + 1)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"unreadable caption file: {caption}: {getattr(error, 'strerror', error)}") from None
+    except OSError as error:
+        raise ValueError(f"unreadable caption file: {caption}: {error.strerror}") from None
     if len(content) > _LARGEST:
         raise ValueError(f"absurdly large caption: {caption} has more than {_LARGEST} bytes")
     return Record(image, image, folded(utf8(content, caption), f"image {image}"))

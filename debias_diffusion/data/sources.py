@@ -8,10 +8,10 @@ from pathlib import Path
 from ..errors import UserError
 from ..files import bytes_digest, sha256
 from .captions import Captions
+from .image_folder import read_pair_folder
 from .images import ImageFolder, ImageSource
-from .pair_folder import read_pair_folder
+from .json_files import read_jsonl, read_sharegpt4v
 from .shards import MANIFEST, read_shards
-from .sharegpt4v import read_jsonl, read_sharegpt4v
 from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
 
 

@@ -1,0 +1,183 @@
+"""Data files: a JSON list in ShareGPT4V's layout, or JSON lines."""
+
+import json
+import os
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from ..errors import UserError
+from .bad_records import refused
+from .captions import Captions, caption_of, check_caption, fold, is_text, short_of
+from .records import InFile, InMemory, PackedRecords, Record, as_places
+
+SHAPE = '[{"image": "a/b.jpg", "conversations": [{"value": "question"}, {"value": "caption"}]}, ...]'
+LINE_SHAPE = '{"image": "a/b.jpg", "caption": "caption"}'
+
+_IN_MEMORY = 64 << 20  # bytes: a larger data file stays on the disk
+_CHUNK = 4 << 20  # bytes read at once
+_LARGEST_ENTRY = 64 << 20  # bytes, so that one quotation mark too few does not read the whole file into memory
+_DECODER = json.JSONDecoder(strict=False)  # control characters in strings are allowed
+_OPENING = re.compile(r"(?:\xef\xbb\xbf)?[ \t\n\r]*\[")  # after the mark of UTF-8, if there is one
+_SPACE, _COMMA, _CLOSING = (re.compile(rf"[ \t\n\r]*{mark}") for mark in ("", r",[ \t\n\r]*", r"\]"))
+
+# (number, start, end, value or ValueError("kind: detail")) of each entry or line; positions are in bytes
+Parts = Iterable[tuple[int, int, int, object]]
+
+
+def read_sharegpt4v(path: str | os.PathLike) -> Captions:
+    """Reads a JSON list in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`).
+
+    Runs of white space in captions become one space. An entry is bad if it has no image path, no caption, one of more
+    than 32,768 characters, or is not UTF-8.
+
+    A large file stays on the disk. Its records are read from it when they are needed, and it must not change meanwhile.
+
+    Raises:
+        UserError: the file is missing, is not a JSON list, or has no usable entry.
+    """
+    return _read(Path(path), SHAPE, "entry", lambda file: ((n, *part) for n, part in enumerate(read_entries(file))))
+
+
+def read_jsonl(path: str | os.PathLike) -> Captions:
+    """Reads JSON lines of {"image": path, "caption": text}, or as in ShareGPT4V's layout.
+
+    Either may bring a "short_caption", which `train --sampling given` reads.
+
+    Blank lines are skipped. For bad lines and large files see `read_sharegpt4v`.
+
+    Raises:
+        UserError: the file is missing, or has no usable line.
+    """
+    return _read(Path(path), f"{LINE_SHAPE} in each line", "line", _lines)
+
+
+def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]) -> Captions:
+    """Reads a data file: `parts` parses it, `label` names a part in messages."""
+    places, bad = array("q"), []
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            is_large = size > _IN_MEMORY
+            with tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=not is_large) as bar:
+                for number, start, end, value in parts(file):
+                    try:
+                        if isinstance(value, ValueError):
+                            raise value
+                        _fields(value)
+                        places.extend((start, end))
+                    except ValueError as error:
+                        bad.append(refused(f"{label} {number}", error))
+                    bar.update(end - bar.n)
+        content = InFile(path) if is_large else InMemory(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"Data file {str(path)!r} cannot be read ({error.strerror}). It must have the shape {shape}"
+        ) from error
+    except BrokenList as error:
+        raise UserError(
+            f"Data file {str(path)!r} is not a JSON list ({error}, after {len(places) // 2 + len(bad)} whole entries). "
+            f"It must have the shape {shape}"
+        ) from None
+    if not places:
+        first = f" The first fault: {bad[0]}." if bad else ""
+        raise UserError(
+            f"Data file {str(path)!r} has {len(bad)} entries and none is usable.{first} It must have the shape {shape}"
+        )
+    return Captions(PackedRecords.at(content, as_places(places), _record_at), bad)
+
+
+class BrokenList(Exception):
+    """A file that is not a JSON list: the fault, and its position in bytes."""
+
+    def __init__(self, fault: str, at: int):
+        super().__init__(f"{fault}: byte {at}")
+
+
+def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
+    """(start, end, value) of each entry of a JSON list; positions are in bytes.
+
+    The file is read as Latin-1: each byte is one character, so positions are bytes, and a byte that is not UTF-8
+    affects only its own entry, whose value is then a ValueError("kind: detail").
+
+    Raises:
+        BrokenList: the file is not a JSON list.
+    """
+    text, base, separator = file.read(_CHUNK).decode("latin-1"), 0, _SPACE
+    if not (opening := _OPENING.match(text)):
+        raise BrokenList(f"it begins with {text[:20]!r}", 0)
+    at = opening.end()
+    while not (closing := _CLOSING.match(text, at)):
+        fault, value, start, end = None, None, at, at
+        try:
+            if not (separated := separator.match(text, at)):
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+            start = separated.end()
+            value, end = _DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError) as error:  # broken, or cut by the chunk
+            fault = BrokenList(getattr(error, "msg", str(error)), base + getattr(error, "pos", start))
+        is_cut = fault or end + len("e+1") > len(text)  # a number may go on
+        if is_cut and len(text) - at <= _LARGEST_ENTRY and (more := file.read(max(_CHUNK, len(text) - at))):
+            base, text, at = base + at, text[at:] + more.decode("latin-1"), 0
+            continue
+        if fault:
+            raise fault
+        yield base + start, base + end, _as_utf8(value, text[start:end])
+        at, separator = end, _COMMA
+    if (text[closing.end() :] + file.read().decode("latin-1")).strip(" \t\n\r"):
+        raise BrokenList("Extra data", base + closing.end())
+
+
+def _as_utf8(value, entry: str):
+    """The value of an entry that was read as Latin-1."""
+    if entry.isascii():
+        return value
+    try:
+        return _DECODER.decode(entry.encode("latin-1").decode())
+    except UnicodeDecodeError as error:
+        return ValueError(f"bad entry of JSON: not UTF-8 ({error.reason})")
+
+
+def _lines(file: BinaryIO) -> Parts:
+    end = 0
+    for number, line in enumerate(file, 1):
+        start, end = end, end + len(line)
+        if line.strip():
+            try:
+                value = _parse(line)
+            except ValueError as error:
+                value = error
+            yield number, start, end, value
+
+
+def _parse(line: bytes | bytearray):
+    """A line of JSON. Raises ValueError("kind: detail")."""
+    try:
+        return _DECODER.decode(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", error)  # JSONDecodeError's text would name a line 1
+        raise ValueError(f"bad line of JSON: {reason}, it begins {line[:40]!r}") from None
+
+
+def _record_at(raw: bytes | bytearray) -> Record:
+    """The record of a usable entry or line."""
+    entry = _parse(raw)
+    image, caption = _fields(entry)
+    return Record(sample_id=image, image=image, caption=fold(caption), short=short_of(entry))
+
+
+def _fields(entry) -> tuple[str, str]:
+    """(image, caption before folding) of an entry. Raises ValueError("kind: detail") if it has another shape."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"not an object: found {type(entry).__name__}")
+    image = entry.get("image")
+    if not is_text(image):
+        raise ValueError(f"no image path: found {image!r}")
+    where = f"image {image}"
+    caption = caption_of(entry, where)
+    check_caption(caption, where)
+    return image, caption
