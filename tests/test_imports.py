@@ -15,6 +15,7 @@ from debias_diffusion.errors import EXTRAS
 LAYERS = (
     ("errors", "limits", "png", "devices", "process_group"),
     ("files",),
+    ("jobs",),
     ("sentences", "tokens", "chunks"),
     ("toyworld",),
     ("models",),

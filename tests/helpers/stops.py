@@ -39,3 +39,28 @@ def copied_at_writes(folder: Path, to: Path) -> Iterator[list[Path]]:
 
     with mock.patch.multiple(os, **{name: copied_before(name, getattr(os, name)) for name in WRITES}):
         yield copies
+
+
+class Stopped(BaseException):
+    """What a stopped write raises."""
+
+
+@contextmanager
+def stopped_at(number: int) -> Iterator[list[str]]:
+    """From the `number`th call of `WRITES` on, each raises `Stopped`, those of cleaning up too.
+
+    Yields the names of the calls so far.
+    """
+    calls: list[str] = []
+
+    def counted(name, function):
+        def call(*arguments, **options):
+            calls.append(name)
+            if len(calls) >= number:
+                raise Stopped(name)
+            return function(*arguments, **options)
+
+        return call
+
+    with mock.patch.multiple(os, **{name: counted(name, getattr(os, name)) for name in WRITES}):
+        yield calls
