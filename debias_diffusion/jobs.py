@@ -326,10 +326,10 @@ class Job:
         vars(self).update(now)
 
     def _compare(self, before: dict, now: dict, may_change: Collection[str]) -> None:
-        place = f"The folder {str(self.folder)!r}"
+        place = f"The output folder {str(self.folder)!r} belongs to a run"
         if before["command"] != now["command"]:
             raise UserError(
-                f"{place} is of `{before['command']}`, and not of `{now['command']}`. Give another output folder."
+                f"{place} of `{before['command']}`, and not of `{now['command']}`. Give another output folder."
             )
         settings = (before["settings"], now["settings"])
         differing = [key for key in now["settings"] | before["settings"] if _differ(*settings, key, may_change)]
@@ -344,7 +344,7 @@ class Job:
         )
         if differing or inputs:
             raise UserError(
-                f"{place} was begun with other settings{f' ({changes})' if changes else ''}.{replaced} Give another "
+                f"{place} with other settings{f' ({changes})' if changes else ''}.{replaced} Give another "
                 "output folder, or the same settings to continue there."
             )
 

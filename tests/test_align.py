@@ -36,9 +36,8 @@ from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.loading import load_sdxl
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
 from debias_diffusion.tokens import clean
-from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.stop import StopRequest
-from debias_diffusion.training.trackers import make_accelerator
 
 CPU = torch.device("cpu")
 
@@ -75,7 +74,7 @@ def finished(settings, tmp_path_factory):
 def prepared(config: AlignConfig) -> Alignment:
     """A run with its data, before the first step."""
     accelerator = make_accelerator(config)
-    run = Alignment(config, accelerator, RunFolder(config.output))
+    run = Alignment(config, accelerator)
     run.prepare(StopRequest(accelerator))
     return run
 

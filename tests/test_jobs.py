@@ -145,7 +145,7 @@ def test_other_settings_inputs_and_commands_are_refused_once_something_is_finish
         ),
         (dict(settings={"betas": [0.9, 0.99]}), r"\(seed: 0 there, None here; data: 'a.json' there"),
         (dict(inputs=INPUTS | {"data": "d2"}), "The data is another one, by its contents: d1 there, d2 here"),
-        (dict(command="generate"), "is of `train`, and not of `generate`"),
+        (dict(command="generate"), "a run of `train`, and not of `generate`"),
     ):
         for process in (0, 1):
             if "data: " not in message:

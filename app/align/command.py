@@ -12,18 +12,18 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from debias_diffusion.files import atomic_folder, explain_full_disk
+from debias_diffusion.files import explain_full_disk
 from debias_diffusion.interchange.places import FIRST, SECOND
 from debias_diffusion.interchange.text_encoders import import_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.pipelines.loading import check_base, default_size, load_sdxl, model_digest
-from debias_diffusion.training.checkpoint import TrainState
+from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.feature_cache import cached_images
-from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.logs import make_accelerator
+from debias_diffusion.training.optimizer import AdamW
 from debias_diffusion.training.run import Run
-from debias_diffusion.training.step import AdamW, sum_over_processes
+from debias_diffusion.training.step import sum_over_processes
 from debias_diffusion.training.stop import StopRequest
-from debias_diffusion.training.trackers import make_accelerator
 
 from .encoders import encoder_digest, first_slot, recompute_activations, second_slot, without_projection
 from .latents import FrozenVAE, check_latents
@@ -41,7 +41,7 @@ def align(config: AlignConfig) -> Path | None:
 
     Writes to `config.output`: `encoder/`, `encoder_2/` or both, as `export` writes text encoders; of a first encoder
     that has an image tower also `last/`, an open_clip folder of both towers, which every command takes; `log.jsonl`,
-    `settings.json`, `checkpoints/`, and the lists of bad records and skipped steps, as in training.
+    checkpoints, and the lists of bad records and skipped steps, as in training.
 
     Returns:
         The output folder; None for a run that was stopped.
@@ -51,25 +51,24 @@ def align(config: AlignConfig) -> Path | None:
     """
     check_base(config.base)
     accelerator = make_accelerator(config)
-    folder = RunFolder(config.output)
-    with explain_full_disk(), folder.owned(accelerator.is_main_process):
-        return Alignment(config, accelerator, folder).run()
+    with explain_full_disk():
+        return Alignment(config, accelerator).run()
 
 
 class Alignment(Run):
     """A run that fits text encoders."""
 
-    title = "aligning"
+    command, title = "align", "aligning"
 
-    def __init__(self, config: AlignConfig, accelerator: Accelerator, folder: RunFolder):
-        super().__init__(config, accelerator, folder)
+    def __init__(self, config: AlignConfig, accelerator: Accelerator):
+        super().__init__(config, accelerator)
         self.pixels = config.pixels or min(default_size(config.base))
-        self.settings |= {
-            "pixels": self.pixels,
-            "base_sha256": model_digest(config.base),
-            "encoders_sha256": [encoder_digest(name) for name in (config.encoder, config.encoder_2)],
+        self.settings["pixels"] = self.pixels
+        self.inputs |= {
+            "SDXL checkpoint": model_digest(config.base),
+            "first encoder": encoder_digest(config.encoder),
+            "second encoder": encoder_digest(config.encoder_2),
         }
-        self.begin()
         device, dtype = accelerator.device, _DTYPES[self.precision]
         pipe = load_sdxl(config.base, None, device, dtype)
         self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
@@ -94,7 +93,7 @@ class Alignment(Run):
 
     def run(self) -> Path | None:
         request = StopRequest(self.accelerator)
-        with request.listening():
+        with request.listening(), self.opened():
             self.prepare(request)
             if request.asked():
                 self.say("Stopped while latents were computed. The same command continues from there.")
@@ -186,16 +185,16 @@ class Alignment(Run):
         self.optimizer.clear()
 
     def _finish(self, state: TrainState) -> Path:
-        path = self.folder.path
+        path = self.folder
         if self.main:
             for name, slot in zip((FIRST, SECOND), self.slots, strict=True):
                 if slot.encoder is not None:
                     encoder = without_projection(slot.encoder) if name == FIRST else slot.encoder
-                    with atomic_folder(path / name) as temporary:
+                    with self.job.write(name) as temporary:
                         write_text_encoder(encoder, slot.tokenizer, temporary)
             if self.two_tower is not None:
                 import_text_encoder(self.two_tower, self.slots[0].encoder)
-                self.folder.save_model(self.folder.last, self.two_tower, {"step": state.step})
+                save_model(self.job, LAST, self.two_tower, {"step": state.step})
         self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced.")
         option = f"--encoder {path}" if FIRST in self.model else f"--encoder-2 {path / SECOND}"
         self.say(f"Next: debias-diffusion generate 'a long prompt' --base {self.config.base} {option}")

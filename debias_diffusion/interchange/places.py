@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import UserError
+from ..jobs import Job
 from ..models.model_files import CONFIG_FILE
 
 
@@ -57,7 +58,7 @@ def model_of_run(model: str) -> str:
             return str(folder / name)
     if (folder / FIRST / "text_encoder").is_dir():
         return str(folder / FIRST)
-    if (folder / "settings.json").is_file() and (folder / "checkpoints").is_dir() and not (folder / SECOND).is_dir():
+    if Job.read(folder).command in ("train", "align") and not (folder / SECOND).is_dir():
         raise UserError(
             f"The run in {model!r} has not ended, so it has no model yet. Continue it: the command that began it goes "
             "on where it stopped."

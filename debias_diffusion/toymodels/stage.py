@@ -11,8 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from ..files import atomic_file
-from ..training.schedule import learning_rate
-from ..training.step import decay_groups
+from ..training.optimizer import decay_groups, learning_rate
 
 CHECKPOINT_EVERY = 500
 _LOG_EVERY = 100

@@ -14,6 +14,7 @@ from helpers import poisoned_training
 from helpers.poisoned_training import poisoned_by
 from helpers.processes import run_in_processes
 from helpers.training_runs import (
+    checkpoint,
     config,
     data_with_a_dragon,
     is_the_same_run,
@@ -23,7 +24,6 @@ from helpers.training_runs import (
     run_in_two_processes,
     wait_for_step,
 )
-from safetensors.torch import load_file
 
 from debias_diffusion.app.align.command import align
 from debias_diffusion.app.align.options import AlignConfig
@@ -56,7 +56,7 @@ def test_killed_at_random_moments_it_still_ends_the_same(world, tmp_path):
     rng, output, inside = random.Random(0), tmp_path / "killed", 0
 
     def writes() -> bool:
-        return any((output / "checkpoints").glob(".step*"))
+        return any(output.glob(".*.tmp"))
 
     for kill in range(8):
         process = run_in_a_process(config(world, output, **settings))
@@ -119,8 +119,8 @@ def test_two_processes_train_a_method_of_a_users_file(world, program, tmp_path):
     for one, other in zip(log(tmp_path / "alone"), log(tmp_path / "run"), strict=True):
         assert one["step"] == other["step"]
         assert other.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-5)
-    for name in ("last/open_clip_model.safetensors", "checkpoints/step-00000005/method.safetensors"):
-        one, other = (load_file(tmp_path / run / name) for run in ("alone", "run"))
+    for part in ("model", "modules"):
+        one, other = (checkpoint(tmp_path / run, 5)[part] for run in ("alone", "run"))
         torch.testing.assert_close(other, one, rtol=0, atol=1e-5)
 
 
