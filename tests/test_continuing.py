@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.tiny_clip import tiny_clip
 from helpers.tiny_data import make_tiny_data
-from helpers.training_runs import config, is_the_same_run, killed_copy, log, losses, same_weights
+from helpers.training_runs import config, is_the_same_run, killed_copy, log, same_weights
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.loop import train
@@ -119,28 +119,6 @@ def test_a_workers_error_is_reported_without_its_traceback(bad_world, tmp_path):
     with pytest.raises(UserError) as raised:
         train(config(bad_world, tmp_path / "run", workers=1, max_bad=0.2))
     assert "Traceback" not in str(raised.value) and "cannot be read from" in str(raised.value)
-
-
-def test_damaged_image_features_are_named_and_computed_anew(world, tmp_path):
-    settings = dict(max_steps=2, freeze_image_tower=True, feature_cache=str(tmp_path / "cache"))
-    train(config(world, tmp_path / "first", **settings))
-    (features,) = (tmp_path / "cache").rglob("features-0000")
-    for row in range(24):  # whichever comes first
-        flip(features, (row + 0.5) / 24)
-    with pytest.raises(UserError, match="features-0000' are damaged: row .* Remove that file and 'stamps-0000'"):
-        train(config(world, tmp_path / "second", **settings))
-    with pytest.raises(UserError, match="are damaged") as raised:
-        train(config(world, tmp_path / "second", workers=1, **settings))
-    assert "Traceback" not in str(raised.value)
-    features.unlink()
-    features.with_name("stamps-0000").unlink()
-    train(config(world, tmp_path / "second", **settings))
-    assert same_weights(tmp_path / "first", tmp_path / "second")
-    # Without the stamp of an image its features are not found, and are computed again, in a batch of its own.
-    flip(features.with_name("stamps-0000"), 0.5)
-    train(config(world, tmp_path / "third", **settings))
-    assert features.stat().st_size == 25 * 24 * 4
-    assert losses(tmp_path / "third") == pytest.approx(losses(tmp_path / "first"), rel=1e-4)
 
 
 # ---- other files of a run

@@ -45,7 +45,7 @@ from debias_diffusion.retrieval import recall_at_k
 from debias_diffusion.training import loop, stop
 from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.feature_cache import FeatureWriter
+from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.setup import held_out_count, load_base_model, load_base_tokenizer, prepare_backbone
 from debias_diffusion.training.step import backward
@@ -226,8 +226,7 @@ def test_two_processes_share_image_features_and_what_goes_wrong(world, tmp_path,
         alone, shared = ([json.loads(line) for line in (run / name).read_text().splitlines()] for run in runs)
         assert shared and {json.dumps(line) for line in shared} == {json.dumps(line) for line in alone}
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
-    parts = list((tmp_path / "shared" / "image-features").rglob("features-*"))
-    assert len(parts) == 2 and sum(part.stat().st_size for part in parts) == 23 * 24 * 4
+    assert len(list((tmp_path / "shared" / "image-features").rglob("*.safetensors"))) == 2
 
 
 def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path, monkeypatch):
@@ -251,34 +250,34 @@ def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(wor
     # The first step's loss needs no gradient: it is that of a run without freezing.
     assert losses(tmp_path / "first")[0] == pytest.approx(losses(finished_run)[0], rel=1e-4)
     assert recalls(tmp_path / "first")[0]["t2i_r1"] == recalls(finished_run)[0]["t2i_r1"]
-    written = {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")}
+    written = set((tmp_path / "cache").rglob("*.safetensors"))
     assert written
     train(config(world, tmp_path / "second", **settings))
     train(config(world, killed_copy(tmp_path / "second", tmp_path / "third"), **settings))
     for name in ("second", "third"):
         assert same_weights(tmp_path / name, tmp_path / "first")
-    assert {path: path.stat().st_size for path in (tmp_path / "cache").rglob("features-*")} == written
+    assert set((tmp_path / "cache").rglob("*.safetensors")) == written
 
 
 def test_sigterm_while_image_features_are_computed_stops_the_run_and_keeps_them(world, tmp_path, monkeypatch, capsys):
     data, images = make_tiny_data(tmp_path / "world", count=40)
     settings = config((world[0], data, images), tmp_path / "run", freeze_image_tower=True, max_steps=2)
-    add = FeatureWriter.add
+    encode = FrozenTower.encode
+    encoded = []
 
-    def add_and_signal(*rows):
-        add(*rows)
+    def encode_and_signal(tower, pixels):
+        encoded.append(len(pixels))
         os.kill(os.getpid(), signal.SIGTERM)
-
-    def cached_bytes():
-        return sum(path.stat().st_size for path in (tmp_path / "image-features").rglob("features-*"))
+        return encode(tower, pixels)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FeatureWriter, "add", add_and_signal)
+        patch.setattr(FrozenTower, "encode", encode_and_signal)
         assert train(settings) is None
     assert "Stopped while image features were computed" in capsys.readouterr().out
-    assert 0 < cached_bytes() < 40 * 24 * 4
+    assert encoded == [8]
+    monkeypatch.setattr(FrozenTower, "encode", lambda *args: encoded.append(len(args[1])) or encode(*args))
     train(settings)
-    assert cached_bytes() == 40 * 24 * 4
+    assert encoded == [8] * 5
 
 
 @pytest.mark.parametrize("apart", [0, 3])  # seconds, of two requests

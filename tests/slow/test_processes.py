@@ -89,8 +89,7 @@ def test_two_processes_share_image_features_and_what_goes_wrong(world, tmp_path,
         alone, shared = ([json.loads(line) for line in (run / name).read_text().splitlines()] for run in runs)
         assert shared and {json.dumps(line) for line in shared} == {json.dumps(line) for line in alone}
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
-    parts = list((tmp_path / "shared" / "image-features").rglob("features-*"))
-    assert len(parts) == 2 and sum(part.stat().st_size for part in parts) == 23 * 24 * 4
+    assert len(list((tmp_path / "shared" / "image-features").rglob("*.safetensors"))) == 2
 
 
 # AdamW divides by the size of a gradient, so rounding of one near 0 could become a whole step. Not with this `eps`.
