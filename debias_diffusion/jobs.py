@@ -90,8 +90,8 @@ class Job:
 
         Raises:
             UserError: the folder cannot be made; it holds something else; another process works there (not `shared`);
-                a setting or an input differs. Names it, both values, and what to do. Where nothing was finished, an
-                unshared job begins anew, with any settings.
+                a setting or an input differs. Names it, both values, and what to do. Where nothing was finished, a job
+                begins anew, with any settings.
         """
         folder = Path(folder)
         try:
@@ -106,7 +106,7 @@ class Job:
             if process == 0:
                 job._remove_unfinished(shared)
             now = {"command": command, "settings": dict(settings or {}), "inputs": dict(inputs or {})}
-            job._begin(json.loads(json.dumps(now)), may_change, shared, process == 0)
+            job._begin(json.loads(json.dumps(now)), may_change, process == 0)
             yield job
 
     @classmethod
@@ -316,10 +316,10 @@ class Job:
             "continues, and nothing compares them."
         )
 
-    def _begin(self, now: dict, may_change: Collection[str], shared: bool, writes: bool) -> None:
+    def _begin(self, now: dict, may_change: Collection[str], writes: bool) -> None:
         """Compares the job with what began here, and writes it down."""
         before = self._record()
-        if before and (shared or self.names()):
+        if before and self.names():
             self._compare(before, now, may_change)
         if writes and before != now:
             write_json(self.folder / JOB, now | {"sha256": json_digest(now)})

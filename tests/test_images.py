@@ -2,7 +2,6 @@
 run."""
 
 import io
-import json
 import os
 import random
 import struct
@@ -17,7 +16,6 @@ from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import EpsImagePlugin, Image, features
 
-from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_captions, read_shards, verify_shards
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
@@ -387,58 +385,24 @@ def read_all(root: Path) -> list[str]:
 
 
 def test_no_pipe_and_no_device_is_waited_for(tmp_path):
-    for folder in ("pairs", "shards", "manifest"):
+    for folder in ("pairs", "shards"):
         (tmp_path / folder).mkdir()
     for folder in ("urban1k/image", "urban1k/caption", "flickr30k/flickr30k-images"):
         (tmp_path / folder).mkdir(parents=True)
     colours().save(tmp_path / "urban1k" / "image" / "1.jpg")
-    pipes = ["pairs/1.png", "shards/1.tar", "manifest/shards.json", "urban1k/caption/1.txt", "pipe.tar", "pipe.json"]
+    pipes = ["pairs/1.png", "shards/1.tar", "urban1k/caption/1.txt", "pipe.tar", "pipe.json"]
     pipes += ["pipe.jsonl", "flickr30k/results_20130124.token", "flickr30k/dataset_flickr30k.json"]
     for name in pipes:
         os.mkfifo(tmp_path / name)
     (tmp_path / "pairs" / "1.txt").write_text("A cat.")
-    (tmp_path / "manifest" / "1.tar").write_bytes(bytes(1024))
     for ending in ("tar", "json", "jsonl"):
         (tmp_path / f"zero.{ending}").symlink_to("/dev/zero")
     # In a process that can be ended, for one that waits cannot.
     [said] = forked(1, lambda _: read_all(tmp_path), group=False)
-    image, shards, zero, pipe, manifest, verified, pairs, urban, *files = said
+    image, shards, zero, pipe, pairs, urban, *files = said
     assert "not a regular file" in image
     for line, name in ((shards, "1.tar"), (zero, "zero"), (pipe, "pipe.tar")):
         assert f"no usable sample. The first fault: {name}: broken shard ([Errno 22] not a regular file" in line
-    assert manifest == verified and "shards.json' is not what `debias-diffusion shards` writes" in manifest
     assert "0 images and 1 captions" in pairs
     assert "no entry that can be read. The first fault: caption/1.txt: unreadable file" in urban
     assert len(files) == 6 and all("cannot be read" in line and "not a regular file" in line for line in files)
-
-
-# Shards
-
-
-@pytest.fixture
-def one_shard(three) -> ShardsConfig:
-    """Settings that write the first of the images to the folder `out`."""
-    (record, *_), folder = three
-    (folder / "data.jsonl").write_text(json.dumps({"image": record.image, "caption": "A."}))
-    return ShardsConfig(str(folder / "data.jsonl"), str(folder / "out"), str(folder), workers=0)
-
-
-def test_shards_are_not_written_through_a_link(one_shard, tmp_path):
-    write_shards(one_shard)
-    (tmp_path / "out" / "shard-000000.tar").unlink()
-    (tmp_path / "victim").write_text("whole")
-    (tmp_path / "out" / ".shard-000000.tar.tmp").symlink_to(tmp_path / "victim")
-    write_shards(one_shard)
-    assert (tmp_path / "victim").read_text() == "whole"
-    assert len(open_data(tmp_path / "out")[0].records) == 1
-
-
-@pytest.mark.parametrize("left_out", ["no list", [3], [{"where": "a"}], [{"where": "a", "kind": 1, "detail": "b"}]])
-def test_a_damaged_shards_json_makes_a_shard_anew(one_shard, left_out):
-    manifest = write_shards(one_shard) / "shards.json"
-    before = manifest.read_text()
-    damaged = json.loads(before)
-    damaged["shards"][0]["left_out"] = left_out
-    manifest.write_text(json.dumps(damaged))
-    write_shards(one_shard)
-    assert manifest.read_text() == before

@@ -55,7 +55,8 @@ def killed(arguments: list[str], ending: str, count: int) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
+    records = (".lock", "job.json", "items.jsonl")
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name not in records}
 
 
 def stamps(files) -> dict[Path, int]:
