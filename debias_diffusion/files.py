@@ -44,9 +44,6 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0), 0o666)
 
 
-LARGE = 200 << 20  # bytes of a file that take a while to read
-
-
 def bytes_digest(parts: Iterable) -> str:
     """sha256, in hexadecimal, of bytes (or memory that holds them), one part after the other."""
     total = hashlib.sha256()
@@ -56,21 +53,9 @@ def bytes_digest(parts: Iterable) -> str:
 
 
 def sha256(path: str | os.PathLike) -> str:
-    """sha256, in hexadecimal, of a file; on a terminal with a progress bar for a large one."""
+    """sha256, in hexadecimal, of a file."""
     with open(path, "rb") as file:
-        parts = iter(lambda: file.read(1 << 20), b"")
-        size = os.fstat(file.fileno()).st_size
-        return bytes_digest(parts if size < LARGE else _with_bar(parts, f"sha256 of {Path(path).name}", size))
-
-
-def _with_bar(parts: Iterable[bytes], title: str, size: int) -> Iterator[bytes]:
-    """The parts, while a progress bar counts their bytes; disable=None leaves it out unless stderr is a terminal."""
-    from tqdm import tqdm  # not for every help
-
-    with tqdm(desc=title, total=size, unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        for part in parts:
-            yield part
-            bar.update(len(part))
+        return bytes_digest(iter(lambda: file.read(1 << 20), b""))
 
 
 def path_digest(path: str | os.PathLike) -> str:
@@ -275,21 +260,16 @@ def sync_path(path: Path, deep: bool = True) -> None:
 
 @contextmanager
 def explain_full_disk() -> Iterator[None]:
-    """Turns a full disk, or a limit on file sizes, into a UserError that says what is safe and what to do."""
+    """Turns a full disk into a UserError that says what is safe and what to do."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         in_words = re.search(r"os error (\d+)", str(error))  # safetensors has no errno
-        number = getattr(error, "errno", None) or (in_words and int(in_words[1]))
+        torchs = getattr(error.__context__, "errno", None)  # torch raises a RuntimeError while it handles the first one
+        number = getattr(error, "errno", None) or torchs or (in_words and int(in_words[1]))
         if number in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
                 f"No space left on the disk ({error}). Everything completed before is unharmed: make room and start "
                 "the same command again."
-            ) from error
-        if number == errno.EFBIG:
-            raise UserError(
-                f"A file would have become larger than allowed ({error}). Everything completed before is unharmed: "
-                "raise the limit on the size of files (`ulimit -f unlimited`), or use a file system without one, and "
-                "start the same command again."
             ) from error
         raise

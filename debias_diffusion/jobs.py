@@ -303,7 +303,7 @@ class Job:
         try:
             with open_regular(path) as file:
                 record = json.loads(file.read().decode("utf-8"))
-            if record.pop("sha256") == json_digest(record):
+            if record.pop("sha256") == json_digest(record) and record.keys() == {"command", "settings", "inputs"}:
                 return record
             problem = "it and its checksum do not agree; it was changed or is damaged"
         except FileNotFoundError:

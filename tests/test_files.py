@@ -1,10 +1,8 @@
 """Files and folders that are written whole, whatever stands where they are written."""
 
 import hashlib
-import io
 import json
 import os
-import sys
 
 import pytest
 
@@ -89,7 +87,7 @@ def test_all_that_is_in_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path,
         synced_and_renamed.clear()
 
 
-def test_digests_stay_those_of_earlier_releases(tmp_path):
+def test_digests_are_of_names_and_contents_but_not_of_hidden_files(tmp_path):
     for name, content in {"a": b"1", "b/c": b"2", "b.d": b"3", ".hidden": b"4", "b/.e/f": b"5"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
@@ -172,20 +170,3 @@ def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):
         raise RuntimeError
     assert (tmp_path / "best" / "file").read_text() == "old"
     assert os.listdir(tmp_path) == ["best"]
-
-
-def test_a_large_file_is_hashed_with_a_progress_bar_on_a_terminal(tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    (tmp_path / "weights.safetensors").write_bytes(content := bytes(range(256)) * 20_000)
-    digest = hashlib.sha256(content).hexdigest()
-    shown = {}
-    for stream, least in ((Terminal, 0), (Terminal, files.LARGE), (io.StringIO, 0)):
-        monkeypatch.setattr(sys, "stderr", printed := stream())
-        monkeypatch.setattr(files, "LARGE", least)
-        assert files.sha256(tmp_path / "weights.safetensors") == digest
-        shown[stream.__name__, least > 0] = printed.getvalue()
-    assert "sha256 of weights.safetensors" in shown["Terminal", False] and "5.12M" in shown["Terminal", False]
-    assert shown["Terminal", True] == shown["StringIO", False] == ""

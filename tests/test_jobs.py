@@ -2,16 +2,18 @@
 
 import json
 import os
+from functools import partial
 from itertools import chain, count
 
 import pytest
 import torch
 from helpers.ranks import forked
 from helpers.stops import Stopped, stopped_at
+from safetensors.torch import save_file
 
 from debias_diffusion import jobs
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import append
+from debias_diffusion.files import append, explain_full_disk
 from debias_diffusion.jobs import Job
 
 SETTINGS, INPUTS = {"seed": 0, "betas": (0.9, 0.99), "data": "a.json"}, {"data": "d1", "base model": None}
@@ -76,6 +78,25 @@ def work(folder):
         write(job, "last", "result")
 
 
+def check_that_it_continues(folder):
+    """What a kill in `work` has left is read, and mended by the same work."""
+    left = Job.read(folder)  # as a reader sees it, before anything is mended
+    for name in left.names():
+        assert name.startswith("note") or read(left, name) in ("1", "2", "result")
+        if name == "best":
+            assert str(left.notes(name)["step"]) == read(left, name)
+    with opened(folder) as job:
+        assert not list(folder.glob(".*.tmp")) + list(folder.glob(".*.old"))
+        if "note-1" in job:  # then `best` was finished, and is never lost
+            assert read(job, "best") == str(job.notes("best")["step"])
+        if "note-2" in job:
+            assert read(job, "best") == "2"
+    work(folder)
+    job = Job.read(folder)
+    assert [read(job, name) for name in ("checkpoint-2.pt", "best", "last")] == ["2", "2", "result"]
+    assert "checkpoint-1.pt" not in job
+
+
 def test_a_job_stopped_at_any_write_continues(tmp_path, monkeypatch):
     """Every write, rename and removal from the n-th on raises, cleaning up included; then the same work is done."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # takes most of the time
@@ -87,21 +108,7 @@ def test_a_job_stopped_at_any_write_continues(tmp_path, monkeypatch):
             break
         except Stopped:
             pass
-        left = Job.read(folder)  # as a reader sees it, before anything is mended
-        for name in left.names():
-            assert name.startswith("note") or read(left, name) in ("1", "2", "result")
-            if name == "best":
-                assert str(left.notes(name)["step"]) == read(left, name)
-        with opened(folder) as job:
-            assert not list(folder.glob(".*.tmp")) + list(folder.glob(".*.old"))
-            if "note-1" in job:  # then `best` was finished, and is never lost
-                assert read(job, "best") == str(job.notes("best")["step"])
-            if "note-2" in job:
-                assert read(job, "best") == "2"
-        work(folder)
-        job = Job.read(folder)
-        assert [read(job, name) for name in ("checkpoint-2.pt", "best", "last")] == ["2", "2", "result"]
-        assert "checkpoint-1.pt" not in job
+        check_that_it_continues(folder)
     assert number > 30
 
 
@@ -220,6 +227,23 @@ def test_a_failed_item_leaves_the_old_one_and_nothing_else(tmp_path):
             raise RuntimeError
         assert read(job, "a.txt") == "1"
         assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_disk_that_fills_up_leaves_the_old_item(small_disk):
+    def save(path):
+        with open(path, "wb") as file:
+            torch.save(torch.zeros(5_000_000), file)
+
+    with opened(small_disk / "job") as job:
+        write(job, "a.txt", "1")
+        for fill in (save, partial(save_file, {"x": torch.zeros(5_000_000)})):
+            with (
+                pytest.raises(UserError, match="No space left on the disk.*start the same command again"),
+                explain_full_disk(),
+                job.write("a.txt") as temporary,
+            ):
+                fill(temporary)
+        assert read(job, "a.txt") == "1" and not list(job.folder.glob(".*.tmp"))
 
 
 def test_all_is_on_the_disk_before_its_line_and_its_line_before_its_name(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import tarfile
 from contextlib import nullcontext
 from dataclasses import replace
@@ -496,17 +495,6 @@ def test_compiling_without_a_compiler_is_refused(world, tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(UserError, match=r"compile needs a C\+\+ compiler, and there is none"):
         train(config(world, tmp_path / "run", compile=True))
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 12 MB, where one can be mounted."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk]).returncode:
-        pytest.skip("needs the right to mount a small disk")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
 
 
 def test_too_small_a_disk_is_noticed_before_the_run(world, small_disk):

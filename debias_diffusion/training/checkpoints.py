@@ -47,7 +47,7 @@ def save_checkpoint(
     content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": asdict(state)}
     if modules is not None:
         content["modules"] = _restored(modules)
-    # Given a path instead, torch calls a full disk "unexpected pos".
+    # Given a path instead, torch does not say that a disk is full.
     with job.write(f"{CHECKPOINT}{state.step:08}") as temporary, open(temporary, "wb") as file:
         torch.save(content, file)
     for old in sorted(job.names(CHECKPOINT))[:-keep]:

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 from helpers import tiny_llava
 from helpers.processes import start_ranks
+from helpers.stops import stopped_at
 from PIL import Image
+from test_jobs import check_that_it_continues, work
 from torch.utils.data import DataLoader
 
 from debias_diffusion.app.generate.command import generate
@@ -24,6 +27,7 @@ from debias_diffusion.app.synthesize.options import SynthesizeConfig
 from debias_diffusion.data import ImageFolder, Record, open_data
 from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.errors import UserError
+from debias_diffusion.jobs import Job
 
 # The command line, killed when it is about to put the file after the first COUNT of this ENDING in its place.
 KILLED = """
@@ -44,6 +48,24 @@ def replace_or_die(source, target):
 os.replace = replace_or_die
 main(sys.argv[3:])
 """
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_job_killed_at_any_write(tmp_path, sent, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # takes most of the time
+    for number in count(1):
+        child = os.fork()
+        if not child:
+            try:
+                with stopped_at(number, lambda name: os.kill(os.getpid(), sent)):
+                    work(tmp_path / str(number))
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        if "last" in Job.read(tmp_path / str(number)):
+            break
+        check_that_it_continues(tmp_path / str(number))
+    assert number > 30
 
 
 def program(arguments: list[str], ending: str, count: int) -> list[str]:
