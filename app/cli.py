@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
         print("Interrupted.", file=sys.stderr)
         _leave(130)
     except Exception as error:
-        from debias_diffusion.process_group import is_lost_connection
+        from debias_diffusion.devices import is_lost_connection
 
         if not is_lost_connection(error):
             raise
@@ -247,7 +247,7 @@ def _fail(message: str, exit_code: int = 2):
 
 def _leave(code: int):
     if "torch" in sys.modules:  # without it there are no other processes, and importing it takes seconds
-        from debias_diffusion.process_group import leave
+        from debias_diffusion.devices import leave
 
         leave(code)
     raise SystemExit(code)

@@ -32,9 +32,8 @@ from debias_diffusion.chunks import Cut, Tokens
 from debias_diffusion.eval.report import Table
 from debias_diffusion.files import write_json
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.stop import StopRequest
-from debias_diffusion.training.trackers import make_accelerator
 
 RESULT = Path(__file__).parent / "results" / "align.json"
 TOKENS, PAIRS = 240, 16
@@ -100,7 +99,7 @@ def time_toy(repeats: int) -> dict:
                 "toy/sdxl", str(data), output, str(images), **given, denoising=denoising, batch=PAIRS, validation=0
             )
             accelerator = make_accelerator(config)
-            run = Alignment(config, accelerator, RunFolder(output))
+            run = Alignment(config, accelerator)
             run.prepare(StopRequest(accelerator))
             batch = collate([run.dataset[(0, index, index)] for index in range(PAIRS)])
             runs[name] = lambda run=run, batch=batch: (run.backward(batch), run.optimizer.clear())

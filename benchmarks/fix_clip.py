@@ -31,7 +31,6 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from machine import machine
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -342,8 +341,8 @@ def run_seed(base: str, rows: dict[str, dict], seed: int, steps: int, prompts: i
 
 
 def _left_behind(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("checkpoints/step-*/method.safetensors"))
-    state = load_file(files[-1]) if files else {}
+    files = sorted(folder.glob("checkpoint-*"))
+    state = torch.load(files[-1], weights_only=True).get("modules", {}) if files else {}
     return {name.removeprefix("method."): tensor for name, tensor in state.items()}
 
 

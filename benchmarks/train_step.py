@@ -44,6 +44,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from debias_diffusion.chunks import Cut
+from debias_diffusion.devices import autocast
 from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.methods.keep_states import SHARE, KeepStates
@@ -51,7 +52,8 @@ from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import block_forward, causal_attention, full_attention
 from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.training.step import AdamW, Optimizer, autocast, backward
+from debias_diffusion.training.optimizer import AdamW, Optimizer
+from debias_diffusion.training.step import backward
 
 RESULTS = Path(__file__).parent / "results"
 # ShareGPT4V's captions: 173 tokens and 9 sentences on average.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .errors import UserError, near_matches, reason
 from .files import path_digest, read_json_object
+from .jobs import Job
 from .models.shipped import TWO_TOWERS, shipped
 
 if TYPE_CHECKING:
@@ -371,7 +372,7 @@ def _kind_of(path: Path) -> tuple[Kind, str]:
             return Kind.OPEN_CLIP, str(path / name)
     if (path / FIRST / "text_encoder").is_dir():
         return Kind.TRANSFORMERS, str(path / FIRST)
-    if (path / "settings.json").is_file() and (path / "checkpoints").is_dir() and not (path / SECOND).is_dir():
+    if Job.read(path).command in ("train", "align") and not (path / SECOND).is_dir():
         raise UserError(
             f"The run in {str(path)!r} has not ended, so it has no model yet. Continue it: the command that began it "
             "goes on where it stopped."

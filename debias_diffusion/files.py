@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 
 from .errors import UserError
 
-_MACHINE = platform.node()[:32].replace(os.sep, "-")  # machines may share folders
-_TEMPORARY = re.compile(rf"\..+\.{re.escape(_MACHINE)}-(\d+)\.tmp", re.DOTALL)  # a file that `atomic_file` is writing
+MACHINE = platform.node()[:32].replace(os.sep, "-")  # machines may share folders
+_TEMPORARY = re.compile(rf"\..+\.{re.escape(MACHINE)}-(\d+)\.tmp", re.DOTALL)  # a file that `atomic_file` is writing
 _LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 
@@ -41,10 +41,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 def _open_at_once(path: str, flags: int) -> int:
     # `open` has set O_CLOEXEC already. Not every system has the others.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
-
-
-LARGE = 200 << 20  # bytes of a file that take a while to read
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0), 0o666)
 
 
 def bytes_digest(parts: Iterable) -> str:
@@ -56,21 +53,9 @@ def bytes_digest(parts: Iterable) -> str:
 
 
 def sha256(path: str | os.PathLike) -> str:
-    """sha256, in hexadecimal, of a file; on a terminal with a progress bar for a large one."""
+    """sha256, in hexadecimal, of a file."""
     with open(path, "rb") as file:
-        parts = iter(lambda: file.read(1 << 20), b"")
-        size = os.fstat(file.fileno()).st_size
-        return bytes_digest(parts if size < LARGE else _with_bar(parts, f"sha256 of {Path(path).name}", size))
-
-
-def _with_bar(parts: Iterable[bytes], title: str, size: int) -> Iterator[bytes]:
-    """The parts, while a progress bar counts their bytes; disable=None leaves it out unless stderr is a terminal."""
-    from tqdm import tqdm  # not for every help
-
-    with tqdm(desc=title, total=size, unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        for part in parts:
-            yield part
-            bar.update(len(part))
+        return bytes_digest(iter(lambda: file.read(1 << 20), b""))
 
 
 def path_digest(path: str | os.PathLike) -> str:
@@ -113,7 +98,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path.parent.absolute())
-    temporary = hidden_sibling(path, f".{_MACHINE}-{os.getpid()}.tmp")
+    temporary = hidden_sibling(path, f".{MACHINE}-{os.getpid()}.tmp")
     new_file(temporary).close()
     try:
         yield temporary
@@ -196,86 +181,95 @@ def folder_lock(folder: Path, by_another: str) -> Iterator[None]:
 def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
     """Gives a temporary folder to fill, which replaces `path` once it is complete and on the disk.
 
-    After a failure `path` is as it was. After a kill between the two renames `restore_folder` puts the old folder back.
+    After a failure `path` is as it was. After a kill between the two renames the next call puts the old folder back.
     """
     path = Path(path)
-    restore_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = _unfinished(path), _old(path)
+    temporary, old = hidden_sibling(path, ".tmp"), hidden_sibling(path, ".old")
+    if old.exists() and not path.exists():
+        os.replace(old, path)
+    for leftover in (temporary, old):
+        remove_path(leftover)
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.rglob("*"):
-            _sync(file)
-        if path.exists():
-            os.replace(path, old)
-        os.replace(temporary, path)
-        _sync(path.parent)
+        sync_path(temporary)
+        replace_path(temporary, path, old)
     finally:
-        _remove(temporary)
-        _remove(old)
+        remove_path(temporary)
 
 
-def _remove(path: Path) -> None:
-    """Removes a folder, or a link but not what it points to."""
+def append(path: Path, line: str, sync: bool = False) -> None:
+    """Adds a line to a file, which is made if there is none. A line that a kill cut short is ended first.
+
+    Args:
+        sync: whether it is on the disk when this returns.
+
+    Raises:
+        UserError: what lies there is no regular file, or a link.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        descriptor = _open_at_once(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise _not_regular(path) from error
+        raise
+    with open(descriptor, "wb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _not_regular(path)
+        size = os.fstat(descriptor).st_size
+        cut = size and os.pread(descriptor, 1, size - 1) != b"\n"
+        file.write(b"\n" * bool(cut) + line.encode() + b"\n")
+        file.flush()
+        if sync:
+            os.fsync(descriptor)
+
+
+def _not_regular(path: Path) -> UserError:
+    return UserError(f"{str(path)!r} is no regular file. Nothing is written through it: remove it.")
+
+
+def replace_path(new: Path, path: Path, old: Path) -> None:
+    """Renames a file or folder to `path`. What lies there goes; a folder becomes `old` first."""
+    if os.path.lexists(path) and (path.is_dir() or new.is_dir()):
+        os.replace(path, old)
+    os.replace(new, path)
+    if os.path.lexists(old):
+        sync_path(path.parent, deep=False)  # else a power failure could undo the renames, and not the removal
+        remove_path(old)
+
+
+def remove_path(path: Path) -> None:
+    """Removes a file or a folder, or a link but not what it points to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-def _old(path: Path) -> Path:
-    return hidden_sibling(path, ".old")
-
-
-def _unfinished(path: Path) -> Path:
-    return hidden_sibling(path, ".tmp")
-
-
-def restore_folder(path: str | os.PathLike) -> None:
-    """Repairs what a kill in `atomic_folder` left. Nobody else may write there meanwhile.
-
-    Puts the old folder back if the new one had not replaced it yet, and removes an unfinished one.
-    """
-    path = Path(path)
-    if _old(path).exists() and not path.exists():
-        os.replace(_old(path), path)
-    for leftover in (_unfinished(path), _old(path)):
-        _remove(leftover)
-
-
-def remove_folder(path: str | os.PathLike) -> None:
-    """Removes a folder that `atomic_folder` made. A kill leaves all of it at `path` or nothing."""
-    path = Path(path)
-    os.replace(path, _unfinished(path))
-    shutil.rmtree(_unfinished(path))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync_path(path: Path, deep: bool = True) -> None:
+    """Waits until a file, or a folder and all that is in it, is on the disk."""
+    for part in (*(path.rglob("*") if deep and path.is_dir() else ()), path):
+        descriptor = os.open(part, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
 def explain_full_disk() -> Iterator[None]:
-    """Turns a full disk, or a limit on file sizes, into a UserError that says what is safe and what to do."""
+    """Turns a full disk into a UserError that says what is safe and what to do."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         in_words = re.search(r"os error (\d+)", str(error))  # safetensors has no errno
-        number = getattr(error, "errno", None) or (in_words and int(in_words[1]))
+        torchs = getattr(error.__context__, "errno", None)  # torch raises a RuntimeError while it handles the first one
+        number = getattr(error, "errno", None) or torchs or (in_words and int(in_words[1]))
         if number in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
                 f"No space left on the disk ({error}). Everything completed before is unharmed: make room and start "
                 "the same command again."
-            ) from error
-        if number == errno.EFBIG:
-            raise UserError(
-                f"A file would have become larger than allowed ({error}). Everything completed before is unharmed: "
-                "raise the limit on the size of files (`ulimit -f unlimited`), or use a file system without one, and "
-                "start the same command again."
             ) from error
         raise

@@ -9,7 +9,7 @@ from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, o
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import read_json_object
+from debias_diffusion.jobs import Job
 
 from .encoder_names import split_reading
 
@@ -92,9 +92,9 @@ def _held_out(encoders: Sequence[str], digest: str) -> dict[str, int]:
     for name in encoders:
         run = Path(split_reading(name)[1])
         for folder in (run, run.parent):  # of a run, and of its model
-            settings = read_json_object(folder / "settings.json")
-            if settings.get("data_sha256") == digest:
-                counts[name] = settings["validation"] + settings.get("keep_best", 0)
+            job = Job.read(folder)
+            if job.inputs.get("data") == digest:
+                counts[name] = job.settings["validation"] + job.settings.get("keep_best", 0)
     return counts
 
 

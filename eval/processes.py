@@ -11,10 +11,9 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 
-from debias_diffusion.devices import pick_device
+from debias_diffusion.devices import end_group_at_exit, pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import folder_lock
-from debias_diffusion.process_group import end_group_at_exit
 
 Result = TypeVar("Result")
 

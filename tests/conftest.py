@@ -3,6 +3,7 @@ import hashlib
 import logging
 import os
 import shutil
+import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -225,3 +226,14 @@ def draw_nothing(patch: pytest.MonkeyPatch) -> None:
     from PIL import Image
 
     patch.setattr(Figure, "savefig", lambda _, file, **__: Image.new("RGB", (9, 9)).save(file, "PNG"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 12 MB, where one can be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk]).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    yield disk
+    subprocess.run(["umount", disk], check=True)

@@ -21,6 +21,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from debias_diffusion.app.align import command as align_command
 from debias_diffusion.app.align import latents
 from debias_diffusion.app.align.command import Alignment, align
+from debias_diffusion.app.align.latents import FrozenVAE
 from debias_diffusion.app.align.samples import PART, Sample
 from debias_diffusion.app.generate.command import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
@@ -34,9 +35,8 @@ from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
 from debias_diffusion.tokens import clean
-from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.stop import StopRequest
-from debias_diffusion.training.trackers import make_accelerator
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def finished(settings, tmp_path_factory):
 def prepared(config: AlignConfig) -> Alignment:
     """A run with its data, before the first step."""
     accelerator = make_accelerator(config)
-    run = Alignment(config, accelerator, RunFolder(config.output))
+    run = Alignment(config, accelerator)
     run.prepare(StopRequest(accelerator))
     return run
 
@@ -120,6 +120,12 @@ def test_latents_are_those_of_the_checkpoints_autoencoder(settings, models, tmp_
         latents = pipe.vae.encode(image).latent_dist.mean * pipe.vae.config.scaling_factor
     assert latents.shape == (1, 4, 4, 4)
     torch.testing.assert_close(run.dataset[(0, 2, 2)].latents[None], latents, rtol=0, atol=1e-5)
+
+
+def test_latents_of_another_scaling_factor_have_another_key(settings, tmp_path):
+    vae = prepared(settings(tmp_path)).vae
+    vae.vae.register_to_config(scaling_factor=0.5)
+    assert FrozenVAE(vae.vae, 64, vae.accelerator).key != vae.key
 
 
 def test_the_checkpoints_own_encoders_have_not_moved_at_the_start(settings, tmp_path):
@@ -284,8 +290,8 @@ def test_latents_are_computed_of_what_the_steps_read_alone(settings, tmp_path, m
     run = prepared(config)
     read = {run.records[index].image for batch in run.batches.iterate() for _, index, _ in batch}
     assert (len(run.records), len(read)) == (20, 8)
-    (file,) = (tmp_path / "latents").rglob("features-*")
-    assert file.stat().st_size == (8 + 4) * 4 * 4 * 8 * 8  # and the held-out ones
+    (file,) = (tmp_path / "latents").rglob("*.safetensors")
+    assert load_file(file)["features"].shape == (8 + 4, 4 * 8 * 8)  # and the held-out ones
     # What would replace an unreadable image is one of them too, and of the other step.
     first, second = ({index for _, index, _ in batch} for batch in run.batches.iterate())
     assert set(run.dataset.stand_ins(0)[: len(first)].tolist()) == second

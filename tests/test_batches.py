@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from debias_diffusion.training.batches import GlobalBatches
-from debias_diffusion.training.schedule import learning_rate
+from debias_diffusion.training.optimizer import learning_rate
 
 # (records, batch)
 sizes = st.tuples(st.integers(1, 40), st.integers(0, 60)).map(lambda drawn: (drawn[0] + drawn[1], drawn[0]))

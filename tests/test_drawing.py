@@ -22,7 +22,7 @@ from debias_diffusion.eval.images import drawing
 from debias_diffusion.eval.images.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.processes import Processes
-from debias_diffusion.files import _MACHINE
+from debias_diffusion.files import MACHINE
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 
 # Of 77, 152 and 227 positions, in mixed order.
@@ -213,7 +213,7 @@ def test_what_is_missing_or_damaged_is_drawn_bit_for_bit_and_the_rest_stays(
         (tmp_path / f"{place:06}.png").write_bytes(together[place].read_bytes()[:end])
         if end is None:
             (tmp_path / f"{place:06}.png").unlink()
-    (tmp_path / f".000003.png.{_MACHINE}-999999999.tmp").write_bytes(b"half an image")
+    (tmp_path / f".000003.png.{MACHINE}-999999999.tmp").write_bytes(b"half an image")
     (tmp_path / ".folder.tmp").mkdir()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.png") if int(path.stem) not in ends}
     files = drawn(tmp_path, base, long_encoder, images_at_once=2)

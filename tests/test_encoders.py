@@ -15,6 +15,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest
 from debias_diffusion.interchange import hub
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
+from debias_diffusion.jobs import Job
 from debias_diffusion.models.shipped import WEIGHTS
 
 parse = EncoderSpec.parse
@@ -36,14 +37,13 @@ def here(tmp_path, monkeypatch):
         "fitted/encoder/text_encoder/config.json",
         "second/encoder_2/text_encoder/config.json",
         "exported/text_encoder/config.json",
-        "empty/settings.json",
-        "second/settings.json",
         "weights.pt",
     ):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("{}")
     for run in ("empty", "second"):
-        (tmp_path / run / "checkpoints").mkdir()
+        with Job.open(tmp_path / run, "train"):
+            pass
     (tmp_path / "chinese").mkdir()
     (tmp_path / "chinese" / "config.json").write_text('{"model_type": "chinese_clip"}')
     return tmp_path

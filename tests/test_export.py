@@ -29,8 +29,10 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
+from debias_diffusion.files import json_digest
 from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.jobs import Job
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.training.config import TrainConfig
@@ -244,7 +246,7 @@ def test_the_card_says_what_the_run_left(tmp_path, world):
     assert str(world.folder) not in card
     assert "| base model | `base` |" in card
     assert "| recipe | `debias-clip` with `short_weight 0.25, components 3` |" in card
-    digest = json.loads(Path(world.run, "settings.json").read_text())["data_sha256"]
+    digest = Job.read(world.run).inputs["data"]
     assert f"| data | `data.json`, sha256 `{digest}` |" in card
     assert "248: the first 20 kept, each other one stretched to 4" in card
     assert "debias-diffusion train --data data.json --model base --images images --short-weight 0.25 --comp" in card
@@ -359,15 +361,15 @@ def test_the_card_tells_the_base_model_only_where_it_is_known(tmp_path):
 def test_names_cannot_break_out_of_the_card(tmp_path, world):
     run = tmp_path / "run"
     shutil.copytree(world.run, run)
-    settings = json.loads((run / "settings.json").read_text())
-    settings |= {"data": "x`\n---\nlicense: mit\n| a |```", "model": "<b>`|"}
-    (run / "settings.json").write_text(json.dumps(settings))
+    job = {name: getattr(Job.read(run), name) for name in ("command", "settings", "inputs")}
+    job["settings"] |= {"data": "x`\n---\nlicense: mit\n| a |```", "model": "<b>`|"}
+    (run / "job.json").write_text(json.dumps(job | {"sha256": json_digest(job)}))
     export(ExportConfig(str(run), str(tmp_path / "x")))
     card = (tmp_path / "x" / "README.md").read_text()
     assert "\nlicense: mit" not in card.split("```bash")[0] and "| base model | `<b>'/` |" in card
     assert card.count("```") % 2 == 0 and code("a\nb|c`d") == "`a b/c'd`"
     # And broken files say nothing.
-    (run / "settings.json").write_text("{")
+    (run / "job.json").write_text("{")
     (run / "log.jsonl").write_text("[1]}\nx}")
     export(ExportConfig(str(run), str(tmp_path / "y")))
     assert "recipe" not in (tmp_path / "y" / "README.md").read_text()

@@ -1,16 +1,13 @@
-import hashlib
 import io
 import json
 import os
 import tarfile
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers.ranks import ranks
 from helpers.tiny_clip import tiny_clip
 from helpers.tiny_data import make_tiny_data
 from hypothesis import given, settings
@@ -19,7 +16,8 @@ from PIL import Image
 
 from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import folder_lock
+from debias_diffusion.jobs import Job
+from debias_diffusion.training import feature_cache
 from debias_diffusion.training.feature_cache import FeatureCache, FrozenTower, cache_key, cached_images
 
 CPU = Accelerator(cpu=True)
@@ -27,67 +25,31 @@ DIM = 5
 
 
 def stamp(number: int) -> bytes:
-    return hashlib.blake2b(str(number).encode(), digest_size=16).digest()
+    return bytes([1] * 15 + [number])
 
 
 def feature(number: int) -> torch.Tensor:
     return torch.arange(DIM, dtype=torch.float32) + 10 * number
 
 
-def write(cache, process, numbers):
-    cache.writer(process).add([stamp(n) for n in numbers], torch.stack([feature(n) for n in numbers]))
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, 99), min_size=1, max_size=9)), max_size=8))
-@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sets(st.integers(0, 99), min_size=1, max_size=9), st.booleans()), max_size=8))
+@settings(max_examples=20, deadline=None)
 def test_what_was_written_is_found_and_nothing_else(tmp_path_factory, writes):
-    folder = tmp_path_factory.mktemp("cache")
-    cache = FeatureCache(folder, {"weights": "a"}, DIM)
-    for process, numbers in writes:
-        write(cache, process, sorted(numbers))
-    cache.read()
-    known = set().union(*(numbers for _, numbers in writes))
-    rows = cache.find([stamp(n) for n in range(100)])
-    assert {n for n in range(100) if rows[n] >= 0} == known
-    assert all(torch.equal(cache[int(rows[n])], feature(n)) for n in known)
-    assert not FeatureCache(folder, {"weights": "b"}, DIM).find([stamp(n) for n in known] or [stamp(0)]).max() >= 0
-
-
-@pytest.mark.parametrize(("name", "row"), [("stamps-0000", 24), ("features-0000", 4 * DIM)])  # bytes of a row
-def test_what_a_kill_left_half_written_is_not_used(tmp_path, name, row):
-    for cut in range(1, row + 1):
-        cache = FeatureCache(tmp_path / str(cut), {}, DIM)
-        write(cache, 0, [1, 2])
-        path = cache.folder / name
-        path.write_bytes(path.read_bytes()[:-cut])
-        again = FeatureCache(tmp_path / str(cut), {}, DIM)
-        assert again.find([stamp(1), stamp(2)]).tolist() == [0, -1]
-        write(again, 0, [2, 3])
-        again.read()
-        rows = again.find([stamp(1), stamp(2), stamp(3)])
-        assert [again[int(row)].tolist() for row in rows] == [feature(n).tolist() for n in (1, 2, 3)]
-
-
-def test_features_are_on_the_disk_before_their_stamps_are_written(tmp_path, monkeypatch):
-    cache, fsync, synced = FeatureCache(tmp_path, {}, DIM), os.fsync, []
-    files = [cache.folder / "features-0000", cache.folder / "stamps-0000"]
-
-    def noted(descriptor):
-        name = {file.stat().st_ino: file.name for file in files}[os.fstat(descriptor).st_ino]
-        synced.append((name, *(file.stat().st_size for file in files)))
-        fsync(descriptor)
-
-    writer = cache.writer(0)
-    monkeypatch.setattr(os, "fsync", noted)
-    for _ in range(2):
-        writer.add([stamp(1), stamp(2)], torch.stack([feature(1), feature(2)]))
-    features, stamps = 2 * 4 * DIM, 2 * 24  # bytes that are in the files at each call
-    assert synced == [
-        ("features-0000", features, 0),
-        ("stamps-0000", features, stamps),
-        ("features-0000", 2 * features, stamps),
-        ("stamps-0000", 2 * features, 2 * stamps),
-    ]
+    with Job.open(tmp_path_factory.mktemp("cache"), "cache", shared=True) as job:
+        cache, other = (FeatureCache(job, {"weights": weights}) for weights in "ab")
+        known, seen = set(), set()
+        for numbers, with_features in writes:  # an image's digest is its own, and its stamp that of another version
+            rows = [(stamp(n + 100), stamp(n)) for n in sorted(numbers)]
+            cache.add(rows, [feature(n) for n in sorted(numbers)] if with_features else [])
+            known |= numbers if with_features else set()
+            seen |= numbers
+        for read in (cache, other):
+            read.read(job.names(read.prefix))
+        rows = cache.find([stamp(n + 100) for n in range(100)])
+        assert {n for n in range(100) if rows[n] >= 0} == known & seen
+        assert {n for n in range(100) if cache.has(stamp(n))} == known
+        assert all(torch.equal(cache[int(rows[n])], feature(n)) for n in known)
+        assert (other.find([stamp(n + 100) for n in range(100)]) < 0).all()
 
 
 @pytest.fixture
@@ -108,8 +70,16 @@ def plain_features(world, record):
         return backbone.encode_image(backbone.preprocess(source.open(record.image))[None])[0]
 
 
-def sizes(folder: Path) -> dict:
-    return {str(path): path.stat().st_size for path in folder.rglob("features-*")}
+def items(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The number of images of each batch that was encoded."""
+    sizes, encode = [], FrozenTower.encode
+    monkeypatch.setattr(FrozenTower, "encode", lambda tower, pixels: sizes.append(len(pixels)) or encode(tower, pixels))
+    return sizes
 
 
 def test_cached_features_are_the_image_towers(world):
@@ -119,15 +89,34 @@ def test_cached_features_are_the_image_towers(world):
         torch.testing.assert_close(images.open(record.image), plain_features(world, record), rtol=0, atol=1e-5)
 
 
-def test_features_are_computed_once_and_the_rest_is_added(world):
-    fill(world, records=world[1][:5])
-    first = sizes(world[3])
-    fill(world, records=world[1][:5])
-    assert sizes(world[3]) == first
+def test_features_are_computed_once_and_the_rest_is_added(world, encoded):
+    for count, sizes in ((5, [4, 1]), (5, []), (9, [4])):
+        images, _ = fill(world, records=world[1][:count])
+        assert len(images.cache) == count and encoded == sizes
+        encoded.clear()
+
+
+def test_features_are_kept_when_only_the_time_of_change_differs_and_found_by_the_pixels_once(world, encoded):
+    before = [fill(world)[0].open(record.image) for record in world[1]]
+    for record in world[1][:6]:
+        os.utime(world[2].root / record.image, ns=(1, 1))
+    encoded.clear()
+    for new_items in (1, 0):
+        count = len(items(world[3]))
+        images, _ = fill(world)
+        assert all(torch.equal(images.open(r.image), old) for r, old in zip(world[1], before, strict=True))
+        assert encoded == [] and len(items(world[3])) == count + new_items and len(images.cache) == 9
+
+
+def test_damaged_features_are_computed_again(world, encoded, monkeypatch):
+    monkeypatch.setattr(feature_cache, "ITEM", 4)
+    before = [fill(world)[0].open(record.image) for record in world[1]]
+    encoded.clear()
+    damaged = items(world[3])[1]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     images, _ = fill(world)
-    assert len(images.cache) == 9
-    (size,), (grown,) = first.values(), sizes(world[3]).values()
-    assert (size, grown) == (5 * 24 * 4, 9 * 24 * 4)
+    assert sum(encoded) in (1, 4)
+    assert all(torch.allclose(images.open(r.image), old, atol=1e-5) for r, old in zip(world[1], before, strict=True))
 
 
 def test_when_asked_to_stop_what_was_computed_is_kept(world):
@@ -139,37 +128,17 @@ def test_when_asked_to_stop_what_was_computed_is_kept(world):
     assert len(fill(world)[0].cache) == 9
 
 
-class OneOfTwo:
-    """What `cached_images` asks of accelerate, for one of two processes played by threads."""
-
-    num_processes, device = 2, torch.device("cpu")
-
-    def __init__(self, process_index: int, meeting: threading.Barrier):
-        self.process_index, self.is_main_process = process_index, process_index == 0
-        self.wait_for_everyone = meeting.wait
-
-
-def test_a_slow_process_shares_the_same_list_as_a_fast_one(world, monkeypatch):
+def test_processes_share_the_images(world):
     backbone, records, source, folder = world
-    is_late, meeting = iter([False, True]), threading.Barrier(2, timeout=60)
+    (source.root / records[1].image).write_text("not an image")
 
-    def slow_key(*inputs):
-        if next(is_late):  # reads the cache when the other waits, which could have filled its share
-            while not meeting.n_waiting:
-                time.sleep(0.001)
-        return cache_key(*inputs)
+    def share(accelerator):
+        images, bad = cached_images(FrozenTower(backbone, accelerator, "fp32"), records, source, folder, batch=4)
+        return [len(images.cache), len(bad), images.open(records[8].image)]
 
-    monkeypatch.setattr("debias_diffusion.training.feature_cache.cache_key", slow_key)
-    monkeypatch.setattr("debias_diffusion.training.feature_cache.gather_object", lambda bad: bad)
-    with ThreadPoolExecutor(2) as threads:
-        runs = [
-            threads.submit(
-                cached_images, FrozenTower(backbone, OneOfTwo(index, meeting), "fp32"), records, source, folder, batch=4
-            )
-            for index in range(2)
-        ]
-        caches = [run.result()[0].cache for run in runs]
-    assert [len(cache) for cache in caches] == [9, 9]
+    (count, bad, one), (*counts, other) = ranks(2, share)
+    assert [count, bad] == counts == [8, 1] and torch.equal(one, other)
+    assert len(items(folder)) == 2
 
 
 def test_a_changed_image_has_no_old_features(world):
@@ -232,7 +201,7 @@ def test_other_weights_are_not_served_the_old_features(world):
     with torch.no_grad():
         expected = other.encode_image(other.preprocess(world[2].open(world[1][0].image))[None])[0]
     torch.testing.assert_close(images.open(world[1][0].image), expected, rtol=0, atol=1e-5)
-    assert len(sizes(world[3])) == 2
+    assert len(items(world[3])) == 2
 
 
 def test_unreadable_images_are_named_and_the_others_served(world):
@@ -248,12 +217,6 @@ def test_unreadable_images_are_named_and_the_others_served(world):
         with pytest.raises((OSError, SyntaxError)):
             images.open(records[index].image)
     assert images.open(records[0].image).shape == (24,)
-
-
-def test_two_runs_do_not_fill_one_cache_at_once(world):
-    images, _ = fill(world)
-    with folder_lock(images.cache.folder, "x"), pytest.raises(UserError, match="Another run is filling"):
-        fill(world)
 
 
 def test_features_that_are_not_finite_are_refused(world):

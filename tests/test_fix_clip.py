@@ -29,7 +29,7 @@ from helpers.literal import literal_info_nce
 from helpers.ranks import ranks
 from helpers.tiny_clip import CONFIG, everyday, tiny_clip, tiny_siglip
 from helpers.tiny_data import caption, make_tiny_data
-from helpers.training_runs import config, is_the_same_run, killed_copy
+from helpers.training_runs import checkpoint, config, is_the_same_run, killed_copy
 from open_clip.transformer import PatchDropout
 from safetensors.torch import load_file
 
@@ -49,7 +49,8 @@ from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.feature_cache import cache_key
 from debias_diffusion.training.loop import train
-from debias_diffusion.training.step import Optimizer, backward
+from debias_diffusion.training.optimizer import Optimizer
+from debias_diffusion.training.step import backward
 
 CPU = Accelerator(cpu=True)
 
@@ -511,8 +512,7 @@ def test_a_run_leaves_what_inference_needs_and_resumes_bit_for_bit(fix_world, fi
     last = finished / "last"
     weights = load_file(last / "open_clip_model.safetensors")
     assert "visual.regional_prompts.prompts" in weights and not any("mask_vector" in name for name in weights)
-    newest = finished / "checkpoints" / "step-00000004"
-    assert {"mask_vector", "image_heads.norms.0.weight"} < load_file(newest / "method.safetensors").keys()
+    assert {"mask_vector", "image_heads.norms.0.weight"} < checkpoint(finished, 4)["modules"].keys()
     base = load_backbone(fix_world[0])
     short = load_file(last / "short_positions.safetensors")["positional_embedding"]
     assert torch.equal(short, base.model.positional_embedding)

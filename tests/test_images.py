@@ -1,7 +1,6 @@
 """Images of unknown origin: what is read, what is refused and named, and that none starts a program or ends a run."""
 
 import io
-import json
 import os
 import random
 import struct
@@ -15,7 +14,6 @@ from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import EpsImagePlugin, Image, features
 
-from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_shards
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.errors import UserError
@@ -319,35 +317,3 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
     with pytest.raises(UserError, match="is not there"):
         ImageFolder(folder / "1.png")
     assert not ShardImages(folder).is_there("s.tar/a.jpg@0+1")
-
-
-# Shards
-
-
-@pytest.fixture
-def one_shard(three) -> ShardsConfig:
-    """Settings that write the first of the images to the folder `out`."""
-    (record, *_), folder = three
-    (folder / "data.jsonl").write_text(json.dumps({"image": record.image, "caption": "A."}))
-    return ShardsConfig(str(folder / "data.jsonl"), str(folder / "out"), str(folder), workers=0)
-
-
-def test_shards_are_not_written_through_a_link(one_shard, tmp_path):
-    write_shards(one_shard)
-    (tmp_path / "out" / "shard-000000.tar").unlink()
-    (tmp_path / "victim").write_text("whole")
-    (tmp_path / "out" / ".shard-000000.tar.tmp").symlink_to(tmp_path / "victim")
-    write_shards(one_shard)
-    assert (tmp_path / "victim").read_text() == "whole"
-    assert len(open_data(tmp_path / "out")[0].records) == 1
-
-
-@pytest.mark.parametrize("left_out", ["no list", [3], [{"where": "a"}], [{"where": "a", "kind": 1, "detail": "b"}]])
-def test_a_damaged_shards_json_makes_a_shard_anew(one_shard, left_out):
-    manifest = write_shards(one_shard) / "shards.json"
-    before = manifest.read_text()
-    damaged = json.loads(before)
-    damaged["shards"][0]["left_out"] = left_out
-    manifest.write_text(json.dumps(damaged))
-    write_shards(one_shard)
-    assert manifest.read_text() == before

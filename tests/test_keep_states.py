@@ -8,24 +8,24 @@ from helpers import tiny_sdxl
 from helpers.tiny_clip import everyday, tiny_clip, tiny_siglip
 from helpers.tiny_data import caption, make_tiny_data
 from helpers.tiny_sdxl import assemble
-from helpers.training_runs import config, is_the_same_run, killed_copy, log, losses
+from helpers.training_runs import checkpoint, config, is_the_same_run, killed_copy, log, losses
 from helpers.vocabulary import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks, tokenize_text
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.jobs import Job
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.base import MethodAndTerms
 from debias_diffusion.methods.keep_states import SHARE, KeepStates, Teacher, state_errors
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.tokens import CaptionTokenizer
-from debias_diffusion.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from debias_diffusion.training.checkpoints import TrainState, load_checkpoint, save_checkpoint
 from debias_diffusion.training.loop import train
-from debias_diffusion.training.step import Optimizer
+from debias_diffusion.training.optimizer import Optimizer
 
 LONG = "A street at night, seen from above. " + " ".join(f"House number {n} is not red." for n in range(1, 24))
 
@@ -176,7 +176,7 @@ def test_a_killed_run_resumes_bit_identically_and_chunks_change_nothing(world, t
     run = killed_copy(tmp_path / "whole", tmp_path / "run", step=6)
     train(config(world, run, **settings))
     is_the_same_run(run, tmp_path / "whole")
-    assert not load_file(run / "checkpoints" / "step-00000006" / "method.safetensors")  # the teacher is made anew
+    assert not checkpoint(run, 6)["modules"]  # the teacher is made anew
     train(config(world, tmp_path / "chunks", chunk=3, **settings))
     assert losses(tmp_path / "chunks") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
     assert load_backbone(str(run / "last")).context_length == 248
@@ -196,14 +196,16 @@ def test_checkpoints_hold_what_a_method_trains_and_its_buffers_but_not_the_teach
     model, optimizer, modules = parts(0)
     sum(parameter.sum() for parameter in (*model.parameters(), *modules.method.parameters())).backward()
     optimizer.step(1e-3)
-    save_checkpoint(tmp_path, model, optimizer, TrainState(step=1), 1, modules)
-    files = {file.name: load_file(file) for file in tmp_path.rglob("*.safetensors")}
-    own = {f"method.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
-    assert len(files) == 3 and files["method.safetensors"].keys() == own
-    assert not any("terms" in name for tensors in files.values() for name in tensors)
-    again, optimizer, others = parts(1)
+    again, other_optimizer, others = parts(1)
     others.terms[0].positional_embedding.data.fill_(7.0)
-    load_checkpoint(tmp_path, again, optimizer, others)
+    with Job.open(tmp_path, "train") as job:
+        save_checkpoint(job, model, optimizer, TrainState(step=1), 1, modules)
+        load_checkpoint(job, again, other_optimizer, others)
+    content = checkpoint(tmp_path, 1)
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    assert content["modules"].keys() == {f"method.{name}" for name in names}
+    trained = [*model.parameters(), *modules.method.parameters()]
+    assert len(content["optimizer"]["adamw"]["state"]) == len(trained)  # none of the teacher
     for name, tensor in modules.method.state_dict().items():
         assert torch.equal(others.method.state_dict()[name], tensor)
     assert (others.terms[0].positional_embedding == 7.0).all()

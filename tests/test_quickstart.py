@@ -82,7 +82,7 @@ def test_the_first_image_and_the_summary_are_printed(finished):
 
 
 def test_a_finished_run_does_nothing_again(finished, setup, monkeypatch, capsys):
-    made = [*finished.glob("training/*/checkpoints/*"), *finished.glob("**/pictures/**/*.png")]
+    made = [*finished.glob("training/*/checkpoint-*"), *finished.glob("**/pictures/**/*.png")]
     before = {file: file.stat().st_mtime_ns for file in made}
     assert len(before) > 20
     quickstart(QuickstartConfig(**TINY, output=str(finished)), setup)

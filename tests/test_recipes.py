@@ -16,7 +16,7 @@ from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, DualCaption
 from debias_diffusion.methods.sampling import SAMPLERS
 from debias_diffusion.tokens import PAD, CaptionTokenizer
 from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.step import Optimizer
+from debias_diffusion.training.optimizer import Optimizer
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(60), 60)
 CAPTION = "A scene. The cat is red. The dog is blue. The sky is dark."

@@ -1,4 +1,5 @@
 import math
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 
@@ -11,7 +12,8 @@ from helpers.ranks import ranks
 from helpers.steps import CASES, assert_same_gradients, gradients, rich_setup, step_setup
 from open_clip.transformer import PatchDropout
 
-from debias_diffusion.training.step import Optimizer, backward
+from debias_diffusion.training.optimizer import Optimizer
+from debias_diffusion.training.step import backward
 
 CPU = Accelerator(cpu=True)
 
@@ -209,9 +211,9 @@ def test_fp16_scales_gradients_and_leaves_overflowing_steps_out():
     assert scales == [65536 / 2**n for n in range(len(scales))]
     assert norm == pytest.approx(plain, rel=0.05)
     assert not torch.equal(backbone.model.token_embedding.weight, before)
-    state = {name: value.clone() for name, value in optimizer.state().items()}
+    state = deepcopy(optimizer.state_dict())
     again = Optimizer(backbone, 0.1, (0.9, 0.999), 1e-8, precision="fp16")
-    again.load_state(state)
+    again.load_state_dict(state)
     assert again.scaler.state_dict() == optimizer.scaler.state_dict()
 
 

@@ -22,8 +22,9 @@ from debias_diffusion.app.synthesize.cleaning import fault
 from debias_diffusion.app.synthesize.command import synthesize
 from debias_diffusion.app.synthesize.instructions import LONG, SHORT, draw_instruction
 from debias_diffusion.app.synthesize.parts import Outcome, Parts
-from debias_diffusion.data import open_data, verify_shards
+from debias_diffusion.data import BadRecord, open_data, verify_shards
 from debias_diffusion.errors import UserError
+from debias_diffusion.jobs import Job
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train
@@ -122,7 +123,7 @@ def test_a_taught_model_leaves_pairs_that_train_reads(models, scenes, world, tmp
     checked = capsys.readouterr().out
     assert "4 of 4 pairs can be used" in checked and "of the captions begin with a summary" in checked
     settings = json.loads((tmp_path / "out" / "synthesize.json").read_text())
-    assert settings["complete"] and settings["counts"] == {"images": 4, "kept": 4, "removed": {}, "unreadable": 0}
+    assert settings["counts"] == {"images": 4, "kept": 4, "removed": {}, "unreadable": 0}
     assert settings["versions"]["transformers"] and settings["captions"]["captions"] == 4
 
 
@@ -192,14 +193,11 @@ def test_pair_folders_and_shards(models, scenes, tmp_path, capsys):
         assert after[1].read(record.image) == before[1].read(originals[record.sample_id])  # byte for byte
         assert fault(record.caption) is None and not record.caption.startswith("A photo")
     assert len(list((tmp_path / "out").glob("*.tar"))) == 2 and not (tmp_path / "out" / "captions.jsonl").exists()
-    files = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
+    files = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.tar")}
     (tmp_path / "out" / "shard-000001.tar").unlink()
-    manifest = json.loads((tmp_path / "out" / "shards.json").read_text())
-    (tmp_path / "out" / "shards.json").write_text(json.dumps(manifest | {"complete": False}))
-    with pytest.raises(UserError, match="not finished"):
-        open_data(str(tmp_path / "out"))
+    assert [bad.kind for bad in open_data(str(tmp_path / "out"))[0].bad] == ["missing shard"]
     synthesize(settings)
-    assert files == {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
+    assert files == {path: path.read_bytes() for path in files}
     folder = tmp_path / "pairs"
     shutil.copytree(images, folder)
     for name in learned:
@@ -264,12 +262,12 @@ def test_settings_and_folders_that_do_not_fit_are_refused(models, scenes, tmp_pa
     settings = config(models["random"], tmp_path / "out", images=scenes[0], max_new_tokens=5)
     synthesize(settings)
     for changes, named in (
-        ({"seed": 1}, "seed was 0, now 1"),
-        ({"kind": "short"}, "kind was 'long', now 'short'"),
-        ({"model": models["taught"]}, "model_sha256"),
-        ({"images": str(Path(scenes[0], "part1"))}, "data_sha256"),
+        ({"seed": 1}, "seed: 0 there, 1 here"),
+        ({"kind": "short"}, "kind: 'long' there, 'short' here"),
+        ({"model": models["taught"]}, "The model is another one"),
+        ({"images": str(Path(scenes[0], "part1"))}, "The data is another one"),
     ):
-        with pytest.raises(UserError, match=f"other settings: .*{named}"):
+        with pytest.raises(UserError, match=f"other settings.*{named}"):
             synthesize(replace(settings, **changes))
     synthesize(replace(settings, batch=1, workers=1))
     (tmp_path / "used").mkdir()
@@ -287,15 +285,13 @@ def test_settings_and_folders_that_do_not_fit_are_refused(models, scenes, tmp_pa
 
 
 def test_a_damaged_part_is_written_again(tmp_path):
-    parts = Parts(tmp_path, images=5, per_part=2)
-    assert parts.missing() == [0, 1, 2]
-    outcomes = [Outcome("a", "p", caption="A\u2028b."), Outcome("b", "p", text="", reason="short: 0")]
-    parts.write(0, outcomes)
-    parts.write(1, outcomes[:1])
-    parts.write(2, outcomes[:1])
-    assert parts.read(0) == outcomes and parts.missing() == [1]
-    parts.path(2).write_text('{"image": 3}\n')
-    assert parts.missing() == [1, 2]
+    outcomes = [Outcome("a", "p", caption="A\u2028b."), Outcome("b", bad=BadRecord("b", "unreadable image", "b: no"))]
+    with Job.open(tmp_path, "synthesize", shared=True) as job:
+        Parts(job, images=4, per_part=2).write(0, outcomes)
+    parts = Parts(Job.read(tmp_path), images=4, per_part=2)
+    assert parts.read(0) == outcomes and parts.read(1) is None
+    (tmp_path / "parts" / "part-000000.jsonl").write_text('{"image": 3}\n')
+    assert Parts(Job.read(tmp_path), images=4, per_part=2).read(0) is None
 
 
 # ---- as it is started

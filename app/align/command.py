@@ -14,17 +14,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders import FIRST, SECOND
-from debias_diffusion.files import atomic_folder, explain_full_disk
+from debias_diffusion.files import explain_full_disk
 from debias_diffusion.interchange.text_encoders import import_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
-from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
-from debias_diffusion.training.checkpoint import TrainState
+from debias_diffusion.pipelines.checkpoints import (
+    Checkpoint,
+    load_pipeline,
+)
+from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.feature_cache import cached_images
-from debias_diffusion.training.folder import RunFolder
+from debias_diffusion.training.logs import make_accelerator
+from debias_diffusion.training.optimizer import AdamW
 from debias_diffusion.training.run import Run
-from debias_diffusion.training.step import AdamW, sum_over_processes
+from debias_diffusion.training.step import sum_over_processes
 from debias_diffusion.training.stop import StopRequest
-from debias_diffusion.training.trackers import make_accelerator
 
 from ..options import AlignConfig
 from .encoders import encoder_digest, first_slot, recompute_activations, second_slot, without_projection
@@ -41,7 +44,7 @@ def align(config: AlignConfig) -> Path | None:
 
     Writes to `config.output`: `encoder/`, `encoder_2/` or both, as `export` writes text encoders; of a first encoder
     that has an image tower also `last/`, an open_clip folder of both towers, which every command takes; `log.jsonl`,
-    `settings.json`, `checkpoints/`, and the lists of bad records and skipped steps, as in training.
+    checkpoints, and the lists of bad records and skipped steps, as in training.
 
     Returns:
         The output folder; None for a run that was stopped.
@@ -51,25 +54,24 @@ def align(config: AlignConfig) -> Path | None:
     """
     Checkpoint.parse(config.base).check_kind()
     accelerator = make_accelerator(config)
-    folder = RunFolder(config.output)
-    with explain_full_disk(), folder.owned(accelerator.is_main_process):
-        return Alignment(config, accelerator, folder).run()
+    with explain_full_disk():
+        return Alignment(config, accelerator).run()
 
 
 class Alignment(Run):
     """A run that fits text encoders."""
 
-    title = "aligning"
+    command, title = "align", "aligning"
 
-    def __init__(self, config: AlignConfig, accelerator: Accelerator, folder: RunFolder):
-        super().__init__(config, accelerator, folder)
+    def __init__(self, config: AlignConfig, accelerator: Accelerator):
+        super().__init__(config, accelerator)
         self.pixels = config.pixels or min(Checkpoint.parse(config.base).size)
-        self.settings |= {
-            "pixels": self.pixels,
-            "base_sha256": Checkpoint.parse(config.base).digest,
-            "encoders_sha256": [encoder_digest(name) for name in (config.encoder, config.encoder_2)],
+        self.settings["pixels"] = self.pixels
+        self.inputs |= {
+            "SDXL checkpoint": Checkpoint.parse(config.base).digest,
+            "first encoder": encoder_digest(config.encoder),
+            "second encoder": encoder_digest(config.encoder_2),
         }
-        self.begin()
         device, dtype = accelerator.device, DTYPES[self.precision]
         pipe = load_pipeline(config.base, None, device, dtype)
         self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
@@ -94,7 +96,7 @@ class Alignment(Run):
 
     def run(self) -> Path | None:
         request = StopRequest(self.accelerator)
-        with request.listening():
+        with request.listening(), self.opened():
             self.prepare(request)
             if request.asked():
                 self.say("Stopped while latents were computed. The same command continues from there.")
@@ -186,16 +188,16 @@ class Alignment(Run):
         self.optimizer.clear()
 
     def _finish(self, state: TrainState) -> Path:
-        path = self.folder.path
+        path = self.folder
         if self.main:
             for name, slot in zip((FIRST, SECOND), self.slots, strict=True):
                 if slot.encoder is not None:
                     encoder = without_projection(slot.encoder) if name == FIRST else slot.encoder
-                    with atomic_folder(path / name) as temporary:
+                    with self.job.write(name) as temporary:
                         write_text_encoder(encoder, slot.tokenizer, temporary)
             if self.two_tower is not None:
                 import_text_encoder(self.two_tower, self.slots[0].encoder)
-                self.folder.save_model(self.folder.last, self.two_tower, {"step": state.step})
+                save_model(self.job, LAST, self.two_tower, {"step": state.step})
         self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced.")
         option = f"--encoder {path}" if FIRST in self.model else f"--encoder-2 {path / SECOND}"
         self.say(f"Next: debias-diffusion generate 'a long prompt' --base {self.config.base} {option}")

@@ -1,5 +1,6 @@
 """Latents of images, computed once and cached on disk."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -30,8 +31,9 @@ class FrozenVAE(FrozenEncoder):
         self.vae, self.accelerator = vae.to(accelerator.device).float().eval(), accelerator
         side = pixels // 2 ** (len(vae.config.block_out_channels) - 1)
         self.shape = (vae.config.latent_channels, side, side)
-        self.dim = vae.config.latent_channels * side * side
-        self.key = {"format": 1, "vae": weights_digest(vae), "pixels": pixels}
+        # With its scaling factor, means and standard deviations; names with a line before them say where it lies.
+        config = {name: value for name, value in vae.config.items() if not name.startswith("_")}
+        self.key = {"vae": weights_digest(vae), "config": config, "pixels": pixels}
         resize = Resize(pixels, InterpolationMode.LANCZOS)
         self._read_pixels = Compose([resize, CenterCrop(pixels), PILToTensor()])
 
@@ -53,8 +55,8 @@ class FrozenVAE(FrozenEncoder):
 def check_latents(vae: FrozenVAE, images: int, folder: Path) -> None:
     """Raises UserError if the disk of the cache has no room for the latents of so many images."""
     folder.mkdir(parents=True, exist_ok=True)
-    needed = 4 * vae.dim * images
-    free, used = shutil.disk_usage(folder).free, sum(file.stat().st_size for file in folder.rglob("features-*"))
+    needed = 4 * math.prod(vae.shape) * images
+    free, used = shutil.disk_usage(folder).free, sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
     if needed > free + used:
         raise UserError(
             f"The latents of {images:,} images take {needed / GB:.1f} GB in {str(folder)!r}, and {free / GB:.1f} GB "

@@ -24,6 +24,7 @@ from debias_diffusion.ablation.saved import is_ablation, read_ablation
 from debias_diffusion.encoders import MODELS_OF_RUN, EncoderSpec, open_clip_models
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_json_object
+from debias_diffusion.jobs import Job
 from debias_diffusion.training.config import CHOOSING, TrainConfig, method_settings
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 # Marks a folder as written by an export, so a later export may replace it.
 MARK = "exported by debias-diffusion"
 
-_SETTINGS = "settings.json"
 _KEY = "debias_diffusion"  # of open_clip_config.json
 
 
@@ -204,18 +204,21 @@ class _Search:
 class _Run:
     """The training run that an exported model comes from."""
 
-    def __init__(self, folder: Path, settings: dict, model: Path):
-        self.folder, self.settings, self.model = folder, settings, model
+    def __init__(self, job: Job, model: Path):
+        self.folder, self.settings, self.inputs, self.model = job.folder, job.settings, job.inputs, model
 
     @classmethod
     def find(cls, model: str) -> "_Run | None":
         """Finds the run of `model`, which is the run's folder or its last/ or best/."""
         path = Path(model)
         for folder, names in ((path, MODELS_OF_RUN), (path.parent, (path.name,))):
-            settings = read_json_object(folder / _SETTINGS)
+            try:
+                job = Job.read(folder)
+            except UserError:  # damaged
+                continue
             weights = next((folder / name for name in names if (folder / name / "scores.json").is_file()), None)
-            if "recipe" in settings and "model" in settings and weights:
-                return cls(folder, settings, weights)
+            if job.command == "train" and weights:
+                return cls(job, weights)
         return None
 
     def rows(self) -> dict[str, str]:
@@ -229,7 +232,7 @@ class _Run:
         with suppress(UserError):  # a method of another version
             rows["learned from"] = find_method(settings["recipe"], changes).describe_all()
         if settings.get("data"):
-            digest = settings.get("data_sha256")
+            digest = self.inputs.get("data")
             rows["data"] = code(_public(settings["data"])) + (f", sha256 {code(digest)}" if digest else "")
         if "step" in (scores := read_json_object(self.model / "scores.json")):
             rows["steps"] = str(scores["step"])

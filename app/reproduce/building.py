@@ -1,6 +1,5 @@
 """From tables, claims and a world to units: trainings, ablations and evaluations, shared by all that name them."""
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -9,8 +8,10 @@ from typing import Any
 
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest, read_json_object, write_json
+from debias_diffusion.jobs import Job
 from debias_diffusion.methods import METHODS
 from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.training.checkpoints import BEST, CHECKPOINT
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.loop import train
 
@@ -136,8 +137,9 @@ class Work:
         if train(self._train_config(begun, seed, folder)) is None:
             raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
         if not self.world.keep_checkpoints:
-            for part in ("checkpoints", "best"):
-                shutil.rmtree(folder / part, ignore_errors=True)
+            job = Job.read(folder)
+            for name in (*job.names(CHECKPOINT), BEST):
+                job.remove(name)
         return {"settings": begun}
 
     def _pairs(self) -> str:

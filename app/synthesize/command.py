@@ -33,7 +33,7 @@ from debias_diffusion.data.bad_records import (
 from debias_diffusion.data.caption_statistics import caption_statistics
 from debias_diffusion.data.captions import fold
 from debias_diffusion.data.image_folder import list_images
-from debias_diffusion.data.shards import MANIFEST, file_ending
+from debias_diffusion.data.shards import FINISHED, file_ending
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.devices import pick_precision
 from debias_diffusion.errors import UserError
@@ -42,11 +42,9 @@ from debias_diffusion.eval.report import versions
 from debias_diffusion.files import (
     atomic_file,
     bytes_digest,
-    describe_changes,
-    read_json_object,
-    sha256,
     write_json,
 )
+from debias_diffusion.jobs import JOB, Job
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
@@ -100,23 +98,26 @@ class _Synthesis:
 
     def run(self) -> Path:
         with self.processes.only_main_prints():
-            settings = self.processes.from_main(self._check)
+            model = self.processes.from_main(self._check)
             self._read()
-            settings["data_sha256"] = self.data_sha256
-            self.parts = Parts(self.output, len(self.records), self.config.per_part)
-            with self.processes.alone_in(self.output):
-                missing = self.processes.from_main(lambda: self._begin(settings))
+            names = ("kind", "max_new_tokens", "seed", "per_part")
+            settings = {name: getattr(self.config, name) for name in names} | {"precision": self.precision}
+            inputs = {"data": self.data_sha256, "model": model}
+            with (
+                self.processes.alone_in(self.output),
+                Job.open(self.output, "synthesize", settings, inputs, shared=True) as self.job,
+            ):
+                self.parts = Parts(self.job, len(self.records), self.config.per_part)
+                missing = self.processes.from_main(self._missing)
                 self._write(missing)
                 self.processes.gathered([])  # all have written
-                self.processes.from_main(lambda: self._finish(settings))
+                self.processes.from_main(lambda: self._finish(settings | inputs))
         return self.output
 
-    def _check(self) -> dict:
-        """The settings that decide the result, but for the data's digest."""
+    def _check(self) -> str:
+        """The digest of the model, once the output can be used."""
         _check_output(self.output)
-        names = ("kind", "max_new_tokens", "seed", "per_part")
-        settings = {name: getattr(self.config, name) for name in names} | {"precision": self.precision}
-        return settings | {"model_sha256": model_digest(self.config.model)}
+        return model_digest(self.config.model)
 
     def _read(self) -> None:
         config, self.bad = self.config, []
@@ -129,34 +130,17 @@ class _Synthesis:
         self.records, self.bad = captions.records, captions.bad
         self.data_sha256 = data_digest(config.data, captions)
 
-    def _begin(self, settings: dict) -> list[int]:
-        """The parts to write. Raises UserError if the output has parts of other settings."""
-        before = read_json_object(self.output / SETTINGS).get("settings", settings)
-        if before != settings and self.parts.any():
-            raise UserError(
-                f"The captions in {str(self.output)!r} were written with other settings: "
-                f"{describe_changes(before, settings)}. Give another output, go back to those settings, or remove the "
-                "folder."
-            )
-        self._save(settings, complete=False)
-        if self.into_shards:
-            write_json(self.output / MANIFEST, {"settings": settings, "complete": False, "shards": []})
-        missing = self.parts.missing()
-        if self.into_shards:
-            whole = set(range(len(self.parts.ranges))) - set(missing)
-            missing = sorted({*missing, *(number for number in whole if not self._shard(number).is_file())})
-        done = len(self.parts.ranges) - len(missing)
-        if done:
-            print(f"{done} of {len(self.parts.ranges)} parts are finished.")
+    def _missing(self) -> list[int]:
+        """The parts to write."""
+        numbers = range(len(self.parts.ranges))
+        missing = [number for number in numbers if not self._is_whole(number)]
+        if len(missing) < len(numbers):
+            print(f"{len(numbers) - len(missing)} of {len(numbers)} parts are finished.")
         return missing
 
-    def _save(self, settings: dict, complete: bool, **numbers) -> None:
-        names = {name: getattr(self.config, name) for name in ("model", "data", "images")}
-        content = {"settings": settings, "given": names, "versions": versions(), "complete": complete, **numbers}
-        write_json(self.output / SETTINGS, content)
-
-    def _shard(self, number: int) -> Path:
-        return self.output / f"shard-{number:06}.tar"
+    def _is_whole(self, number: int) -> bool:
+        shard = not self.into_shards or self.job.path(_shard(number), damaged="absent")
+        return bool(shard) and self.parts.read(number) is not None
 
     def _write(self, missing: Sequence[int]) -> None:
         """Writes this process's share of the missing parts. Raises UserError if too many images are unreadable."""
@@ -235,8 +219,9 @@ class _Synthesis:
     def _write_shard(self, number: int, outcomes: Sequence[Outcome]) -> None:
         """Writes the kept pairs of a part with their images, byte for byte. A sample's key is its place in the data."""
         images: ShardImages = self.images
+        kept = sum(outcome.caption is not None for outcome in outcomes)
         with (
-            atomic_file(self._shard(number)) as temporary,
+            self.job.write(_shard(number), samples=kept) as temporary,
             tarfile.open(temporary, mode="w", format=tarfile.USTAR_FORMAT) as tar,
         ):
             for index, outcome in zip(self.parts.ranges[number], outcomes, strict=True):
@@ -261,7 +246,8 @@ class _Synthesis:
         self._join(REMOVED, (outcome.removed() for outcome in self.parts.outcomes()))
         kept = sum(outcome.caption is not None for outcome in self.parts.outcomes())
         if self.into_shards:
-            self._finish_shards(settings)
+            shards = [_shard(number) for number in range(len(self.parts.ranges))]
+            self.job.note(FINISHED, samples={name: self.job.notes(name)["samples"] for name in shards})
         else:
             self._join(CAPTIONS, (outcome.kept() for outcome in self.parts.outcomes()))
         counts = {"images": len(self.records) + len(self.bad), "kept": kept, "removed": dict(sorted(removed.items()))}
@@ -272,20 +258,14 @@ class _Synthesis:
         write_sheet(
             self.output / REPORT, self.parts, self.records, self.images, settings, counts, statistics, tokenizer
         )
-        self._save(settings, complete=True, counts=counts, captions=statistics and asdict(statistics))
+        given = {name: getattr(self.config, name) for name in ("model", "data", "images")}
+        content = {"settings": settings, "given": given, "versions": versions(), "counts": counts}
+        write_json(self.output / SETTINGS, content | {"captions": statistics and asdict(statistics)})
         self._tell(counts, statistics)
 
     def _join(self, name: str, lines: Iterator[dict | None]) -> None:
         with atomic_file(self.output / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
             file.writelines(json_line(line) for line in lines if line is not None)
-
-    def _finish_shards(self, settings: dict) -> None:
-        shards = []
-        for number in range(len(self.parts.ranges)):
-            path = self._shard(number)
-            samples = sum(outcome.caption is not None for outcome in self.parts.read(number))
-            shards.append({"name": path.name, "samples": samples, "bytes": path.stat().st_size, "sha256": sha256(path)})
-        write_json(self.output / MANIFEST, {"settings": settings, "complete": True, "shards": shards})
 
     def _tell(self, counts: dict, statistics) -> None:
         removed = ", ".join(f"{count} {kind}" for kind, count in counts["removed"].items())
@@ -304,6 +284,10 @@ class _Synthesis:
             print(f"Next: debias-diffusion train --data {self.output / CAPTIONS} --images {self.images.root}")
 
 
+def _shard(number: int) -> str:
+    return f"shard-{number:06}.tar"
+
+
 def _bad_shape(captioner: Captioner, image: Image.Image, record: Record) -> BadRecord | None:
     """The bad record of an image that the model's processor refuses, such as one of a single pixel."""
     try:
@@ -319,5 +303,5 @@ def _check_output(output: Path) -> None:
         raise UserError(f"The output {str(output)!r} is a file. Give a new folder.")
     # Hidden files may be the lock and unfinished files that a kill left.
     used = output.is_dir() and any(not name.startswith(".") for name in os.listdir(output))
-    if used and not (output / SETTINGS).is_file():
+    if used and not (output / JOB).is_file():
         raise UserError(f"The output {str(output)!r} exists and holds something else. Give a new folder.")

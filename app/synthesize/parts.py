@@ -2,14 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 from debias_diffusion.data import BadRecord
 from debias_diffusion.data.captions import is_text
-from debias_diffusion.files import open_regular, write_text
-
-FOLDER = "parts"
+from debias_diffusion.jobs import Job
 
 
 @dataclass(frozen=True)
@@ -49,42 +46,27 @@ class Outcome:
 
 
 class Parts:
-    """The parts of an output folder, one file each. Any process may write one that no other writes.
+    """The parts of a job, an item each. Any process may write one that no other writes.
 
     Args:
-        output: folder of the run.
         images: how many there are.
         per_part: of them in a part; the last part may have fewer.
     """
 
-    def __init__(self, output: Path, images: int, per_part: int):
-        self.output = output
+    def __init__(self, job: Job, images: int, per_part: int):
+        self.job = job
         starts = range(0, images, per_part)
         self.ranges = [range(start, min(start + per_part, images)) for start in starts]
 
-    def path(self, number: int) -> Path:
-        return self.output / FOLDER / f"part-{number:06}.jsonl"
-
     def write(self, number: int, outcomes: Sequence[Outcome]) -> None:
         """Writes a part, whole or not at all."""
-        write_text(self.path(number), "".join(json_line(_short(outcome)) for outcome in outcomes))
+        with self.job.write(_name(number)) as temporary:
+            temporary.write_text("".join(json_line(_short(outcome)) for outcome in outcomes), encoding="utf-8")
 
     def read(self, number: int) -> list[Outcome] | None:
-        """The outcomes of a part; None if it is not there or not whole."""
-        try:
-            with open_regular(self.path(number)) as file:
-                outcomes = [_outcome(json.loads(line)) for line in file.read().splitlines()]
-        except (OSError, ValueError, TypeError, RecursionError):
-            return None
-        return outcomes if len(outcomes) == len(self.ranges[number]) else None
-
-    def any(self) -> bool:
-        """Whether any part is there, of these images or others."""
-        return next((self.output / FOLDER).glob("part-*.jsonl"), None) is not None
-
-    def missing(self) -> list[int]:
-        """The numbers of the parts that are still to be written."""
-        return [number for number in range(len(self.ranges)) if self.read(number) is None]
+        """The outcomes of a part; None if it is not there or damaged."""
+        path = self.job.path(_name(number), damaged="absent")
+        return path and [_outcome(json.loads(line)) for line in path.read_bytes().splitlines()]
 
     def outcomes(self) -> Iterator[Outcome]:
         """Those of all images, in order. Every part must be there."""
@@ -103,10 +85,9 @@ def _short(outcome: Outcome) -> dict:
 
 
 def _outcome(values: dict) -> Outcome:
-    """Raises TypeError or ValueError for values of another shape."""
     bad = values.pop("bad", None)
-    if not all(isinstance(value, str) for value in values.values()):
-        raise ValueError("not all values are text")
-    if bad is not None and set(bad) != {field.name for field in fields(BadRecord)}:
-        raise ValueError("a bad record of another shape")
-    return Outcome(**values, bad=None if bad is None else BadRecord(**bad))
+    return Outcome(**values, bad=bad and BadRecord(**bad))
+
+
+def _name(number: int) -> str:
+    return f"parts/part-{number:06}.jsonl"

@@ -18,13 +18,15 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..errors import UserError
-from ..files import open_regular, sha256
+from ..files import open_regular
+from ..jobs import Job
 from .bad_records import BadRecord, refused
 from .captions import Captions, caption_of, folded, is_text, short_of, utf8
 from .images import decode_image, digest_of
 from .records import PackedRecords, Record
 
-MANIFEST = "shards.json"  # what `debias-diffusion shards` leaves beside its shards
+FINISHED = "shards"  # what a job notes when its shards, which are items, are finished: samples by their names
+_WRITERS = ("shards", "synthesize")  # commands
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _TEXTS = ("txt", "json")
@@ -120,7 +122,7 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
     """
     names = _shard_names(Path(data))
     images = ShardImages(_root(Path(data)))
-    expected = {shard["name"]: shard["samples"] for shard in _finished_manifest(images.root)}
+    _, expected = _written_here(images.root)
     bad: list[BadRecord] = []
 
     def read() -> Iterator[Record]:
@@ -292,65 +294,36 @@ def _fields(part: _Part, needed: bool) -> dict:
     return {}
 
 
-def read_manifest(root: Path) -> dict | None:
-    """The `shards.json` of a folder: {"settings", "complete", "shards": [{"name", "samples", "bytes", "sha256", ...}]}.
-
-    None where there is none, as beside shards from elsewhere.
+def _written_here(root: Path) -> tuple[Job, dict[str, int]]:
+    """The job that wrote the shards of a folder, and their samples by name; none of shards from elsewhere.
 
     Raises:
-        UserError: it is of another shape.
+        UserError: the shards are not finished.
     """
-    try:
-        with open_regular(root / MANIFEST) as file:
-            manifest = json.loads(file.read())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError):
-        manifest = None
-    if not _is_manifest(manifest):
+    job = Job.read(root)
+    if job.command not in _WRITERS:
+        return job, {}
+    if FINISHED not in job:
         raise UserError(
-            f"{str(root / MANIFEST)!r} is not what `debias-diffusion shards` writes. Remove it if the shards come from "
-            "elsewhere, or write them again."
+            f"The shards in {str(root)!r} are not finished. Start the same `debias-diffusion {job.command}` command "
+            "again, which continues."
         )
-    return manifest
-
-
-def _is_manifest(value) -> bool:
-    def has(value, fields: dict[str, type]) -> bool:
-        return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in fields.items())
-
-    if not has(value, {"settings": dict, "complete": bool, "shards": list}):
-        return False
-    return all(has(shard, {"name": str, "samples": int, "bytes": int, "sha256": str}) for shard in value["shards"])
-
-
-def _finished_manifest(root: Path) -> list[dict]:
-    """What is known of a folder's shards. Raises UserError when their writing was not finished."""
-    manifest = read_manifest(root)
-    if manifest and not manifest["complete"]:
-        raise UserError(
-            f"The shards in {str(root)!r} are not finished. Start the same `debias-diffusion shards` (or `synthesize`) "
-            "command again, which continues."
-        )
-    return manifest["shards"] if manifest else []
+    return job, job.notes(FINISHED)["samples"]
 
 
 def verify_shards(data: str | os.PathLike) -> list[BadRecord]:
-    """Reads every byte of the shards, and names those that differ from what `shards.json` says of them.
+    """Reads every byte of the shards, and names those that differ from what was written.
 
-    Of shards from elsewhere, without a `shards.json`, nothing is known and nothing is named.
+    Of shards from elsewhere nothing is known and nothing is named.
 
     Raises:
-        UserError: `shards.json` is unfinished or of another shape.
+        UserError: the shards are not finished.
     """
-    root, bad = _root(Path(data)), []
-    shards = _finished_manifest(root)
-    if not Path(data).is_dir():
-        shards = [shard for shard in shards if shard["name"] in _shard_names(Path(data))]
-    for shard in tqdm(shards, desc="checking shards", unit=" shards"):
-        path = root / Path(shard["name"]).name
-        if not os.path.isfile(path):
-            bad.append(BadRecord(shard["name"], "missing shard", f"{shard['samples']} samples"))
-        elif path.stat().st_size != shard["bytes"] or sha256(path) != shard["sha256"]:
-            bad.append(BadRecord(shard["name"], "changed shard", f"its sha256 is not the one in {MANIFEST}"))
+    job, samples = _written_here(_root(Path(data)))
+    bad, names = [], list(samples) if Path(data).is_dir() else _shard_names(Path(data))
+    for name in tqdm(names, desc="checking shards", unit=" shards"):
+        if name in samples and job.path(name, damaged="absent") is None:
+            is_there = (job.folder / name).exists()
+            detail = "its sha256 is not the one it was written with" if is_there else f"{samples[name]} samples"
+            bad.append(BadRecord(name, "changed shard" if is_there else "missing shard", detail))
     return bad

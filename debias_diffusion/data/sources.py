@@ -11,7 +11,7 @@ from .captions import Captions
 from .image_folder import read_pair_folder
 from .images import ImageFolder, ImageSource
 from .json_files import read_jsonl, read_sharegpt4v
-from .shards import MANIFEST, read_shards
+from .shards import read_shards
 from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
 
 
@@ -79,10 +79,10 @@ def _read_file(path: Path) -> Captions:
 
 
 def is_shards(path: Path) -> bool:
-    """Whether `path` is a tar, or a folder with tars or with the manifest of `debias-diffusion shards`."""
+    """Whether `path` is a tar, or a folder with tars."""
     if not path.is_dir():
         return path.suffix.lower() == ".tar"
-    return (path / MANIFEST).exists() or any(not tar.name.startswith(".") for tar in path.glob("*.tar"))
+    return any(not tar.name.startswith(".") for tar in path.glob("*.tar"))
 
 
 def data_digest(data: str | os.PathLike, captions: Captions) -> str:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ..files import atomic_file
 from ..methods.objectives import contrastive_loss
 from ..models.weight_files import save_tensors
-from ..training.schedule import learning_rate
+from ..training.optimizer import learning_rate
 from .problems import ImageProblem
 
 SHARPNESS = 5.0  # beta = sigmoid(SHARPNESS * alpha), equation 4

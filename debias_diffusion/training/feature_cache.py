@@ -1,32 +1,39 @@
-"""On-disk cache of image features: computed once, used in every epoch and by every run that can share them."""
+"""On-disk cache of image features: computed once, used in every epoch and by every run that can share them.
+
+The cache is a shared job whose items are of up to `ITEM` images. An image's features are found by its stamp (path, size
+and time of change); where only that is new, as after a copy, by a digest of its pixels.
+"""
 
 import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ..data import BadRecord, ImageSource, Record
 from ..data.bad_records import read_or_bad
 from ..data.workers import load_batches
+from ..devices import autocast
 from ..errors import UserError
-from ..files import folder_lock, json_digest, write_json
+from ..files import bytes_digest
+from ..jobs import Job
 from ..models.backbone import Backbone
-from .step import autocast
 
-STAMP = 16  # bytes that identify one version of an image file
-_CHECKSUM = 8  # bytes of a checksum over stamp and features
-_ROW = STAMP + _CHECKSUM
+ITEM = 512  # images of an item, at most
+STAMP = 16  # bytes that identify one version of an image file, or its pixels
+_OPENED = 128  # items kept open at once
 
 
 def cache_key(backbone: Backbone, precision: str) -> dict:
@@ -35,105 +42,90 @@ def cache_key(backbone: Backbone, precision: str) -> dict:
 
 
 class FeatureCache:
-    """Image features by the stamp of their image.
+    """Image features by the stamp of their image, and by a digest of its pixels.
 
-    A subfolder per key holds one pair of files for each process that wrote there: rows of float32 features, and rows of
-    stamps and checksums. Both only grow; an incomplete row that a kill left is cut off before more is written. Damaged
-    features are never returned; an image whose stamp is damaged has none.
+    An item, of safetensors, has stamps and digests [n, 16] and features [n, dim]; or stamps and digests alone, of
+    images whose features were there.
 
     Args:
-        folder: of the caches of all keys.
+        job: the shared job of the caches of all keys.
         key: everything the features depend on besides the image (see `cache_key`).
-        dim: numbers in a feature.
     """
 
-    def __init__(self, folder: str | os.PathLike, key: dict, dim: int):
-        self.folder, self.key, self.dim = Path(folder) / json_digest(key)[:32], key, dim
-        self.read()
+    def __init__(self, job: Job, key: dict):
+        self.job, self.prefix = job, f"{job.key('features', key)}/"
 
-    def read(self) -> None:
-        """Maps the files on disk."""
-        self._parts: list[np.ndarray] = []
-        stamps = [np.empty((0, _ROW), dtype=np.uint8)]
-        for features in sorted(self.folder.glob("features-*")):
-            written = np.fromfile(_stamps_of(features), dtype=np.uint8) if _stamps_of(features).exists() else stamps[0]
-            rows = min(len(written) // _ROW, features.stat().st_size // (4 * self.dim))
-            if rows:
-                self._parts.append(np.memmap(features, dtype=np.float32, mode="r", shape=(rows, self.dim)))
-                stamps.append(written[: rows * _ROW].reshape(rows, _ROW))
-        self._ends = np.cumsum([len(part) for part in self._parts])
-        self._rows = np.concatenate(stamps)
-        # Sorted for binary search; equal stamps mean equal features.
-        known = np.ascontiguousarray(self._rows[:, :STAMP]).reshape(-1).view(f"S{STAMP}")
-        self._order = np.argsort(known, kind="stable")
-        self._known = known[self._order]
+    def read(self, names: Sequence[str]) -> None:
+        """Reads which images the items of these names are of."""
+        stamps, digests, with_features = [], [], []
+        self._files: list[str] = []  # with features
+        for name in names:
+            with safe_open(file := str(self.job.folder / name), "numpy") as item:
+                stamps.append(_as_keys(item.get_tensor("stamps")))
+                digests.append(_as_keys(item.get_tensor("digests")))
+                if "features" in item.keys():  # noqa: SIM118 (no mapping)
+                    self._files.append(file)
+                    with_features.append(digests[-1])
+        self._ends = np.cumsum([len(part) for part in with_features])
+        self._digests, self._stamps = _Index(with_features), _Index(stamps)
+        # By the place of a stamp; the last is that of a stamp without a place, -1.
+        self._rows = np.append(self._digests.find(np.concatenate([_NONE, *digests])), -1)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._digests.known)
 
     def find(self, stamps: Sequence[bytes]) -> np.ndarray:
         """The row of each stamp's features, -1 where there are none."""
-        wanted = np.frombuffer(b"".join(stamps), dtype=f"S{STAMP}")
-        if not len(self):
-            return np.full(len(wanted), -1)
-        at = np.searchsorted(self._known, wanted).clip(max=len(self) - 1)
-        return np.where(self._known[at] == wanted, self._order[at], -1)
+        return self._rows[self._stamps.find(np.array(stamps, dtype=_NONE.dtype))]
+
+    def has(self, digest: bytes) -> bool:
+        """Whether there are features of an image with these pixels."""
+        return bool(self._digests.find(np.array([digest], dtype=_NONE.dtype))[0] >= 0)
 
     def __getitem__(self, row: int) -> torch.Tensor:
-        """[dim]. Raises UserError where they are damaged."""
+        """[dim]."""
         part = int(np.searchsorted(self._ends, row, side="right"))
         start = self._ends[part - 1] if part else 0
-        features, noted = self._parts[part][row - start].copy(), self._rows[row].tobytes()
-        if _checksum(noted[:STAMP], features) != noted[STAMP:]:
-            file = Path(self._parts[part].filename)
-            raise UserError(
-                f"The image features in {str(file)!r} are damaged: row {row - start} and its checksum do not agree. "
-                f"Remove that file and {_stamps_of(file).name!r} beside it, and start the same command again, which "
-                "computes them again."
-            )
-        return torch.from_numpy(features)
+        return _opened(self._files[part]).get_slice("features")[int(row - start)]
 
-    def writer(self, process: int) -> "FeatureWriter":
-        """A writer for `process` alone; the first process also writes the key, whose digest names the folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if process == 0:
-            write_json(self.folder / "key.json", self.key)
-        return FeatureWriter(self.folder / f"features-{process:04d}", self.dim)
+    def add(self, rows: Sequence[tuple[bytes, bytes]], features: Sequence[torch.Tensor]) -> None:
+        """Writes an item: (stamp, digest) of each image, and its features [dim], or none where there are some."""
+        made = {
+            name: torch.frombuffer(bytearray(b"".join(column)), dtype=torch.uint8).view(-1, STAMP)
+            for name, column in zip(("stamps", "digests"), zip(*rows, strict=True), strict=True)
+        }
+        made |= {"features": torch.stack(tuple(features)).float()} if features else {}
+        name = f"{self.prefix}{'new' if features else 'known'}-{bytes_digest(chain(*rows))[:32]}.safetensors"
+        with self.job.write(name) as temporary:
+            save_file(made, temporary)
 
 
-def _checksum(stamp: bytes, features: np.ndarray) -> bytes:
-    return hashlib.blake2b(stamp + features.tobytes(), digest_size=_CHECKSUM).digest()
+_NONE = np.empty(0, dtype=f"S{STAMP}")
 
 
-def _stamps_of(features: Path) -> Path:
-    return features.with_name(features.name.replace("features", "stamps"))
+def _as_keys(rows: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(rows).reshape(-1).view(_NONE.dtype)
 
 
-class FeatureWriter:
-    """Adds rows to one process's files."""
+class _Index:
+    """Places of stamps or digests, sorted for binary search."""
 
-    def __init__(self, path: Path, dim: int):
-        self._features, self._stamps = path, _stamps_of(path)
-        for file in (self._features, self._stamps):
-            file.touch()
-        rows = min(self._features.stat().st_size // (4 * dim), self._stamps.stat().st_size // _ROW)
-        os.truncate(self._features, rows * 4 * dim)
-        os.truncate(self._stamps, rows * _ROW)
+    def __init__(self, parts: Sequence[np.ndarray]):
+        known = np.concatenate([_NONE, *parts])
+        self._order = np.argsort(known, kind="stable")
+        self.known = known[self._order]
 
-    def add(self, stamps: Sequence[bytes], features: torch.Tensor) -> None:
-        """Adds rows [n, dim], on disk when this returns."""
-        rows = features.float().cpu().contiguous().numpy()
-        _append(self._features, rows.tobytes())
-        # After the features: a stamp must not stand without features, and features without a stamp are cut off.
-        noted = [stamp + _checksum(stamp, row) for stamp, row in zip(stamps, rows, strict=True)]
-        _append(self._stamps, b"".join(noted))
+    def find(self, wanted: np.ndarray) -> np.ndarray:
+        """The place of each, -1 where there is none."""
+        if not len(self.known):
+            return np.full(len(wanted), -1)
+        at = np.searchsorted(self.known, wanted).clip(max=len(self.known) - 1)
+        return np.where(self.known[at] == wanted, self._order[at], -1)
 
 
-def _append(path: Path, content: bytes) -> None:
-    with open(path, "ab") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+@lru_cache(maxsize=_OPENED)
+def _opened(file: str) -> safe_open:
+    return safe_open(file, "pt")
 
 
 class CachedImages:
@@ -160,12 +152,10 @@ class FrozenEncoder(ABC):
     Attributes:
         accelerator: on whose device it is.
         key: everything but the image itself that the features depend on, as JSON values.
-        dim: numbers in the features of an image.
     """
 
     accelerator: Accelerator
     key: dict
-    dim: int
 
     @abstractmethod
     def read_pixels(self, image: Image.Image) -> torch.Tensor:
@@ -188,10 +178,6 @@ class FrozenTower(FrozenEncoder):
     def key(self) -> dict:
         return cache_key(self.backbone, self.precision)
 
-    @property
-    def dim(self) -> int:
-        return self.backbone.config["model_cfg"]["embed_dim"]
-
     def read_pixels(self, image: Image.Image) -> torch.Tensor:
         return self.backbone.read_pixels(image)
 
@@ -209,21 +195,23 @@ def check_features(features: torch.Tensor, model: str, precision: str) -> torch.
 
 
 class _Missing(Dataset):
-    """(stamp, pixels) of each image without features, or its BadRecord."""
+    """(stamp, digest, pixels) of each image without features, or its BadRecord; no pixels where a digest has some."""
 
-    def __init__(self, records: Sequence[Record], indices: Sequence[int], images: ImageSource, read_pixels):
-        self.records, self.indices, self.images, self.read_pixels = records, indices, images, read_pixels
+    def __init__(self, records: Sequence[Record], indices: Sequence[int], images: ImageSource, cache, read_pixels):
+        self.records, self.indices, self.images = records, indices, images
+        self.cache, self.read_pixels = cache, read_pixels
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, position: int) -> tuple[bytes, torch.Tensor] | BadRecord:
+    def __getitem__(self, position: int) -> tuple[bytes, bytes, torch.Tensor | None] | BadRecord:
         return read_or_bad(self.records[self.indices[position]], self._read)
 
-    def _read(self, image: str) -> tuple[bytes, torch.Tensor]:
+    def _read(self, name: str) -> tuple[bytes, bytes, torch.Tensor | None]:
         # The stamp first: if the image is replaced before its pixels are read, the new stamp must not find them.
-        stamp = self.images.stamp(image)
-        return stamp, self.read_pixels(self.images.open(image))
+        stamp, image = self.images.stamp(name), self.images.open(name)
+        digest = hashlib.blake2b(b"%d %d " % image.size + image.tobytes(), digest_size=STAMP).digest()
+        return stamp, digest, None if self.cache.has(digest) else self.read_pixels(image)
 
 
 def cached_images(
@@ -238,27 +226,39 @@ def cached_images(
 ) -> tuple[CachedImages, list[BadRecord]]:
     """Computes the features of all images that the cache in `folder` lacks, shared among the processes.
 
-    A run that is killed, or that `stop` ends after a batch, resumes where it was.
+    A run that is killed, or that `stop` ends after a batch, resumes where it was. Runs may fill a cache at once.
 
     Returns:
         The features as an image source, and the records with unreadable images.
 
     Raises:
-        UserError: another run is filling this cache, or a feature is not finite.
+        UserError: a feature is not finite.
     """
-    accelerator, cache = encoder.accelerator, FeatureCache(folder, encoder.key, encoder.dim)
-    missing = _without_features(records, images, cache)[accelerator.process_index :: accelerator.num_processes]
-    dataset = _Missing(records, missing, images, encoder.read_pixels)
-    loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
-    cache.folder.mkdir(parents=True, exist_ok=True)
-    # Each process takes its share of the same list, so none may add to the cache before all have read it.
-    accelerator.wait_for_everyone()
-    taken = f"Another run is filling {str(cache.folder)!r}. Wait for it, or give another --feature-cache."
-    with folder_lock(cache.folder, taken) if accelerator.is_main_process else nullcontext():
+    accelerator = encoder.accelerator
+    with Job.open(folder, "cache", shared=True) as job:
+        cache = FeatureCache(job, encoder.key)
+        cache.read(_undamaged(cache, accelerator))
+        missing = _without_features(records, images, cache)[accelerator.process_index :: accelerator.num_processes]
+        dataset = _Missing(records, missing, images, cache, encoder.read_pixels)
+        loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
         bad = _fill(encoder, loader, cache, stop)
         accelerator.wait_for_everyone()
-    cache.read()
+        cache.read(job.names(cache.prefix))
     return CachedImages(images, cache), gather_object(bad)
+
+
+def _undamaged(cache: FeatureCache, accelerator: Accelerator) -> list[str]:
+    """Names of the items, on every process the same; each checks a part of them, and damaged ones are removed."""
+    (names,) = broadcast_object_list([cache.job.names(cache.prefix)])
+    mine = names[accelerator.process_index :: accelerator.num_processes]
+    for name in mine:
+        if cache.job.path(name, damaged="absent") is None:
+            cache.job.remove(name)
+    # What is left is listed when all have finished, and before any may add to it.
+    accelerator.wait_for_everyone()
+    left = set(cache.job.names(cache.prefix))
+    accelerator.wait_for_everyone()
+    return [name for name in names if name in left]
 
 
 def _without_features(records: Sequence[Record], images: ImageSource, cache: FeatureCache) -> list[int]:
@@ -271,18 +271,28 @@ def _without_features(records: Sequence[Record], images: ImageSource, cache: Fea
 
 @torch.inference_mode()
 def _fill(encoder: FrozenEncoder, loader: DataLoader, cache: FeatureCache, stop: Callable[[], bool]) -> list[BadRecord]:
-    bad: list[BadRecord] = []
-    accelerator, total = encoder.accelerator, len(loader.dataset)
-    bar = tqdm(total=total, desc="image features", unit=" images", disable=not accelerator.is_main_process)
-    writer = cache.writer(accelerator.process_index)
+    bad, new, made, known = [], [], [], []  # (stamp, digest) of images; `known` are those whose features are there
+
+    def write(least: int) -> None:
+        for rows, features in ((new, made), (known, [])):
+            if len(rows) >= least:
+                cache.add(rows, features)
+                rows.clear(), features.clear()
+
+    total = len(loader.dataset)
+    bar = tqdm(total=total, desc="image features", unit=" images", disable=not encoder.accelerator.is_main_process)
     with bar, load_batches(loader) as batches:
         for rows in batches:
             bad += [row for row in rows if isinstance(row, BadRecord)]
             good = [row for row in rows if not isinstance(row, BadRecord)]
-            if good:
-                stamps, pixels = zip(*good, strict=True)
-                writer.add(stamps, encoder.encode(torch.stack(pixels)))
+            known += [(stamp, digest) for stamp, digest, pixels in good if pixels is None]
+            read = [row for row in good if row[2] is not None]
+            if read:
+                new += [(stamp, digest) for stamp, digest, _ in read]
+                made += encoder.encode(torch.stack([pixels for *_, pixels in read])).cpu()
+            write(least=ITEM)
             bar.update(len(rows))
             if stop():
                 break
+    write(least=1)
     return bad

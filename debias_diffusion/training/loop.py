@@ -9,20 +9,21 @@ from accelerate import Accelerator
 from ..data import BadRecord, Record
 from ..data.bad_records import report_bad
 from ..data.dataset import CaptionDataset, Collate
+from ..devices import autocast
 from ..files import explain_full_disk, sha256
 from ..methods import Batch
 from ..retrieval import encode_images, encode_texts, recall_at_k
 from .check import check_data, look_for_short_captions
-from .checkpoint import TrainState
+from .checkpoints import BEST, LAST, TrainState, save_model
 from .config import CHOOSING, TrainConfig
 from .feature_cache import FrozenTower, cached_images
-from .folder import RunFolder
+from .logs import make_accelerator
+from .optimizer import Optimizer
 from .plan import PROBE, print_plan
 from .run import Run
 from .setup import base_model_digest, load_base_model, load_base_tokenizer, make_modules, prepare_backbone
-from .step import Optimizer, autocast, backward
+from .step import backward
 from .stop import StopRequest
-from .trackers import make_accelerator
 
 
 def train(config: TrainConfig) -> Path | None:
@@ -30,8 +31,8 @@ def train(config: TrainConfig) -> Path | None:
 
     Writes to `config.output`: `last/`, the model after the last step, an open_clip folder that
     `open_clip.create_model("local-dir:...")` loads; with `keep_best` also `best/`, the best model by R@1 on pairs held
-    out for that; `log.jsonl`; `settings.json`; `checkpoints/` to resume from; and, where there are any,
-    `bad-records.jsonl` and `not-finite.jsonl` (the samples of steps that were skipped because their loss or gradient
+    out for that; `log.jsonl`; `checkpoint-...` to resume from; and, where there are any, `bad-records.jsonl` and
+    `not-finite.jsonl` (the samples of steps that were skipped because their loss or gradient
     was not finite).
 
     Returns:
@@ -44,28 +45,26 @@ def train(config: TrainConfig) -> Path | None:
         check_data(config, load_base_tokenizer(config))
         return None
     accelerator = make_accelerator(config)
-    folder = RunFolder(config.output)
-    with explain_full_disk(), folder.owned(accelerator.is_main_process):
-        return _Training(config, accelerator, folder).run()
+    with explain_full_disk():
+        return _Training(config, accelerator).run()
 
 
 class _Training(Run):
     """A run that trains a two-tower with a method."""
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator, folder: RunFolder):
+    def __init__(self, config: TrainConfig, accelerator: Accelerator):
         self.method = config.make_method()
-        super().__init__(config, accelerator, folder)
+        super().__init__(config, accelerator)
         if self.method.reads_short:
             look_for_short_captions(self.records, config.max_bad)
         base_model = load_base_model(config)
-        self.settings["base_model_sha256"] = base_model_digest(base_model)
+        self.inputs["base model"] = base_model_digest(base_model) or f"random weights of {config.model}"
         if config.import_file:
-            self.settings["import_file_sha256"] = sha256(config.import_file)
+            self.inputs["import file"] = sha256(config.import_file)
         self.backbone = prepare_backbone(base_model, config)
         self.method = self.method.bind(self.backbone)
         self.method.check(config.batch, self.backbone.config["model_cfg"]["embed_dim"])
         self.model, self.modules = self.backbone.model, make_modules(self.method, self.backbone, config.seed)
-        self.begin()
         self.backbone.to(accelerator.device).train()
         if self.modules is not None:
             self.modules.to(accelerator.device)
@@ -77,7 +76,7 @@ class _Training(Run):
 
     def run(self) -> Path | None:
         request = StopRequest(self.accelerator)
-        with request.listening():
+        with request.listening(), self.opened():
             if self.config.freeze_image_tower:
                 self._compute_image_features(request)
                 if request.asked():
@@ -157,13 +156,13 @@ class _Training(Run):
         mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
         if state.step > 0 and mean > state.best_r1:
             state.best_r1, state.best_step = mean, state.step
-            self.folder.save_model(self.folder.best, self.backbone, scores)
+            save_model(self.job, BEST, self.backbone, scores)
 
     def _measure_on(self, records: Sequence[Record], state: TrainState, prefix: str, name: str) -> dict[str, float]:
         """R@1 in percent, logged and printed; `prefix` begins the names of the numbers."""
         image, text, bad = self._encode(records)
         if state.step == 0 and not self.config.freeze_image_tower:  # else they were reported with all others
-            report_bad(bad, self.folder.path)
+            report_bad(bad, self.folder)
         recalls = recall_at_k(image, text, ks=(1,))
         t2i, i2t = recalls["text_to_image"]["R@1"], recalls["image_to_text"]["R@1"]
         scores = {"t2i_r1": t2i, "i2t_r1": i2t, "pairs": len(image), "left_out": len(bad)}
@@ -191,19 +190,19 @@ class _Training(Run):
     def _finish(self, state: TrainState) -> Path:
         folder = self.folder
         if self.main:
-            folder.save_model(folder.last, self.backbone, {"step": state.step})
+            save_model(self.job, LAST, self.backbone, {"step": state.step})
         rest = f", and the last {self.batches.remainder} pairs filled no step" if self.batches.remainder else ""
         self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.")
         if self.choosing:
             self.say(
                 f"Best R@1 on the pairs that choose, mean of both directions: {state.best_r1:.1f} at step "
-                f"{state.best_step}. That model is in {folder.best}; the result of the run is the last one, in "
-                f"{folder.last}."
+                f"{state.best_step}. That model is in {folder / BEST}; the result of the run is the last one, in "
+                f"{folder / LAST}."
             )
         if self.backbone.family.causal:  # diffusers' pipelines read CLIP's text encoders, not SigLIP's
-            self.say(f"Next: debias-diffusion export --model {folder.path} --output {folder.path / 'export'}")
+            self.say(f"Next: debias-diffusion export --model {folder} --output {folder / 'export'}")
         self.accelerator.wait_for_everyone()
-        return folder.last
+        return folder / LAST
 
 
 def _unchanged(features: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ..devices import autocast
 from ..errors import UserError
 from ..methods import Batch, Method
 from ..models.backbone import Backbone
 from .batches import GlobalBatches
 from .config import TrainConfig
-from .step import autocast, pack, parameters
+from .step import pack, parameters
 
 GB = 1e9
 PROBE = 2  # samples that the estimate is measured on

@@ -3,7 +3,9 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -17,18 +19,19 @@ from ..data.bad_records import FEWEST, BadRecordsFile, check_count, check_share,
 from ..data.workers import load_batches
 from ..devices import pick_precision
 from ..errors import UserError
+from ..jobs import Job
 from .batches import GlobalBatches
 from .check import continue_hint, look_for_images
-from .checkpoint import TrainState, load_checkpoint, save_checkpoint
+from .checkpoints import TrainState, load_checkpoint, save_checkpoint
 from .config import RunConfig
-from .folder import NOT_FINITE, RunFolder
-from .schedule import learning_rate
+from .logs import LOG, NOT_FINITE, add_line, cut_log, tracked
+from .optimizer import AdamW, learning_rate
 from .setup import held_out_count, split
-from .step import AdamW
 from .stop import StopRequest
-from .trackers import tracked
 
 PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
+# Settings that say where something lies: what lies there is compared by its contents.
+_PLACES = ("data", "images", "model", "pretrained", "base", "encoder", "encoder_2")
 
 
 class Run(ABC):
@@ -45,7 +48,10 @@ class Run(ABC):
         images: where their images come from.
         missing: how many of the images that were looked up are missing.
         batches: the samples of each step.
-        settings: everything that decides the result. A subclass adds the rest, then calls `begin`.
+        folder: the output.
+        job: what lies there, within `opened`.
+        settings: everything that decides the result; a subclass adds the rest.
+        inputs: digests of data and models; likewise.
         model: what is trained and what a checkpoint holds.
         modules: further modules that are trained, or None.
         optimizer: of both.
@@ -53,16 +59,17 @@ class Run(ABC):
         collate: samples to a batch, with attributes `bad` and `sample_ids`.
     """
 
+    command = "train"
     title = "training"  # of the progress bar
-    settings: dict
+    job: Job
     model: nn.Module
     modules: nn.Module | None = None
     optimizer: AdamW
     dataset: Dataset
     collate: Callable
 
-    def __init__(self, config: RunConfig, accelerator: Accelerator, folder: RunFolder):
-        self.config, self.accelerator, self.folder = config, accelerator, folder
+    def __init__(self, config: RunConfig, accelerator: Accelerator):
+        self.config, self.accelerator, self.folder = config, accelerator, Path(config.output)
         self.main = accelerator.is_main_process
         self.precision = pick_precision(config.precision, accelerator.device)
         if config.batch % accelerator.num_processes:
@@ -75,13 +82,10 @@ class Run(ABC):
         not_trained, self.records = split(self.captions, config, validation + config.keep_best)
         self.held_out, self.choosing = not_trained[:validation], not_trained[validation:]
         self.missing = look_for_images(self.records, self.images, config.max_bad)
-        self.settings = config.settings() | {
-            "validation": validation,
-            "precision": self.precision,
-            "data_sha256": data_digest(config.data, self.captions),
-        }
+        self.settings = config.settings() | {"validation": validation, "precision": self.precision}
+        self.inputs = {"data": data_digest(config.data, self.captions)}
         self.batches = GlobalBatches(len(self.records), config.batch, config.epochs, config.seed, config.max_steps)
-        self.bad_records = BadRecordsFile(folder.path)
+        self.bad_records = BadRecordsFile(self.folder)
 
     @abstractmethod
     def backward(self, batch) -> dict[str, float]:
@@ -99,18 +103,23 @@ class Run(ABC):
     def measure(self, state: TrainState) -> None:  # noqa: B027 - optional
         """Measures the model between two steps; called on every process."""
 
-    def begin(self) -> None:
-        """Compares `settings` with those of the run in the folder, and reports the data's bad records.
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The output folder as this run's, which reports the data's bad records there.
 
         Raises:
             UserError: the folder belongs to a run with other settings, or too many records are bad.
         """
-        self.folder.check_settings(self.settings)
-        captions = self.captions
-        if self.main and not self.folder.begun:
-            report_bad(captions.bad, self.folder.path)
-        everything = len(captions.records) + len(captions.bad)
-        check_share(captions.bad, everything, self.config.max_bad, continue_hint(self.config))
+        process = self.accelerator.process_index
+        with Job.open(
+            self.folder, self.command, self.settings, self.inputs, may_change=_PLACES, process=process
+        ) as self.job:
+            captions = self.captions
+            if self.main and not self.job.names():
+                report_bad(captions.bad, self.folder)
+            everything = len(captions.records) + len(captions.bad)
+            check_share(captions.bad, everything, self.config.max_bad, continue_hint(self.config))
+            yield
 
     def report_unreadable(self, bad: Sequence[BadRecord], count: int) -> None:
         """Reports images, of `count`, that could not be read before training began.
@@ -119,20 +128,20 @@ class Run(ABC):
             UserError: they are too many.
         """
         if self.main:
-            report_bad(bad, self.folder.path)
+            report_bad(bad, self.folder)
         check_share(bad, count, self.config.max_bad, continue_hint(self.config))
 
     def make_steps(self, request: StopRequest) -> TrainState | None:
         """Makes the steps that are left. None if the run was asked to stop before the last."""
         config, total = self.config, self.batches.total_steps
-        state = load_checkpoint(self.folder.checkpoints, self.model, self.optimizer, self.modules)
+        state = load_checkpoint(self.job, self.model, self.optimizer, self.modules)
         if self.main:
             if state.step < total:
                 self.print_plan(state.step)
                 if self.missing:
                     print(f"  {self.missing} of the images that were looked up are missing; other pairs replace them.")
-            self.folder.claim(self.settings)
-            self.folder.cut_log(state.step)
+            for log in (LOG, NOT_FINITE):
+                cut_log(self.folder / log, state.step)
         bar = tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main)
         with tracked(self.accelerator, config, self.settings), bar:
             if state.step == 0:
@@ -197,15 +206,17 @@ class Run(ABC):
         samples = gather_object(batch.sample_ids)
         number = "loss" if not math.isfinite(report["loss"]) else "gradient"
         if self.main:
-            self.folder.log_not_finite({"step": state.step, "not_finite": number, "samples": samples})
+            line = {"step": state.step, "not_finite": number, "samples": samples}
+            add_line(self.folder / NOT_FINITE, line)
+            add_line(self.folder / LOG, line | {"samples": len(samples)})
         skipped = f"The {number} of step {state.step} is not finite; the step was not applied"
         if state.not_finite == PATIENCE:
             raise UserError(
                 f"{skipped}, like the {PATIENCE - 1} before it. The last checkpoint is unharmed, and the samples are "
-                f"named in {str(self.folder.path / NOT_FINITE)!r}. Look at them, or start again with a lower "
+                f"named in {str(self.folder / NOT_FINITE)!r}. Look at them, or start again with a lower "
                 "--learning-rate or another --precision."
             )
-        self.say(f"{skipped}. Its samples are named in {self.folder.path / NOT_FINITE}.")
+        self.say(f"{skipped}. Its samples are named in {self.folder / NOT_FINITE}.")
 
     def _count_replaced(self, batch, state: TrainState) -> None:
         """Logs the bad records of the batch. Raises UserError when they become too many."""
@@ -225,13 +236,12 @@ class Run(ABC):
 
     def _checkpoint(self, state: TrainState) -> None:
         if self.main:
-            keep = self.config.keep
-            save_checkpoint(self.folder.checkpoints, self.model, self.optimizer, state, keep, self.modules)
+            save_checkpoint(self.job, self.model, self.optimizer, state, self.config.keep, self.modules)
         self.accelerator.wait_for_everyone()
 
     def log(self, line: dict) -> None:
         """A line in log.jsonl, and its numbers in the trackers."""
-        self.folder.log(line)
+        add_line(self.folder / LOG, line)
         numbers = {name: value for name, value in line.items() if name != "step"}
         self.accelerator.log(numbers, step=line["step"])
 

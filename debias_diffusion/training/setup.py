@@ -22,7 +22,7 @@ from ..models.loading import load_backbone, load_tokenizer
 from ..models.weight_files import weights_digest
 from ..tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig
-from .step import MAX_LOGIT_SCALE
+from .optimizer import MAX_LOGIT_SCALE
 
 VALIDATION = 1000  # pairs held out by default: ShareGPT4V's validation split
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from accelerate import Accelerator
 
 _SAME_REQUEST = 2.0  # seconds within which a launcher forwards a ctrl-C that its processes have already received
@@ -45,7 +44,6 @@ class StopRequest:
 
     def asked(self) -> bool:
         """Whether any process was asked: the same answer on all."""
-        if self.accelerator.num_processes == 1:
-            return self.here
-        asked = torch.tensor(int(self.here), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(asked, reduction="sum").item())
+        if self.here:
+            self.accelerator.set_trigger()
+        return self.accelerator.check_trigger()

@@ -12,6 +12,7 @@ import torch
 from helpers.tiny_data import make_tiny_data
 from safetensors.torch import load_file
 
+from debias_diffusion.jobs import Job
 from debias_diffusion.training.config import TrainConfig
 
 STEPS = 7
@@ -66,8 +67,16 @@ def killed_copy(finished, output, step=STEPS):
     for path in (output, *output.rglob("*")):  # a shared folder is read-only
         path.chmod(path.stat().st_mode | 0o200)
     shutil.rmtree(output / "last")
-    shutil.rmtree(output / "checkpoints" / f"step-{step:08}")
+    (output / f"checkpoint-{step:08}").unlink()
     return output
+
+
+def checkpoint(run, step):
+    return torch.load(Path(run) / f"checkpoint-{step:08}", weights_only=True)
+
+
+def settings_of(run):
+    return Job.read(run).settings
 
 
 def saved(run, name):

@@ -32,7 +32,7 @@ def test_several_seeds_stand_in_one_table(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "PRECISION", "fp32")  # faster than bf16 on most CPUs
     config = QuickstartConfig(**TINY, output=str(finished))
     quickstart(config, models)
-    trained = [*finished.glob("training/*/checkpoints/*"), *finished.glob("evaluation/**/pictures/**/*.png")]
+    trained = [*finished.glob("training/*/checkpoint-*"), *finished.glob("evaluation/**/pictures/**/*.png")]
     before = {file: file.stat().st_mtime_ns for file in trained}
     assert len(before) > 10
     result = benchmark.run_seed(config, {"plain UNet": models.sdxl}, models, steps=2)

@@ -1,12 +1,11 @@
 """Training on an NVIDIA GPU: its losses against a CPU's, every precision, chunks, and a run that is killed."""
 
-import json
 import signal
 
 import numpy as np
 import pytest
 import torch
-from helpers.training_runs import config, losses, run_in_a_process, same_weights, wait_for_step
+from helpers.training_runs import config, losses, run_in_a_process, same_weights, settings_of, wait_for_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU on this machine")
 HOW_NEAR = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}  # losses, in relation to a CPU's in fp32
@@ -33,7 +32,7 @@ def on_cpu(world, tmp_path_factory):
 @pytest.mark.parametrize("precision", HOW_NEAR)
 def test_a_gpu_trains_as_a_cpu(world, on_cpu, precision, chunk, tmp_path):
     finish(start(config(world, tmp_path, precision=precision, chunk=chunk)))
-    assert json.loads((tmp_path / "settings.json").read_text())["precision"] == precision
+    assert settings_of(tmp_path)["precision"] == precision
     steps = 1 if precision == "fp16" else 3  # its first steps find the scale, and are not applied
     np.testing.assert_allclose(losses(tmp_path)[:steps], on_cpu[:steps], rtol=HOW_NEAR[precision])
 
@@ -54,7 +53,7 @@ def test_a_killed_run_goes_on(world, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     finish(start(config(world, killed)))
-    assert json.loads((killed / "settings.json").read_text())["precision"] == "bf16"  # auto, on this GPU
+    assert settings_of(killed)["precision"] == "bf16"  # auto, on this GPU
     # Kernels for gradients of attention may add in any order, so not the same bits.
     np.testing.assert_allclose(losses(killed), losses(whole), rtol=2e-2)
     print("the same bits" if same_weights(killed, whole) else "other bits")

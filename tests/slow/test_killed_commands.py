@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 from helpers import tiny_llava
 from helpers.processes import start_ranks
+from helpers.stops import stopped_at
 from PIL import Image
+from test_jobs import check_that_it_continues, work
 from torch.utils.data import DataLoader
 
 from debias_diffusion.app.generate.command import generate
@@ -23,6 +26,7 @@ from debias_diffusion.app.synthesize.command import synthesize
 from debias_diffusion.data import ImageFolder, Record, open_data
 from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.errors import UserError
+from debias_diffusion.jobs import Job
 
 # The command line, killed when it is about to put the file after the first COUNT of this ENDING in its place.
 KILLED = """
@@ -45,6 +49,24 @@ main(sys.argv[3:])
 """
 
 
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_job_killed_at_any_write(tmp_path, sent, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # takes most of the time
+    for number in count(1):
+        child = os.fork()
+        if not child:
+            try:
+                with stopped_at(number, lambda name: os.kill(os.getpid(), sent)):
+                    work(tmp_path / str(number))
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        if "last" in Job.read(tmp_path / str(number)):
+            break
+        check_that_it_continues(tmp_path / str(number))
+    assert number > 30
+
+
 def program(arguments: list[str], ending: str, count: int) -> list[str]:
     return [sys.executable, "-c", KILLED, ending, str(count), *map(str, arguments)]
 
@@ -54,7 +76,8 @@ def killed(arguments: list[str], ending: str, count: int) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
+    records = (".lock", "job.json", "items.jsonl")
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name not in records}
 
 
 def stamps(files) -> dict[Path, int]:

@@ -37,7 +37,7 @@ def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def has_stopped_and_can_continue(world, output, alone):
-    assert len(list((output / "checkpoints").glob("step-*"))) == 1
+    assert len(list(output.glob("checkpoint-*"))) == 1
     train(config(world, output, **SETTINGS))
     is_the_same_run(output, alone)
 
@@ -63,7 +63,7 @@ def test_a_signal_to_both_processes_of_a_run_writes_one_checkpoint(world, tmp_pa
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert outputs[0].count("The same command continues from there") == 1
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
 def test_a_signal_to_a_launcher_and_all_its_processes_writes_one_checkpoint(world, tmp_path):
@@ -73,7 +73,7 @@ def test_a_signal_to_a_launcher_and_all_its_processes_writes_one_checkpoint(worl
     os.killpg(process.pid, signal.SIGTERM)  # which the launcher passes on to processes that have had it
     output = process.communicate(timeout=120)[0]
     assert output.count("The same command continues from there") == 1, output[-3000:]
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
 READS = """

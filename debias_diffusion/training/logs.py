@@ -1,18 +1,48 @@
-"""TensorBoard and Weights & Biases, through accelerate."""
+"""What a run notes of its steps: files of lines, and TensorBoard and Weights & Biases through accelerate."""
 
 import hashlib
 import importlib.util
+import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from accelerate import Accelerator
 
+from ..devices import end_group_at_exit
 from ..errors import UserError, reason
-from ..process_group import end_group_at_exit
+from ..files import append, atomic_file
 from .config import RunConfig
 
 PROJECT = "debias-diffusion"
+LOG, NOT_FINITE = "log.jsonl", "not-finite.jsonl"  # of each step, and of steps that were skipped
+
+
+def add_line(file: Path, line: dict) -> None:
+    """Adds a line to a log."""
+    append(file, json.dumps(line))
+
+
+def cut_log(file: Path, step: int) -> None:
+    """Removes lines after `step`, which will be written again (all if the run starts again), and unreadable lines,
+    which a kill or a damaged disk left."""
+    if not file.exists():
+        return
+    lines = file.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if step > 0 and _step_of(line) <= step]
+    if kept != lines:
+        with atomic_file(file) as temporary:
+            temporary.write_bytes(b"".join(kept))
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line of a log; infinity where it cannot be read."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"}\n") else None
+    except (ValueError, TypeError, LookupError, RecursionError):
+        step = None
+    return step if type(step) is int else math.inf
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:

@@ -1,0 +1,143 @@
+"""AdamW for all trained parameters, and the learning rate of a step."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from ..models.backbone import Backbone
+
+MAX_LOGIT_SCALE = math.log(100)  # CLIP: similarities are multiplied with at most 100
+
+
+def learning_rate(step: int, total_steps: int, peak: float, warmup: int) -> float:
+    """Linear warm-up to `peak`, then half a cosine to 0 (as in Long-CLIP): a pure function, with nothing to save.
+
+    Args:
+        step: number of the step about to be made, from 0.
+        total_steps: steps of the whole run.
+        warmup: steps of warm-up; the last of them has the peak.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total_steps - warmup)))
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """Parameter groups for AdamW, with weight decay on matrices only."""
+    parameters = list(parameters)
+    matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def _rated_groups(named: Mapping[str, nn.Parameter], weight_decay: float, rate: Callable[[str], float]) -> list[dict]:
+    """`decay_groups` of the parameters of each rate, with that rate."""
+    rated: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        rated.setdefault(rate(name), []).append(parameter)
+    return [
+        group | {"rate": factor}
+        for factor, parameters in rated.items()
+        for group in decay_groups(parameters, weight_decay)
+        if group["params"]
+    ]
+
+
+class AdamW:
+    """torch's AdamW with weight decay on matrices only, and loss scaling for fp16.
+
+    Args:
+        named: parameters by name; those without `requires_grad` are left out.
+        precision: for "fp16", gradients are scaled so that small ones do not vanish; a step in which one of them
+            overflows is skipped and the scale lowered.
+        rate: multiplies the learning rate of a parameter, by its name; None: 1 for all.
+
+    Attributes:
+        scaler: scales the loss before its gradient is computed; None unless the precision is "fp16".
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        precision: str = "fp32",
+        rate: Callable[[str], float] | None = None,
+    ):
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        groups = _rated_groups(trained, weight_decay, rate or (lambda name: 1.0))
+        self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        device = next(iter(trained.values())).device.type
+        self.scaler = torch.amp.GradScaler(device) if precision == "fp16" else None
+
+    def step(self, learning_rate: float) -> None:
+        """Applies the parameters' gradients and clears them."""
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate * group["rate"]
+        if self.scaler:
+            self.scaler.step(self.adamw)
+            self.scaler.update()
+        else:
+            self.adamw.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Removes the gradients without applying them."""
+        self.adamw.zero_grad()
+
+    def state_dict(self) -> dict:
+        """AdamW's averages and step counts, and the scaler's state."""
+        return {"adamw": self.adamw.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what `state_dict` returned, for the same parameters and precision.
+
+        Raises:
+            ValueError: it is that of other parameters.
+        """
+        self.adamw.load_state_dict(state["adamw"])
+        if self.scaler:
+            self.scaler.load_state_dict(state["scaler"])
+
+
+class Optimizer(AdamW):
+    """AdamW on all trained parameters of a two-tower but the kept positions.
+
+    The first `backbone.kept_positions` rows of the text tower's position table are not trained: whatever gradient,
+    momentum and weight decay do to them, they are restored after each step.
+
+    Args:
+        modules: the method's own, trained too.
+        rate: see `AdamW`.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        precision: str = "fp32",
+        modules: nn.Module | None = None,
+        rate: Callable[[str], float] | None = None,
+    ):
+        self.backbone = backbone
+        named = dict(backbone.model.named_parameters())
+        if modules is not None:
+            named |= {f"method/{name}": parameter for name, parameter in modules.named_parameters()}
+        super().__init__(named, weight_decay, betas, eps, precision, rate)
+        self.kept = self._kept_rows.detach().clone()
+
+    @property
+    def _kept_rows(self) -> torch.Tensor:
+        table: nn.Parameter = self.backbone.text.tower.positional_embedding
+        return table[: self.backbone.kept_positions]
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        super().step(learning_rate)
+        self._kept_rows.copy_(self.kept)
+        if self.backbone.loss == "softmax":
+            self.backbone.logit_scale.clamp_(max=MAX_LOGIT_SCALE)

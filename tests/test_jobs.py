@@ -1,0 +1,328 @@
+"""The job folder: what continues there and what is refused, whenever it was killed and whatever was damaged."""
+
+import json
+import os
+from functools import partial
+from itertools import chain, count
+
+import pytest
+import torch
+from helpers.ranks import forked
+from helpers.stops import Stopped, stopped_at
+from safetensors.torch import save_file
+
+from debias_diffusion import jobs
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import append, explain_full_disk
+from debias_diffusion.jobs import Job
+
+SETTINGS, INPUTS = {"seed": 0, "betas": (0.9, 0.99), "data": "a.json"}, {"data": "d1", "base model": None}
+
+
+def opened(folder, settings=SETTINGS, inputs=INPUTS, command="train", **options):
+    return Job.open(folder, command, settings, inputs, may_change=("data",), **options)
+
+
+def write(job, name, content, **notes):
+    with job.write(name, **notes) as temporary:
+        if "." in name:
+            temporary.write_text(content)
+        else:  # a folder
+            (temporary / "deep").mkdir(parents=True)
+            (temporary / "deep" / "a").write_text(content)
+
+
+def read(job, name):
+    path = job.path(name)
+    return path and (path if path.is_file() else path / "deep" / "a").read_text()
+
+
+def test_items_stay_with_their_notes_and_in_order(tmp_path):
+    with opened(tmp_path / "deep" / "job") as job:
+        for name in ("b.txt", "parts/1.txt", "last", "a.txt"):
+            write(job, name, f"of {name}", size=len(name))
+        job.note("generation-1", best=0.5)
+        write(job, "b.txt", "newer", size=0)
+    with opened(tmp_path / "deep" / "job") as again:
+        pass
+    for job in (again, Job.read(tmp_path / "deep" / "job")):
+        assert job.names() == ["parts/1.txt", "last", "a.txt", "generation-1", "b.txt"]
+        assert job.names("parts/") == ["parts/1.txt"]
+        assert [read(job, name) for name in ("b.txt", "parts/1.txt", "last", "c.txt")] == [
+            *("newer", "of parts/1.txt", "of last", None)
+        ]
+        assert (job.notes("b.txt"), job.notes("last")) == ({"size": 0}, {"size": 4})
+        assert job.notes("generation-1") == {"best": 0.5} and job.path("generation-1") is None
+        assert "a.txt" in job and "c.txt" not in job
+        assert job.settings["betas"] == [0.9, 0.99] and job.inputs == INPUTS and job.command == "train"
+        with pytest.raises(KeyError):
+            job.notes("c.txt")
+    job.remove("last")
+    job.remove("a.txt")
+    job.remove("a.txt")
+    assert "last" not in job and Job.read(job.folder).names() == ["parts/1.txt", "generation-1", "b.txt"]
+    assert {path.name for path in job.folder.iterdir()} == {"job.json", "items.jsonl", ".lock", "parts", "b.txt"}
+    assert Job.read(tmp_path).names() == [] and Job.read(tmp_path).command == ""
+
+
+def work(folder):
+    """Files, notes and folders in two steps: one of them replaced, one removed."""
+    with opened(folder) as job:
+        newest = max((job.notes(name)["step"] for name in job.names("checkpoint-")), default=0)
+        for step in (1, 2):
+            if step > newest:
+                write(job, "best", f"{step}", step=step)
+                job.note(f"note-{step}", step=step)
+                write(job, f"checkpoint-{step}.pt", f"{step}", step=step)
+        job.remove("checkpoint-1.pt")
+        write(job, "last", "result")
+
+
+def check_that_it_continues(folder):
+    """What a kill in `work` has left is read, and mended by the same work."""
+    left = Job.read(folder)  # as a reader sees it, before anything is mended
+    for name in left.names():
+        assert name.startswith("note") or read(left, name) in ("1", "2", "result")
+        if name == "best":
+            assert str(left.notes(name)["step"]) == read(left, name)
+    with opened(folder) as job:
+        assert not list(folder.glob(".*.tmp")) + list(folder.glob(".*.old"))
+        if "note-1" in job:  # then `best` was finished, and is never lost
+            assert read(job, "best") == str(job.notes("best")["step"])
+        if "note-2" in job:
+            assert read(job, "best") == "2"
+    work(folder)
+    job = Job.read(folder)
+    assert [read(job, name) for name in ("checkpoint-2.pt", "best", "last")] == ["2", "2", "result"]
+    assert "checkpoint-1.pt" not in job
+
+
+def test_a_job_stopped_at_any_write_continues(tmp_path, monkeypatch):
+    """Every write, rename and removal from the n-th on raises, cleaning up included; then the same work is done."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # takes most of the time
+    for number in count(1):
+        folder = tmp_path / str(number)
+        try:
+            with stopped_at(number):
+                work(folder)
+            break
+        except Stopped:
+            pass
+        check_that_it_continues(folder)
+    assert number > 30
+
+
+def test_a_line_that_was_cut_short_does_not_count_and_spoils_no_other(tmp_path):
+    with opened(tmp_path) as job:
+        write(job, "a.txt", "1")
+    for cut in (b'{"item"', b"\xff\xfe\n", b"[" * 100_000 + b"\n", b'{"item": {"name": "x"}, "sha256": "0"}\n', b"3\n"):
+        with open(tmp_path / "items.jsonl", "ab") as file:
+            file.write(cut)
+    with opened(tmp_path) as job:
+        write(job, "b.txt", "2")
+    assert Job.read(tmp_path).names() == ["a.txt", "b.txt"]
+
+
+def test_a_damaged_item_is_refused_or_absent_and_a_removed_one_made_again(tmp_path):
+    with opened(tmp_path) as job:
+        write(job, "a.txt", "content")
+        write(job, "last", "content")
+    (tmp_path / "a.txt").write_text("contenT")
+    (tmp_path / "last" / "deep" / "b").touch()
+    for name in ("a.txt", "last"):
+        with opened(tmp_path) as job:
+            with pytest.raises(UserError, match=rf"/{name}' is damaged.*Remove it, and the same command continues"):
+                job.path(name)
+            assert job.path(name, damaged="absent") is None and name in job
+            write(job, name, "again")
+            assert read(job, name) == "again"
+    (tmp_path / "a.txt").unlink()
+    assert "a.txt" not in Job.read(tmp_path) and Job.read(tmp_path).path("a.txt") is None
+
+
+def test_other_settings_inputs_and_commands_are_refused_once_something_is_finished(tmp_path):
+    with opened(tmp_path, {"seed": 9}, command="generate"):
+        pass
+    with opened(tmp_path) as job:  # nothing was finished, so that the settings may be others
+        write(job, "a.txt", "1")
+    for changes, message in (
+        (
+            dict(settings=SETTINGS | {"seed": 1}),
+            r"other settings \(seed: 0 there, 1 here\).*Give another output folder",
+        ),
+        (dict(settings={"betas": [0.9, 0.99]}), r"\(seed: 0 there, None here; data: 'a.json' there"),
+        (dict(inputs=INPUTS | {"data": "d2"}), "The data is another one, by its contents: d1 there, d2 here"),
+        (dict(command="generate"), "a run of `train`, and not of `generate`"),
+    ):
+        for process in (0, 1):
+            if "data: " not in message:
+                with pytest.raises(UserError, match=message), opened(tmp_path, process=process, **changes):
+                    pass
+    with opened(tmp_path, SETTINGS | {"data": "b.json"}) as job:
+        assert read(job, "a.txt") == "1"
+    assert Job.read(tmp_path).settings["data"] == "b.json"
+
+
+def test_damaged_and_changed_settings_are_named_and_not_overwritten(tmp_path):
+    with opened(tmp_path) as job:
+        write(job, "a.txt", "1")
+    file = tmp_path / "job.json"
+    changed = file.read_bytes().replace(b'"seed": 0', b'"seed": 1')
+    for content in (b"{", b"\xff\xfe", b"[]", b"null", b"{}", b"[" * 100_000, changed):
+        file.write_bytes(content)
+        with (
+            pytest.raises(UserError, match=r"job.json', the settings .* cannot be read: .*Put a copy"),
+            opened(tmp_path),
+        ):
+            pass
+        assert file.read_bytes() == content
+    file.unlink()
+    with opened(tmp_path) as job:
+        assert read(job, "a.txt") == "1"
+
+
+def test_only_one_process_works_in_a_job_and_only_process_0_locks_it(tmp_path):
+    with opened(tmp_path) as job:
+        with pytest.raises(UserError, match="Another process works in .*Wait for it, or give another folder"):
+            opened(tmp_path).__enter__()
+        with opened(tmp_path, process=1) as other:
+            write(job, "a.txt", "1")
+            assert read(other, "a.txt") == "1"
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        opened(tmp_path / "file").__enter__()
+
+
+def test_what_a_job_did_not_make_is_not_replaced_nor_written_through(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    with opened(tmp_path / "job") as job:
+        (job.folder / "a.txt").write_text("mine")
+        with pytest.raises(UserError, match=r"a.txt' is in the place of a result and was not made by this job"):
+            write(job, "a.txt", "1")
+        assert (job.folder / "a.txt").read_text() == "mine"
+        write(job, "b.txt", "1")
+        (job.folder / "b.txt").unlink()
+        (job.folder / "b.txt").symlink_to(tmp_path / "mine")  # of an item, and still not followed
+        job._unfinished("b.txt", "tmp").symlink_to(tmp_path / "mine")
+        write(job, "b.txt", "2")
+        assert read(job, "b.txt") == "2" and not (job.folder / "b.txt").is_symlink()
+    (job.folder / "items.jsonl").unlink()
+    for made in ((job.folder / "items.jsonl").symlink_to, None):
+        made(tmp_path / "mine") if made else os.mkfifo(job.folder / "log.jsonl")
+        with pytest.raises(UserError, match="is no regular file"):
+            append(job.folder / ("items.jsonl" if made else "log.jsonl"), "{}")
+    assert (tmp_path / "mine").read_text() == "precious"
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    with opened(tmp_path / "link") as job:  # a folder that is a link is the folder it names
+        write(job, "a.txt", "1")
+    assert (tmp_path / "elsewhere" / "a.txt").read_text() == "1"
+
+
+def test_a_failed_item_leaves_the_old_one_and_nothing_else(tmp_path):
+    with opened(tmp_path) as job:
+        write(job, "a.txt", "1")
+        with pytest.raises(RuntimeError), job.write("a.txt") as temporary:
+            temporary.write_text("half")
+            raise RuntimeError
+        assert read(job, "a.txt") == "1"
+        assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_disk_that_fills_up_leaves_the_old_item(small_disk):
+    def save(path):
+        with open(path, "wb") as file:
+            torch.save(torch.zeros(5_000_000), file)
+
+    with opened(small_disk / "job") as job:
+        write(job, "a.txt", "1")
+        for fill in (save, partial(save_file, {"x": torch.zeros(5_000_000)})):
+            with (
+                pytest.raises(UserError, match="No space left on the disk.*start the same command again"),
+                explain_full_disk(),
+                job.write("a.txt") as temporary,
+            ):
+                fill(temporary)
+        assert read(job, "a.txt") == "1" and not list(job.folder.glob(".*.tmp"))
+
+
+def test_all_is_on_the_disk_before_its_line_and_its_line_before_its_name(tmp_path, monkeypatch):
+    with opened(tmp_path) as job:
+        events, fsync, replace = [], os.fsync, os.replace
+        monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.fstat(fd).st_ino) or fsync(fd))
+        monkeypatch.setattr(os, "replace", lambda a, b: events.append("renamed") or replace(a, b))
+        write(job, "last", "1")
+        monkeypatch.undo()
+    *content, line, renamed = events
+    parts = (tmp_path / "last", tmp_path / "last" / "deep", tmp_path / "last" / "deep" / "a")
+    assert set(content) == {part.stat().st_ino for part in parts}
+    assert (line, renamed) == ((tmp_path / "items.jsonl").stat().st_ino, "renamed")
+
+
+def test_values_are_computed_once_and_again_when_damaged(tmp_path):
+    calls = []
+
+    def compute():
+        calls.append(1)
+        return {"a": torch.arange(3).float().flip(0)}
+
+    for damage in (False, False, True):
+        if damage:
+            for name in ("a.json", "a.safetensors"):
+                (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1] + b"?")
+                assert Job.read(tmp_path).path(name, damaged="absent") is None
+        with Job.open(tmp_path, "cache", shared=True) as job:
+            for _ in range(2):
+                assert job.json("a.json", lambda: calls.append(1) or {"x": 1}) == {"x": 1}
+                assert job.tensors("a.safetensors", compute)["a"].tolist() == [2, 1, 0]
+    assert len(calls) == 4
+    keys = [Job.key("recall", depends) for depends in ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1, "b": 3})]
+    assert keys[0] == keys[1] != keys[2] and keys[0].startswith("recall-")
+
+
+def test_processes_share_a_job_each_item_is_made_once_and_all_are_seen(tmp_path):
+    def make_items(rank):
+        made = []
+        with Job.open(tmp_path, "cache", shared=True) as job:
+            while len(job.names("item-")) < 20:
+                for number in range(20):
+                    with job.claim(f"item-{number}.txt") as is_mine:
+                        if is_mine:
+                            write(job, f"item-{number}.txt", str(number), rank=rank)
+                            made.append(number)
+        return made
+
+    made = forked(3, make_items, group=False)
+    assert sorted(chain(*made)) == list(range(20))
+    job = Job.read(tmp_path)
+    assert [read(job, f"item-{number}.txt") for number in range(20)] == [str(number) for number in range(20)]
+    assert len(list(tmp_path.glob("items-*.jsonl"))) == sum(map(bool, made))
+
+
+def test_a_shared_job_keeps_what_living_processes_write_and_removes_what_dead_ones_left(tmp_path, monkeypatch):
+    with Job.open(tmp_path, "cache", shared=True) as job, job.write("a.txt") as alive:
+        alive.write_text("1")
+        dead = alive.with_name(alive.name.replace(f"-{os.getpid()}.", "-999999999."))
+        foreign = alive.with_name(alive.name.replace(jobs.MACHINE, "another-machine"))
+        dead.write_text("half")
+        foreign.write_text("half")
+        with Job.open(tmp_path, "cache", shared=True):
+            assert alive.exists() and foreign.exists() and not dead.exists()
+    with Job.open(tmp_path, "cache") as job:
+        assert read(job, "a.txt") == "1" and not foreign.exists()
+
+
+def test_a_job_is_read_while_another_process_replaces_its_items(tmp_path):
+    def work(rank):
+        if rank == 0:
+            with opened(tmp_path) as job:
+                for number in range(60):
+                    write(job, "a.txt", f"{number:03}")
+            return []
+        while not (tmp_path / "a.txt").exists():
+            pass
+        return [int(read(Job.read(tmp_path), "a.txt")) for _ in range(60)]
+
+    seen = forked(2, work, group=False)[1]
+    assert seen == sorted(seen) and len(seen) == 60
+    assert json.loads((tmp_path / "job.json").read_text())["command"] == "train"
