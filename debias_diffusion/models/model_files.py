@@ -145,9 +145,15 @@ def load_pretrained(cls: type[PreTrainedModel], source: str | Path, label: str, 
     with quiet_logging():
         model, info = cls.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     wrong = [f"{part[0]} is {tuple(part[1])}, not {tuple(part[2])}" for part in info["mismatched_keys"]]
+    blocks = {_any_block(name) for name in model.state_dict()}  # more of them than the configuration says
+    wrong += [f"{name} has no place in it" for name in sorted(info["unexpected_keys"]) if _any_block(name) in blocks]
     _check_fit(sorted(info["missing_keys"]), wrong, label)
     check_finite(model.state_dict().items(), label)
     return model.eval()
+
+
+def _any_block(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".N.", name.removeprefix("text_model."))
 
 
 def _check_fit(missing: list[str], wrong: list[str], label: str) -> None:
