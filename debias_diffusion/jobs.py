@@ -267,16 +267,17 @@ class Job:
 
     def _verify(self, name: str) -> bool:
         """Whether the checksum of one of its lines fits an item."""
-        for _ in range(2):  # another process may have replaced it since the lines were read
+        for _ in range(2):  # a folder may be replaced while it is read
             try:
                 digest = path_digest(self.folder / name)
             except OSError:
-                return False
-            for line in reversed(self._items.get(name, [])):
-                if line["sha256"] == digest:
-                    self._verified[name] = line
-                    return True
-            self._read_items()
+                continue
+            for _ in range(2):  # the line of what another process has put there since the lines were read
+                for line in reversed(self._items.get(name, [])):
+                    if line["sha256"] == digest:
+                        self._verified[name] = line
+                        return True
+                self._read_items()
         return False
 
     # ---- files that are not finished
