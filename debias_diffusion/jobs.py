@@ -301,14 +301,14 @@ class Job:
     def _record(self) -> dict | None:
         """The content of `job.json`; None if there is none."""
         path = self.folder / JOB
+        if not os.path.lexists(path):  # nor in a file, or what is no name of a folder at all
+            return None
         try:
             with open_regular(path) as file:
                 record = json.loads(file.read().decode("utf-8"))
             if record.pop("sha256") == json_digest(record) and record.keys() == {"command", "settings", "inputs"}:
                 return record
             problem = "it and its checksum do not agree; it was changed or is damaged"
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             problem = reason(error)
         raise UserError(

@@ -16,7 +16,7 @@ from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import EpsImagePlugin, Image, features
 
-from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_captions, read_shards, verify_shards
+from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_captions, read_shards
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
@@ -368,8 +368,6 @@ def read_all(root: Path) -> list[str]:
         lambda: open_data(root / "shards"),
         lambda: open_data(root / "zero.tar"),
         lambda: open_data(root / "pipe.tar"),
-        lambda: open_data(root / "manifest"),
-        lambda: verify_shards(root / "manifest"),
         lambda: open_data(root / "pairs"),
         lambda: read_retrieval_set("urban1k", root / "urban1k"),
         lambda: read_retrieval_set("flickr30k", root / "flickr30k"),
