@@ -267,16 +267,17 @@ class Job:
 
     def _verify(self, name: str) -> bool:
         """Whether the checksum of one of its lines fits an item."""
-        for _ in range(2):  # another process may have replaced it since the lines were read
+        for _ in range(2):  # a folder may be replaced while it is read
             try:
                 digest = path_digest(self.folder / name)
             except OSError:
-                return False
-            for line in reversed(self._items.get(name, [])):
-                if line["sha256"] == digest:
-                    self._verified[name] = line
-                    return True
-            self._read_items()
+                continue
+            for _ in range(2):  # the line of what another process has put there since the lines were read
+                for line in reversed(self._items.get(name, [])):
+                    if line["sha256"] == digest:
+                        self._verified[name] = line
+                        return True
+                self._read_items()
         return False
 
     # ---- files that are not finished
@@ -300,14 +301,14 @@ class Job:
     def _record(self) -> dict | None:
         """The content of `job.json`; None if there is none."""
         path = self.folder / JOB
+        if not os.path.lexists(path):  # nor in a file, or what is no name of a folder at all
+            return None
         try:
             with open_regular(path) as file:
                 record = json.loads(file.read().decode("utf-8"))
             if record.pop("sha256") == json_digest(record) and record.keys() == {"command", "settings", "inputs"}:
                 return record
             problem = "it and its checksum do not agree; it was changed or is damaged"
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             problem = reason(error)
         raise UserError(

@@ -62,7 +62,8 @@ def test_items_stay_with_their_notes_and_in_order(tmp_path):
     job.remove("a.txt")
     assert "last" not in job and Job.read(job.folder).names() == ["parts/1.txt", "generation-1", "b.txt"]
     assert {path.name for path in job.folder.iterdir()} == {"job.json", "items.jsonl", ".lock", "parts", "b.txt"}
-    assert Job.read(tmp_path).names() == [] and Job.read(tmp_path).command == ""
+    for other in (tmp_path, job.folder / "job.json", tmp_path / "nowhere", "a\0b"):
+        assert Job.read(other).names() == [] and Job.read(other).command == ""
 
 
 def work(folder):
