@@ -252,8 +252,8 @@ class _Page:
                     caption = _caption(restored.label, restored.seed, "", image, request)
                     images = [*_reference(request.scene, request.prompt), (png, caption)]
         status = escape(" ".join(["All settings are restored.", *restored.notes]))
-        settings = [getattr(request, name) for name in ("prompt", "encoders", *self.settings)]
-        return [status, request.scene, images, *settings]
+        settings = [getattr(request, name) for name in self.settings]
+        return [status, request.scene, images, request.prompt, list(request.encoders), *settings]
 
 
 def _choose(example: str | int | None) -> tuple:

@@ -108,7 +108,7 @@ def _scene_png(models: DemoModels, scene: int, folder: Path) -> Path:
         ("/generate", {"prompt": "a", "seed": HOSTILE}, "seed must be a whole number .* got '&lt;img src=x onerror"),
         ("/generate", {"prompt": "a", "steps": 10_000}, "10000"),
         ("/generate", {"prompt": "a", "encoders": []}, "No encoder is chosen"),
-        ("/generate", {"prompt": "a", "encoders": [HOSTILE]}, "not in the list of choices"),
+        ("/generate", {"prompt": "a", "encoders": ["toy/x"]}, "not in the list of choices"),
         ("/generate", {"prompt": "a", "reading": "all"}, "not in the list of choices"),
         ("/generate", {"prompt": LONG, "images": 8, "steps": 100}, "one request may take 1,000 here"),
         ("/attention", {"prompt": " "}, "The prompt is empty"),
@@ -181,18 +181,20 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(url, client, monk
         yield from ()
 
     monkeypatch.setattr("debias_diffusion.app.demo.page.draw", waiting)
-    jobs = [client.submit("a", api_name="/generate")]
-    wait_until(started.is_set)
-    jobs += [client.submit("a", api_name="/generate") for _ in range(WAITING)]
-    wait_until(lambda: jobs[-1].status().queue_size == WAITING)
-    try:
-        with pytest.raises(Exception, match="[Qq]ueue is full"):
-            client.predict("a", api_name="/generate")
-        assert client.predict(LONG, api_name="/tokens")[0]["label"] == "Tokens: 93, sentences: 9"
-    finally:
-        free.set()
-    for job in jobs:
-        job.result(60)
+    body = {"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", False, "auto"]}
+    with visitor(url) as http:
+        try:
+            assert http.post("gradio_api/call/generate", json=body).is_success
+            wait_until(started.is_set)
+            asked = [http.post("gradio_api/call/generate", json=body) for _ in range(WAITING + 1)]
+            assert [answer.status_code for answer in asked] == [200] * WAITING + [503]
+            assert "Queue is full" in asked[-1].text
+            # As the page counts.
+            counted = http.post("gradio_api/run/tokens", json={"data": [LONG, ["toy/clip"], False, "auto"]})
+            assert counted.json()["data"][0]["label"] == "Tokens: 93, sentences: 9"
+        finally:
+            free.set()
+    client.predict("a", api_name="/generate")  # those who waited had their turns
 
 
 def test_who_goes_away_is_not_generated_for(url, client, monkeypatch):
