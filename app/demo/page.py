@@ -90,6 +90,7 @@ class _Page:
     def __init__(self, models: DemoModels, budget: int, notice: str):
         self.models, self.budget = models, budget
         self.scene = gr.State(None)  # number of the toy world's scene that was chosen last, or None
+        self.analysed = gr.State(None)  # what the analysis on the page is of
         gr.Markdown(
             f"# {TITLE}\nOne prompt, one seed, up to five text encoders in {escape(models.base)}: how much of a long "
             f"prompt each encoder reads, and the image generated from it.{f' **{notice}**' if notice else ''}"
@@ -119,7 +120,7 @@ class _Page:
         with gr.Row():
             self.generate = gr.Button("Generate", variant="primary", scale=3, min_width=120)
             self.stop = gr.Button("Stop", variant="stop", scale=1, min_width=80)
-        self.status = gr.Markdown("", min_height=60)
+        self.status = gr.HTML("", min_height=60)  # no Markdown, in which a hostile PNG could say an image's address
         self.tokens = gr.HighlightedText(label="Tokens", color_map=COLOURS, show_legend=True)
         self.readings = gr.Markdown()
 
@@ -147,7 +148,8 @@ class _Page:
         text = [self.prompt, self.encoders, self.settings["weighting"], self.settings["reading"]]
         request = [self.prompt, self.encoders, *self.settings.values()]
         on_status = {"show_progress_on": self.status, **TURN}
-        analysing = self.analyse.click(self.look, text, self.analysis, api_name="attention", **on_status)
+        outputs = [*self.analysis, self.analysed]
+        analysing = self.analyse.click(self.look, text, outputs, api_name="attention", **on_status)
         gr.on(
             [component.change for component in text],
             self.count,
@@ -157,15 +159,8 @@ class _Page:
             trigger_mode="always_last",
             **BESIDE,
         )
-        gr.on(  # an analysis that is shown, or on its way, is of the prompt before
-            [component.change for component in text],
-            lambda: [gr.update(visible=False)] * len(self.analysis),
-            None,
-            self.analysis,
-            cancels=[analysing],
-            **BESIDE,
-            **PRIVATE,
-        )
+        for event in (*(component.change for component in text), analysing.then):
+            event(self._hide_stale, [self.analysed, *text], self.analysis, **BESIDE, **PRIVATE)
         drawing = gr.on(
             [self.generate.click, self.prompt.submit],
             self.draw,
@@ -239,7 +234,12 @@ class _Page:
             [edit, *(f"{far:.4f}" for far in row["distance"].values())] for edit, row in zip(edits, moved, strict=True)
         ]
         headers, widths = ["1 - cosine after", *shares], ["190px", *["84px"] * len(shares)]
-        return [*shown, gr.Dataframe(rows, headers=headers, column_widths=widths, visible=bool(rows))]
+        table = gr.Dataframe(rows, headers=headers, column_widths=widths, visible=bool(rows))
+        return [*shown, table, [prompt, encoders, weighting, reading]]
+
+    def _hide_stale(self, analysed: list | None, *text) -> list:
+        """Hides an analysis of another prompt, whether it was shown before or came late."""
+        return [gr.skip() if analysed == [*text] else gr.update(visible=False)] * len(self.analysis)
 
     def restore(self, png: str) -> list[Any]:
         """Reads the settings in a PNG from this demo or from `debias-diffusion generate`."""
