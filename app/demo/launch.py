@@ -74,7 +74,6 @@ def open_app(config: AppConfig):
             enable_monitoring=False,
             run_history=False,
             strict_cors=True,
-            state_session_capacity=500,  # visitors of whom gradio keeps something: 0.2 MB each
             max_file_size=MOST_UPLOAD,
             footer_links=["api"],
             theme=page.theme(),

@@ -276,10 +276,10 @@ def _reference(number: int | None, prompt: str) -> list[tuple]:
 
 def _caption(label: str, seed: int, read: str, image: Image.Image, request: Request) -> str:
     """Of an image: its encoder, its seed, how the prompt was read, and what it shows of the scene."""
-    parts = [f"{label}, seed {seed}", read]
+    parts = [": ".join(filter(None, (f"{label}, seed {seed}", read)))]
     if request.scene is not None and (scene := random_scene(request.scene)).caption == request.prompt:
         parts.append(mark(scene, image).in_words())
-    return ". ".join(filter(None, parts))
+    return ". ".join(parts)
 
 
 def _attention(label: str, share: dict) -> gr.HighlightedText:

@@ -125,7 +125,7 @@ def test_a_scene_is_generated_by_all_encoders_and_marked(page, tmp_path):
     captions = page.locator("#images .caption-label").all_inner_texts()
     assert captions[0].startswith("Reference image: ")
     for label, caption in zip(LABELS, captions[1:], strict=True):
-        assert caption.startswith(f"{label}, seed 0. reads ") and "objects right." in caption
+        assert caption.startswith(f"{label}, seed 0: reads ") and "objects right." in caption
     # A PNG is the file itself, with its settings.
     page.locator("#images .thumbnail-lg").nth(5).click()
     with page.expect_download() as download:
@@ -248,7 +248,7 @@ def write_screenshot(file: Path) -> None:
         show(page, steps=20, example="Example 3")  # where the encoders differ as on average: docs/app.md
         page.evaluate("scrollTo(0, 0)")
         image = Image.open(BytesIO(page.screenshot()))
-        image.quantize(64, dither=Image.Dither.NONE).save(file, optimize=True)
+        image.quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
 
 
 if __name__ == "__main__":

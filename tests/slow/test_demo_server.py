@@ -54,8 +54,8 @@ def visitor(url: str):
 def test_programs_get_the_page_s_images(client, models):
     images = client.predict(LONG, steps=2, encoders=["toy/clip", "toy/debias-clip"], seed="7", api_name="/generate")
     assert [image["caption"] for image in images] == [
-        "toy/clip, seed 7. reads the first 75 of 93 tokens",
-        "toy/debias-clip, seed 7. reads all 93 tokens at once",
+        "toy/clip, seed 7: reads the first 75 of 93 tokens",
+        "toy/debias-clip, seed 7: reads all 93 tokens at once",
     ]
     request = from_png(images[1]["image"], models).request
     assert (request.prompt, request.steps, request.seed, request.encoders) == (
