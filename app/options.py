@@ -528,7 +528,7 @@ class AppConfig(Checked):
             folder, toy/clip, toy/long-clip, toy/debias-clip, or original, the checkpoint's own. overlap:NAME reads long
             prompts in overlapping chunks, chunks:NAME in others, instead of cutting them.
         host: Address to listen on. The default is this machine only; 0.0.0.0 or :: lets others in.
-        port: Port to listen on, or the next free one.
+        port: Port to listen on. The default is the first free one from 7860.
         user: User name for the login, with a password in password_file or in the environment variable
             DEBIAS_DIFFUSION_PASSWORD.
         password_file: File whose first line is the password.
@@ -541,7 +541,7 @@ class AppConfig(Checked):
     base: str = "toy/sdxl"
     encoders: list[str] = field(default_factory=lambda: list(TOYS))
     host: str = "127.0.0.1"
-    port: between(int, 1, 65535) = 7860
+    port: between(int, 1, 65535) | None = None
     user: str | None = None
     password_file: str | None = None
     budget: PositiveInt = 1000  # 6 images by 5 encoders in 30 steps

@@ -28,9 +28,10 @@ from gradio_client import Client
 from machine import machine
 from tqdm import tqdm
 
-from debias_diffusion.app.demo.live_generation import draw
+from debias_diffusion.app.demo.drawing import draw
 from debias_diffusion.app.demo.models import DemoModels
-from debias_diffusion.app.demo.toy_scenes import random_scene
+from debias_diffusion.app.demo.toy import random_scene
+from debias_diffusion.app.generate.png_settings import read_settings
 from debias_diffusion.devices import pick_device
 
 RESULTS = Path(__file__).parent / "results"
@@ -60,11 +61,11 @@ def without_server(requests: int, steps: int) -> float:
     """Requests a second."""
     models = DemoModels("toy/sdxl", [ENCODER], pick_device(None))
     request = replace(models.defaults, prompt=PROMPT, steps=steps)
-    for _ in draw(models, request, lambda: False):  # the first one is slower
+    for _ in draw(models, request):  # the first one is slower
         pass
     started = time.perf_counter()
     for seed in tqdm(range(requests), desc="without a server"):
-        for _ in draw(models, replace(request, seed=seed), lambda: False):
+        for _ in draw(models, replace(request, seed=seed)):
             pass
     return requests / (time.perf_counter() - started)
 
@@ -79,8 +80,8 @@ def with_clients(url: str, server: psutil.Process, clients: int, requests: int, 
         for seed in seeds:
             client.reset_session()  # as another visitor, so that what is kept of each would show in the memory
             started = time.perf_counter()
-            (picture,) = client.predict(PROMPT, encoders=[ENCODER], seed=seed, steps=steps, api_name="/generate")
-            assert picture["seed"] == seed
+            (image,) = client.predict(PROMPT, encoders=[ENCODER], seed=str(seed), steps=steps, api_name="/generate")
+            assert read_settings(image["image"])["seed"] == seed
             taken.append(time.perf_counter() - started)
         return taken
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from debias_diffusion.app.demo.live_generation import Drawn, draw
+from debias_diffusion.app.demo.drawing import Drawn, draw
 from debias_diffusion.app.demo.models import DemoModels
-from debias_diffusion.app.demo.toy_scenes import mark, random_scene
+from debias_diffusion.app.demo.toy import mark, random_scene
 from debias_diffusion.app.options import AppConfig
 from debias_diffusion.devices import pick_device
 from debias_diffusion.eval.encoder_names import labels
@@ -30,13 +30,10 @@ RESULTS = Path(__file__).parent / "results" / "demo_prompt.json"
 def scores(models: DemoModels, number: int) -> dict[str, list[float]]:
     """By label, the share of the scene's objects that are right, and of its empty places that are filled."""
     scene = random_scene(number)
-    drawing = draw(models, replace(models.defaults, prompt=scene.caption), lambda: False)
+    drawing = draw(models, replace(models.defaults, prompt=scene.caption))
     marks = {item.label: mark(scene, item.image) for item in drawing if isinstance(item, Drawn)}
     empty = len(PLACES) - len(scene.objects)
-    return {
-        label: [np.mean([item.correct for item in each.objects]), len(each.invented) / empty]
-        for label, each in marks.items()
-    }
+    return {label: [len(each.right) / len(scene.objects), len(each.invented) / empty] for label, each in marks.items()}
 
 
 def main() -> None:

@@ -1,4 +1,1 @@
-"""The demo: what each text encoder reads of a long prompt.
-
-Only `page`, `endpoints`, `guard` and `fair_queue` use gradio.
-"""
+"""The demo: what each text encoder reads of a long prompt. Only `page` uses gradio."""

@@ -1,6 +1,8 @@
 """The demo's models: one SDXL checkpoint, and up to five text encoders that take turns in it."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal
@@ -22,17 +24,22 @@ from debias_diffusion.pipelines.checkpoints import (
     default_dtype,
     load_pipeline,
 )
-from debias_diffusion.pipelines.rendering import SCHEDULERS, make_scheduler, replace_encoder
+from debias_diffusion.pipelines.rendering import SCHEDULERS, explain_memory, make_scheduler, replace_encoder
 from debias_diffusion.tokens import CaptionTokenizer
 
 from ..generate.png_settings import SAMPLERS
-from .request import LongPrompts, Request
+from .request import Request
 
 TOY = "toy/sdxl"
 MOST_ENCODERS = 5
-HowRead = Literal["cut", "overlap", "separate"]
-_NAMED: dict[str, HowRead] = {OVERLAP: "overlap", CHUNKS: "separate"}  # by the prefix of an encoder's name
+Reading = Literal["overlap", "separate", "cut"]
 _SCHEDULERS = {SAMPLERS[cls]: cls for cls in SCHEDULERS}  # by their names in a request
+
+
+def parse_name(name: str) -> tuple[Reading | None, str]:
+    """A name as in `evaluate generation`: how the encoder reads long prompts, if a prefix says so, and its model."""
+    prefix, model = split_reading(name)
+    return {OVERLAP: "overlap", CHUNKS: "separate"}.get(prefix), model
 
 
 @dataclass(frozen=True)
@@ -43,13 +50,13 @@ class Encoder:
         label: its name on the page.
         model: in evaluation mode, on the device of all models.
         tokenizer: the encoder's tokenizer.
-        how_read: how it reads long prompts, if its name says so; else the request decides.
+        reading: how it reads long prompts, if its name says so; else the request decides.
     """
 
     label: str
     model: TextEncoder
     tokenizer: CLIPTokenizer
-    how_read: HowRead | None = None
+    reading: Reading | None = None
 
     @property
     def context_length(self) -> int:
@@ -72,14 +79,13 @@ class Encoder:
 class DemoModels:
     """One SDXL checkpoint on one device: its UNet, autoencoder and second text encoder serve up to five first encoders.
 
-    Holds no state of a request. Drawing, attention and movement use the device, one at a time; tokens may be counted
+    Holds no state of a request. Generation, attention and movement use the device within `alone`; tokens may be counted
     meanwhile.
 
     Args:
         base: SDXL checkpoint, see `Checkpoint.parse`.
         encoders: replacements of the first text encoder, each anything `load_text_encoder` takes, or "original" for
-            the checkpoint's own; "overlap:" or "chunks:" before a name is how it reads long prompts, as in
-            `evaluate generation`.
+            the checkpoint's own; see `parse_name` for how they read.
         device: device of all models.
         dtype: dtype of all models; `default_dtype(device)` if None.
 
@@ -87,36 +93,38 @@ class DemoModels:
         base: short name of the SDXL checkpoint.
         device, dtype: of all models.
         encoders: by label, in the order given.
-        is_toy: whether scenes of the toy world can be drawn and checked; the size is then fixed.
+        is_toy: whether scenes of the toy world can be generated and checked; the size is then fixed.
         size: the checkpoint's native (height, width) in pixels.
         schedulers: names that a request may choose, the checkpoint's own first.
-        counter: an unchanging copy of the first encoder's tokenizer, to count tokens while another thread draws.
+        counter: an unchanging copy of the first encoder's tokenizer, to count tokens while another thread generates.
 
     Raises:
         UserError: the checkpoint or an encoder does not exist, an encoder does not fit, or there are none or too many.
     """
 
     def __init__(self, base: str, encoders: Sequence[str], device: torch.device, dtype: torch.dtype | None = None):
-        _check_names(encoders)
+        if len(encoders) > MOST_ENCODERS:
+            raise UserError(f"encoders={list(encoders)} are {len(encoders)} encoders. Name at most {MOST_ENCODERS}.")
+        check_encoders(encoders, of_images=True)
         checkpoint = Checkpoint.parse(base)
         checkpoint.check_kind()
         self.device, self.dtype = device, dtype or default_dtype(device)
         self.is_toy, self.size, (self.base,) = base == TOY, checkpoint.size, labels([checkpoint.weights])
-        names = dict.fromkeys(split_reading(name)[1] for name in encoders)
-        loaded = {name: load_text_encoder(name) for name in names if name != ORIGINAL}
+        parsed = [parse_name(name) for name in encoders]
+        loaded = {name: load_text_encoder(name) for name in {name: None for _, name in parsed} if name != ORIGINAL}
         pipe = load_pipeline(base, None, device, self.dtype)
         for name, (model, _) in loaded.items():
             checkpoint.check_fits("text_encoder", model, name)
         loaded[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
         self.encoders: dict[str, Encoder] = {}
-        for name, label in zip(encoders, labels(encoders), strict=True):
+        for name, label, (reading, model_name) in zip(encoders, labels(encoders), parsed, strict=True):
             label = ORIGINAL if name == ORIGINAL else label  # as requests and images name it
-            prefix, name = split_reading(name)
-            model, tokenizer = loaded[name]
-            self.encoders[label] = Encoder(label, model.to(device, self.dtype).eval(), tokenizer, _NAMED.get(prefix))
+            model, tokenizer = loaded[model_name]
+            self.encoders[label] = Encoder(label, model.to(device, self.dtype).eval(), tokenizer, reading)
         pipe.register_modules(text_encoder=None, tokenizer=None)  # an encoder that nobody asked for takes no memory
-        self._shared = pipe
-        native = _scheduler_name(pipe.scheduler)
+        self._shared, self._free = pipe, threading.Lock()
+        cls = type(pipe.scheduler).__name__
+        native = SAMPLERS[cls] if cls in SCHEDULERS else cls.removesuffix("Scheduler")
         self.schedulers = [native, *(name for name in _SCHEDULERS if name != native)]
         self.counter = deepcopy(next(iter(self.encoders.values())).tokenizer)
         self.counter.backend_tokenizer.no_truncation()
@@ -150,28 +158,36 @@ class DemoModels:
             scheduler=self.schedulers[0],
         )
 
-    def how_read(self, label: str, long_prompts: LongPrompts) -> HowRead:
-        """How this encoder reads a long prompt: cut as in stock SDXL, or in chunks that do or do not overlap."""
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The models for the caller alone. The page's queue lets one request through at a time, but a stopped request
+        leaves it before its last step has ended.
+
+        Raises:
+            UserError: the device runs out of memory within the context.
+        """
+        vae = self._shared.vae
+        with self._free, explain_memory(self.device, "Choose smaller images or a shorter prompt."):
+            try:
+                yield
+            finally:
+                if vae.dtype != self.dtype:  # diffusers decodes some images in single precision
+                    vae.to(self.dtype)
+
+    def reading(self, label: str, request: Request) -> Reading:
+        """How this encoder reads a long prompt of this request."""
         encoder = self.encoders[label]
-        if encoder.how_read is not None:
-            return encoder.how_read
-        if long_prompts == "auto":
-            return "cut" if encoder.context_length <= self.stock_context else "overlap"
-        return "overlap" if long_prompts == "chunks" else long_prompts
+        if encoder.reading is not None or request.reading != "auto":
+            return encoder.reading or request.reading
+        return "cut" if encoder.context_length <= self.stock_context else "overlap"
 
     def pipeline(self, label: str, request: Request) -> StableDiffusionXLLongPromptPipeline:
         """A pipeline for one request: the shared models with this encoder, and a new scheduler."""
-        encoder, how_read = self.encoders[label], self.how_read(label, request.long_prompts)
-        cls = _CutPipeline if how_read == "cut" else StableDiffusionXLLongPromptPipeline
+        encoder, reading = self.encoders[label], self.reading(label, request)
+        cls = _CutPipeline if reading == "cut" else StableDiffusionXLLongPromptPipeline
         scheduler = self.make_scheduler(request.scheduler)
         pipe = replace_encoder(self._shared, encoder.model, encoder.tokenizer, cls, scheduler=scheduler)
-        return pipe.set_long_prompt(weighting=request.weighting, overlap=how_read != "separate")
-
-    def restore(self) -> None:
-        """Restores the autoencoder's dtype after a failure: diffusers decodes some images in single precision."""
-        vae = self._shared.vae
-        if vae.dtype != self.dtype:
-            vae.to(self.dtype)
+        return pipe.set_long_prompt(weighting=request.weighting, overlap=reading != "separate")
 
     def make_scheduler(self, name: str) -> SchedulerMixin:
         """A new scheduler by a name in `schedulers`, with the checkpoint's configuration."""
@@ -191,15 +207,3 @@ class _CutPipeline(StableDiffusionXLLongPromptPipeline):
 def first_tokens(tokens: Tokens, context_length: int) -> Tokens:
     """The tokens of a text that fit a context length together with BOS and EOS."""
     return Tokens(*(column[: context_length - 2] for column in tokens))
-
-
-def _check_names(names: Sequence[str]) -> None:
-    check_encoders(names, of_images=True)
-    if len(names) > MOST_ENCODERS:
-        raise UserError(f"encoders={list(names)} are {len(names)} encoders. Name at most {MOST_ENCODERS}.")
-
-
-def _scheduler_name(scheduler: SchedulerMixin) -> str:
-    """The scheduler's name in `_SCHEDULERS`, or that of its class."""
-    cls = type(scheduler).__name__
-    return SAMPLERS[cls] if cls in SCHEDULERS else cls.removesuffix("Scheduler")

@@ -1,24 +1,18 @@
-"""A request to the demo: every setting that decides its images, and their limits."""
+"""A request to the demo: every setting that decides its images."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-LongPrompts = Literal["auto", "chunks", "separate", "cut"]
+RequestReading = Literal["auto", "overlap", "separate", "cut"]
 MOST_STEPS = 100
 MOST_GUIDANCE = 30.0
 MOST_IMAGES = 8
-MOST_SCENES = 2**31
 BUDGET = 1000  # denoising steps of one request: 6 images by 5 encoders in 30 steps
-# Settings of a PNG that have the same name and meaning in a request.
-SHARED_SETTINGS = (
-    *("prompt", "steps", "guidance_scale", "height", "width"),
-    *("weighting", "images", "scheduler", "long_prompts"),
-)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that decides the images; `dataclasses.asdict` of it is JSON.
+    """Everything that decides the images.
 
     Attributes:
         prompt: the prompt.
@@ -31,12 +25,11 @@ class Request:
         images: images by each encoder.
         scheduler: one of `DemoModels.schedulers`.
         weighting: read (word:1.3), [word], word++ and BREAK as weights.
-        long_prompts: "auto": encoders with the context length of stock SDXL cut there, as stock SDXL does, and longer
-            ones read everything, in overlapping chunks if one does not suffice; "chunks": all read everything in
-            overlapping chunks; "separate": in chunks that do not overlap; "cut": all cut there. Encoders whose name
-            says how they read (overlap:NAME, chunks:NAME) always read so.
+        reading: how long prompts are read: "overlap", in overlapping chunks; "separate", in chunks that do not overlap;
+            "cut", the first 77 positions, as stock SDXL does; "auto", encoders of 77 positions cut and longer ones
+            overlap. Encoders whose name says how they read always read so.
         scene: number of the toy world's scene that has the prompt as its caption, below MOST_SCENES. It changes no
-            image; what an image shows of it is marked.
+            image; what an image shows of it is told.
     """
 
     prompt: str
@@ -50,5 +43,5 @@ class Request:
     images: int = 1
     scheduler: str = "Euler"
     weighting: bool = False
-    long_prompts: LongPrompts = "auto"
+    reading: RequestReading = "auto"
     scene: int | None = None

@@ -29,7 +29,7 @@ _SCENES = (3, 5, 14)  # the encoders differ on the last one as on average: bench
 
 
 def examples(models: DemoModels) -> dict[str, str | int]:
-    """Prompts by name; for the toy world, numbers of its scenes, because its models draw nothing else."""
+    """Prompts by name; for the toy world, numbers of its scenes, because its models generate nothing else."""
     if models.is_toy:
         return {f"Example {place}": number for place, number in enumerate(_SCENES, 1)}
     return dict(_PROMPTS)

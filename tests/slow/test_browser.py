@@ -1,0 +1,256 @@
+"""The demo's page in a real browser: Debian's chromium, driven by Playwright, without requests to other machines.
+
+    PYTHONPATH=tests python tests/slow/test_browser.py docs/app-desktop.png
+
+writes the screenshot of the documentation.
+"""
+
+import os
+import re
+import sys
+from contextlib import contextmanager
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from io import BytesIO
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from helpers.browser import CHROMIUM, require_chromium
+from helpers.demo_clients import LONG, opened_page
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from playwright.sync_api import Page, expect, sync_playwright
+
+from debias_diffusion.app.demo import page as demo_page
+from debias_diffusion.app.demo.drawing import Step, draw
+from debias_diffusion.app.generate.png_settings import read_settings
+from debias_diffusion.eval.encoder_names import labels
+from debias_diffusion.eval.options import TOYS
+
+require_chromium()
+expect.set_options(timeout=60_000)  # a busy machine takes more than the usual 5 seconds
+
+HOSTILE = "<img src=x onerror=window.hacked=1> ![a](http://elsewhere.example/a.png)"
+LABELS = labels(TOYS)
+PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1300, "height": 1000}
+
+
+@contextmanager
+def opened():
+    """(browser's context, address) of the demo. All pages share a context, and with it a cache."""
+    with opened_page() as (_, url), sync_playwright() as playwright:
+        # As root, as in containers, chromium has no sandbox.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        context = browser.new_context()
+        context.set_default_timeout(60_000)
+        yield context, url
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with opened() as context_and_url:
+        yield context_and_url
+
+
+@contextmanager
+def visited(context, url: str, viewport: dict = DESKTOP, color_scheme: str = "light"):
+    """A new page, which may write no error to the console and request nothing from elsewhere."""
+    page, said, asked = context.new_page(), [], []
+    page.set_viewport_size(viewport)
+    page.emulate_media(color_scheme=color_scheme)
+    page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(url)
+    expect(page.get_by_role("button", name="Generate")).to_be_visible(timeout=90_000)  # with an empty cache
+    yield page
+    assert said == []
+    assert asked and all(address.startswith((url, "data:", "blob:")) for address in asked)
+    page.close()
+
+
+@pytest.fixture
+def page(demo) -> Page:
+    with visited(*demo) as visit:
+        yield visit
+
+
+def set_steps(page: Page, steps: int) -> None:
+    number = page.get_by_label("number input for Steps")
+    if not number.is_visible():
+        page.get_by_role("button", name="Advanced settings").click()
+        page.wait_for_timeout(300)  # what has just come into sight may yet be set to what it was
+    number.fill(str(steps))
+    number.press("Tab")
+    expect(number).to_have_value(str(steps))
+
+
+def generate(page: Page, prompt: str | None, steps: int) -> None:
+    if prompt is not None:
+        page.get_by_label("Prompt", exact=True).fill(prompt)
+    set_steps(page, steps)
+    page.get_by_role("button", name="Generate").click()
+
+
+def finished(page: Page, images: int) -> None:
+    expect(page.locator("#images .caption-label")).to_have_count(images, timeout=300_000)
+    expect(page.get_by_text("Done.", exact=True)).to_be_visible()
+
+
+def test_tokens_are_counted_while_typing(page):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
+    page.get_by_label("Prompt", exact=True).press_sequentially("A large red ring. ", delay=20)
+    expect(page.get_by_text("Tokens: 5, sentences: 1")).to_be_visible()
+    page.get_by_label("Prompt", exact=True).fill(LONG)
+    expect(page.get_by_text("Tokens: 93, sentences: 9")).to_be_visible()
+    for words in demo_page.READ_BY.values():
+        expect(page.get_by_text(words, exact=True).first).to_be_visible()
+    expect(page.get_by_text("reads the first 75 of 93 tokens")).to_have_count(1)
+    expect(page.get_by_text("reads all 93 tokens in 2 overlapping chunks")).to_have_count(1)
+    # They follow the chosen encoders and how these read.
+    page.get_by_role("button", name="Advanced settings").click()
+    page.get_by_label("cut: the first 77 tokens alone").check()
+    expect(page.get_by_text("reads the first 75 of 93 tokens")).to_have_count(4)
+
+
+def test_a_scene_is_generated_by_all_encoders_and_marked(page, tmp_path):
+    page.get_by_role("button", name="Example 1").click()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value(LONG)
+    expect(page.locator("#images .caption-label")).to_have_count(1)
+    generate(page, None, 3)
+    finished(page, 6)
+    captions = page.locator("#images .caption-label").all_inner_texts()
+    assert captions[0].startswith("Reference image: ")
+    for label, caption in zip(LABELS, captions[1:], strict=True):
+        assert caption.startswith(f"{label}, seed 0: reads ") and "objects right." in caption
+    # A PNG is the file itself, with its settings.
+    page.locator("#images .thumbnail-lg").nth(5).click()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download").or_(page.get_by_label("Download")).first.click()
+    download.value.save_as(tmp_path / "image.png")
+    assert read_settings(tmp_path / "image.png")["encoder"] == LABELS[4]
+    page.get_by_label("Close").first.click()
+    # It sets everything again, whatever was chosen meanwhile.
+    generate(page, "A red ring.", 1)
+    finished(page, 5)
+    page.locator("input[type=file]").first.set_input_files(tmp_path / "image.png")
+    expect(page.get_by_text("All settings are restored.")).to_be_visible()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value(LONG)
+    expect(page.get_by_label("number input for Steps")).to_have_value("3")
+    assert page.locator("#images .caption-label").all_inner_texts()[1].partition(". ")[2] in captions[5]
+
+
+def test_an_analysis_goes_when_another_prompt_is_chosen(page):
+    page.get_by_label("Prompt", exact=True).fill(LONG)
+    page.get_by_role("button", name="Analyse this prompt").click()
+    movement, words = page.get_by_text("sentence 2 removed").first, page.get_by_text("chunk 2, tokens").first
+    expect(movement).to_be_visible()
+    expect(words).to_be_visible()
+    page.get_by_role("button", name="Example 2").click()
+    expect(movement).not_to_be_visible()
+    expect(words).not_to_be_visible()
+
+
+def test_stop_ends_it_within_a_step_and_the_next_request_runs(page, monkeypatch):
+    taken = []
+
+    def counted(*arguments):
+        for item in draw(*arguments):
+            taken.extend([item] if isinstance(item, Step) else [])
+            yield item
+
+    monkeypatch.setattr(demo_page, "draw", counted)
+    generate(page, LONG, 100)
+    expect(page.get_by_text(re.compile("step [1-9][0-9]* of 100")).first).to_be_visible()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.get_by_text("Stopped.", exact=True)).to_be_visible()
+    steps = len(taken)
+    page.wait_for_timeout(1000)
+    assert len(taken) <= steps + 1 < 200
+    generate(page, LONG, 1)
+    finished(page, 5)
+
+
+def test_what_is_refused_says_why_and_hostile_text_stays_text(page, tmp_path):
+    page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_text("The prompt is empty")).to_be_visible()
+    generate(page, HOSTILE, 1)
+    finished(page, 5)
+    page.get_by_role("button", name="Analyse this prompt").click()
+    expect(page.get_by_text("onerror").nth(2)).to_be_visible()
+    page.get_by_label("Seed", exact=True).fill(HOSTILE)
+    page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_text("The seed must be a whole number from 0 to 2^63 - 1, got '<img")).to_be_visible()
+    info = PngInfo()
+    info.add_text("settings", f'{{"prompt": "a", "scheduler": "{HOSTILE}", "base": "{HOSTILE}"}}')
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=info)
+    page.locator("input[type=file]").first.set_input_files(tmp_path / "a.png")
+    expect(page.get_by_text("There is no scheduler '<img")).to_be_visible()
+    page.get_by_label("Prompt", exact=True).fill("x" * 20_001)
+    expect(page.get_by_text("20,001 characters; at most 20,000")).to_be_visible()
+    assert page.evaluate("window.hacked") is None and page.locator("img[src=x]").count() == 0
+
+
+def test_a_page_of_another_site_starts_nothing(demo, tmp_path, monkeypatch):
+    """Scripts, and a form, which needs no leave of the demo."""
+    started = []
+    monkeypatch.setattr(demo_page, "draw", lambda *arguments: started.append(arguments) or iter(()))
+    context, url = demo
+    data = '{"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", false, "auto"], "fn_index": 3}'
+    (tmp_path / "index.html").write_text(f"""<script>
+      window.read = (path, type) => fetch("{url}" + path, {{
+        method: "POST", body: `{data}`, headers: {{"Content-Type": type}},
+      }}).then((answer) => answer.ok, () => false);
+    </script><form method=post enctype=text/plain action="{url}gradio_api/call/generate">
+      <input name='{data[:-1]}, "x": "' value='"}}'></form>""")
+    server = HTTPServer(("127.0.0.1", 0), lambda *args: SimpleHTTPRequestHandler(*args, directory=str(tmp_path)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    other = context.new_page()
+    try:
+        # By a name of its own, as another site has one.
+        other.goto(f"http://elsewhere.localhost:{server.server_port}/index.html")
+        for path in ("gradio_api/call/generate", "gradio_api/queue/join", "gradio_api/run/generate"):
+            for kind in ("application/json", "text/plain"):
+                assert other.evaluate("([path, kind]) => read(path, kind)", [path, kind]) is False
+        other.evaluate("document.forms[0].submit()")
+        other.wait_for_timeout(1000)
+        assert "event_id" not in other.content()
+    finally:
+        other.close()
+        server.shutdown()
+    assert started == []
+
+
+@pytest.mark.parametrize("color_scheme", ["light", "dark"])
+def test_everything_fits_a_phone(demo, color_scheme):
+    with visited(*demo, viewport=PHONE, color_scheme=color_scheme) as page:
+        show(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        red = int(re.search(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0])
+        assert red < 60 if color_scheme == "dark" else red > 200
+        assert page.evaluate("document.documentElement.lang") == "en" and page.locator("h1").count() == 1
+
+
+def show(page: Page, steps: int = 1, example: str = "Example 1") -> None:
+    """Everything that the page has to show."""
+    page.get_by_role("button", name=example).click()
+    generate(page, None, steps)
+    finished(page, 6)
+    page.get_by_role("button", name="Analyse this prompt").click()
+    expect(page.get_by_text("sentence 2 removed").first).to_be_visible()
+
+
+def write_screenshot(file: Path) -> None:
+    with opened() as demo, visited(*demo, viewport={"width": 1300, "height": 1250}) as page:
+        show(page, steps=20, example="Example 3")  # where the encoders differ as on average: docs/app.md
+        page.evaluate("scrollTo(0, 0)")
+        image = Image.open(BytesIO(page.screenshot()))
+        image.quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    write_screenshot(Path(sys.argv[1]))
