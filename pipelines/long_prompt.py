@@ -145,12 +145,12 @@ class LongPromptMixin:
         return tokens
 
     def _tokenize_negative(
-        self, negative: str | list[str] | None, *others: str | list[str] | None, batch_size: int
+        self, negative: str | list[str] | None, *negative_2: str | list[str] | None, batch_size: int
     ) -> list[list[Tokens]] | None:
         """Like `_tokenize`; None if the negative prompt is encoded as zeros."""
         if negative is None and self.config.get("force_zeros_for_empty_prompt"):
             return None
-        return self._tokenize(negative or "", *others, batch_size=batch_size)
+        return self._tokenize(negative or "", *negative_2, batch_size=batch_size)
 
     def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
         added = tokenizer.added_tokens_encoder

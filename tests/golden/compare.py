@@ -215,22 +215,22 @@ def differences(name: str) -> tuple[int, list[str]]:
     old, new = results(name, "old"), results(name, "new")
     if not old:
         return 0, ["the old tree gives no values"]
-    found = []
+    different = []
     for path, value in old.items():
         for pattern, replacement in (RENAMES | CASES[name].renames).items():
             path = re.sub(pattern, replacement, path)
         if path not in new:
-            found.append(f"{path} is missing")
+            different.append(f"{path} is missing")
         elif isinstance(value, np.ndarray):
             now = new[path]
             if (value.dtype, value.shape) != (now.dtype, now.shape):
-                found.append(f"{path}: {value.dtype} {value.shape}, now {now.dtype} {now.shape}")
+                different.append(f"{path}: {value.dtype} {value.shape}, now {now.dtype} {now.shape}")
             elif value.tobytes() != now.tobytes():
                 most = np.abs(value.astype(np.float64) - now).max()
-                found.append(f"{path}: {(value != now).sum()} of {value.size} differ, by up to {most:g}")
+                different.append(f"{path}: {(value != now).sum()} of {value.size} differ, by up to {most:g}")
         elif value != new[path]:
-            found.append(f"{path}: {value!r}, now {new[path]!r}")
-    return len(old), found
+            different.append(f"{path}: {value!r}, now {new[path]!r}")
+    return len(old), different
 
 
 def main() -> None:
@@ -244,16 +244,16 @@ def main() -> None:
     for name in names or CASES:
         started = time.monotonic()
         try:
-            count, found = differences(name)
+            count, different = differences(name)
         except RuntimeError as error:
-            count, found = 0, [str(error)]
-        failures += bool(found)
-        verdict = "DIFFERS" if found else "same"
+            count, different = 0, [str(error)]
+        failures += bool(different)
+        verdict = "DIFFERS" if different else "same"
         print(f"{verdict:8} {name:32} {count:5} values  {time.monotonic() - started:4.0f} s", flush=True)
-        for line in found[:5]:
+        for line in different[:5]:
             print(f"           {line}")
-        if len(found) > 5:
-            print(f"           and {len(found) - 5} more")
+        if len(different) > 5:
+            print(f"           and {len(different) - 5} more")
     sys.exit(failures > 0)
 
 
