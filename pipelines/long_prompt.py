@@ -145,12 +145,12 @@ class LongPromptMixin:
         return tokens
 
     def _tokenize_negative(
-        self, negative: str | list[str] | None, *others: str | list[str] | None, batch_size: int
+        self, negative: str | list[str] | None, *negative_2: str | list[str] | None, batch_size: int
     ) -> list[list[Tokens]] | None:
         """Like `_tokenize`; None if the negative prompt is encoded as zeros."""
         if negative is None and self.config.get("force_zeros_for_empty_prompt"):
             return None
-        return self._tokenize(negative or "", *others, batch_size=batch_size)
+        return self._tokenize(negative or "", *negative_2, batch_size=batch_size)
 
     def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
         added = tokenizer.added_tokens_encoder
@@ -344,7 +344,7 @@ class SDXLLongPromptMixin(LongPromptMixin):
             ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in; under
                 `strict`, a text of more than one chunk.
         """
-        return self._encode_pair(
+        embeds = self._encode_pair(
             (prompt, prompt_2),
             (negative_prompt, negative_prompt_2),
             prompt_embeds,
@@ -357,6 +357,9 @@ class SDXLLongPromptMixin(LongPromptMixin):
             pooled=pooled_prompt_embeds,
             negative_pooled=negative_pooled_prompt_embeds,
         )
+        prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds = embeds
+        # diffusers reads the results' names from this line.
+        return prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds
 
     def prompt_layout(
         self,
@@ -425,7 +428,7 @@ class SDLongPromptMixin(LongPromptMixin):
             ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in; under
                 `strict`, a text of more than one chunk.
         """
-        embeds = self._encode_pair(
+        prompt_embeds, negative_prompt_embeds, *_ = self._encode_pair(
             (prompt,),
             (negative_prompt,),
             prompt_embeds,
@@ -436,7 +439,7 @@ class SDLongPromptMixin(LongPromptMixin):
             clip_skip=clip_skip,
             repeats=num_images_per_prompt,
         )
-        return embeds[:2]
+        return prompt_embeds, negative_prompt_embeds
 
     def prompt_layout(
         self,

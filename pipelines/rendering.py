@@ -424,13 +424,13 @@ class Renderer:
         prompts = [task.prompt for task in tasks]
         wanted = {index for index in layouts if tasks[index].name in missing}
         batches = plan_batches(prompts, layouts, self.batch, wanted)
-        own = batches[process::processes]
-        texts = [[prompts[index] for index in batch] for batch in own]
+        share = batches[process::processes]
+        texts = [[prompts[index] for index in batch] for batch in share]
         if self.low_memory:
             rendered = render_in_low_memory(pipe, partial(self.pipeline, encoder, reading), texts, self.sampling, False)
         else:
             rendered = (render_batch(pipe, batch, self.sampling) for batch in texts)
-        for batch, images in zip(own, rendered, strict=True):
+        for batch, images in zip(share, rendered, strict=True):
             yield [(tasks[index], image) for index, image in zip(batch, images, strict=True) if index in wanted]
         if process >= len(batches) % processes > 0:
             yield []

@@ -42,7 +42,7 @@ LONG = " ".join(
 )
 
 # Paths of values in the old tree's results, FILE/KEY/KEY, as regular expressions, and what stands there now.
-RENAMES: dict[str, str] = {}
+RENAMES = {"over_window": "longer_than_context"}
 # Parts of such a path whose numbers are not compared.
 IGNORED = re.compile(r"/(settings|versions|digests|seconds|samples_per_second)(/|$)")
 
@@ -109,6 +109,14 @@ CASES = {
         "evaluate generation --encoders original overlap:original chunks:toy/clip toy/debias-clip --base toy/sdxl "
         f"--own-features toy/features --clip-score toy/clip --steps 2 --images-at-once 2 {_EVALUATE}4",
         ("generation.json", "*/**/*.png"),
+        renames={
+            "/original/": "/SDXL's own, cut at 77 tokens/",
+            "/original in overlapping chunks/": "/SDXL's own, overlapping chunks/",
+            "/toy/clip in chunks/": "/toy/clip, separate chunks/",
+            "^pictures/SDXL's own, cut at 77 tokens/": "pictures/SDXL-s-own-cut-at-77-tokens/",
+            "^pictures/original-in-overlapping-chunks/": "pictures/SDXL-s-own-overlapping-chunks/",
+            "^pictures/toy-clip-in-chunks/": "pictures/toy-clip-separate-chunks/",
+        },
     ),
     "drift": Case(f"evaluate drift --encoders toy/debias-clip --base toy/sdxl {_EVALUATE}8", ("drift.json",)),
 }
@@ -163,10 +171,13 @@ def prepare() -> None:
         for name in ("pipelines", "eval", "app"):
             (old / "debias_diffusion" / name).symlink_to(old / name)
         (old / COMMIT).touch()
-    shutil.rmtree(new, ignore_errors=True)  # of links
-    new.mkdir(parents=True)
+    new.mkdir(parents=True, exist_ok=True)
+    for link in new.iterdir():
+        if not link.exists():
+            link.unlink()
     for path in [*(ROOT / "debias_diffusion").iterdir(), *(ROOT / name for name in ("pipelines", "eval", "app"))]:
-        (new / path.name).symlink_to(path)
+        if not (new / path.name).is_symlink():  # another run may be using it
+            (new / path.name).symlink_to(path)
     (WORK / "prompts.txt").write_text(f"{SHORT}\n{LONG}\n")
     run("old", ["write-pairs", str(WORK / DATA), str(HELD_OUT), str(PAIRS)])
 
@@ -215,22 +226,22 @@ def differences(name: str) -> tuple[int, list[str]]:
     old, new = results(name, "old"), results(name, "new")
     if not old:
         return 0, ["the old tree gives no values"]
-    found = []
+    different = []
     for path, value in old.items():
         for pattern, replacement in (RENAMES | CASES[name].renames).items():
             path = re.sub(pattern, replacement, path)
         if path not in new:
-            found.append(f"{path} is missing")
+            different.append(f"{path} is missing")
         elif isinstance(value, np.ndarray):
             now = new[path]
             if (value.dtype, value.shape) != (now.dtype, now.shape):
-                found.append(f"{path}: {value.dtype} {value.shape}, now {now.dtype} {now.shape}")
+                different.append(f"{path}: {value.dtype} {value.shape}, now {now.dtype} {now.shape}")
             elif value.tobytes() != now.tobytes():
                 most = np.abs(value.astype(np.float64) - now).max()
-                found.append(f"{path}: {(value != now).sum()} of {value.size} differ, by up to {most:g}")
+                different.append(f"{path}: {(value != now).sum()} of {value.size} differ, by up to {most:g}")
         elif value != new[path]:
-            found.append(f"{path}: {value!r}, now {new[path]!r}")
-    return len(old), found
+            different.append(f"{path}: {value!r}, now {new[path]!r}")
+    return len(old), different
 
 
 def main() -> None:
@@ -244,16 +255,16 @@ def main() -> None:
     for name in names or CASES:
         started = time.monotonic()
         try:
-            count, found = differences(name)
+            count, different = differences(name)
         except RuntimeError as error:
-            count, found = 0, [str(error)]
-        failures += bool(found)
-        verdict = "DIFFERS" if found else "same"
+            count, different = 0, [str(error)]
+        failures += bool(different)
+        verdict = "DIFFERS" if different else "same"
         print(f"{verdict:8} {name:32} {count:5} values  {time.monotonic() - started:4.0f} s", flush=True)
-        for line in found[:5]:
+        for line in different[:5]:
             print(f"           {line}")
-        if len(found) > 5:
-            print(f"           and {len(found) - 5} more")
+        if len(different) > 5:
+            print(f"           and {len(different) - 5} more")
     sys.exit(failures > 0)
 
 
