@@ -127,7 +127,7 @@ def test_original_is_the_checkpoints_own(folders, tiny):
         ("base", ["short"] * 2, "none twice"),
         ("base", ["original", "overlap:original", "chunks:original", "short", "long", "wide"], "at most 5"),
         ("base", ["overlaps:original"], "There is no encoder 'overlaps:original'"),
-        ("base", ["wide"], "width 64, and the encoder of .* has width 32"),
+        ("base", ["wide"], "has width 64; the UNet of .* reads 32 of its first encoder"),
         ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
         ("toy/sdxl", ["toy/clipp"], "Did you mean toy/clip"),
     ],
@@ -579,7 +579,7 @@ def test_marks_say_what_is_missed_what_is_beside_it_and_what_is_wrong():
         ({"user": "ann", "password_file": "nowhere"}, "password file 'nowhere' cannot be read"),
         ({"password_file": "password"}, "A user and a password go together"),
         ({"user": "ann", "password_file": "empty"}, "A user and a password go together"),
-        ({"budget": 0}, "budget must be at least 1 step, got 0"),
+        ({"budget": 0}, "budget is 0, but must be a whole number, at least 1"),
     ],
 )
 def test_settings_that_cannot_be_used(settings, message, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from helpers.pages import BLOCKS, PAGES, shell_commands
 from torch.distributed.run import get_args_parser
 
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
-from debias_diffusion.app.command_line import parse
+from debias_diffusion.app.command_line import flag, parse
 from debias_diffusion.app.reproduce.papers import PaperTable, read_tables, read_yaml
 from debias_diffusion.data import retrieval_layouts
 from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
@@ -172,7 +172,11 @@ def test_commands_in_sentences_have_options_that_exist(in_repository):
 
 def spellings(options: type) -> set[str]:
     """Names of options as a command takes them."""
-    names = {name.replace("_", "-") for name in options.__dataclass_fields__} | {"help", "config", "print-config"}
+    names = {flag(name).removeprefix("--") for name in options.__dataclass_fields__} | {
+        "help",
+        "config",
+        "print-config",
+    }
     return names | {f"no-{name}" for name in names}
 
 

@@ -365,10 +365,12 @@ def test_new_parameters_have_a_rate_of_their_own_and_old_names_stay():
         backbone, method, modules, batch = setup("7 all")
         method = replace(method, new_rate=factor)
         optimizer = Optimizer(backbone, 0.0, (0.9, 0.999), 1e-12, modules=modules, rate=method.rate)
-        before = {name: p.detach().clone() for name, p in optimizer.named.items()}
+        named = dict(backbone.model.named_parameters())
+        named |= {f"method/{name}": parameter for name, parameter in modules.named_parameters()}
+        before = {name: p.detach().clone() for name, p in named.items()}
         backward(backbone, method, batch, CPU, modules=modules)
         optimizer.step(1e-4)
-        rates[factor] = {name: (p - before[name]).abs().max().item() for name, p in optimizer.named.items()}
+        rates[factor] = {name: (p - before[name]).abs().max().item() for name, p in named.items()}
     new = {name for name in rates[1.0] if rates[10.0][name] > 5 * rates[1.0][name]}
     assert new == {name for name in rates[1.0] if name.startswith("method/")} | {"visual.regional_prompts.prompts"}
     assert {name for name in rates[1.0] if name not in new} == dict(tiny_clip(layers=4).model.named_parameters()).keys()

@@ -55,7 +55,7 @@ REFUSED = [
     (AlignConfig, {"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
     (AlignConfig, {"pixels": 100}, "pixels is 100, but must be a whole number, a positive multiple of 8, or null."),
     (AlignConfig, {"batch": 0}, "batch is 0"),
-    (AppConfig, {"port": 0}, "port is 0, but must be a whole number, from 1 to 65535."),
+    (AppConfig, {"port": 0}, "port is 0, but must be a whole number, from 1 to 65535, or null."),
     (AppConfig, {"budget": 0}, "budget is 0"),
     (AppConfig, {"encoders": ["toy/clap"]}, "Did you mean toy/clip"),
     (ExportConfig, {"to": "diffusers"}, "to is 'diffusers', but must be transformers or comfyui or open_clip or clip."),

@@ -80,6 +80,7 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
         state, follows_rule = text_part(tensors, file)
         config, has_activation = _config(state, file)
         label = f"the text encoder in {os.fspath(file)!r}"
+        state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
         encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state, label)
         check_finite(encoder.state_dict().items(), label[0].upper() + label[1:])
     if not (follows_rule or has_activation):

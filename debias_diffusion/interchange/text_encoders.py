@@ -86,7 +86,7 @@ def text_state(tower: nn.Module) -> State:
 
 
 def make_encoder(config: CLIPTextConfig, state: State, projection: bool, label: str = "the encoder") -> TextEncoder:
-    """A text encoder with copies of these tensors, in float32 and eval mode.
+    """A text encoder with copies of these tensors, in their dtype and eval mode.
 
     Args:
         config: the sizes of the tensors.
@@ -106,7 +106,8 @@ def make_encoder(config: CLIPTextConfig, state: State, projection: bool, label: 
     check_state(state, expected, label)
     # In memory a CLIPTextModel of transformers 5 has no prefix; older versions have.
     names = dict(zip(expected, encoder.state_dict(), strict=True))
-    encoder.to_empty(device="cpu").load_state_dict({names[name]: tensor for name, tensor in state.items()})
+    dtype = next(iter(state.values())).dtype
+    encoder.to(dtype).to_empty(device="cpu").load_state_dict({names[name]: tensor for name, tensor in state.items()})
     for module in encoder.modules():
         if "position_ids" in module._buffers:  # in no state dict
             module.position_ids = torch.arange(config.max_position_embeddings).expand(1, -1)
