@@ -191,7 +191,7 @@ class AblateConfig(Checked):
 
     Attributes:
         model: CLIP: a training run, folder, file, hub id, MODEL:PRETRAINED as open_clip names them, or toy/clip.
-        output: Folder for ablation.json, which every `evaluate` takes as a model, and the log. A search that was
+        output: Folder for ablation.json, which every `evaluate` takes as a model. A search that was
             stopped continues there.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/validation, scenes of the toy world.
