@@ -375,6 +375,10 @@ def test_data_of_a_row_s_ablation_is_looked_for(tmp_path):
     models = [Model("b"), Model("b", ablation={"data": "{root}/of-the-row.json"})]
     (line,) = missing_parts(world, tmp_path, models, [])
     assert line.startswith(f"'{tmp_path}/of-the-row.json' is not there")
+    # A world may have other data in the place of a row's.
+    assert not missing_parts(
+        replace(world, substitute={"data": {models[1].ablation["data"]: None}}), tmp_path, models[1:], []
+    )
 
 
 def test_the_slope_of_attention_is_that_of_the_line():

@@ -19,7 +19,7 @@ from ..ablate.command import ablate
 from ..command_line import checked
 from ..options import AblateConfig
 from .measuring import KINDS
-from .papers import Column, Model, World, describe, fill
+from .papers import Column, Model, World, ablation_settings, describe, fill
 from .units import Unit
 
 _SPELLING = ("recipe", "method", *RECIPE_OPTIONS)  # options of a method, which can be spelled in several ways
@@ -151,15 +151,12 @@ class Work:
 
     def _ablation(self, model: Model, name: str, seed: int) -> Unit:
         known = [part.name for part in fields(AblateConfig)]
-        settings = self.world.ablation | model.ablation
+        settings = ablation_settings(self.world, model)
         for key in settings:
             if key not in known:
                 raise UserError(
                     f"ablate has no setting {key!r}.{near_matches(key, known)} See `debias-diffusion ablate --help`."
                 )
-        for key, values in self.world.substitute.items():
-            if key in known and settings.get(key) in values:
-                settings[key] = values[settings[key]]
         settings = self._filled(settings | {"model": name}, seed)
         unit = f"seed-{seed}/ablation/{settings.get('search', 'ga')}-{_digest(settings)}"
 

@@ -242,6 +242,12 @@ def fill(value: Any, root: Path, seed: int) -> Any:
     return value.replace("{root}", str(root)).replace("{seed}", str(seed)) if isinstance(value, str) else value
 
 
+def ablation_settings(world: World, model: Model) -> dict[str, Any]:
+    """Settings of a model's `ablate`, those that do not fit the world's models replaced."""
+    settings = world.ablation | (model.ablation or {})
+    return {name: world.substitute.get(name, {}).get(value, value) for name, value in settings.items()}
+
+
 def describe(model: Model) -> str:
     """A model's settings in a few words."""
     settings = model.training if model.training is not None else model.ablation
