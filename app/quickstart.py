@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from debias_diffusion.errors import UserError
 from debias_diffusion.eval.encoder_names import ORIGINAL, OVERLAP
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.images.objects import BY_SENTENCE
@@ -19,7 +18,7 @@ from debias_diffusion.eval.page import evaluate_report, read_results
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS, tell
-from debias_diffusion.jobs import JOB, Job
+from debias_diffusion.jobs import Job
 from debias_diffusion.models.shipped import GUIDANCE_SCALE
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
@@ -27,6 +26,7 @@ from debias_diffusion.training.loop import train
 
 from .export.command import export
 from .options import ExportConfig, QuickstartConfig
+from .written_folder import check_free
 
 MOST_SHORT_PROMPTS = 60
 IMAGES_AT_ONCE = 20
@@ -63,11 +63,7 @@ def quickstart(config: QuickstartConfig, setup: Setup | None = None) -> Path:
             holds something else, or the toy models are missing.
     """
     output = Path(config.output)
-    used = output.is_dir() and any(not path.name.startswith(".") for path in output.iterdir())
-    if used and not (output / JOB).is_file():
-        raise UserError(
-            f"The output folder {str(output)!r} is not empty, and not made by quickstart. Give another one."
-        )
+    check_free(output)
     # Other settings of a step give it other results in the same place; these two would replace those of all steps.
     with Job.open(output, "quickstart", {"seed": config.seed, "split": config.split}) as job:
         steps = _steps(config, setup or Setup())

@@ -1,4 +1,7 @@
-"""Folders that a command writes and may replace: a mark in each names its files with their digests."""
+"""Whether a command may write into a folder.
+
+Folders that are replaced as a whole hold a mark that names their files with their digests.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,9 +9,19 @@ from pathlib import Path
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import atomic_folder, read_json_object, sha256, write_json
+from debias_diffusion.jobs import JOB
 
 MARK = ".debias-diffusion.json"
 _LEFT_BY_OTHERS = {MARK, "__pycache__", ".cache", ".DS_Store"}  # by Python, the hub's library and a desktop
+
+
+def check_free(folder: Path) -> None:
+    """Raises UserError unless a folder is new, empty, or a job's. Hidden files may be what a killed run left."""
+    if folder.is_file():
+        raise UserError(f"The output {str(folder)!r} is a file. Give a new folder.")
+    used = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
+    if used and not (folder / JOB).is_file():
+        raise UserError(f"The output {str(folder)!r} exists and holds something else. Give a new folder.")
 
 
 def check_replaceable(folder: Path, command: str) -> None:

@@ -119,8 +119,8 @@ def test_a_training_is_that_of_the_frozen_seeds(tmp_path, monkeypatch):
 def test_folders_of_others_are_refused(tmp_path, setup):
     (tmp_path / "thesis.tex").touch()
     for output, message in (
-        (tmp_path, "is not empty, and not made by quick"),
-        (tmp_path / "thesis.tex", "cannot be made"),
+        (tmp_path, "exists and holds something else"),
+        (tmp_path / "thesis.tex", "is a file"),
     ):
         with pytest.raises(UserError, match=message):
             quickstart(QuickstartConfig(**TINY, output=str(output)), setup)

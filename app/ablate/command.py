@@ -1,10 +1,13 @@
 """Searches for heads whose suppression makes a CLIP retrieve better."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
@@ -40,7 +43,6 @@ from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import TokenBatch
 
 from ..options import AblateConfig
-from .figures import draw_heads
 
 FITNESS = {"margin": ("keep",), "robust": ("keep", "move4", "remove")}  # edits of the captions
 PROBE_FILE, PICTURE, GENERATION = "probe.json", "heads.png", "generation-"
@@ -255,3 +257,28 @@ def _generation(number: int, masks: list[str], fitness: list[float]) -> Generati
     """A generation as it was noted."""
     rows = torch.tensor([[bit == "1" for bit in mask] for mask in masks])
     return Generation(number, rows, torch.tensor(fitness, dtype=torch.float64))
+
+
+def draw_heads(values: Sequence[Sequence[float]], title: str, around: float | None = None) -> Figure:
+    """A map of a tower with a cell for each head, [blocks][heads].
+
+    Args:
+        around: the value drawn white, with losses red and gains blue; None draws values from 0 to 1, white to blue.
+    """
+    values = np.asarray(values, dtype=float)
+    blocks, heads = values.shape
+    figure = Figure(figsize=(max(6, 2 + 0.45 * heads), max(3, 1.5 + 0.4 * blocks)), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    if around is None:
+        scale = {"cmap": "Blues_r", "vmin": 0, "vmax": 1}
+    else:
+        most = max(1e-9, float(np.abs(values - around).max()))
+        scale = {"cmap": "RdBu", "vmin": around - most, "vmax": around + most}
+    image = axes.imshow(values, aspect="auto", **scale)
+    figure.colorbar(image, ax=axes)
+    axes.set_xticks(range(heads))
+    axes.set_yticks(range(blocks))
+    axes.set_xlabel("head")
+    axes.set_ylabel("block")
+    axes.set_title(title, fontsize="medium")
+    return figure

@@ -1,6 +1,5 @@
 """`debias-diffusion synthesize`: captions for images, written by a multimodal model and cleaned."""
 
-import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,11 +44,12 @@ from debias_diffusion.files import (
     bytes_digest,
     write_json,
 )
-from debias_diffusion.jobs import JOB, Job
+from debias_diffusion.jobs import Job
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 from ..options import SynthesizeConfig
+from ..written_folder import check_free
 from .captioner import Asked, Captioner, model_digest
 from .cleaning import drop_unfinished, fault
 from .instructions import draw_instruction
@@ -117,7 +117,7 @@ class _Synthesis:
 
     def _check(self) -> str:
         """The digest of the model, once the output can be used."""
-        _check_output(self.output)
+        check_free(self.output)
         return model_digest(self.config.model)
 
     def _read(self) -> None:
@@ -301,13 +301,3 @@ def _bad_shape(captioner: Captioner, image: Image.Image, record: Record) -> BadR
     except Exception as error:
         return unreadable(record, error)
     return None
-
-
-def _check_output(output: Path) -> None:
-    """Raises UserError if the output is no folder, or has content but no settings of this command."""
-    if output.exists() and not output.is_dir():
-        raise UserError(f"The output {str(output)!r} is a file. Give a new folder.")
-    # Hidden files may be the lock and unfinished files that a kill left.
-    used = output.is_dir() and any(not name.startswith(".") for name in os.listdir(output))
-    if used and not (output / JOB).is_file():
-        raise UserError(f"The output {str(output)!r} exists and holds something else. Give a new folder.")
