@@ -191,7 +191,7 @@ class AblateConfig(Checked):
 
     Attributes:
         model: CLIP: a training run, folder, file, hub id, MODEL:PRETRAINED as open_clip names them, or toy/clip.
-        output: Folder for ablation.json, which every `evaluate` takes as a model, and the log. A search that was
+        output: Folder for ablation.json, which every `evaluate` takes as a model. A search that was
             stopped continues there.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/validation, scenes of the toy world.
@@ -264,8 +264,8 @@ class ExportConfig(Checked):
             longclip-L.pt or clip_l.safetensors, or a hub id.
         output: Folder to write; for comfyui a file that ends in .safetensors. Files of other programs are never
             overwritten.
-        to: transformers writes a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which diffusers
-            loads too; comfyui writes one file for ComfyUI; open_clip and clip
+        to: transformers, or diffusers, writes a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which
+            both load; comfyui writes one file for ComfyUI; open_clip and clip
             write folders with both towers, for open_clip and for transformers' CLIPModel. Suppressed text heads become
             ordinary weights; plain open_clip ignores suppressed image heads, and transformers runs them by code in the
             folder.
@@ -281,7 +281,7 @@ class ExportConfig(Checked):
 
     model: str
     output: str
-    to: Literal["transformers", "comfyui", "open_clip", "clip"] = "transformers"
+    to: Literal["transformers", "diffusers", "comfyui", "open_clip", "clip"] = "transformers"
     pretrained: str | None = None
     positions: Literal["long", "short"] = "long"
     projection: bool = False
@@ -291,6 +291,8 @@ class ExportConfig(Checked):
     def __post_init__(self):
         super().__post_init__()
         shipped(self.model)  # raises UserError for a misspelt toy model
+        if self.to == "diffusers":
+            self.to = "transformers"
 
 
 @dataclass

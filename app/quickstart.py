@@ -5,12 +5,11 @@ Every step continues where it was stopped, so the quickstart does too.
 
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from debias_diffusion.errors import UserError
 from debias_diffusion.eval.encoder_names import ORIGINAL, OVERLAP
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.images.objects import BY_SENTENCE
@@ -19,7 +18,7 @@ from debias_diffusion.eval.page import evaluate_report, read_results
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS, tell
-from debias_diffusion.files import folder_lock, write_json
+from debias_diffusion.jobs import Job
 from debias_diffusion.models.shipped import GUIDANCE_SCALE
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
@@ -27,11 +26,11 @@ from debias_diffusion.training.loop import train
 
 from .export.command import export
 from .options import ExportConfig, QuickstartConfig
+from .written_folder import check_free
 
 MOST_SHORT_PROMPTS = 60
 IMAGES_AT_ONCE = 20
 RESULTS_FOLDER = "evaluation"
-_MARKER = "quickstart.json"
 
 
 @dataclass(frozen=True)
@@ -64,39 +63,21 @@ def quickstart(config: QuickstartConfig, setup: Setup | None = None) -> Path:
             holds something else, or the toy models are missing.
     """
     output = Path(config.output)
-    with _owned(output):
+    check_free(output)
+    # Other settings of a step give it other results in the same place; these two would replace those of all steps.
+    with Job.open(output, "quickstart", {"seed": config.seed, "split": config.split}) as job:
         steps = _steps(config, setup or Setup())
         for number, (title, step) in enumerate(steps, 1):
             print(f"[{number}/{len(steps)}] {title}", flush=True)
             started = time.monotonic()
             with open(output / "log.txt", "a", encoding="utf-8") as log, redirect_stdout(log):
                 shown = step()
-            print(f"      {shown if isinstance(shown, str) else f'{time.monotonic() - started:.0f} s'}", flush=True)
+            seconds = time.monotonic() - started
+            job.note(title, seconds=seconds)
+            print(f"      {shown if isinstance(shown, str) else f'{seconds:.0f} s'}", flush=True)
     story = tell([(result.file.parent, result.report) for result in read_results(output / RESULTS_FOLDER)[0]])
     print("\n" + "\n".join(story["sentences"]) + f"\n\n{story['scores']}\n\nReport: {output / 'report.html'}")
     return output / "report.html"
-
-
-@contextmanager
-def _owned(output: Path):
-    """Makes the output folder and holds it for this process alone.
-
-    Raises:
-        UserError: it holds something else, cannot be made, or another quickstart works in it.
-    """
-    try:
-        if not (output / _MARKER).exists() and output.exists() and any(output.iterdir()):
-            raise UserError(
-                f"The output folder {str(output)!r} is not empty, and not made by quickstart. Give another one."
-            )
-        write_json(output / _MARKER, {"made_by": "quickstart"})
-    except OSError as error:
-        raise UserError(
-            f"The output folder {str(output)!r} cannot be used ({error.strerror}). Give another one."
-        ) from error
-    busy = f"Another quickstart is working in {str(output)!r}. Wait for it, or give another output folder."
-    with folder_lock(output, busy):
-        yield
 
 
 def _steps(config: QuickstartConfig, setup: Setup) -> list[tuple[str, Callable]]:

@@ -37,6 +37,7 @@ from debias_diffusion.head_search.problems import (
     probe,
 )
 from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.jobs import Job
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import before_attention, block_forward, causal_attention, full_attention
 from debias_diffusion.models.image_tower import ImageTower
@@ -392,10 +393,10 @@ def problem(tower) -> ImageProblem:
 PLANTED = torch.tensor([False, True, True, False])
 
 
-def test_every_search_finds_what_was_planted(problem, tmp_path, monkeypatch):
+def test_every_search_finds_what_was_planted(problem, monkeypatch):
     masks = every_mask(*problem.shape)
     assert torch.equal(masks[problem.fitness(problem.encode(masks), None).argmax()], PLANTED)
-    found, history = genetic_search(problem, tmp_path / "log.jsonl")
+    found, history = genetic_search(problem)
     assert torch.equal(found, PLANTED) and len(history) <= 100
     encode, encoded = problem.encode, []
     monkeypatch.setattr(problem, "encode", lambda masks, **options: encoded.append(masks) or encode(masks, **options))
@@ -411,20 +412,19 @@ def test_every_search_finds_what_was_planted(problem, tmp_path, monkeypatch):
     assert {"text_to_image_R@1", "image_to_text_R@10", "mean_r"} <= recalls[0].keys()
 
 
-def test_a_stopped_search_continues_to_the_same_bits(problem, tmp_path):
-    found, history = genetic_search(problem, tmp_path / "whole.jsonl", generations=6, seed=2)
-    whole = (tmp_path / "whole.jsonl").read_text()
-    lines = whole.splitlines(keepends=True)
-    assert len(lines) == len(history) > 3
-    for kept in ("", "".join(lines[:2]), "".join(lines[:3]) + lines[3][:40]):
-        log = tmp_path / "stopped.jsonl"
-        log.write_text(kept)
-        again, _ = genetic_search(problem, log, generations=6, seed=2)
-        assert log.read_text() == whole and torch.equal(again, found)
+def test_a_stopped_search_continues_to_the_same_bits(problem):
+    best, whole = genetic_search(problem, generations=6, seed=2)
+    assert len(whole) > 3
+    for kept in (0, 2, 3):
+        made = []
+        again, _ = genetic_search(problem, 6, seed=2, history=whole[:kept], on_generation=made.append)
+        assert torch.equal(again, best) and len(made) == len(whole) - kept
+        for one, other in zip(made, whole[kept:], strict=True):
+            assert torch.equal(one.masks, other.masks) and torch.equal(one.fitness, other.fitness)
 
 
-def test_the_efficient_search_leaves_out_what_ablates_most(problem, tmp_path):
-    _, history = genetic_search(problem, tmp_path / "log.jsonl", generations=3, efficient=True)
+def test_the_efficient_search_leaves_out_what_ablates_most(problem):
+    _, history = genetic_search(problem, generations=3, efficient=True)
     for generation in history:
         assert torch.equal(generation.fitness.isinf(), generation.masks.double().mean(dim=1) > 0.6)
     assert any(generation.fitness.isinf().any() for generation in history)
@@ -440,12 +440,12 @@ def test_sizes_are_those_of_the_paper():
 # ---- by gradient descent
 
 
-def descent(problem: ImageProblem, folder, **settings) -> Backprop:
-    return Backprop(problem, torch.tensor(20.0), folder / "bp.safetensors", **({"batch": 8} | settings))
+def descent(problem: ImageProblem, job: Job | None = None, **settings) -> Backprop:
+    return Backprop(problem, torch.tensor(20.0), job, **({"batch": 8} | settings))
 
 
-def test_the_gradient_of_alpha_is_that_of_finite_differences(problem, tmp_path):
-    bp, images = descent(problem, tmp_path), torch.arange(12)
+def test_the_gradient_of_alpha_is_that_of_finite_differences(problem):
+    bp, images = descent(problem), torch.arange(12)
     bp.alpha = torch.tensor([[0.3, -0.2], [0.1, 0.5]], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda alpha: setattr(bp, "alpha", alpha) or bp.loss(images), [bp.alpha])
 
@@ -461,9 +461,10 @@ def test_a_beta_for_each_head_gives_the_features_of_a_mask(problem):
 
 def test_descent_quiets_what_was_planted_and_changes_no_weight(problem, tmp_path):
     before = weights_digest(problem.population.tower.visual)
-    bp = descent(problem, tmp_path, rate=0.1, epochs=20)
-    start = bp.loss(torch.arange(30)).item()
-    beta = bp.run()
+    with Job.open(tmp_path, "ablate") as job:
+        bp = descent(problem, job, rate=0.1, epochs=20)
+        start = bp.loss(torch.arange(30)).item()
+        beta = bp.run()
     assert bp.loss(torch.arange(30)).item() < start
     assert set(beta.flatten().argsort()[:2].tolist()) == set(PLANTED.nonzero().flatten().tolist())
     assert weights_digest(problem.population.tower.visual) == before
@@ -471,25 +472,15 @@ def test_descent_quiets_what_was_planted_and_changes_no_weight(problem, tmp_path
 
 
 def test_a_stopped_descent_continues_to_the_same_bits(problem, tmp_path):
-    whole = descent(problem, tmp_path, epochs=4).run()
-    stopped = tmp_path / "stopped"
-    stopped.mkdir()
-    first = descent(problem, stopped, epochs=4)
-    first._save_all, saves = first._save, []
-
-    def kill_after_two(epochs: int) -> None:
-        first._save_all(epochs)
-        saves.append(epochs)
-        if len(saves) == 2:
-            raise KeyboardInterrupt
-
-    first._save = kill_after_two
-    with pytest.raises(KeyboardInterrupt):
-        first.run()
-    assert torch.equal(descent(problem, stopped, epochs=4).run(), whole)
+    with Job.open(tmp_path, "ablate") as job:
+        whole, epochs = descent(problem, job, epochs=4).run(), job.names("epochs/")
+        assert len(epochs) == 4
+        for epoch in epochs[2:]:  # as if it had been stopped before
+            job.remove(epoch)
+        assert torch.equal(descent(problem, job, epochs=4).run(), whole) and job.names("epochs/") == epochs
 
 
-def test_heads_of_a_text_tower_are_searched_on_several_sets_of_texts(tmp_path):
+def test_heads_of_a_text_tower_are_searched_on_several_sets_of_texts():
     backbone = tiny_clip().double().eval()
     whole = [
         f"A {colour} {kind} number {n}." for n in range(4) for colour in ("red", "blue") for kind in ("cat", "dog")
@@ -529,7 +520,7 @@ class OnDevice(torch.Tensor):
 
 
 @pytest.mark.parametrize("tower", ["image", "text"])
-def test_a_device_without_double_precision_gives_the_same(tower, tmp_path):
+def test_a_device_without_double_precision_gives_the_same(tower):
     with pytest.raises(TypeError, match="float64"):
         torch.ones(2).as_subclass(OnDevice).double()
     backbone, results = tiny_clip().eval(), []
@@ -545,7 +536,7 @@ def test_a_device_without_double_precision_gives_the_same(tower, tmp_path):
             tokens = {"keep": [backbone.tokenize(texts)]}
             problem = TextProblem(TextPopulation(backbone.text, 0.1), place(features["image"]), tokens)
         problem.make_margins(k1=5, k2=5)
-        mask, history = genetic_search(problem, tmp_path / f"{len(results)}.jsonl", generations=2)
+        mask, history = genetic_search(problem, generations=2)
         shares = mean_shares(backbone.image, place(embedded), 0.1) if tower == "image" else ()
         results.append((probe(problem), mask.tolist(), [row.fitness.tolist() for row in history], *shares))
     assert results[0][:3] == results[1][:3] and all(map(torch.equal, results[0][3:], results[1][3:]))
@@ -562,9 +553,10 @@ def test_the_command_searches_and_every_evaluation_takes_what_it_leaves(tower, w
     printed = capsys.readouterr().out
     content = json.loads((folder / "ablation.json").read_text())
     assert content["heads"] and f"Ablated: {', '.join(content['heads'])}" in printed
-    before = (folder / "log.jsonl").read_text()
+    before = (folder / "items.jsonl").read_bytes()
     assert ablate(AblateConfig(base, str(folder), **settings)) == folder
-    assert (folder / "log.jsonl").read_text() == before  # finished
+    assert (folder / "items.jsonl").read_bytes() == before  # finished
+    assert capsys.readouterr().out == printed
     plain, loaded = load_two_tower(base), load_two_tower(str(folder))
     pixels, tokens = torch.rand(2, 3, 32, 32), plain.tokenize(CAPTIONS)
     with torch.no_grad():
@@ -623,26 +615,37 @@ def test_robust_needs_captions_of_two_sentences(world, tmp_path, monkeypatch):
         ablate(AblateConfig(base, str(tmp_path / "run"), short, images, fitness="robust"))
 
 
-def test_a_search_continues_with_its_own_settings_alone(world, tmp_path):
+def test_a_search_continues_with_its_own_settings_alone(world, tmp_path, monkeypatch):
     base, original, images = world
     data = str(tmp_path / "data.json")
     shutil.copyfile(original, data)
-    settings = dict(data=data, images=images, generations=1, limit=22, beta=0.5)
-    folder = ablate(AblateConfig(base, str(tmp_path / "run"), **settings))
+    settings = dict(data=data, images=images, generations=2, limit=22, beta=0.5)
+    whole = ablate(AblateConfig(base, str(tmp_path / "whole"), **settings))
+    note, folder = command._Search._note_generation, tmp_path / "run"
+
+    def stop(search, generation):
+        note(search, generation)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(command._Search, "_note_generation", stop)
+        ablate(AblateConfig(base, str(folder), **settings))
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert json.loads(before["items.jsonl"])["item"]["name"] == "generation-0000"
     for change, message in (
-        ({"beta": 0.1}, "holds a search with beta 0.5, and now it is 0.1"),
-        ({"search": "naive"}, "holds a search with search 'ga', and now it is 'naive'"),
-        ({"data": original}, "holds a search with data "),
+        ({"beta": 0.1}, "beta: 0.5 there, 0.1 here"),
+        ({"search": "naive"}, "search: 'ga' there, 'naive' here"),
     ):
         with pytest.raises(UserError, match=message):
             ablate(AblateConfig(base, str(folder), **settings | change))
     one_sentence(original, tmp_path / "data.json")
-    with pytest.raises(UserError, match="holds a search with data_sha256"):
+    with pytest.raises(UserError, match="The data is another one"):
         ablate(AblateConfig(base, str(folder), **settings))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-    shutil.copyfile(original, data)
-    ablate(AblateConfig(base, str(folder), **settings, batch=7))  # changes nothing but the speed
+    # Other paths to the same data and model, and another batch, change nothing.
+    ablate(AblateConfig(f"{base}/.", str(folder), **settings | {"data": original}, batch=7))
+    contents = [json.loads((place / "ablation.json").read_text()) for place in (whole, folder)]
+    assert contents[0]["beta"] == contents[1]["beta"] and contents[0]["recall"] == contents[1]["recall"]
 
 
 def test_features_that_are_not_finite_are_refused(problem):

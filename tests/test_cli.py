@@ -130,6 +130,7 @@ def test_train_then_export_then_evaluate(capsys, tmp_path, world):
         "text_encoder",
         "tokenizer",
         "pipeline.py",
+        ".debias-diffusion.json",
         "README.md",
     }
     encoders = ["--encoders", tmp_path / "run", world[5]]
@@ -153,7 +154,7 @@ def test_users_errors_have_no_traceback(capsys, tmp_path, world):
     assert "Unknown recipe 'debias'. Did you mean debias-clip" in message
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("x")
-    assert "is no exported encoder" in error(capsys, "export", *world[4:], "--output", tmp_path / "full")
+    assert "which `export` did not write" in error(capsys, "export", *world[4:], "--output", tmp_path / "full")
 
 
 def test_paths_that_cannot_be_used_have_no_traceback(capsys, tmp_path):

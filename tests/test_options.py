@@ -58,7 +58,7 @@ REFUSED = [
     (AppConfig, {"port": 0}, "port is 0, but must be a whole number, from 1 to 65535, or null."),
     (AppConfig, {"budget": 0}, "budget is 0"),
     (AppConfig, {"encoders": ["toy/clap"]}, "Did you mean toy/clip"),
-    (ExportConfig, {"to": "diffusers"}, "to is 'diffusers', but must be transformers or comfyui or open_clip or clip."),
+    (ExportConfig, {"to": "onnx"}, "to is 'onnx', but must be transformers or diffusers or comfyui or open_clip or"),
     (GenerateConfig, {"height": 100}, "height is 100"),
     (GenerateConfig, {"width": -8}, "width is -8"),
     (GenerateConfig, {"steps": 10**9}, "steps is 1000000000, but must be a whole number, from 1 to 1000."),

@@ -87,7 +87,7 @@ def test_a_finished_run_does_nothing_again(finished, setup, monkeypatch, capsys)
     assert len(before) > 20
     quickstart(QuickstartConfig(**TINY, output=str(finished)), setup)
     assert {file: file.stat().st_mtime_ns for file in made} == before
-    with pytest.raises(UserError, match="made with other settings: seed was 0, now 1. Give another output"):
+    with pytest.raises(UserError, match="other settings .seed: 0 there, 1 here.. Give another output"):
         quickstart(QuickstartConfig(**TINY, output=str(finished), seed=1), setup)
 
 
@@ -119,14 +119,13 @@ def test_a_training_is_that_of_the_frozen_seeds(tmp_path, monkeypatch):
 def test_folders_of_others_are_refused(tmp_path, setup):
     (tmp_path / "thesis.tex").touch()
     for output, message in (
-        (tmp_path, "is not empty, and not made by quick"),
-        (tmp_path / "thesis.tex", "cannot be used"),
+        (tmp_path, "exists and holds something else"),
+        (tmp_path / "thesis.tex", "is a file"),
     ):
         with pytest.raises(UserError, match=message):
             quickstart(QuickstartConfig(**TINY, output=str(output)), setup)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     output = tmp_path / "ours"
-    with app._owned(output):
-        pass
-    with FileLock(output / ".lock"), pytest.raises(UserError, match="Another quickstart is working"):
+    output.mkdir()
+    with FileLock(output / ".lock"), pytest.raises(UserError, match="Another process works in"):
         quickstart(QuickstartConfig(**TINY, output=str(output)), setup)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from debias_diffusion.app.reproduce.papers import (
     Base,
     Claim,
     Claims,
+    Column,
     Comparison,
     Model,
     PaperTable,
@@ -32,10 +34,11 @@ from debias_diffusion.app.reproduce.papers import (
     read_world,
 )
 from debias_diffusion.app.reproduce.papers import read_yaml as read
-from debias_diffusion.app.units import result_of
+from debias_diffusion.app.reproduce.units import RESULT, result_of
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.files import read_json_object, write_json
+from debias_diffusion.jobs import Job
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 ROOT = Path(__file__).parent.parent
@@ -72,16 +75,35 @@ def test_a_table_is_executed_from_end_to_end(written, papers, settings):
     assert "| Shuffle |" in (output / "table-S4.md").read_text()
 
 
-def test_what_is_done_is_kept(written, settings, capsys):
+def test_what_is_done_is_kept_and_what_is_damaged_is_computed_again(written, settings, capsys):
     output = Path(settings["output"]) / "toy"
-    before = {file: file.stat().st_mtime_ns for file in output.rglob("done.json")}
+    before = {file: file.read_bytes() for file in output.rglob(RESULT)}
     assert len(before) > 2
+    damaged = next(file for file in before if "retrieval" in str(file))
+    damaged.write_bytes(before[damaged][:-10])
     capsys.readouterr()
-    reproduce(ReproduceConfig(["table-S4"], **settings))
-    assert {file: file.stat().st_mtime_ns for file in output.rglob("done.json")} == before
-    assert "to do: 0 trainings, 0 other pieces" in capsys.readouterr().out
+    assert reproduce(ReproduceConfig(["table-S4"], **settings)) == written
+    assert {file: file.read_bytes() for file in output.rglob(RESULT)} == before
+    assert "to do: 0 trainings, 1 other pieces" in capsys.readouterr().out
     (training,) = (output / "seed-0" / "training").iterdir()
     assert not list(training.glob("checkpoint-*")) and (training / "last").is_dir()
+
+
+def test_a_result_is_named_by_all_that_decides_it(papers, tmp_path):
+    """Another root, another model under a base's name, another number of pairs: never the old number."""
+
+    def named(root="data", base="toy/clip", **changes):
+        world = replace(read_world(papers, "toy"), bases={"b": Base(base)}, **changes)
+        work = Work(world, tmp_path / root, tmp_path / "output")
+        models = Model("b"), Model("b", training={}), Model("b", ablation={})
+        return [unit for model in models for unit in work.add(model, [Column("docci")], 0).values()]
+
+    world = read_world(papers, "toy")
+    real = {"docci": world.evaluations["docci"] | {"data": "{root}/docci.json"}}
+    plain, others = named(evaluations=real), [named("other", evaluations=real), named(base="toy/long-clip")]
+    assert named(evaluations=real) == plain and all(not set(plain) & set(other) for other in others)
+    pairs = named(pairs=8), named(held_out=3), named()
+    assert len({of[1] for of in pairs}) == 3 and len({of[0] for of in pairs}) == 1  # of the training alone
 
 
 def test_a_method_is_one_training_however_it_is_spelled(settings):
@@ -131,6 +153,7 @@ def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, 
     [
         ({"target": ["table-S14"]}, "There is no 'table-S14'. Did you mean table-S4"),
         ({"target": ["figure-S4"]}, "figure-S4 cannot be reproduced here: TULIP's"),
+        ({"target": ["table-S4"], "papers": "configs/paperz"}, "'configs/paperz' holds no claims.yaml"),
         ({"target": ["table-S4"], "world": "tiy"}, "There is no world 'tiy'. Did you mean toy"),
         (
             {"target": ["table-S4"], "world": "real", "root": "nowhere"},
@@ -147,9 +170,10 @@ def test_a_wrong_option_is_explained(settings, given, message):
     ("change", "message"),
     [
         ({"rowz": {}}, "unknown key 'rowz'. Did you mean rows. Allowed are paper, title"),
-        ({"title": 3}, "title is 3, but must be of type str"),
-        ({"rows": {"a": {"published": ["x"]}}}, r"rows: a: published\[0\] is 'x', but must be of type float"),
-        ({"columns": None}, "columns is None, but must be of type dict"),
+        ({"title": 3}, "title is 3, but must be text"),
+        ({"rows": {"a": {"published": ["x"]}}}, r"rows: a: published is \['x'\], but must be values, each a number"),
+        ({"rows": {"a": 3}}, "rows: a is 3, but must hold keys of base, training"),
+        ({"columns": None}, "columns is None, but must be names with values"),
         ({"rows": {"a": {"trainin": {}}}}, "rows: a: unknown key 'trainin'. Did you mean training"),
     ],
 )
@@ -162,7 +186,7 @@ def test_a_wrong_file_is_explained(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         read(file, PaperTable)
     file.write_text(yaml.safe_dump({name: part for name, part in table.items() if name != "source"}))
-    with pytest.raises(UserError, match="the key 'source' is missing"):
+    with pytest.raises(UserError, match="missing 1 required .* 'source'. Allowed are paper"):
         read(file, PaperTable)
     file.write_text("a: [")
     with pytest.raises(UserError, match="cannot be read as YAML"):
@@ -201,15 +225,15 @@ def test_two_processes_do_each_unit_once(tmp_path):
     assert all(lines) and sum(map(len, lines)) == shared_units.COUNT + 1
     times = [(output / str(number) / "times.txt").read_text() for number in range(shared_units.COUNT)]
     assert times == ["done\n"] * shared_units.COUNT
-    assert result_of(output, shared_units.SUM) == {"total": sum(range(shared_units.COUNT))}
+    assert result_of(Job.read(output), shared_units.SUM) == {"total": sum(range(shared_units.COUNT))}
 
 
 def test_a_killed_unit_is_done_again(tmp_path):
     with pytest.raises(AssertionError, match=r"exit codes \[9\]"):
         forked(1, lambda _: shared_units.die_within(tmp_path), group=False)
-    assert (tmp_path / "0" / "half.txt").exists() and result_of(tmp_path, "0") == {}
+    assert (tmp_path / "0" / "half.txt").exists() and not Job.read(tmp_path).names()
     shared_units.do_all(tmp_path, tmp_path / "screen")
-    assert result_of(tmp_path, "0") == {"number": 0}
+    assert result_of(Job.read(tmp_path), "0") == {"number": 0}
 
 
 # ---- claims
@@ -351,6 +375,10 @@ def test_data_of_a_row_s_ablation_is_looked_for(tmp_path):
     models = [Model("b"), Model("b", ablation={"data": "{root}/of-the-row.json"})]
     (line,) = missing_parts(world, tmp_path, models, [])
     assert line.startswith(f"'{tmp_path}/of-the-row.json' is not there")
+    # A world may have other data in the place of a row's.
+    assert not missing_parts(
+        replace(world, substitute={"data": {models[1].ablation["data"]: None}}), tmp_path, models[1:], []
+    )
 
 
 def test_the_slope_of_attention_is_that_of_the_line():

@@ -178,7 +178,7 @@ def test_kind_short_writes_the_short_caption_beside_the_long_one(models, scenes,
     assert not any("short_caption" in row for row in rows)
 
 
-def test_pair_folders_and_shards(models, scenes, tmp_path, capsys):
+def test_pair_folders_and_shards(models, scenes, tmp_path, capsys, monkeypatch):
     images, data, learned = scenes
     write_shards(ShardsConfig(data=data, images=images, output=str(tmp_path / "shards"), size=64, workers=0))
     settings = config(models["taught"], tmp_path / "out", data=str(tmp_path / "shards"), per_part=3)
@@ -194,10 +194,13 @@ def test_pair_folders_and_shards(models, scenes, tmp_path, capsys):
         assert fault(record.caption) is None and not record.caption.startswith("A photo")
     assert len(list((tmp_path / "out").glob("*.tar"))) == 2 and not (tmp_path / "out" / "captions.jsonl").exists()
     files = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.tar")}
+    read, parts = Parts.read, []
+    monkeypatch.setattr(Parts, "read", lambda self, number: parts.append(number) or read(self, number))
     (tmp_path / "out" / "shard-000001.tar").unlink()
     assert [bad.kind for bad in open_data(str(tmp_path / "out"))[0].bad] == ["missing shard"]
     synthesize(settings)
     assert files == {path: path.read_bytes() for path in files}
+    assert parts == [0, 1]  # each is parsed once, however much is counted
     folder = tmp_path / "pairs"
     shutil.copytree(images, folder)
     for name in learned:
@@ -289,9 +292,9 @@ def test_a_damaged_part_is_written_again(tmp_path):
     with Job.open(tmp_path, "synthesize", shared=True) as job:
         Parts(job, images=4, per_part=2).write(0, outcomes)
     parts = Parts(Job.read(tmp_path), images=4, per_part=2)
-    assert parts.read(0) == outcomes and parts.read(1) is None
+    assert parts.read(0) == outcomes and parts.is_whole(0) and not parts.is_whole(1)
     (tmp_path / "parts" / "part-000000.jsonl").write_text('{"image": 3}\n')
-    assert Parts(Job.read(tmp_path), images=4, per_part=2).read(0) is None
+    assert not Parts(Job.read(tmp_path), images=4, per_part=2).is_whole(0)
 
 
 # ---- as it is started

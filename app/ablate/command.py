@@ -1,14 +1,18 @@
 """Searches for heads whose suppression makes a CLIP retrieve better."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.ablation.heads import ABLATED, Ablation, image_means, text_means, tower_shape
-from debias_diffusion.ablation.saved import write_ablation
+from debias_diffusion.ablation.saved import FILE, MEANS_FILE, ablation_content
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec, Kind
@@ -16,9 +20,10 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.inputs import Pairs, read_source
 from debias_diffusion.eval.report import Table
 from debias_diffusion.eval.robustness import edit_caption
-from debias_diffusion.files import folder_lock, read_json_object, write_json
+from debias_diffusion.files import read_json_object, write_json
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.fitness import K1, K2, check_count
+from debias_diffusion.head_search.genetic import Generation
 from debias_diffusion.head_search.population import Population, TextPopulation, mean_shares
 from debias_diffusion.head_search.problems import (
     ImageProblem,
@@ -30,17 +35,18 @@ from debias_diffusion.head_search.problems import (
     genetic_search,
     probe,
 )
+from debias_diffusion.jobs import Job
 from debias_diffusion.models.image_tower import PROMPTS_AND_ATTENTION
+from debias_diffusion.models.weight_files import save_tensors
 from debias_diffusion.retrieval import encode_images, encode_texts
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import TokenBatch
 
 from ..options import AblateConfig
-from .figures import draw_heads
 
 FITNESS = {"margin": ("keep",), "robust": ("keep", "move4", "remove")}  # edits of the captions
-LOG, STATE, PROBE_FILE, PICTURE, SETTINGS = "log.jsonl", "bp.safetensors", "probe.json", "heads.png", "settings.json"
-_WITHOUT_EFFECT = ("output", "device", "batch", "max_bad")  # settings that a search may continue with others of
+PROBE_FILE, PICTURE, GENERATION = "probe.json", "heads.png", "generation-"
+_WITHOUT_EFFECT = ("output", "model", "data", "images", "root", "device", "batch", "max_bad")  # paths are inputs
 
 
 def ablate(config: AblateConfig) -> Path:
@@ -52,10 +58,12 @@ def ablate(config: AblateConfig) -> Path:
     Raises:
         UserError: the model or the data cannot be used, or the folder belongs to another search.
     """
-    output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
-    with folder_lock(output, f"Another search works in {config.output!r}. Wait for it, or give another output."):
-        return _Search(config, output).run()
+    search = _Search(config)
+    settings = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
+    inputs = {"model": search.backbone.digest(), "data": search.pairs.digest}
+    with Job.open(config.output, "ablate", settings, inputs) as search.job:
+        search.run()
+    return Path(config.output)
 
 
 def _check_pairs(config: AblateConfig, pairs: Pairs) -> None:
@@ -72,8 +80,12 @@ def _ablated_already(model: str) -> UserError:
 
 
 class _Search:
-    def __init__(self, config: AblateConfig, output: Path):
-        self.config, self.output = config, output
+    """One search, which continues from the finished items of `job`."""
+
+    job: Job
+
+    def __init__(self, config: AblateConfig):
+        self.config, self.output = config, Path(config.output)
         spec = EncoderSpec.parse(config.model)
         if spec.kind is Kind.ABLATION:
             raise _ablated_already(config.model)
@@ -87,52 +99,22 @@ class _Search:
             raise UserError(f"{config.model!r}: {PROMPTS_AND_ATTENTION}")
         self.pairs = read_source(config)
         _check_pairs(config, self.pairs)
-        self._claim()
-
-    def _claim(self) -> None:
-        """Writes what decides the result. Raises UserError if the folder holds a search with other settings."""
-        settings = {name: value for name, value in asdict(self.config).items() if name not in _WITHOUT_EFFECT}
-        settings |= {"model_sha256": self.backbone.digest(), "data_sha256": self.pairs.digest}
-        file = self.output / SETTINGS
-        earlier = read_json_object(file) if file.exists() else settings
-        if different := [name for name, value in settings.items() if earlier.get(name) != value]:
-            name = different[0]
-            raise UserError(
-                f"{str(self.output)!r} holds a search with {name} {earlier.get(name)!r}, and now it is "
-                f"{settings[name]!r}. Give the same settings to continue that search, or another output."
-            )
-        write_json(file, settings)
 
     @torch.inference_mode()
-    def run(self) -> Path:
-        problem = self._problem(self.pairs)
-        before = problem.recalls(problem.untouched)[0]
-        if self.config.search == "probe":
-            self._write_probe(probe(problem), problem)
-            return self.output
-        beta = self._search(problem)
-        if not (beta < 1).any():
-            print("No head hurts: nothing is ablated.")
-            return self.output
-        ablation = Ablation.of_rows(self.config.tower, beta.tolist())
-        if self.means is not None:
-            ablation = ablation.with_means(self.means)
-        if self.config.search == "bp":
-            encoded, heads = problem.encode_betas(beta), ablation.names_below(ABLATED)
-        else:
-            encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
-        after = problem.recalls(encoded)[0]
-        write_ablation(
-            self.output,
-            self.config.model,
-            self.backbone,
-            ablation,
-            heads=heads,
-            settings=asdict(self.config),
-            data_sha256=self.pairs.digest,
-            recall={"before": before, "after": after},
-        )
-        draw_heads(ablation.beta, f"beta of each head of the {self.config.tower} tower").savefig(self.output / PICTURE)
+    def run(self) -> None:
+        config = self.config
+        if config.search == "probe":
+            self._show_probe(self._problem(self.pairs))
+            return
+        if self.job.path(FILE, damaged="absent") is None:
+            problem = self._problem(self.pairs)
+            beta = self._search(problem)
+            if not (beta < 1).any():
+                print("No head hurts: nothing is ablated.")
+                return
+            self._write(problem, beta)
+        content = read_json_object(self.output / FILE)
+        before, after = content["recall"]["before"], content["recall"]["after"]
         rows = [[name, before[name], after[name]] for name in before]
         print("\n" + Table(["on the pairs of the search", "before", "after"], rows).markdown())
         if after["mean_r"] < before["mean_r"]:
@@ -140,9 +122,25 @@ class _Search:
                 f"\nmean-R fell from {before['mean_r']:.1f} to {after['mean_r']:.1f}, though the fitness rose: with "
                 "all features alike the margin is 0, more than that of a model that errs. Try a larger beta, or naive."
             )
-        print(f"\nAblated: {', '.join(heads) or 'none'}\nNext: debias-diffusion evaluate all --encoders "
-              f"{self.config.model},{self.output}")  # fmt: skip
-        return self.output
+        print(f"\nAblated: {', '.join(content['heads']) or 'none'}\nNext: debias-diffusion evaluate all --encoders "
+              f"{config.model} {self.output}")  # fmt: skip
+
+    def _write(self, problem: Problem, beta: Tensor) -> None:
+        """Writes what was found, [blocks, heads], with the recalls before and after."""
+        config, ablation = self.config, Ablation.of_rows(self.config.tower, beta.tolist())
+        if config.search == "bp":
+            encoded, heads = problem.encode_betas(beta), ablation.names_below(ABLATED)
+        else:
+            encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
+        if self.means is not None:
+            ablation = ablation.with_means(self.means)
+            with self.job.write(MEANS_FILE) as temporary:
+                save_tensors({"means": ablation.means}, temporary)
+        draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower").savefig(self.output / PICTURE)
+        recall = {"before": problem.recalls(problem.untouched)[0], "after": problem.recalls(encoded)[0]}
+        more = {"heads": heads, "settings": asdict(config), "data_sha256": self.pairs.digest, "recall": recall}
+        with self.job.write(FILE) as temporary:
+            write_json(temporary, ablation_content(config.model, self.backbone, ablation, **more))
 
     def _problem(self, pairs: Pairs) -> Problem:
         """The pairs whose image can be read, encoded as far as every ablation shares."""
@@ -201,7 +199,7 @@ class _Search:
                 return Backprop(
                     problem,
                     scale,
-                    self.output / STATE,
+                    self.job,
                     rate=config.learning_rate,
                     epochs=config.epochs,
                     batch=config.bp_batch,
@@ -209,32 +207,78 @@ class _Search:
                     seed=config.seed,
                 ).run()
         if config.search == "single":
-            mask = best_alone(probe(problem))
+            mask = best_alone(self._probe(problem))
         elif config.search == "naive":
-            mask = better_alone(probe(problem))
+            mask = better_alone(self._probe(problem))
         elif config.search == "all":
             masks = every_mask(*problem.shape)
             parts = tqdm(masks.split(256), desc="sets of heads", unit="part")
             fitness = torch.cat([problem.fitness(problem.encode(part), None) for part in parts])
             mask = masks[fitness.argmax()]
         else:
-            log = self.output / LOG
-            mask, _ = genetic_search(problem, log, config.generations, config.efficient, config.seed)
+            made = [self.job.notes(name) for name in self.job.names(GENERATION)]
+            history = [_generation(number, **notes) for number, notes in enumerate(made)]
+            mask, _ = genetic_search(
+                problem, config.generations, config.efficient, config.seed, history, self._note_generation
+            )
         return torch.where(mask.view(*problem.shape), config.beta if self.means is None else 0.0, 1.0)
 
-    def _write_probe(self, recalls: list[dict[str, float]], problem: Problem) -> None:
+    def _note_generation(self, generation: Generation) -> None:
+        masks = ["".join("01"[ablated] for ablated in mask) for mask in generation.masks.tolist()]
+        self.job.note(f"{GENERATION}{generation.number:04}", masks=masks, fitness=generation.fitness.tolist())
+
+    def _probe(self, problem: Problem) -> list[dict[str, float]]:
+        """The recalls of the untouched model, then those with each head ablated alone."""
+        return list(self.job.json(PROBE_FILE, partial(self._measured, problem))["recall"].values())
+
+    def _measured(self, problem: Problem) -> dict:
         names = ["none", *(f"{block}-{head}" for block in range(self.blocks) for head in range(self.heads))]
-        by_head = dict(zip(names, recalls, strict=True))
+        by_head = dict(zip(names, probe(problem), strict=True))
         if isinstance(problem, ImageProblem) and self.means is None:
             shares = mean_shares(self.backbone.image, problem.embedded, self.config.beta, self.config.batch)
             for name, before, after in zip(names[1:], *(part.flatten().tolist() for part in shares), strict=True):
                 by_head[name] |= {"cls_share": 100 * before, "cls_share_suppressed": 100 * after}
             by_head["none"] |= {"cls_share": None, "cls_share_suppressed": None}
-        write_json(self.output / PROBE_FILE, {"settings": asdict(self.config), "recall": by_head})
-        untouched, *alone = (row["mean_r"] for row in recalls)
+        return {"settings": asdict(self.config), "recall": by_head}
+
+    def _show_probe(self, problem: Problem) -> None:
+        self._probe(problem)
+        by_head = read_json_object(self.output / PROBE_FILE)["recall"]
+        untouched, *alone = (row["mean_r"] for row in by_head.values())
         values = [alone[start : start + self.heads] for start in range(0, len(alone), self.heads)]
         draw_heads(values, f"mean-R with one head suppressed ({untouched:.1f} with none)", untouched).savefig(
             self.output / PICTURE
         )
         rows = [[name, *row.values()] for name, row in by_head.items()]
         print("\n" + Table(["ablated head", *by_head["none"]], rows).markdown())
+
+
+def _generation(number: int, masks: list[str], fitness: list[float]) -> Generation:
+    """A generation as it was noted."""
+    rows = torch.tensor([[bit == "1" for bit in mask] for mask in masks])
+    return Generation(number, rows, torch.tensor(fitness, dtype=torch.float64))
+
+
+def draw_heads(values: Sequence[Sequence[float]], title: str, around: float | None = None) -> Figure:
+    """A map of a tower with a cell for each head, [blocks][heads].
+
+    Args:
+        around: the value drawn white, with losses red and gains blue; None draws values from 0 to 1, white to blue.
+    """
+    values = np.asarray(values, dtype=float)
+    blocks, heads = values.shape
+    figure = Figure(figsize=(max(6, 2 + 0.45 * heads), max(3, 1.5 + 0.4 * blocks)), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    if around is None:
+        scale = {"cmap": "Blues_r", "vmin": 0, "vmax": 1}
+    else:
+        most = max(1e-9, float(np.abs(values - around).max()))
+        scale = {"cmap": "RdBu", "vmin": around - most, "vmax": around + most}
+    image = axes.imshow(values, aspect="auto", **scale)
+    figure.colorbar(image, ax=axes)
+    axes.set_xticks(range(heads))
+    axes.set_yticks(range(blocks))
+    axes.set_xlabel("head")
+    axes.set_ylabel("block")
+    axes.set_title(title, fontsize="medium")
+    return figure

@@ -4,10 +4,9 @@ import shutil
 from pathlib import Path
 
 from debias_diffusion import chunks
-from debias_diffusion.errors import UserError
-from debias_diffusion.files import atomic_folder
 
 from ..options import ComfyUIConfig
+from ..written_folder import check_replaceable, written_folder
 from . import long_prompt_node
 
 WORKFLOW = "long_prompt_workflow.json"
@@ -20,17 +19,12 @@ def write_node(config: ComfyUIConfig) -> Path:
         the folder
 
     Raises:
-        UserError: the folder holds anything but an earlier copy.
+        UserError: the folder holds anything but an earlier copy that nobody changed.
     """
     output, node = Path(config.output), Path(long_prompt_node.__file__)
     files = [node.with_name("__init__.py"), node, Path(chunks.__file__), node.with_name(WORKFLOW)]
-    written = {"__pycache__", *(file.name for file in files)}
-    if output.exists() and not (output.is_dir() and {path.name for path in output.iterdir()} <= written):
-        raise UserError(
-            f"{config.output!r} exists and is no earlier copy of the node. Give another name for the folder, such as "
-            "ComfyUI/custom_nodes/long_prompt."
-        )
-    with atomic_folder(output) as folder:
+    check_replaceable(output, "comfyui")
+    with written_folder(output, "comfyui") as folder:
         for file in files:
             shutil.copyfile(file, folder / file.name)
     print(

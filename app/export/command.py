@@ -1,6 +1,5 @@
 """Exports a training run, or any other text encoder, for other programs."""
 
-import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -9,8 +8,7 @@ from typing import TYPE_CHECKING
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion.encoders import EncoderSpec, Kind
-from debias_diffusion.errors import UserError
-from debias_diffusion.files import atomic_folder
+from debias_diffusion.errors import UserError, reason
 from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
 from debias_diffusion.interchange.text_encoders import (
     TextEncoder,
@@ -20,12 +18,11 @@ from debias_diffusion.interchange.text_encoders import (
     to_transformers,
 )
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
-from debias_diffusion.models.model_files import CONFIG_FILE, WEIGHTS_FILE
 from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
 
 from ..options import ExportConfig
-from .hub import check_repository, push_folder
-from .model_card import MARK, OPEN_CLIP_UNABLATED, Exported, model_card
+from ..written_folder import MARK, check_replaceable, written_folder
+from .model_card import OPEN_CLIP_UNABLATED, Exported, model_card
 
 if TYPE_CHECKING:
     from debias_diffusion.models.backbone import Backbone
@@ -41,21 +38,17 @@ def export(config: ExportConfig) -> Path:
     output = Path(config.output)
     _check(config, output)
     source = _load(config)
-    write = {"transformers": _transformers, "comfyui": _comfyui, "open_clip": _open_clip, "clip": _clip}[config.to]
+    write = {
+        "transformers": _transformers,
+        "diffusers": _transformers,
+        "comfyui": _comfyui,
+        "open_clip": _open_clip,
+        "clip": _clip,
+    }[config.to]
     write(config, source, output)
     if config.push_to_hub:
-        print(f"Uploaded to {push_folder(output, config.push_to_hub)} (a new repository is private).")
+        print(f"Uploaded to {_push_folder(output, config.push_to_hub)} (a new repository is private).")
     return output
-
-
-# Files that an export may replace.
-_EXPORTED = re.compile(
-    r"README\.md|pipeline\.py|text_encoder|tokenizer|scores\.json|"
-    rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|config\.json|model\.safetensors|"
-    r"(pre)?processor_config\.json|tokenizer(_config)?\.json|special_tokens_map\.json|vocab\.json|merges\.txt|"
-    r"modeling_ablated_clip\.py|"
-    r"chat_template\.jinja|added_tokens\.json|spiece\.model|tokenizer\.model|\.cache|\.DS_Store|__pycache__"
-)
 
 
 def _check(config: ExportConfig, output: Path) -> None:
@@ -66,7 +59,8 @@ def _check(config: ExportConfig, output: Path) -> None:
                 f"push_to_hub uploads folders, and comfyui is a file. Run `hf upload {config.push_to_hub} "
                 f"{config.output}` after the export."
             )
-        check_repository(config.push_to_hub)
+        if "/" not in config.push_to_hub:
+            raise UserError(f"{config.push_to_hub!r} lacks the owner. Give owner/name.")
     if config.projection and config.to != "transformers":
         raise UserError(f"projection is an option of transformers only; {config.to} keeps the model as it is.")
     if config.to == "comfyui":
@@ -77,18 +71,7 @@ def _check(config: ExportConfig, output: Path) -> None:
         if output.exists() and (output.is_dir() or written_metadata(output).get("written_by") != WRITTEN_BY):
             raise UserError(f"The output {config.output!r} exists and is no file of an export. Give a new file.")
         return
-    if output.is_file():
-        raise UserError(f"The output {config.output!r} is a file. Give a new folder.")
-    if not output.exists() or not any(output.iterdir()):
-        return
-    card = output / "README.md"
-    if not card.is_file() or MARK not in card.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"The output {config.output!r} exists and is no exported encoder. Give a new folder.")
-    if foreign := sorted(file.name for file in output.iterdir() if not _EXPORTED.fullmatch(file.name)):
-        raise UserError(
-            f"The output {config.output!r} would be replaced, but holds {foreign[0]!r}, which is no file of an export. "
-            "Move it away, or give a new folder."
-        )
+    check_replaceable(output, "export")
 
 
 _BOTH_TOWERS = ("open_clip", "clip")  # formats
@@ -169,7 +152,7 @@ def _transformers(config: ExportConfig, source: _Source, output: Path) -> None:
     encoder, tokenizer = source.text_encoder(config.projection)
     kind, width, length = _sizes(encoder)
     is_first = kind == "CLIPTextModel"  # the class of SDXL's first encoder
-    with atomic_folder(output) as folder:
+    with written_folder(output, "export") as folder:
         write_text_encoder(encoder, tokenizer, folder)
         if is_first:
             write_custom_pipeline(folder / "pipeline.py")
@@ -224,7 +207,7 @@ _COMFYUI_NOTE = (
 
 def _open_clip(config: ExportConfig, source: _Source, output: Path) -> None:
     backbone = source.backbone
-    with atomic_folder(output) as folder:
+    with written_folder(output, "export") as folder:
         backbone.save(folder)
         title = f"A {backbone.family.name} that reads {backbone.context_length} tokens"
         _write_card(config, source, folder, title, _USE_OPEN_CLIP, "open_clip", "zero-shot-image-classification")
@@ -239,7 +222,7 @@ def _clip(config: ExportConfig, source: _Source, output: Path) -> None:
     from debias_diffusion.interchange.clip_model import export_clip_model
 
     backbone = source.backbone
-    with atomic_folder(output) as folder:
+    with written_folder(output, "export") as folder:
         export_clip_model(backbone, folder)
         title = f"A CLIP that reads {backbone.context_length} tokens"
         use = _USE_ABLATED_CLIP if backbone.image_attention else _USE_CLIP
@@ -248,6 +231,30 @@ def _clip(config: ExportConfig, source: _Source, output: Path) -> None:
         print(f"Wrote {output}: both towers, for AutoModel.from_pretrained('{output}', trust_remote_code=True).")
     else:
         print(f"Wrote {output}: both towers, for transformers.CLIPModel.from_pretrained('{output}').")
+
+
+def _push_folder(folder: Path, name: str) -> str:
+    """Uploads a folder as the hub repository `name` and returns its address.
+
+    A new repository is private. An existing one keeps its visibility and its other files.
+
+    Raises:
+        UserError: the repository cannot be created or written. The message says that the local folder is complete.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        hub = HfApi()
+        address = hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(
+            repo_id=name, folder_path=folder, commit_message="Exported by debias-diffusion", ignore_patterns=MARK
+        )
+        return str(address)
+    except Exception as error:  # no such name, no network, no token, no write access: the library has many types
+        raise UserError(
+            f"The folder {str(folder)!r} is complete, but could not be uploaded to {name!r}: {reason(error)}. "
+            f"Log in with `hf auth login`, check the network, and run `hf upload {name} {folder}`."
+        ) from error
 
 
 def _print_unaffected(source: _Source) -> None:

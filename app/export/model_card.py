@@ -8,7 +8,6 @@ import dataclasses
 import json
 import re
 import shlex
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
-import debias_diffusion
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.ablation.saved import is_ablation, read_ablation
 from debias_diffusion.encoders import MODELS_OF_RUN, EncoderSpec, open_clip_models
@@ -30,9 +28,6 @@ from debias_diffusion.training.config import CHOOSING, TrainConfig, method_setti
 if TYPE_CHECKING:
     from debias_diffusion.ablation.heads import Ablation
     from debias_diffusion.models.backbone import Backbone
-
-# Marks a folder as written by an export, so a later export may replace it.
-MARK = "exported by debias-diffusion"
 
 _KEY = "debias_diffusion"  # of open_clip_config.json
 
@@ -78,7 +73,6 @@ def model_card(exported: Exported, scores: str | None = None) -> str:
         UserError: `scores` holds no results, broken results, or results of other weights.
     """
     run, search = _Run.find(exported.model), _Search.find(exported.model)
-    measured = [*(run.scores() if run else []), *(_read_scores(scores, exported) if scores else [])]
     base = (exported.model, exported.pretrained)
     if run:
         base = (run.settings.get("model"), run.settings.get("pretrained"))
@@ -92,33 +86,28 @@ def model_card(exported: Exported, scores: str | None = None) -> str:
         tags=["clip", "long-prompts", "text-encoder", "debias-diffusion"],
         base_model=_hub_repository(*base),
     )
-    sections = [
-        f"# {exported.title}\n\n{_line(exported)}",
-        f"## How to load it\n\n{exported.use}",
-        f"## How it was made\n\n{_made(exported, run, search, base)}",
-        *(["## Scores\n\n" + "\n\n".join(measured)] if measured else []),
-        f"## Licence\n\n{_LICENCE}",
-    ]
-    return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
-
-
-_LICENCE = (
-    "The licences and terms of the base model and of the training data apply to these weights. The program that wrote "
-    "this card does not know them, hence `license: unknown` above: look them up and set it before you publish."
-)
-
-
-def _line(exported: Exported) -> str:
-    text = f"From {code(_public(exported.model))}"
-    if exported.pretrained:
-        text += f" with the weights {code(_public(exported.pretrained))}"
     attention = exported.backbone and (exported.backbone.image_attention or exported.backbone.text_attention)
-    if attention and exported.library == "open_clip":
-        return f"{text}, {MARK}. **Plain open_clip runs it unablated**: {OPEN_CLIP_UNABLATED}"
-    return f"{text}, {MARK}. It loads without debias-diffusion."
+    made = run or search
+    card = ModelCard.from_template(
+        front,
+        template_path=str(Path(__file__).with_name("model_card.md.j2")),
+        title=exported.title,
+        model=code(_public(exported.model)),
+        pretrained=exported.pretrained and code(_public(exported.pretrained)),
+        unablated=OPEN_CLIP_UNABLATED if attention and exported.library == "open_clip" else None,
+        use=exported.use,
+        rows=_rows(exported, run, search, base),
+        command=made and made.command(),
+        held_out=run and run.held_out(),
+        evaluations=_read_scores(scores, exported) if scores else [],
+    )
+    return f"{card}\n"
 
 
-def _made(exported: Exported, run: "_Run | None", search: "_Search | None", base: tuple[str | None, str | None]) -> str:
+def _rows(
+    exported: Exported, run: "_Run | None", search: "_Search | None", base: tuple[str | None, str | None]
+) -> dict[str, str]:
+    """The table of how it was made."""
     rows = {}
     backbone = exported.backbone
     if run or search or _hub_repository(*base) or base[0] in open_clip_models():
@@ -137,10 +126,7 @@ def _made(exported: Exported, run: "_Run | None", search: "_Search | None", base
         )
     if backbone and backbone.pooling != "eot":
         rows["pooling"] = f"{backbone.pooling}; other programs lack it and pool at EOT"
-    rows["exported with"] = f"debias-diffusion {version('debias-diffusion')}" + (f", {_commit()}" if _commit() else "")
-    table = _table(["", ""], list(rows.items()))
-    made = run or search
-    return table if made is None else f"{table}\n\n```bash\n{made.command()}\n```"
+    return rows | {"exported with": f"debias-diffusion {version('debias-diffusion')}"}
 
 
 def _noted_ablations(backbone: "Backbone | None") -> "list[Ablation]":
@@ -242,18 +228,15 @@ class _Run:
     def command(self) -> str:
         return _command("debias-diffusion train", self.settings, TrainConfig)
 
-    def scores(self) -> list[str]:
-        """R@1 on held-out pairs, of the base model and of the exported one."""
+    def held_out(self) -> dict | None:
+        """R@1 on held-out pairs, of the base model and of the exported one; None if it was not measured."""
         scores = read_json_object(self.model / "scores.json")
         measured = {line.get("step"): line for line in _lines(self.folder / "log.jsonl") if "t2i_r1" in line}
         if scores.get("step") not in measured:
-            return []
-        lines = [measured[step] for step in sorted({0, scores["step"]} & measured.keys())]
-        names = ["the base model" if line["step"] == 0 else f"this one, step {line['step']}" for line in lines]
-        rows = [[name, line["t2i_r1"], line["i2t_r1"]] for name, line in zip(names, lines, strict=True)]
-        table = _table(["R@1, percent", "text to image", "image to text"], rows)
-        pairs = measured[scores["step"]]["pairs"]
-        return [f"On {pairs} pairs held out of the training data, with whole captions. {_chosen(scores)}:\n\n{table}"]
+            return None
+        steps = sorted({0, scores["step"]} & measured.keys())
+        lines = {f"this one, step {step}" if step else "the base model": measured[step] for step in steps}
+        return {"pairs": measured[scores["step"]]["pairs"], "chosen": _chosen(scores), "lines": lines}
 
 
 def _chosen(scores: dict) -> str:
@@ -261,13 +244,11 @@ def _chosen(scores: dict) -> str:
     if f"{CHOOSING}t2i_r1" in scores:
         count = scores[f"{CHOOSING}pairs"]
         return f"This model is the best of the training run above by R@1 on {count} other pairs, not trained on either"
-    if "t2i_r1" in scores:  # the best model of an earlier release's run
-        return "This model is the best of the training run above by this measure"
     return "This model is the one after the last step of the training run above"
 
 
-def _read_scores(folder: str, exported: Exported) -> list[str]:
-    """The results of `evaluate` in `folder` as Markdown, each with its command."""
+def _read_scores(folder: str, exported: Exported) -> list[dict]:
+    """The results of `evaluate` in `folder`, each with its command."""
     from debias_diffusion.eval.registry import EVALUATIONS
     from debias_diffusion.eval.report import escaped
 
@@ -279,14 +260,17 @@ def _read_scores(folder: str, exported: Exported) -> list[str]:
         report, words = read_json_object(file), name.replace("_", "-")
         try:
             report = _of_model(file, report, _digest_of(exported, evaluation.needs, file))
-            tables = "\n\n".join(table.markdown() for table in evaluation.load().tables(report))
-            notes = "".join(f"\n- {escaped(note)}" for note in report["notes"])
-            command = _command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.settings())
+            section = {
+                "title": evaluation.title,
+                "tables": [table.markdown() for table in evaluation.load().tables(report)],
+                "notes": list(map(escaped, report["notes"])),
+                "command": _command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.settings()),
+            }
         except UserError:
             raise
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`: {error!r}.") from error
-        sections.append(f"{evaluation.title}:\n\n{tables}\n{notes}".rstrip() + f"\n\n```bash\n{command}\n```")
+        sections.append(section)
     if not sections:
         raise UserError(
             f"The folder {folder!r} holds none of {', '.join(f'{name}.json' for name in EVALUATIONS)}. Give the "
@@ -362,18 +346,6 @@ def _hub_repository(model: str | None, pretrained: str | None) -> str | None:
     return model if is_id else None
 
 
-def _commit() -> str | None:
-    """The commit of the checkout that runs; None if the package was installed another way."""
-    root = Path(debias_diffusion.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return "commit " + code(subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip())
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def _public(name: str) -> str:
     """A name or path without the folders of this machine."""
     path = Path(name)
@@ -386,13 +358,6 @@ def code(value) -> str:
     """A value as one line of Markdown code that cannot end the code or a table cell."""
     text = "".join(character if character.isprintable() else " " for character in str(value))
     return f"`{text.replace('`', chr(39)).replace('|', '/')}`"
-
-
-def _table(header: list[str], rows: list) -> str:
-    def line(cells) -> str:
-        return "| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
-
-    return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])
 
 
 def _lines(file: Path) -> list[dict]:

@@ -8,7 +8,7 @@ from huggingface_hub import try_to_load_from_cache
 from debias_diffusion.data.retrieval_sets import find_root
 from debias_diffusion.errors import UserError
 
-from .papers import Base, Column, Model, World, fill
+from .papers import Base, Column, Model, World, ablation_settings, fill
 
 TFLOPS = 120e12  # FLOP a second of the GPU that hours are counted for: an A100 at two fifths of its bf16 peak
 PAIRS_OF_SHAREGPT4V = 1_245_901
@@ -23,7 +23,7 @@ def missing_parts(world: World, root: Path, models: Iterable[Model], columns: It
         lines += _missing_files(world, root, world.needs)
     for model in models:
         if model.ablation is not None:
-            lines += _missing_data(world, root, world.ablation | model.ablation)
+            lines += _missing_data(world, root, ablation_settings(world, model))
     for name in dict.fromkeys(column.evaluation for column in columns):
         lines += _missing_data(world, root, world.evaluations.get(name, {}))
     for name in dict.fromkeys(model.base for model in models):

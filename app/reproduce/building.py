@@ -1,13 +1,13 @@
 """From tables, claims and a world to units: trainings, ablations and evaluations, shared by all that name them."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from debias_diffusion.errors import UserError, near_matches
-from debias_diffusion.files import json_digest, read_json_object, write_json
+from debias_diffusion.files import json_digest
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods import METHODS
 from debias_diffusion.toyworld.pairs import write_pairs
@@ -18,12 +18,11 @@ from debias_diffusion.training.loop import train
 from ..ablate.command import ablate
 from ..command_line import checked
 from ..options import AblateConfig
-from ..units import Unit
 from .measuring import KINDS
-from .papers import Column, Model, World, describe, fill
+from .papers import Column, Model, World, ablation_settings, describe, fill
+from .units import Unit
 
-PAIRS = "pairs"
-_SETTINGS = "reproduce.json"  # in a training's folder: the settings that it began with
+_SPELLING = ("recipe", "method", *RECIPE_OPTIONS)  # options of a method, which can be spelled in several ways
 _EVALUATION_SECONDS = 15.0  # a guess, for the order of units
 
 
@@ -33,7 +32,7 @@ class Work:
 
     Attributes:
         world: where data and models come from.
-        root: folder of real data.
+        root: folder of real data, absolute: results of another folder are others.
         output: folder of everything.
         device: that evaluations and ablations run on; None: cuda where there is one.
         units: by name.
@@ -76,7 +75,7 @@ class Work:
             return str(self.output / unit.name / "last"), Path(unit.name).name, (unit.name,)
         name = f"{base.model}:{base.pretrained}" if base.pretrained else base.model
         if model.ablation is None:
-            return name, model.base, ()
+            return name, f"{model.base}-{_digest(name)}", ()
         unit = self._ablation(model, name, seed)
         return str(self.output / unit.name), Path(unit.name).name, (unit.name,)
 
@@ -84,13 +83,11 @@ class Work:
         settings = self.training_settings(model)
         config = self._train_config(settings, seed, self.output)
         # Equal methods have one folder, however they are spelled: long-clip is debias-clip with three options.
-        plain = {name: part for name, part in settings.items() if name not in ("recipe", "method", *RECIPE_OPTIONS)}
-        identity = json_digest(
-            {"method": repr(config.make_method()), "base": asdict(self.world.bases[model.base]), **plain}
-        )
-        name = f"seed-{seed}/training/{config.recipe}-{identity[:12]}"
+        plain = {name: part for name, part in settings.items() if name not in _SPELLING}
+        needs = (self._pairs(),) if self.world.pairs is not None else ()
+        identity = _digest(repr(config.make_method()), self._filled(plain, seed), needs)
+        name = f"seed-{seed}/training/{config.recipe}-{identity}"
         if name not in self.units:
-            needs = (self._pairs(),) if self.world.pairs is not None else ()
             seconds = (self.world.seconds_per_step or 1.0) * (config.max_steps or 1000 * config.epochs)
             title = f"train {describe(model)}, seed {seed}"
             self.units[name] = Unit(name, title, partial(self._train, settings, seed), needs, seconds)
@@ -126,50 +123,45 @@ class Work:
     def _train_config(self, settings: dict, seed: int, folder: Path) -> TrainConfig:
         values = self._filled(settings, seed) | {"output": str(folder), "seed": seed}
         if self.world.pairs is not None:
-            data, images = self._pair_files()
-            values |= {"data": str(data), "images": str(images), "validation": self.world.held_out}
+            pairs = self.output / self._pairs() / "data"
+            values |= {"data": f"{pairs}/data.json", "images": f"{pairs}/images", "validation": self.world.held_out}
         return checked(TrainConfig, values)
 
     def _train(self, settings: dict, seed: int, folder: Path) -> dict:
-        # A training that was begun continues with the spelling of the settings that it began with.
-        begun = read_json_object(folder / _SETTINGS) or settings
-        write_json(folder / _SETTINGS, begun)
-        if train(self._train_config(begun, seed, folder)) is None:
+        begun = Job.read(folder).settings  # a training continues with the spelling that it began with
+        settings = settings | {name: begun[name] for name in _SPELLING if name in begun}
+        if train(self._train_config(settings, seed, folder)) is None:
             raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
         if not self.world.keep_checkpoints:
             job = Job.read(folder)
             for name in (*job.names(CHECKPOINT), BEST):
                 job.remove(name)
-        return {"settings": begun}
+        return {}
 
     def _pairs(self) -> str:
+        """The name of the unit that draws the world's pairs."""
+        name = f"pairs-{self.world.pairs}-{self.world.held_out}"
+
         def work(folder: Path) -> dict:
             write_pairs(folder / "data", self.world.held_out, self.world.pairs)
             return {}
 
-        self.units.setdefault(PAIRS, Unit(PAIRS, f"draw {self.world.pairs} pairs to train on", work, (), 1e9))
-        return PAIRS
-
-    def _pair_files(self) -> tuple[Path, Path]:
-        folder = self.output / PAIRS / "data"
-        return folder / "data.json", folder / "images"
+        self.units.setdefault(name, Unit(name, f"draw {self.world.pairs} pairs to train on", work))
+        return name
 
     def _ablation(self, model: Model, name: str, seed: int) -> Unit:
         known = [part.name for part in fields(AblateConfig)]
-        settings = self.world.ablation | model.ablation
+        settings = ablation_settings(self.world, model)
         for key in settings:
             if key not in known:
                 raise UserError(
                     f"ablate has no setting {key!r}.{near_matches(key, known)} See `debias-diffusion ablate --help`."
                 )
-        for key, values in self.world.substitute.items():
-            if key in known and settings.get(key) in values:
-                settings[key] = values[settings[key]]
-        settings |= {"model": name, "device": self.device}
-        unit = f"seed-{seed}/ablation/{settings.get('search', 'ga')}-{json_digest(settings)[:12]}"
+        settings = self._filled(settings | {"model": name}, seed)
+        unit = f"seed-{seed}/ablation/{settings.get('search', 'ga')}-{_digest(settings)}"
 
         def work(folder: Path) -> dict:
-            ablate(checked(AblateConfig, self._filled(settings, seed) | {"output": str(folder), "seed": seed}))
+            ablate(checked(AblateConfig, settings | {"output": str(folder), "seed": seed, "device": self.device}))
             return {}
 
         self.units.setdefault(unit, Unit(unit, f"ablate {describe(model)}, seed {seed}", work, (), 60.0))
@@ -179,18 +171,17 @@ class Work:
 
     def _evaluation(self, evaluation: str, model: str, label: str, needs: tuple[str, ...], seed: int) -> str:
         given = _named(evaluation, self.world.evaluations, "evaluation")
-        settings = {name: part for name, part in given.items() if name != "kind"}
+        settings = self._filled({name: part for name, part in given.items() if name != "kind"}, seed)
         kind = given["kind"]
         if kind not in KINDS:
             raise UserError(
                 f"The evaluation {evaluation!r} is of the kind {kind!r}, but must be one of {', '.join(KINDS)}."
             )
         # Benchmarks that are the same data in a small world are evaluated once.
-        name = f"seed-{seed}/{kind}-{json_digest(settings)[:8]}/{label}"
+        name = f"seed-{seed}/{kind}-{_digest(settings)}/{label}"
 
         def work(folder: Path) -> dict:
-            filled = self._filled(settings, seed) | ({"device": self.device} if self.device else {})
-            return KINDS[kind](model, folder, filled)
+            return KINDS[kind](model, folder, settings | ({"device": self.device} if self.device else {}))
 
         title = f"evaluate {evaluation} ({kind}) of {label}, seed {seed}"
         self.units.setdefault(name, Unit(name, title, work, needs, _EVALUATION_SECONDS))
@@ -199,6 +190,11 @@ class Work:
     def _filled(self, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Settings with places and seed filled in."""
         return {name: fill(part, self.root, seed) for name, part in settings.items()}
+
+
+def _digest(*depends: Any) -> str:
+    """Of JSON values: all that decides a result, as a part of its name."""
+    return json_digest({"depends": depends})[:12]
 
 
 def _named(name: str, known: Mapping[str, Any], what_it_is: str) -> Any:

@@ -10,10 +10,10 @@ from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.eval.report import table as text_table
 from debias_diffusion.eval.report import versions
 from debias_diffusion.files import write_json, write_text
+from debias_diffusion.jobs import Job
 from debias_diffusion.training.plan import duration
 
 from ..options import ReproduceConfig
-from ..units import is_done, result_of, run_units, unit_lock
 from .availability import TFLOPS, gpu_hours, missing_parts
 from .building import Work
 from .claims import all_claims, budgets, decide, find_model, needed, with_epochs
@@ -32,6 +32,7 @@ from .papers import (
     read_yaml,
 )
 from .table_sheets import write_table
+from .units import is_done, result_of, run_units
 
 ALL = "all"
 _FEWEST = 3  # seeds that decide a claim while others are still to be run
@@ -61,7 +62,8 @@ class _Reproduction:
         self.tables = self._find_tables(config.target)
         wants_claims = {CLAIMS, ALL} & set(config.target)
         self.claims = read_yaml(self.folder / f"{CLAIMS}.yaml", Claims) if wants_claims else None
-        self.work = Work(self.world, self.root, self.output, config.device)
+        self.work = Work(self.world, self.root.resolve(), self.output, config.device)
+        self.job = Job.read(self.output)
         self._places: dict[str, str] = {}
 
     def run(self) -> list[Path]:
@@ -73,11 +75,10 @@ class _Reproduction:
             raise UserError("Some of what this needs is not here:\n- " + "\n- ".join(missing))
         if self.config.device == "cpu":
             os.environ["ACCELERATE_USE_CPU"] = "true"  # trainings have no option of their own for it
-        self.output.mkdir(parents=True, exist_ok=True)
-        if not self.config.finished:
-            run_units(self.work.units, self.output, lambda line: print(line, flush=True))
-        with unit_lock(self.output, "tables").acquire(timeout=600):  # each process writes the same
-            return self._write()
+        with Job.open(self.output, "reproduce", shared=True) as self.job:
+            if not self.config.finished:
+                run_units(self.work.units, self.job, lambda line: print(line, flush=True))
+            return self._write()  # each process writes the same
 
     # ---- what is wanted
 
@@ -114,7 +115,7 @@ class _Reproduction:
 
     def _plan(self) -> str:
         units = self.work.units
-        left = {name: unit for name, unit in units.items() if not is_done(self.output, name)}
+        left = {name: unit for name, unit in units.items() if not is_done(self.job, name)}
         trainings = [unit for name, unit in left.items() if "/training/" in name]
         lines = [f"{len(units)} pieces of work, {len(units) - len(left)} done; in {self.output}"]
         lines += [f"  {unit.title}" for unit in left.values()] if self.config.plan else []
@@ -125,8 +126,7 @@ class _Reproduction:
 
     def _cost(self, units: dict) -> str:
         if self.world.seconds_per_step is not None:
-            seconds = sum(unit.cost for name, unit in units.items() if name != "pairs")
-            return f"{duration(seconds)} of one core"
+            return f"{duration(sum(unit.cost for unit in units.values()))} of one core"
         models = {describe(model): model for model in self._rows_and_columns()[0] if model.training is not None}
         hours = {}
         for seed in self.config.seeds:
@@ -142,9 +142,9 @@ class _Reproduction:
         values = {}
         for seed in self.config.seeds:
             unit = self._places[_key(model, evaluation, seed)]
-            if self.config.finished and not is_done(self.output, unit):
+            if self.config.finished and not is_done(self.job, unit):
                 continue
-            scores = result_of(self.output, unit)
+            scores = result_of(self.job, unit)
             if score not in scores:
                 raise UserError(
                     f"{evaluation} has no score {score!r}.{near_matches(score, scores)} It has: {', '.join(scores)}."

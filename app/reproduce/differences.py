@@ -80,12 +80,11 @@ def of_numbers(by_seed: Sequence[float]) -> Difference:
     mean = float(np.mean(by_seed))
     if len(by_seed) < 2:
         return Difference(mean, None, None, None, list(by_seed))
-    error = float(np.std(by_seed, ddof=1) / np.sqrt(len(by_seed)))
-    if error == 0:  # no seed differs: the t-test is not defined
+    if len(set(by_seed)) == 1:  # no seed differs: the t-test is not defined
         return Difference(mean, mean, mean, 1.0 if mean == 0 else 0.0, list(by_seed))
-    half = float(stats.t.ppf(0.975, len(by_seed) - 1)) * error
-    p = float(2 * stats.t.sf(abs(mean / error), len(by_seed) - 1))
-    return Difference(mean, mean - half, mean + half, p, list(by_seed))
+    test = stats.ttest_1samp(by_seed, 0)
+    low, high = map(float, test.confidence_interval())
+    return Difference(mean, low, high, float(test.pvalue), list(by_seed))
 
 
 def _of_queries(a: Sequence[float], b: Sequence[float]) -> Difference:

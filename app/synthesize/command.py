@@ -1,12 +1,12 @@
 """`debias-diffusion synthesize`: captions for images, written by a multimodal model and cleaned."""
 
-import os
 import tarfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import TextIO
 
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
@@ -30,7 +30,7 @@ from debias_diffusion.data.bad_records import (
     report_bad,
     unreadable,
 )
-from debias_diffusion.data.caption_statistics import caption_statistics
+from debias_diffusion.data.caption_statistics import summarise
 from debias_diffusion.data.captions import fold
 from debias_diffusion.data.image_folder import list_images
 from debias_diffusion.data.shards import FINISHED, file_ending
@@ -44,16 +44,17 @@ from debias_diffusion.files import (
     bytes_digest,
     write_json,
 )
-from debias_diffusion.jobs import JOB, Job
+from debias_diffusion.jobs import Job
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 from ..options import SynthesizeConfig
+from ..written_folder import check_free
 from .captioner import Asked, Captioner, model_digest
 from .cleaning import drop_unfinished, fault
 from .instructions import draw_instruction
 from .parts import Outcome, Parts, json_line
-from .sheet import write_sheet
+from .sheet import Summary, write_sheet
 
 CAPTIONS, REMOVED, SETTINGS, REPORT = "captions.jsonl", "removed.jsonl", "synthesize.json", "report.html"
 _CONTEXT_LENGTH = 248  # of the tokenizer that counts for the report
@@ -116,7 +117,7 @@ class _Synthesis:
 
     def _check(self) -> str:
         """The digest of the model, once the output can be used."""
-        _check_output(self.output)
+        check_free(self.output)
         return model_digest(self.config.model)
 
     def _read(self) -> None:
@@ -140,7 +141,7 @@ class _Synthesis:
 
     def _is_whole(self, number: int) -> bool:
         shard = not self.into_shards or self.job.path(_shard(number), damaged="absent")
-        return bool(shard) and self.parts.read(number) is not None
+        return bool(shard) and self.parts.is_whole(number)
 
     def _write(self, missing: Sequence[int]) -> None:
         """Writes this process's share of the missing parts. Raises UserError if too many images are unreadable."""
@@ -236,36 +237,41 @@ class _Synthesis:
 
     def _finish(self, settings: dict) -> None:
         """Joins the parts and writes the report. Raises UserError if too many images are unreadable."""
-        bad = [*self.bad, *(outcome.bad for outcome in self.parts.outcomes() if outcome.bad)]
         (self.output / BAD_RECORDS).unlink(missing_ok=True)
-        report_bad(bad, self.output)
-        self._check_share(bad)
-        removed = Counter(
-            outcome.reason.partition(":")[0] for outcome in self.parts.outcomes() if outcome.reason is not None
-        )
-        self._join(REMOVED, (outcome.removed() for outcome in self.parts.outcomes()))
-        kept = sum(outcome.caption is not None for outcome in self.parts.outcomes())
+        summary = Summary(self.parts.kept(), CaptionTokenizer(clip_tokenizer(_CONTEXT_LENGTH), _CONTEXT_LENGTH))
+        with ExitStack() as stack:
+            removed = stack.enter_context(self._lines(REMOVED))
+            captions = None if self.into_shards else stack.enter_context(self._lines(CAPTIONS))
+            for index, outcome in enumerate(self.parts.outcomes()):
+                summary.add(index, outcome)
+                if outcome.reason is not None:
+                    removed.write(json_line(outcome.removed()))
+                elif captions and outcome.caption is not None:
+                    captions.write(json_line(outcome.kept()))
+            bad = [*self.bad, *summary.bad]
+            report_bad(bad, self.output)
+            self._check_share(bad)
         if self.into_shards:
             shards = [_shard(number) for number in range(len(self.parts.ranges))]
             self.job.note(FINISHED, samples={name: self.job.notes(name)["samples"] for name in shards})
-        else:
-            self._join(CAPTIONS, (outcome.kept() for outcome in self.parts.outcomes()))
-        counts = {"images": len(self.records) + len(self.bad), "kept": kept, "removed": dict(sorted(removed.items()))}
-        counts["unreadable"] = len(bad)
-        texts = (outcome.caption for outcome in self.parts.outcomes() if outcome.caption is not None)
-        tokenizer = CaptionTokenizer(clip_tokenizer(_CONTEXT_LENGTH), _CONTEXT_LENGTH)
-        statistics = caption_statistics(texts, tokenizer) if kept else None
-        write_sheet(
-            self.output / REPORT, self.parts, self.records, self.images, settings, counts, statistics, tokenizer
-        )
+        counts = {
+            "images": len(self.records) + len(self.bad),
+            "kept": summary.kept,
+            "removed": dict(sorted(summary.removed.items())),
+            "unreadable": len(bad),
+        }
+        statistics = summarise(summary.measures) if summary.kept else None
+        write_sheet(self.output / REPORT, summary, self.records, self.images, settings, counts, statistics)
         given = {name: getattr(self.config, name) for name in ("model", "data", "images")}
         content = {"settings": settings, "given": given, "versions": versions(), "counts": counts}
         write_json(self.output / SETTINGS, content | {"captions": statistics and asdict(statistics)})
         self._tell(counts, statistics)
 
-    def _join(self, name: str, lines: Iterator[dict | None]) -> None:
+    @contextmanager
+    def _lines(self, name: str) -> Iterator[TextIO]:
+        """A file of the output to write, which is there once it is complete."""
         with atomic_file(self.output / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(json_line(line) for line in lines if line is not None)
+            yield file
 
     def _tell(self, counts: dict, statistics) -> None:
         removed = ", ".join(f"{count} {kind}" for kind, count in counts["removed"].items())
@@ -295,13 +301,3 @@ def _bad_shape(captioner: Captioner, image: Image.Image, record: Record) -> BadR
     except Exception as error:
         return unreadable(record, error)
     return None
-
-
-def _check_output(output: Path) -> None:
-    """Raises UserError if the output is no folder, or has content but no settings of this command."""
-    if output.exists() and not output.is_dir():
-        raise UserError(f"The output {str(output)!r} is a file. Give a new folder.")
-    # Hidden files may be the lock and unfinished files that a kill left.
-    used = output.is_dir() and any(not name.startswith(".") for name in os.listdir(output))
-    if used and not (output / JOB).is_file():
-        raise UserError(f"The output {str(output)!r} exists and holds something else. Give a new folder.")

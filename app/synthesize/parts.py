@@ -60,13 +60,21 @@ class Parts:
 
     def write(self, number: int, outcomes: Sequence[Outcome]) -> None:
         """Writes a part, whole or not at all."""
-        with self.job.write(_name(number)) as temporary:
+        kept = sum(outcome.caption is not None for outcome in outcomes)
+        with self.job.write(_name(number), kept=kept) as temporary:
             temporary.write_text("".join(json_line(_short(outcome)) for outcome in outcomes), encoding="utf-8")
 
-    def read(self, number: int) -> list[Outcome] | None:
-        """The outcomes of a part; None if it is not there or damaged."""
-        path = self.job.path(_name(number), damaged="absent")
-        return path and [_outcome(json.loads(line)) for line in path.read_bytes().splitlines()]
+    def is_whole(self, number: int) -> bool:
+        """Whether a part is there and not damaged."""
+        return self.job.path(_name(number), damaged="absent") is not None
+
+    def kept(self) -> int:
+        """How many captions all parts keep. Every part must be there."""
+        return sum(self.job.notes(_name(number))["kept"] for number in range(len(self.ranges)))
+
+    def read(self, number: int) -> list[Outcome]:
+        """The outcomes of a part, which must be there."""
+        return [_outcome(json.loads(line)) for line in self.job.path(_name(number)).read_bytes().splitlines()]
 
     def outcomes(self) -> Iterator[Outcome]:
         """Those of all images, in order. Every part must be there."""

@@ -1,19 +1,18 @@
 """The page of `synthesize`: images with their captions, how long these are, and what was removed and why."""
 
 import base64
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 
 from debias_diffusion.app.shards import shrink
 from debias_diffusion.data import BadRecord, ImageSource, Record
 from debias_diffusion.data.bad_records import printable, read_or_bad
-from debias_diffusion.data.caption_statistics import CaptionStatistics
+from debias_diffusion.data.caption_statistics import CaptionMeasure, CaptionStatistics, measure_caption
 from debias_diffusion.eval.report import write_page
 from debias_diffusion.tokens import CaptionTokenizer
 
-from .parts import Outcome, Parts
+from .parts import Outcome
 
 _SHOWN = 24  # images with kept captions
 _SHOWN_REMOVED = 8  # of each kind
@@ -22,26 +21,82 @@ _BIN = 25  # tokens
 _MOST_TEXT = 1500  # characters of a caption on the page
 
 
+class Summary:
+    """What the page says of all outcomes, which are added in order.
+
+    Args:
+        kept: how many captions will be kept, of which some are shown.
+        tokenizer: that counts the lengths.
+
+    Attributes:
+        bad: the unreadable images.
+        measures: of each kept caption.
+        removed: by kind, how many captions.
+        by_prompt: by prompt, [kept, removed].
+        shown: kept captions with their numbers.
+        shown_removed: by kind, the first removed captions with their numbers.
+    """
+
+    def __init__(self, kept: int, tokenizer: CaptionTokenizer):
+        self.kept, self.tokenizer = kept, tokenizer
+        self.stride = max(1, -(-kept // _SHOWN))
+        self.bad: list[BadRecord] = []
+        self.measures: list[CaptionMeasure] = []
+        self.removed: Counter[str] = Counter()
+        self.by_prompt: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self.shown: list[tuple[int, Outcome]] = []
+        self.shown_removed: dict[str, list[tuple[int, Outcome]]] = defaultdict(list)
+
+    def add(self, index: int, outcome: Outcome) -> None:
+        """Counts the outcome of an image."""
+        if outcome.bad is not None:
+            self.bad.append(outcome.bad)
+            return
+        self.by_prompt[outcome.prompt][outcome.reason is not None] += 1
+        if outcome.reason is not None:
+            kind = outcome.reason.partition(":")[0]
+            self.removed[kind] += 1
+            if self.removed[kind] <= _SHOWN_REMOVED:
+                self.shown_removed[kind].append((index, outcome))
+            return
+        if len(self.measures) % self.stride == 0:
+            self.shown.append((index, outcome))
+        self.measures.append(measure_caption(outcome.caption, self.tokenizer))
+
+    def bars(self) -> list[dict]:
+        """How many kept captions have how many tokens, in steps of 25, each with its share of the most in percent."""
+        lengths = Counter(measure.tokens // _BIN for measure in self.measures)
+        most = max(lengths.values(), default=1)
+        return [
+            {
+                "label": f"{step * _BIN} to {(step + 1) * _BIN - 1}",
+                "count": lengths[step],
+                "percent": 100 * lengths[step] / most,
+            }
+            for step in range(min(lengths, default=0), max(lengths, default=-1) + 1)
+        ]
+
+
 def write_sheet(
     path: Path,
-    parts: Parts,
+    summary: Summary,
     records: Sequence[Record],
     images: ImageSource,
     settings: Mapping[str, object],
     counts: Mapping,
     statistics: CaptionStatistics | None,
-    tokenizer: CaptionTokenizer,
 ) -> None:
-    """Writes the page. The same parts give the same bytes.
+    """Writes the page. The same outcomes give the same bytes.
 
     Args:
         counts: "images", "kept", "unreadable", and by kind "removed".
         statistics: of the kept captions; None if there are none.
-        tokenizer: that counts the lengths.
     """
-    stride = max(1, -(-counts["kept"] // _SHOWN))
-    kept = ((index, each) for index, each in enumerate(parts.outcomes()) if each.caption is not None)
-    shown = [_entry(each, records[index], images) for index, each in islice(kept, 0, None, stride)]
+
+    def entries(shown: list[tuple[int, Outcome]]) -> list[dict]:
+        return [_entry(outcome, records[index], images) for index, outcome in shown]
+
+    prompts = [(prompt, *numbers) for prompt, numbers in summary.by_prompt.items()]
     write_page(
         path,
         "synthesize.html.j2",
@@ -50,22 +105,11 @@ def write_sheet(
         counts=counts,
         removed_count=sum(counts["removed"].values()),
         statistics=statistics,
-        bars=_bars(parts, tokenizer),
-        shown=shown,
-        removed=_removed(parts, records, images),
-        prompts=_prompts(parts),
+        bars=summary.bars(),
+        shown=entries(summary.shown),
+        removed={kind: entries(shown) for kind, shown in sorted(summary.shown_removed.items())},
+        prompts=sorted(prompts, key=lambda row: (-row[2], row[0])),  # which prompts fail
     )
-
-
-def _removed(parts: Parts, records: Sequence[Record], images: ImageSource) -> dict[str, list[dict]]:
-    """The first removed captions of each kind."""
-    by_kind: dict[str, list[dict]] = {}
-    for index, outcome in enumerate(parts.outcomes()):
-        if outcome.reason is not None:
-            group = by_kind.setdefault(outcome.reason.partition(":")[0], [])
-            if len(group) < _SHOWN_REMOVED:
-                group.append(_entry(outcome, records[index], images))
-    return dict(sorted(by_kind.items()))
 
 
 def _entry(outcome: Outcome, record: Record, images: ImageSource) -> dict:
@@ -92,29 +136,3 @@ def _thumbnail(record: Record, images: ImageSource) -> str | None:
     if isinstance(image, BadRecord):
         return None
     return "data:image/jpeg;base64," + base64.b64encode(shrink(image, _SIDE, 80)).decode()
-
-
-def _bars(parts: Parts, tokenizer: CaptionTokenizer) -> list[dict]:
-    """How many kept captions have how many tokens, in steps of 25, each with its share of the most in percent."""
-    lengths = Counter(
-        tokenizer.count(outcome.caption) // _BIN for outcome in parts.outcomes() if outcome.caption is not None
-    )
-    most = max(lengths.values(), default=1)
-    return [
-        {
-            "label": f"{step * _BIN} to {(step + 1) * _BIN - 1}",
-            "count": lengths[step],
-            "percent": 100 * lengths[step] / most,
-        }
-        for step in range(min(lengths, default=0), max(lengths, default=-1) + 1)
-    ]
-
-
-def _prompts(parts: Parts) -> list[tuple[str, int, int]]:
-    """(prompt, captions kept, captions removed), the most removed first: which prompts fail."""
-    kept, removed = Counter(), Counter()
-    for outcome in parts.outcomes():
-        if outcome.prompt:
-            (removed if outcome.reason else kept)[outcome.prompt] += 1
-    rows = [(prompt, kept[prompt], removed[prompt]) for prompt in kept.keys() | removed.keys()]
-    return sorted(rows, key=lambda row: (-row[2], row[0]))

@@ -18,12 +18,17 @@ if TYPE_CHECKING:
 FILE, MEANS_FILE = "ablation.json", "means.safetensors"
 
 
+def ablation_content(model: str, backbone: "Backbone", ablation: "Ablation", **more) -> dict:
+    """Of `ablation.json`: the model's name and digest, the tower, beta, the suppressed heads' names, and `more`."""
+    content = {"model": model, "model_sha256": weights_digest(backbone.model), "tower": ablation.tower}
+    return content | ablation.description() | {"heads": ablation.names} | more
+
+
 def write_ablation(folder: Path, model: str, backbone: "Backbone", ablation: "Ablation", **more) -> None:
-    """Writes `ablation.json`: the model's name and digest, the tower, beta, the suppressed heads' names, and `more`."""
+    """Writes `ablation.json`, and the means of an ablation that has some."""
     if ablation.means is not None:
         save_tensors({"means": ablation.means}, folder / MEANS_FILE)
-    content = {"model": model, "model_sha256": weights_digest(backbone.model), "tower": ablation.tower}
-    write_json(folder / FILE, content | ablation.description() | {"heads": ablation.names} | more)
+    write_json(folder / FILE, ablation_content(model, backbone, ablation, **more))
 
 
 def is_ablation(folder: str | os.PathLike) -> bool:

@@ -1,18 +1,16 @@
 """A beta for each head by gradient descent, everything else frozen (AAT, section 4.3)."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
-from ..files import atomic_file
+from ..jobs import Job
 from ..methods.objectives import contrastive_loss
-from ..models.weight_files import save_tensors
 from ..training.optimizer import learning_rate
 from .problems import ImageProblem
 
@@ -27,7 +25,7 @@ class Backprop:
     Args:
         problem: its images are run again in every step, from the blocks' input on; its first set of texts stays.
         scale: multiplies the similarities: exp(logit_scale) of the model.
-        state: file that a stopped run continues from, written after each epoch.
+        job: keeps the state after each epoch, from which a stopped run continues.
         rate: peak learning rate.
         epochs, batch: passes over the pairs, and pairs a step; the last step of a pass may have fewer.
         constant: whether the learning rate stays; else half a cosine leads to 0.
@@ -38,7 +36,7 @@ class Backprop:
         self,
         problem: ImageProblem,
         scale: Tensor,
-        state: Path,
+        job: Job,
         *,
         rate: float = 2e-2,
         epochs: int = 32,
@@ -46,7 +44,7 @@ class Backprop:
         constant: bool = False,
         seed: int = 0,
     ):
-        self.problem, self.scale, self.state = problem, scale.detach(), state
+        self.problem, self.scale, self.job = problem, scale.detach(), job
         self.texts = next(iter(problem.texts.values()))
         self.rate, self.epochs, self.batch, self.constant, self.seed = rate, epochs, batch, constant, seed
         self.alpha = torch.full(problem.shape, START, device=problem.embedded.device, requires_grad=True)
@@ -65,40 +63,37 @@ class Backprop:
 
     def run(self) -> Tensor:
         """The betas at the end, [blocks, heads]. Shows a progress bar."""
-        start = self._restore()
-        steps = -(-len(self.texts) // self.batch) * self.epochs
-        for epoch in tqdm(range(start, self.epochs), desc="beta", initial=start, total=self.epochs, unit=" epochs"):
-            for number, images in enumerate(self._batches(epoch)):
-                step = epoch * (steps // self.epochs) + number
-                rate = self.rate if self.constant else learning_rate(step, steps, self.rate, warmup=0)
-                for group in self.adamw.param_groups:
-                    group["lr"] = rate
-                (gradient,) = torch.autograd.grad(self.loss(images), [self.alpha])
-                self.alpha.grad = gradient
-                self.adamw.step()
-            self._save(epoch + 1)
+        state: dict[str, Tensor] = {}
+        for epoch in tqdm(range(self.epochs), desc="beta", unit=" epochs"):
+            state = self.job.tensors(f"epochs/{epoch:04}.safetensors", partial(self._epoch, epoch, state))
+        self._restore(state)
         return self.beta.detach()
+
+    def _epoch(self, epoch: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """alpha and AdamW's averages after a pass, from those before it."""
+        self._restore(state)
+        steps = -(-len(self.texts) // self.batch) * self.epochs
+        for number, images in enumerate(self._batches(epoch)):
+            step = epoch * (steps // self.epochs) + number
+            rate = self.rate if self.constant else learning_rate(step, steps, self.rate, warmup=0)
+            for group in self.adamw.param_groups:
+                group["lr"] = rate
+            (gradient,) = torch.autograd.grad(self.loss(images), [self.alpha])
+            self.alpha.grad = gradient
+            self.adamw.step()
+        return {"alpha": self.alpha.detach().clone()} | self.adamw.state[self.alpha]
 
     def _batches(self, epoch: int) -> Iterator[Tensor]:
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.texts))
         return iter(torch.from_numpy(order).to(self.problem.embedded.device).split(self.batch))
 
-    def _save(self, epochs: int) -> None:
-        averages = {name: torch.as_tensor(value) for name, value in self.adamw.state[self.alpha].items()}
-        with atomic_file(self.state) as unfinished:
-            tensors = {"alpha": self.alpha.detach(), "epochs": torch.tensor(epochs)} | averages
-            save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, unfinished)
-
-    def _restore(self) -> int:
-        """The number of epochs made."""
-        if not self.state.exists():
-            return 0
-        saved = load_file(self.state)
-        epochs = int(saved.pop("epochs"))
-        with torch.no_grad():
-            self.alpha.copy_(saved.pop("alpha"))
-        # AdamW counts its steps on the CPU.
-        self.adamw.state[self.alpha] = {
-            name: value if name == "step" else value.to(self.alpha.device) for name, value in saved.items()
-        }
-        return epochs
+    def _restore(self, state: dict[str, Tensor]) -> None:
+        if state:
+            with torch.no_grad():
+                self.alpha.copy_(state["alpha"])
+            # AdamW counts its steps on the CPU.
+            self.adamw.state[self.alpha] = {
+                name: value if name == "step" else value.to(self.alpha.device)
+                for name, value in state.items()
+                if name != "alpha"
+            }

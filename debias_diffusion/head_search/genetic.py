@@ -4,9 +4,8 @@ Every draw is a function of the seed, the generation and the individual, so that
 that was not.
 """
 
-import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,29 +122,4 @@ def evolve(
             masks = next_masks(history[-1], seed)
         history.append(Generation(len(history), masks, score(masks, len(history))))
         on_generation(history[-1])
-    return history
-
-
-# ---- a log that a search continues from
-
-
-def to_line(generation: Generation) -> str:
-    """One generation as a line of JSON, exactly."""
-    ones = ["".join("01"[ablated] for ablated in mask) for mask in generation.masks.tolist()]
-    best = generation.fitness.max().item()
-    numbers = {"generation": generation.number, "best": best, "diversity": generation.diversity}
-    return json.dumps(numbers | {"fitness": generation.fitness.tolist(), "masks": ones}) + "\n"
-
-
-def from_lines(lines: Iterable[str]) -> list[Generation]:
-    """The generations of a log up to the first line that a kill has cut short."""
-    history = []
-    for line in lines:
-        try:
-            values = json.loads(line) if line.endswith("\n") else {}
-            masks = torch.tensor([[bit == "1" for bit in mask] for mask in values["masks"]])
-            fitness = torch.tensor(values["fitness"], dtype=torch.float64)
-        except (ValueError, KeyError):
-            break
-        history.append(Generation(len(history), masks, fitness))
     return history

@@ -1,10 +1,9 @@
 """Searches for heads of a tower that hurt: each alone, all of those, every set, and a genetic algorithm."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +12,10 @@ from tqdm import tqdm
 
 from ..ablation.suppression import Suppressed
 from ..errors import UserError
-from ..files import atomic_file
 from ..retrieval import recall_at_k
 from ..tokens import TokenBatch
 from .fitness import K1, K2, Margin
-from .genetic import Generation, evolve, first_masks, from_lines, population_size, to_line
+from .genetic import Generation, evolve, first_masks, population_size
 from .population import Population, TextPopulation
 
 KS = (1, 5, 10)
@@ -182,30 +180,30 @@ def best_alone(recalls: Sequence[dict[str, float]]) -> Tensor:
 
 
 def genetic_search(
-    problem: Problem, log: Path, generations: int = 100, efficient: bool = False, seed: int = 0
+    problem: Problem,
+    generations: int = 100,
+    efficient: bool = False,
+    seed: int = 0,
+    history: Sequence[Generation] = (),
+    on_generation: Callable[[Generation], None] = lambda generation: None,
 ) -> tuple[Tensor, list[Generation]]:
     """The best winner of a generation, judged with all wrong images, and all generations.
 
     Args:
-        log: a line a generation; a search that was stopped continues from it, to the same bits.
         efficient: fewer individuals; those that ablate more than 60% of the heads are not evaluated.
+        history, on_generation: of a search that was stopped, which continues to the same bits; see `evolve`.
     """
     blocks, heads = problem.shape
     scored = _Scored(problem, most=0.6 if efficient else 1.0)
-    history = from_lines(log.read_text().splitlines(keepends=True)) if log.exists() else []
-    with atomic_file(log) as rewritten:  # without a line that a kill has cut short
-        rewritten.write_text("".join(map(to_line, history)))
-
     first = first_masks(population_size(blocks * heads, efficient), blocks * heads, seed)
     with tqdm(total=generations, initial=len(history), desc="generations, at most", unit=" generations") as bar:
 
-        def note(generation: Generation) -> None:
-            with open(log, "a", encoding="utf-8") as file:
-                file.write(to_line(generation))
+        def show(generation: Generation) -> None:
+            on_generation(generation)
             bar.update()
             bar.set_postfix(best=f"{generation.fitness.max():.4f}", alike=f"{1 - generation.diversity:.0%}")
 
-        history = evolve(first, scored, generations, seed, history, note)
+        history = evolve(first, scored, generations, seed, history, show)
     winners = torch.unique(torch.stack([generation.winner for generation in history]), dim=0)
     return winners[problem.fitness(problem.encode(winners), None).argmax()], history
 

@@ -8,9 +8,9 @@ COUNT = 12
 SUM = "sum"
 
 
-def count_units(output):
+def count_units(job):
     """`COUNT` units that note each time they are done, and one that needs them all."""
-    from debias_diffusion.app.units import Unit, result_of
+    from debias_diffusion.app.reproduce.units import Unit, result_of
 
     def note(folder: Path) -> dict:
         with open(folder / "times.txt", "a") as times:
@@ -19,8 +19,7 @@ def count_units(output):
         return {"number": int(folder.name)}
 
     def add(folder: Path) -> dict:
-        note_of = [result_of(output, str(number))["number"] for number in range(COUNT)]
-        return {"total": sum(note_of)}
+        return {"total": sum(result_of(job, str(number))["number"] for number in range(COUNT))}
 
     units = {str(number): Unit(str(number), f"unit {number}", note) for number in range(COUNT)}
     return units | {SUM: Unit(SUM, "the sum", add, tuple(units))}
@@ -28,19 +27,22 @@ def count_units(output):
 
 def do_all(output, screen):
     """The body of a process: all units, its lines in the file `screen`."""
-    from debias_diffusion.app import units
+    from debias_diffusion.app.reproduce import units
+    from debias_diffusion.jobs import Job
 
     units.PAUSE = 0.05
-    with open(screen, "w") as lines:
-        units.run_units(count_units(output), output, lambda line: print(line, file=lines, flush=True))
+    with open(screen, "w") as lines, Job.open(output, "reproduce", shared=True) as job:
+        units.run_units(count_units(job), job, lambda line: print(line, file=lines, flush=True))
 
 
 def die_within(output):
     """The body of a process that is killed in the middle of its first unit."""
-    from debias_diffusion.app.units import Unit, run_units
+    from debias_diffusion.app.reproduce.units import Unit, run_units
+    from debias_diffusion.jobs import Job
 
     def die(folder: Path) -> dict:
         (folder / "half.txt").write_text("half")
         os._exit(9)
 
-    run_units({"0": Unit("0", "unit 0", die)}, output)
+    with Job.open(output, "reproduce", shared=True) as job:
+        run_units({"0": Unit("0", "unit 0", die)}, job)

@@ -12,6 +12,7 @@ from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.population import Population
 from debias_diffusion.head_search.problems import ImageProblem, better_alone, genetic_search, probe
+from debias_diffusion.jobs import Job
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import before_attention, block_forward, full_attention
 from debias_diffusion.models.loading import load_backbone
@@ -113,10 +114,11 @@ def check_planted_harm(world: tuple[Backbone, dict[str, Data]], block: int, seed
     problem = problem_of(harmed, data[SEARCHED])
     with torch.no_grad():
         assert better_alone(probe(problem))[place]
-        mask, _ = genetic_search(problem, folder / "log.jsonl", generations=5, seed=seed)
+        mask, _ = genetic_search(problem, generations=5, seed=seed)
     assert mask[place]
     assert paired_difference(mean_recall(unseen, mask), before)["low"] > 0
-    beta = Backprop(problem, harmed.logit_scale.exp(), folder / "bp", epochs=10, batch=25, rate=0.1).run()
+    with Job.open(folder, "ablate") as job:
+        beta = Backprop(problem, harmed.logit_scale.exp(), job, epochs=10, batch=25, rate=0.1).run()
     assert place in beta.flatten().argsort()[:2] and beta.flatten()[place] < 0.9  # all start at 0.993
 
 

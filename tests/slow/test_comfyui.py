@@ -49,7 +49,7 @@ for path in {[str(folder), str(lacking)]}:
     (folder / "mine.txt").write_text("mine")
     with pytest.raises(SystemExit):
         main(["comfyui", "--output", str(folder)])
-    assert "no earlier copy of the node" in capsys.readouterr().err and (folder / "mine.txt").exists()
+    assert "which `comfyui` did not write" in capsys.readouterr().err and (folder / "mine.txt").exists()
 
 
 @pytest.fixture(scope="module")

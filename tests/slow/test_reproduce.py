@@ -10,6 +10,7 @@ from debias_diffusion.app.reproduce.command import RESULTS
 from debias_diffusion.app.reproduce.evidence import evidence_page
 from debias_diffusion.app.reproduce.listing import reproduce
 from debias_diffusion.app.reproduce.papers import read_tables
+from debias_diffusion.app.reproduce.units import RESULT
 from debias_diffusion.files import read_json_object
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
@@ -45,11 +46,11 @@ def test_every_file_is_executed_from_end_to_end(written, papers, settings):
 
 def test_what_is_done_is_kept_and_shared(written, settings, capsys):
     output = Path(settings["output"]) / "toy"
-    before = {file: file.stat().st_mtime_ns for file in output.rglob("done.json")}
+    before = {file: file.stat().st_mtime_ns for file in output.rglob(RESULT)}
     assert len(before) > 80
     capsys.readouterr()
     reproduce(ReproduceConfig(["table-S5", "table-5"], **settings))
-    assert {file: file.stat().st_mtime_ns for file in output.rglob("done.json")} == before
+    assert {file: file.stat().st_mtime_ns for file in output.rglob(RESULT)} == before
     printed = capsys.readouterr().out
     assert "to do: 0 trainings, 0 other pieces" in printed
     trainings = list((output / "seed-0" / "training").iterdir())

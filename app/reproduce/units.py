@@ -1,0 +1,83 @@
+"""Units of work that any number of processes share through one job: each is done once, and done again if killed."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from debias_diffusion.files import write_json
+from debias_diffusion.jobs import Job
+
+RESULT, LOG = "result.json", "console.txt"
+PAUSE = 2.0  # seconds between two looks for a unit that has become free
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work with a folder of its own.
+
+    Attributes:
+        name: path of its folder in the job's, with a digest of all that decides the result.
+        title: for the console.
+        work: fills the folder, continues there if it was killed, and returns JSON values to keep.
+        needs: names of the units that must be done before.
+        cost: of the work, in seconds on one core; the dearest free unit of the first seed is taken first.
+    """
+
+    name: str
+    title: str
+    work: Callable[[Path], dict]
+    needs: tuple[str, ...] = ()
+    cost: float = 0.0
+
+
+def is_done(job: Job, name: str) -> bool:
+    """Whether a unit is done, and its result whole."""
+    return job.path(f"{name}/{RESULT}", damaged="absent") is not None
+
+
+def result_of(job: Job, name: str) -> dict:
+    """What a finished unit has returned."""
+    return json.loads(job.path(f"{name}/{RESULT}").read_text(encoding="utf-8"))
+
+
+def run_units(units: Mapping[str, Unit], job: Job, say: Callable[[str], None] = print) -> None:
+    """Does what is not done, until all is. Processes with the same job share the units.
+
+    A process that finds no free unit waits for those that the waiting ones need. A unit whose process was killed is
+    free again, because the system releases its lock.
+
+    Args:
+        units: by name, with everything that they need.
+        say: prints a line.
+    """
+    for name in units:
+        if f"{name}/{RESULT}" in job and not is_done(job, name):  # damaged
+            job.remove(f"{name}/{RESULT}")
+    while missing := _missing(units, job):
+        ready = [unit for unit in missing.values() if not missing.keys() & set(unit.needs)]
+        ready.sort(key=lambda unit: (unit.name.split("/")[0], -unit.cost))  # a seed is whole before the next begins
+        if not any(_claim(unit, job, f"{len(missing)} of {len(units)} left", say) for unit in ready):
+            time.sleep(PAUSE)
+
+
+def _missing(units: Mapping[str, Unit], job: Job) -> dict[str, Unit]:
+    finished = set(job.names())
+    return {name: unit for name, unit in units.items() if f"{name}/{RESULT}" not in finished}
+
+
+def _claim(unit: Unit, job: Job, left: str, say: Callable[[str], None]) -> bool:
+    """Whether the unit was free, and has been done now."""
+    result = f"{unit.name}/{RESULT}"
+    with job.claim(result) as is_free:
+        if is_free:
+            say(f"[{left}] {unit.title}")
+            started, folder = time.monotonic(), job.folder / unit.name
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / LOG, "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+                content = unit.work(folder)
+            with job.write(result, title=unit.title, seconds=round(time.monotonic() - started, 1)) as temporary:
+                write_json(temporary, content)
+    return is_free
