@@ -1,4 +1,4 @@
-"""What options may be: the ranges of their annotations, and the rules between them, by class."""
+"""Allowed ranges of options: the ranges of their annotations, and the rules between them, by class."""
 
 import re
 from dataclasses import dataclass

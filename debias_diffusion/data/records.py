@@ -6,6 +6,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Protocol
 
 import numpy as np
@@ -70,7 +71,7 @@ class PackedRecords(Sequence[Record]):
     def __eq__(self, other) -> bool:
         if not isinstance(other, Sequence):
             return NotImplemented
-        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+        return len(self) == len(other) and all(map(eq, self, other))
 
     def __repr__(self) -> str:
         return f"<{len(self)} records>"
