@@ -178,7 +178,7 @@ class EncoderSpec:
                         f"{self.name!r} is not a folder or file here, and as a hub id it gives no text encoder. {error}"
                     ) from error
             case Kind.CHINESE_CLIP | Kind.ORIGINAL:
-                raise UserError(self._why_not())
+                raise self.refusal()
         from .ablation.heads import fold_text_heads  # open_clip is optional
         from .interchange.text_encoders import keeps_projection, to_transformers
 
@@ -211,16 +211,16 @@ class EncoderSpec:
             case Kind.HUB:
                 file = find_hub_file(self.place)
                 return read_two_tower(file) if file else read_clip_model(self.place)
-        raise UserError(self._why_not())
+        raise self.refusal()
 
-    def _why_not(self) -> str:
-        """Why this kind gives no encoder."""
+    def refusal(self) -> UserError:
+        """The error for SDXL's own encoder and for a Chinese-CLIP, which is only evaluated."""
         if self.kind is Kind.ORIGINAL:
-            return f"{ORIGINAL!r} is the encoder that comes with an SDXL checkpoint, for images only. Name another one."
+            return UserError(f"{ORIGINAL!r} is the encoder that comes with an SDXL checkpoint. Name another.")
         from .models.chinese_clip import NOT_TRAINED
         from .models.families import CHINESE_CLIP
 
-        return f"{self.name!r} is a {CHINESE_CLIP}. {NOT_TRAINED}"
+        return UserError(f"{self.name!r} is a {CHINESE_CLIP}. {NOT_TRAINED}")
 
 
 def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPTokenizer"]:

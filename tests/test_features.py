@@ -18,7 +18,7 @@ from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job
 from debias_diffusion.training import feature_cache
-from debias_diffusion.training.feature_cache import FeatureCache, FrozenTower, cache_key, cached_images
+from debias_diffusion.training.feature_cache import FeatureCache, FrozenTower, cached_images
 
 CPU = Accelerator(cpu=True)
 DIM = 5
@@ -182,15 +182,15 @@ def test_other_images_of_equal_names_sizes_and_times_are_not_served_the_old_feat
 
 def test_everything_that_changes_features_changes_the_key(world):
     backbone = world[0]
-    keys = [cache_key(backbone, "fp32"), cache_key(backbone, "bf16")]
+    keys = [FrozenTower(backbone, CPU, "fp32").key, FrozenTower(backbone, CPU, "bf16").key]
     with torch.no_grad():
         backbone.model.visual.proj[0, 0] += 1e-3
-    keys.append(cache_key(backbone, "fp32"))
+    keys.append(FrozenTower(backbone, CPU, "fp32").key)
     backbone.preprocess.transforms[0].size = 16
-    keys.append(cache_key(backbone, "fp32"))
+    keys.append(FrozenTower(backbone, CPU, "fp32").key)
     with torch.no_grad():
         backbone.model.token_embedding.weight[0] += 1
-    assert cache_key(backbone, "fp32") == keys[-1]
+    assert FrozenTower(backbone, CPU, "fp32").key == keys[-1]
     assert len({json.dumps(key, sort_keys=True) for key in keys}) == 4
 
 

@@ -47,7 +47,7 @@ from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.regional_prompts import LAYERS as SHARINGS
 from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
-from debias_diffusion.training.feature_cache import cache_key
+from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer
 from debias_diffusion.training.step import backward
@@ -365,10 +365,12 @@ def test_new_parameters_have_a_rate_of_their_own_and_old_names_stay():
         backbone, method, modules, batch = setup("7 all")
         method = replace(method, new_rate=factor)
         optimizer = Optimizer(backbone, 0.0, (0.9, 0.999), 1e-12, modules=modules, rate=method.rate)
-        before = {name: p.detach().clone() for name, p in optimizer.named.items()}
+        named = dict(backbone.model.named_parameters())
+        named |= {f"method/{name}": parameter for name, parameter in modules.named_parameters()}
+        before = {name: p.detach().clone() for name, p in named.items()}
         backward(backbone, method, batch, CPU, modules=modules)
         optimizer.step(1e-4)
-        rates[factor] = {name: (p - before[name]).abs().max().item() for name, p in optimizer.named.items()}
+        rates[factor] = {name: (p - before[name]).abs().max().item() for name, p in named.items()}
     new = {name for name in rates[1.0] if rates[10.0][name] > 5 * rates[1.0][name]}
     assert new == {name for name in rates[1.0] if name.startswith("method/")} | {"visual.regional_prompts.prompts"}
     assert {name for name in rates[1.0] if name not in new} == dict(tiny_clip(layers=4).model.named_parameters()).keys()
@@ -469,10 +471,8 @@ def test_heads_of_an_image_tower_with_prompts_are_not_searched(finished, tmp_pat
 
 def test_the_flags_belong_to_two_recipes():
     with pytest.raises(UserError, match="The recipe 'debias-clip' has no setting 'groups'"):
-        TrainConfig("data", "output", "model", recipe="debias-clip", method={"groups": 2})
-    method = TrainConfig(
-        "data", "output", "model", recipe="long-clip", method={"groups": 6, "prompts": 4}
-    ).make_method()
+        find_method("debias-clip", {"groups": 2})
+    method = find_method("long-clip", {"groups": 6, "prompts": 4})
     assert (method.components, method.mask_ratio, method.short_positions) == (32, 0.0, "shared")
 
 
@@ -530,9 +530,9 @@ def test_evaluations_keep_the_prompts_and_open_clip_refuses_them(fix_world, fini
     assert (backbone.encode_image(images) - without).abs().max() > 1e-4
     with pytest.raises(RuntimeError, match="regional_prompts"):
         open_clip.create_model(f"local-dir:{finished / 'last'}")
-    key, digest = cache_key(backbone, "fp32"), backbone.digest()
+    key, digest = FrozenTower(backbone, CPU, "fp32").key, backbone.digest()
     backbone.config["debias_diffusion"]["regional_prompts"]["mask"] = "none"
-    assert cache_key(backbone, "fp32") != key and backbone.digest() != digest
+    assert FrozenTower(backbone, CPU, "fp32").key != key and backbone.digest() != digest
     backbone.config["debias_diffusion"]["regional_prompts"]["mask"] = "all"
     backbone.save(tmp_path / "hostile")
     with pytest.raises(UserError, match="prompt_mask must be one of"):

@@ -29,6 +29,7 @@ from debias_diffusion.data.captions import LONGEST_CAPTION
 from debias_diffusion.data.json_files import BrokenList, read_entries
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
+from debias_diffusion.jobs import Job
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train
 
@@ -330,9 +331,9 @@ def test_a_run_is_the_same_from_the_disk_and_not_continued_with_a_changed_file(t
     from_memory = run("memory")
     monkeypatch.setattr(json_files, "_IN_MEMORY", -1)
     assert run("disk") == from_memory
-    kept = [json.loads((tmp_path / name / "settings.json").read_text()) for name in ("disk", "memory")]
-    assert kept[0] == kept[1]
-    assert kept[0]["data_sha256"] == hashlib.sha256(data.read_bytes()).hexdigest()
+    jobs = [Job.read(tmp_path / name) for name in ("disk", "memory")]
+    assert jobs[0].settings == jobs[1].settings
+    assert jobs[0].inputs["data"] == jobs[1].inputs["data"] == hashlib.sha256(data.read_bytes()).hexdigest()
     data.write_bytes(data.read_bytes().replace(b"red", b"RED", 1))
     with pytest.raises(UserError, match="The data is another one, by its contents"):
         run("disk")
