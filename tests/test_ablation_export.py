@@ -26,7 +26,7 @@ from debias_diffusion.eval.attention import load_reader
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.interchange.clip_model import export_clip_model
 from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.models import backbone
+from debias_diffusion.models import loading
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.training.loop import train
@@ -291,8 +291,8 @@ def test_the_configuration_of_a_hub_repository_brings_the_note(folders, tmp_path
     ablated = load_two_tower(folders.image)
     ablated.save(tmp_path)
     monkeypatch.setattr(open_clip, "get_model_config", lambda name: ablated.config["model_cfg"])
-    monkeypatch.setattr(backbone, "find_file", lambda repository, name: tmp_path / name)
-    config, source = backbone._find_config("hf-hub:me/mine")
+    monkeypatch.setattr(loading, "find_file", lambda repository, name: tmp_path / name)
+    config, source = loading._find_config("hf-hub:me/mine")
     assert source == "hf-hub:me/mine"
     assert config["debias_diffusion"] == {"image_attention": ablated.image_attention}
 
