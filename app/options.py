@@ -8,7 +8,6 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.encoder_names import check_encoders
 from debias_diffusion.eval.options import TOYS, check_output, check_source
 from debias_diffusion.limits import (
-    BelowOne,
     Checked,
     Guidance,
     NonNegativeFloat,
@@ -26,7 +25,7 @@ from debias_diffusion.limits import (
     check_pixels,
 )
 from debias_diffusion.models.shipped import shipped
-from debias_diffusion.training.config import RunConfig, RunSeed, Tracker
+from debias_diffusion.training.config import RunConfig, RunSeed
 
 MOST_SCENES = 1000  # of a split of the toy world
 _SPLITS = ("development", "test")
@@ -69,7 +68,7 @@ class QuickstartConfig(Checked):
             )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AlignConfig(RunConfig):
     """Fit SDXL's text encoders to its frozen UNet, after training and before export.
 
@@ -136,9 +135,6 @@ class AlignConfig(RunConfig):
     }
 
     base: str
-    data: str
-    output: str
-    images: str | None = None
     encoder: str | None = None
     encoder_2: str | None = None
     denoising: NonNegativeFloat = 10.0
@@ -146,27 +142,10 @@ class AlignConfig(RunConfig):
     keep_features: NonNegativeFloat = 10.0
     overlap: bool = True
     pixels: Side | None = None
-    validation: NonNegativeInt | Literal["auto"] = "auto"
     batch: PositiveInt = 48
-    chunk: PositiveInt | None = None
     epochs: PositiveInt = 1
-    max_steps: PositiveInt | None = None
-    learning_rate: PositiveFloat = 1e-6
     warmup: NonNegativeInt = 100
-    weight_decay: NonNegativeFloat = 1e-2
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    eps: NonNegativeFloat = 1e-8
-    precision: Precision = "auto"
-    checkpoint_activations: bool = False
     latent_cache: str | None = None
-    seed: RunSeed = 0
-    workers: NonNegativeInt = 2
-    eval_every: PositiveInt = 500
-    checkpoint_every: PositiveInt = 500
-    keep: PositiveInt = 2
-    log_every: PositiveInt = 10
-    trackers: list[Tracker] = field(default_factory=list)
-    max_bad: Share = 0.01
 
     def __post_init__(self):
         super().__post_init__()

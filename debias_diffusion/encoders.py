@@ -139,10 +139,35 @@ class EncoderSpec:
 
     def load_text_encoder(self) -> tuple["TextEncoder", "CLIPTokenizer"]:
         """See the function of this name."""
+        from .interchange.hub import find_hub_file
+        from .interchange.single_file import read_file
+        from .interchange.transformers_folder import read_text_encoder
         from .models.model_files import explain_failure
 
         with explain_failure(f"The text encoder {self.name!r} could not be loaded"):
-            return self._text_encoder()
+            match self.kind:
+                case Kind.FILE:
+                    return read_file(Path(self.place))
+                case Kind.TRANSFORMERS:
+                    return read_text_encoder(Path(self.place))
+                case Kind.HUB:
+                    if file := find_hub_file(self.place):
+                        return read_file(file)
+                    try:
+                        return read_text_encoder(self.place)
+                    except UserError as error:
+                        raise UserError(
+                            f"{self.name!r} is not a folder or file here, and as a hub id it gives no text encoder. "
+                            f"{error}"
+                        ) from error
+                case Kind.CHINESE_CLIP | Kind.ORIGINAL:
+                    raise self.refusal()
+            from .ablation.heads import fold_text_heads  # open_clip is optional
+            from .interchange.text_encoders import keeps_projection, to_transformers
+
+            backbone = self.load_two_tower()
+            fold_text_heads(backbone)
+            return to_transformers(backbone, keeps_projection(backbone))
 
     def load_two_tower(self) -> "Backbone":
         """See the function of this name."""
@@ -157,34 +182,6 @@ class EncoderSpec:
             backbone = backbone.float().eval()
             apply_saved(backbone)
             return backbone
-
-    def _text_encoder(self) -> tuple["TextEncoder", "CLIPTokenizer"]:
-        from .interchange.hub import find_hub_file
-        from .interchange.single_file import read_file
-        from .interchange.transformers_folder import read_folder, read_hub
-
-        match self.kind:
-            case Kind.FILE:
-                return read_file(Path(self.place))
-            case Kind.TRANSFORMERS:
-                return read_folder(Path(self.place))
-            case Kind.HUB:
-                if file := find_hub_file(self.place):
-                    return read_file(file)
-                try:
-                    return read_hub(self.place)
-                except UserError as error:
-                    raise UserError(
-                        f"{self.name!r} is not a folder or file here, and as a hub id it gives no text encoder. {error}"
-                    ) from error
-            case Kind.CHINESE_CLIP | Kind.ORIGINAL:
-                raise UserError(self._why_not())
-        from .ablation.heads import fold_text_heads  # open_clip is optional
-        from .interchange.text_encoders import keeps_projection, to_transformers
-
-        backbone = self.load_two_tower()
-        fold_text_heads(backbone)
-        return to_transformers(backbone, keeps_projection(backbone))
 
     def _two_tower(self) -> "Backbone":
         from .interchange.chinese_clip_model import read_chinese_clip
@@ -211,16 +208,16 @@ class EncoderSpec:
             case Kind.HUB:
                 file = find_hub_file(self.place)
                 return read_two_tower(file) if file else read_clip_model(self.place)
-        raise UserError(self._why_not())
+        raise self.refusal()
 
-    def _why_not(self) -> str:
-        """Why this kind gives no encoder."""
+    def refusal(self) -> UserError:
+        """The error for SDXL's own encoder and for a Chinese-CLIP, which is only evaluated."""
         if self.kind is Kind.ORIGINAL:
-            return f"{ORIGINAL!r} is the encoder that comes with an SDXL checkpoint, for images only. Name another one."
+            return UserError(f"{ORIGINAL!r} is the encoder that comes with an SDXL checkpoint. Name another.")
         from .models.chinese_clip import NOT_TRAINED
         from .models.families import CHINESE_CLIP
 
-        return f"{self.name!r} is a {CHINESE_CLIP}. {NOT_TRAINED}"
+        return UserError(f"{self.name!r} is a {CHINESE_CLIP}. {NOT_TRAINED}")
 
 
 def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPTokenizer"]:
@@ -399,10 +396,15 @@ def _find_weights(model: str, weights: str) -> str | None:
 
 def _load_ablated(folder: Path) -> "Backbone":
     """The base model of a search, with the heads that it found suppressed."""
-    from .ablation.saved import check_base, read_ablation
+    from .ablation.saved import read_ablation
+    from .models.weight_files import weights_digest
 
     model, digest, ablation = read_ablation(folder)
     backbone = load_two_tower(model)
-    check_base(folder, model, digest, backbone)
+    if weights_digest(backbone.model) != digest:
+        raise UserError(
+            f"The ablation {str(folder)!r} is of {model!r}, and that model has other weights now. Give the model that "
+            "it was searched on its old place, or search again."
+        )
     ablation.apply(backbone)
     return backbone

@@ -1,4 +1,4 @@
-"""The one kind of error a user causes, and how it is worded."""
+"""Errors caused by user input, and how they are worded."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What options may be, checked before anything is loaded; larger values can only be mistakes.
+"""Allowed ranges of options, checked before anything is loaded; larger values can only be mistakes.
 
 Ranges are types, which `Checked` options are held to: `steps: Steps = 30`.
 """

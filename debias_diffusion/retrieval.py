@@ -60,9 +60,9 @@ def recall_ranks(
     Text to image, each caption is a query and its image the only partner. Image to text, each image is a query, and its
     most similar caption counts.
 
-    Ties do not flatter: a partner's rank is 1 + the number of strangers at least as similar (within 1e-6), so it is
-    last among equals. Duplicates in the data are ties, too. If all features are equal, recall is 0 for k up to the
-    number of strangers. An image's other captions are not strangers.
+    Ties count against the model: a partner's rank is 1 + the number of strangers at least as similar (within 1e-6), so
+    it is last among equals. Duplicates in the data are ties, too. If all features are equal, recall is 0 for k up to
+    the number of strangers. An image's other captions are not strangers.
 
     Args:
         image_features: [N, D], finite, normalised or not, on a device with double precision, as the CPU.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.ranks import forked
 from helpers.tiny_clip import save_tiny_clip, tiny_clip
+from helpers.training_runs import config
 from helpers.vocabulary import tiny_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModel, CLIPModel, CLIPProcessor, CLIPTextModel, CLIPTokenizer, dynamic_module_utils
@@ -28,7 +29,6 @@ from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models import loading
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
-from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -264,7 +264,7 @@ def test_training_refuses_an_ablated_base(folders, world, tmp_path):
     load_two_tower(folders.image).save(tmp_path / "noted")
     for model in (folders.image, str(tmp_path / "noted")):
         with pytest.raises(UserError, match="has suppressed attention heads.*search again"):
-            train(TrainConfig(data, str(tmp_path / "run"), model, images, batch=8, components=3, max_steps=1))
+            train(config((model, data, images), tmp_path / "run"))
 
 
 def test_pads_before_sot_are_refused_with_suppressed_text_heads(folders):

@@ -49,7 +49,7 @@ def world(tmp_path_factory):
     base, run, scores = (str(folder / name) for name in ("base", "run", "scores"))
     save_tiny_clip(folder / "base", quick_gelu=True)
     settings = {"validation": 4, "batch": 8, "components": 3, "max_steps": 2, "workers": 0, "learning_rate": 1e-3}
-    train(TrainConfig(data, run, base, images, short_weight=0.25, **settings))
+    train(TrainConfig(data=data, output=run, model=base, images=images, short_weight=0.25, **settings))
     pairs = {"data": data, "images": images, "limit": 10}
     evaluate_retrieval(RetrievalConfig([f"{run}", base], scores, **pairs))
     evaluate_robustness(RobustnessConfig([f"{run}"], scores, **pairs))
@@ -259,7 +259,7 @@ def test_the_card_says_what_the_run_left(tmp_path, world):
     digest = Job.read(world.run).inputs["data"]
     assert f"| data | `data.json`, sha256 `{digest}` |" in card
     assert "248: the first 20 kept, each other one stretched to 4" in card
-    assert "debias-diffusion train --data data.json --model base --images images --short-weight 0.25 --comp" in card
+    assert "debias-diffusion train --data data.json --images images --validation 4 --batch 8" in card
     assert "--workers" not in card and "--output" not in card
     lines = map(json.loads, Path(world.run, "log.jsonl").read_text().splitlines())
     start, end = (line for line in lines if "t2i_r1" in line)

@@ -47,7 +47,7 @@ from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.regional_prompts import LAYERS as SHARINGS
 from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
-from debias_diffusion.training.feature_cache import cache_key
+from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer
 from debias_diffusion.training.step import backward
@@ -471,10 +471,8 @@ def test_heads_of_an_image_tower_with_prompts_are_not_searched(finished, tmp_pat
 
 def test_the_flags_belong_to_two_recipes():
     with pytest.raises(UserError, match="The recipe 'debias-clip' has no setting 'groups'"):
-        TrainConfig("data", "output", "model", recipe="debias-clip", method={"groups": 2})
-    method = TrainConfig(
-        "data", "output", "model", recipe="long-clip", method={"groups": 6, "prompts": 4}
-    ).make_method()
+        find_method("debias-clip", {"groups": 2})
+    method = find_method("long-clip", {"groups": 6, "prompts": 4})
     assert (method.components, method.mask_ratio, method.short_positions) == (32, 0.0, "shared")
 
 
@@ -532,9 +530,9 @@ def test_evaluations_keep_the_prompts_and_open_clip_refuses_them(fix_world, fini
     assert (backbone.encode_image(images) - without).abs().max() > 1e-4
     with pytest.raises(RuntimeError, match="regional_prompts"):
         open_clip.create_model(f"local-dir:{finished / 'last'}")
-    key, digest = cache_key(backbone, "fp32"), backbone.digest()
+    key, digest = FrozenTower(backbone, CPU, "fp32").key, backbone.digest()
     backbone.config["debias_diffusion"]["regional_prompts"]["mask"] = "none"
-    assert cache_key(backbone, "fp32") != key and backbone.digest() != digest
+    assert FrozenTower(backbone, CPU, "fp32").key != key and backbone.digest() != digest
     backbone.config["debias_diffusion"]["regional_prompts"]["mask"] = "all"
     backbone.save(tmp_path / "hostile")
     with pytest.raises(UserError, match="prompt_mask must be one of"):

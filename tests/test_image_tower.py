@@ -16,7 +16,6 @@ from debias_diffusion.models.blocks import full_attention
 from debias_diffusion.models.image_tower import ImageTower
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.weight_files import weights_digest
-from debias_diffusion.training.feature_cache import cache_key
 
 SIZES = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 3, "heads": 2, "mlp_ratio": 2.0, "output_dim": 24}
 KINDS = {
@@ -132,12 +131,11 @@ def test_a_plain_backbone_keeps_open_clips_forward_and_its_cache_key():
     plain = images(torch.float32)
     assert torch.equal(backbone.encode_image(plain), backbone.model.encode_image(plain))
     torch.testing.assert_close(backbone.image(plain), backbone.encode_image(plain), rtol=1e-6, atol=1e-6)
-    assert json.dumps(cache_key(backbone, "bf16")) == json.dumps(
+    assert json.dumps(backbone.image_fingerprint()) == json.dumps(
         {
             "weights": weights_digest(backbone.model.visual),
             "vision_cfg": backbone.config["model_cfg"]["vision_cfg"],
             "preprocess": str(backbone.preprocess),
-            "precision": "bf16",
         }
     )
 
@@ -146,12 +144,12 @@ def test_replaced_attention_reaches_features_caches_and_saved_folders(tmp_path):
     save_tiny_clip(tmp_path / "base")
     backbone = load_backbone(str(tmp_path / "base")).eval()
     tokens = backbone.tokenize(["a cat"])
-    plain, key, used = backbone.encode_image(images(torch.float32)), cache_key(backbone, "fp32"), how_used(backbone)
+    plain, key, used = backbone.encode_image(images(torch.float32)), backbone.image_fingerprint(), how_used(backbone)
     used = json.dumps(used)
     backbone.replace_image_attention({-1: without_second_head}, {"without heads": {"1": [1]}})
     features = backbone.encode_image(images(torch.float32))
     assert not torch.allclose(features, plain, atol=1e-3)
-    assert cache_key(backbone, "fp32") == key | {"attention": {"without heads": {"1": [1]}}}
+    assert backbone.image_fingerprint() == key | {"attention": {"without heads": {"1": [1]}}}
     assert json.dumps(how_used(backbone)) != used
     backbone.save(tmp_path / "saved")
     again = load_backbone(str(tmp_path / "saved")).eval()

@@ -1,4 +1,4 @@
-"""What options may be: the ranges of their annotations, and the rules between them, by class."""
+"""Allowed ranges of options: the ranges of their annotations, and the rules between them, by class."""
 
 import re
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ USABLE = {
     ReproduceConfig: {"target": ["table-S4"]},
     ShardsConfig: {"data": "d", "output": "o"},
     SynthesizeConfig: {"model": "m", "output": "o", "images": "i"},
-    TrainConfig: {"data": "d", "output": "o", "model": "m"},
+    TrainConfig: {"data": "d", "output": "o", "model": "toy/clip"},
 }
 REFUSED = [
     (AblateConfig, {"beta": 1.5}, "beta is 1.5, but must be a number, from 0 to 1."),

@@ -69,7 +69,7 @@ def test_the_recipes_are_the_papers():
 
 def test_the_training_defaults_are_the_papers():
     """Table S1, in its order; and the schedule, the kept positions and the scale of Long-CLIP, which it follows."""
-    defaults = TrainConfig("data", "output", "model")
+    defaults = TrainConfig(data="data", output="output", model="toy/clip")
     assert (defaults.batch, defaults.epochs, defaults.warmup, defaults.weight_decay) == (256, 3, 200, 1e-2)
     assert (defaults.learning_rate, defaults.betas, defaults.eps) == (1e-6, (0.9, 0.999), 1e-8)
     assert (defaults.recipe, defaults.keep_positions, defaults.stretch) == ("debias-clip", 20, 4)

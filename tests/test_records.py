@@ -331,9 +331,9 @@ def test_a_run_is_the_same_from_the_disk_and_not_continued_with_a_changed_file(t
     from_memory = run("memory")
     monkeypatch.setattr(json_files, "_IN_MEMORY", -1)
     assert run("disk") == from_memory
-    kept = [Job.read(tmp_path / name) for name in ("disk", "memory")]
-    assert (kept[0].settings, kept[0].inputs) == (kept[1].settings, kept[1].inputs)
-    assert kept[0].inputs["data"] == hashlib.sha256(data.read_bytes()).hexdigest()
+    jobs = [Job.read(tmp_path / name) for name in ("disk", "memory")]
+    assert jobs[0].settings == jobs[1].settings
+    assert jobs[0].inputs["data"] == jobs[1].inputs["data"] == hashlib.sha256(data.read_bytes()).hexdigest()
     data.write_bytes(data.read_bytes().replace(b"red", b"RED", 1))
     with pytest.raises(UserError, match="The data is another one, by its contents"):
         run("disk")

@@ -31,7 +31,7 @@ def test_both_towers_load_bare_and_by_name_and_are_not_stretched_again(known, tm
     file, expected = released(tmp_path, prefix)
     check(load_two_tower(file), expected)
     check(load_two_tower(f"deep-quickgelu:{file}"), expected)
-    config = TrainConfig("x.json", str(tmp_path / "run"), model="deep-quickgelu", pretrained=str(file))
+    config = TrainConfig(data="x.json", output=str(tmp_path / "run"), model="deep-quickgelu", pretrained=str(file))
     check(prepare_backbone(load_base_model(config), config), expected)
     assert load_base_tokenizer(replace(config, keep_positions=0)).context_length == 248
     load_two_tower(file).save(tmp_path / "saved")

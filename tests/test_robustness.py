@@ -354,7 +354,7 @@ def test_evaluate_robustness_on_photographs(tiny_clip, tmp_path, capsys):
 @pytest.mark.usefixtures("blank_figures")
 def test_edits_reach_the_encoder(tiny_clip, tmp_path):
     # Captions that agree but for the first sentence are all alike once it is removed: R@1 falls to 0, because ties
-    # do not flatter. What the edits do to features is thus seen in the numbers.
+    # count against the model. What the edits do to features is thus seen in the numbers.
     data, images = make_tiny_data(tmp_path, 5)
     entries = json.loads(Path(data).read_text())
     for number, entry in enumerate(entries):

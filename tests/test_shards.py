@@ -169,17 +169,6 @@ def test_the_same_pairs_give_the_same_bytes_with_any_number_of_workers(folder, t
     assert content(tmp_path / "a") != content(tmp_path / "c")
 
 
-def test_a_shard_that_was_removed_or_cut_is_written_again_alone(folder, tmp_path):
-    written(folder, tmp_path / "shards")
-    before = content(tmp_path / "shards")
-    stamp = (tmp_path / "shards" / "shard-000000.tar").stat().st_mtime_ns
-    (tmp_path / "shards" / "shard-000001.tar").unlink()
-    (tmp_path / "shards" / "shard-000002.tar").write_bytes(b"half")
-    written(folder, tmp_path / "shards")
-    assert content(tmp_path / "shards") == before
-    assert (tmp_path / "shards" / "shard-000000.tar").stat().st_mtime_ns == stamp
-
-
 def test_unusable_pairs_are_left_out_counted_and_named(folder, tmp_path, capsys):
     images = Path(folder[1])
     (images / "part1" / "1.v1.png").write_bytes(bomb())

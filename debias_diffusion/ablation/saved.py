@@ -55,12 +55,3 @@ def read_ablation(folder: str | os.PathLike) -> tuple[str, str, "Ablation"]:
         raise UserError(
             f"{str(file)!r} cannot be read: {reason(error)}. Search again, or give the model alone."
         ) from error
-
-
-def check_base(folder: str | os.PathLike, model: str, digest: str, backbone: "Backbone") -> None:
-    """Raises UserError unless the model is the one whose heads were searched."""
-    if weights_digest(backbone.model) != digest:
-        raise UserError(
-            f"The ablation {os.fspath(folder)!r} is of {model!r}, and that model has other weights now. Give the model "
-            "that it was searched on its old place, or search again."
-        )

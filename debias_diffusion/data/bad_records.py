@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import UserError
+from ..files import append, open_regular
 from .images import as_unreadable
 from .records import Record
 
@@ -88,16 +89,15 @@ class BadRecordsFile:
 
     def add(self, bad: Sequence[BadRecord]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b") as file:
-            file.seek(self._end)
-            written = file.read()
+        if self.path.exists():
+            with open_regular(self.path) as file:
+                file.seek(self._end)
+                written = file.read()
             self._end += len(written)
             self._lines.update(written.splitlines())
-            lines = dict.fromkeys(json.dumps(vars(record), ensure_ascii=False).encode() for record in bad)
-            new = [line for line in lines if line not in self._lines]
-            if new and written and not written.endswith(b"\n"):  # which a kill cut short
-                file.write(b"\n")
-            file.write(b"".join(line + b"\n" for line in new))
+        lines = dict.fromkeys(json.dumps(vars(record), ensure_ascii=False) for record in bad)
+        if new := [line for line in lines if line.encode() not in self._lines]:
+            append(self.path, "\n".join(new))
 
 
 def too_many(bad: int, count: int, max_bad: float) -> bool:

@@ -114,11 +114,7 @@ def utf8(content: bytes, where: str) -> str:
 
 def is_text(value) -> bool:
     """Whether `value` is a non-empty string that UTF-8 can encode. JSON can hold half a surrogate pair."""
-    return isinstance(value, str) and value != "" and (value.isascii() or _is_encodable(value))
-
-
-def _is_encodable(text: str) -> bool:
     try:
-        return bool(text.encode())
+        return isinstance(value, str) and value.encode() != b""
     except UnicodeEncodeError:
         return False

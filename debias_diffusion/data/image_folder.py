@@ -31,7 +31,7 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     """
     images = ImageFolder(root)
     pairs = _pairs(images.root)
-    _require_both(os.fspath(root), pairs)
+    _require_pairs(os.fspath(root), pairs)
     bar = tqdm(sorted(pairs.items()), desc="reading captions", unit=" captions", disable=len(pairs) < 10_000)
     parts = ((_shown(min(pair[0] or pair[1])), pair) for _, pair in bar)
     captions = sort_out(parts, lambda pair: _read(images.root, *pair), PackedRecords)
@@ -85,7 +85,7 @@ def _refuse(error: OSError):
     raise UserError(f"The folder {error.filename!r} cannot be read ({error.strerror}). Make it readable, or move it.")
 
 
-def _require_both(root: str, pairs: dict[str, Pair]) -> None:
+def _require_pairs(root: str, pairs: dict[str, Pair]) -> None:
     """Raises UserError, which lists the layouts there are, for a folder without any image or without any caption."""
     counts = [sum(len(pair[kind]) for pair in pairs.values()) for kind in (0, 1)]
     if not all(counts):

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -77,8 +76,9 @@ def decode_image(file: BinaryIO, formats: Sequence[str] = FORMATS) -> Image.Imag
             the other enormous.
         Exception: Pillow cannot decode it, or it has more pixels than Pillow decodes.
     """
+    Image.init()  # or formats of plugins that nothing has needed so far would be missing
     try:
-        image = Image.open(file, formats=_available(tuple(formats)))
+        image = Image.open(file, formats=[name for name in formats if name in Image.OPEN])
     except Image.UnidentifiedImageError:
         raise UnreadableImage(f"cannot identify it as {', '.join(formats)}") from None
     with image:
@@ -95,12 +95,6 @@ def decode_image(file: BinaryIO, formats: Sequence[str] = FORMATS) -> Image.Imag
         raise UnreadableImage(
             f"its pixels are of mode {image.mode}, which has no certain white. Save it as RGB, or as grey of 8 bits"
         )
-
-
-@cache
-def _available(formats: tuple[str, ...]) -> tuple[str, ...]:
-    Image.init()  # or formats of plugins that nothing has needed so far would be missing
-    return tuple(name for name in formats if name in Image.OPEN)
 
 
 class ImageSource(Protocol):

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ..errors import UserError
 from .bad_records import refused
 from .captions import Captions, caption_of, check_caption, fold, is_text, short_of
-from .records import InFile, InMemory, PackedRecords, Record, as_places
+from .records import InFile, PackedRecords, Record, as_places
 
 SHAPE = '[{"image": "a/b.jpg", "conversations": [{"value": "question"}, {"value": "caption"}]}, ...]'
 LINE_SHAPE = '{"image": "a/b.jpg", "caption": "caption"}'
@@ -73,7 +73,7 @@ def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]
                     except ValueError as error:
                         bad.append(refused(f"{label} {number}", error))
                     bar.update(end - bar.n)
-        content = InFile(path) if is_large else InMemory(path.read_bytes())
+        content = InFile(path) if is_large else path.read_bytes()
     except OSError as error:
         raise UserError(
             f"Data file {str(path)!r} cannot be read ({error.strerror}). It must have the shape {shape}"

@@ -6,7 +6,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from operator import eq
 
 import numpy as np
 
@@ -25,13 +25,6 @@ class Record:
         return [self.sample_id, self.image, self.caption, self.short]
 
 
-class Content(Protocol):
-    """Bytes by position."""
-
-    def read(self, start: int, end: int) -> bytes | bytearray:
-        """The bytes from `start` up to `end`."""
-
-
 class PackedRecords(Sequence[Record]):
     """Records as positions in bytes instead of millions of objects. A slice is a view.
 
@@ -45,12 +38,14 @@ class PackedRecords(Sequence[Record]):
             start = len(packed)
             packed += json.dumps(record.values()).encode()
             places.extend((start, len(packed)))
-        self._content: Content = InMemory(packed)
+        self._content: Content = packed
         self._places = as_places(places)
         self._parse: Callable[[bytes | bytearray], Record] = _unpack
 
     @classmethod
-    def at(cls, content: Content, places: np.ndarray, parse: Callable[[bytes | bytearray], Record]) -> "PackedRecords":
+    def at(
+        cls, content: "Content", places: np.ndarray, parse: Callable[[bytes | bytearray], Record]
+    ) -> "PackedRecords":
         """The records that `parse` makes of the bytes from start to end, `places` [N, 2], of `content`."""
         records = cls.__new__(cls)
         records._content, records._places, records._parse = content, places, parse
@@ -62,7 +57,7 @@ class PackedRecords(Sequence[Record]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return PackedRecords.at(self._content, self._places[index], self._parse)
-        return self._parse(self._content.read(*self._places[index].tolist()))
+        return self._parse(self._content[slice(*self._places[index].tolist())])
 
     def __iter__(self):
         return (self[index] for index in range(len(self)))
@@ -70,7 +65,7 @@ class PackedRecords(Sequence[Record]):
     def __eq__(self, other) -> bool:
         if not isinstance(other, Sequence):
             return NotImplemented
-        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+        return len(self) == len(other) and all(map(eq, self, other))
 
     def __repr__(self) -> str:
         return f"<{len(self)} records>"
@@ -85,18 +80,8 @@ def _unpack(row: bytes | bytearray) -> Record:
     return Record(*json.loads(row))
 
 
-class InMemory:
-    """Bytes in memory."""
-
-    def __init__(self, content: bytes | bytearray):
-        self._bytes = content
-
-    def read(self, start: int, end: int) -> bytes | bytearray:
-        return self._bytes[start:end]
-
-
 class InFile:
-    """The bytes of a file, read on demand. The system's cache holds them once for all processes.
+    """The bytes of a file, which a slice reads. The system's cache holds them once for all processes.
 
     Safe for threads, and can be pickled for workers. The file must not change.
     """
@@ -108,5 +93,8 @@ class InFile:
     def __reduce__(self):
         return InFile, (self._path,)
 
-    def read(self, start: int, end: int) -> bytes:
-        return os.pread(self._file.fileno(), end - start, start)
+    def __getitem__(self, part: slice) -> bytes:
+        return os.pread(self._file.fileno(), part.stop - part.start, part.start)
+
+
+Content = bytes | bytearray | InFile

@@ -447,11 +447,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "https://github.com/google/imageinwords/tree/main/datasets",
     ),
     "sharegpt4v-1k": Benchmark(
-        _sharegpt4v,
-        _read_sharegpt4v,
-        (SHAREGPT4V_FILE,),
-        (".",),
-        "https://huggingface.co/datasets/Lin-Chen/ShareGPT4V",
+        _sharegpt4v, _read_sharegpt4v, (SHAREGPT4V_FILE,), (".",), "https://huggingface.co/datasets/Lin-Chen/ShareGPT4V"
     ),
     "coco": _coco_benchmark("val2017"),
     "coco-five": _coco_benchmark("val2017", captions_an_image=FIVE),

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from PIL import Image
-
 from ..errors import UserError, near_matches
 from ..files import bytes_digest
 from .bad_records import BadRecord
@@ -48,33 +46,6 @@ class RetrievalSet:
         """sha256, in hexadecimal, of the captions and of the images' names."""
         parts = (self.images, self.captions, self.image_of)
         return bytes_digest(json.dumps(part).encode() + b"\n" for part in parts)
-
-
-class _Folders:
-    """Opens images whose names begin with one of several folders. Each may be a link to somewhere else."""
-
-    def __init__(self, root: Path, folders: Sequence[str]):
-        self.root = root
-        # A part of a benchmark may need only one of them.
-        self._folders = {folder: ImageFolder(root / folder) for folder in folders if (root / folder).is_dir()}
-
-    def _find(self, image: str) -> tuple[ImageFolder, str]:
-        folder, _, name = image.partition("/")
-        return self._folders[folder], name
-
-    def open(self, image: str) -> Image.Image:
-        folder, name = self._find(image)
-        return folder.open(name)
-
-    def is_there(self, image: str) -> bool:
-        if image.partition("/")[0] not in self._folders:
-            return False
-        folder, name = self._find(image)
-        return folder.is_there(name)
-
-    def stamp(self, image: str) -> bytes:
-        folder, name = self._find(image)
-        return folder.stamp(name)
 
 
 def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
@@ -131,9 +102,8 @@ def find_root(name: str, root: str | os.PathLike) -> Path:
 
 
 def _images(root: Path, folders: Sequence[str]) -> ImageSource:
-    if len(folders) > 1:
-        return _Folders(root, folders)
-    return ImageFolder(root / folders[0] if (root / folders[0]).is_dir() else root)
+    """Of several folders the names of images begin with their folder."""
+    return ImageFolder(root / folders[0] if len(folders) == 1 and (root / folders[0]).is_dir() else root)
 
 
 def _grouped(name: str, root: Path, entries: list[Entry], bad: list[BadRecord], source: ImageSource) -> RetrievalSet:

@@ -51,7 +51,7 @@ class ShardImages:
     def __init__(self, root: str | os.PathLike):
         self.root = Path(os.path.realpath(root))
         # A file dropped from the cache is closed after the last read from it.
-        self._opened = lru_cache(maxsize=_OPENED)(lambda shard: open_regular(self._path(shard)))
+        self._opened = lru_cache(maxsize=_OPENED)(lambda shard: open_regular(self.root / shard))
 
     def __reduce__(self):
         return ShardImages, (self.root,)
@@ -73,7 +73,7 @@ class ShardImages:
         """Whether the shard is there and long enough."""
         try:
             shard, offset, size = _locate(image)
-            return self._path(shard).stat().st_size >= offset + size
+            return (self.root / shard).stat().st_size >= offset + size
         except (OSError, ValueError):
             return False
 
@@ -84,14 +84,10 @@ class ShardImages:
             OSError, ValueError: there is no such image.
         """
         shard, offset, size = _locate(image)
-        stat = self._path(shard).stat()
+        stat = (self.root / shard).stat()
         if stat.st_size < offset + size:
             raise OSError(f"{shard!r} ends before the image")
         return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns)
-
-    def _path(self, shard: str) -> Path:
-        """Where a shard lies."""
-        return self.root / shard
 
 
 def file_ending(image: str) -> str:
@@ -181,7 +177,7 @@ def _read_shard(images: ShardImages, shard: str, expected: int | None) -> tuple[
     """One shard's usable samples and its faults; `expected` is how many samples it had when it was written."""
     samples, bad, records, broken, key = {}, [], [], None, None
     try:
-        with open_regular(images._path(shard)) as file:
+        with open_regular(images.root / shard) as file:
             for member in _members(file):
                 fault, name = _fault(member), _NAME.fullmatch(member.name)
                 if fault:

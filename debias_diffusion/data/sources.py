@@ -33,7 +33,7 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
                 f"The data {os.fspath(data)!r} hold their images, but images is {os.fspath(images)!r}. Leave images "
                 "out, or give a JSON or JSONL file as the data."
             )
-        return _read_both(data)
+        return _read_with_images(data)
     _require_file(data)
     if images is None:
         raise UserError(
@@ -51,7 +51,7 @@ def read_captions(data: str | os.PathLike) -> Captions:
         UserError: the data cannot be used.
     """
     if _holds_images(data):
-        return _read_both(data)[0]
+        return _read_with_images(data)[0]
     _require_file(data)
     return _read_file(Path(data))
 
@@ -60,7 +60,7 @@ def _holds_images(data: str | os.PathLike) -> bool:
     return is_toy_scenes(data) or is_shards(Path(data)) or Path(data).is_dir()
 
 
-def _read_both(data: str | os.PathLike) -> tuple[Captions, ImageSource]:
+def _read_with_images(data: str | os.PathLike) -> tuple[Captions, ImageSource]:
     if is_toy_scenes(data):
         return read_toy_scenes(data)
     return read_shards(data) if is_shards(Path(data)) else read_pair_folder(data)

@@ -84,8 +84,12 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
         encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state, label)
         check_finite(encoder.state_dict().items(), label[0].upper() + label[1:])
     if not (follows_rule or has_activation):
-        guess = _GUESSED.format(file=os.fspath(file), blocks=config.num_hidden_layers, act=config.hidden_act)
-        warnings.warn(guess, stacklevel=5)
+        warnings.warn(
+            f"{os.fspath(file)!r} does not name its activation; with {config.num_hidden_layers} blocks "
+            f"{config.hidden_act} is assumed. If that is wrong, name the model instead: --model ViT-L-14 (LAION's) or "
+            "ViT-L-14-quickgelu (OpenAI's) with --pretrained FILE.",
+            stacklevel=4,
+        )
     pad = {"pad_token": "!"} if is_bigg(config) else {}
     return encoder, clip_tokenizer(config.max_position_embeddings, **pad)
 
@@ -96,39 +100,26 @@ def read_tensors(file: Path) -> State:
     Raises:
         UserError: it holds no weights, or more than weights; the message names its content, if known.
     """
+    label = repr(os.fspath(file))
     try:
-        _check_readable(file)
+        with open(file, "rb") as opened:
+            start = opened.read(512)
+        for pattern, description in _BEGINNINGS:
+            if re.match(pattern, start):
+                raise UserError(f"{label} is {description}.")
         content = read_state(file)
     except UserError:
         raise
     except Exception as error:  # any error of the libraries for a wrong or hostile file
-        raise UserError(_unreadable(file, error)) from error
+        if "TorchScript" in str(error):
+            raise UserError(
+                f"{label} is a TorchScript archive, which holds code and is not run. For OpenAI's, name the model "
+                "instead: --model ViT-L-14-quickgelu --pretrained openai."
+            ) from error
+        raise UserError(
+            f"The file {label} could not be read; it may be cut short, or no file of weights: {loading_reason(error)}."
+        ) from error
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
-
-
-def _check_readable(file: Path) -> None:
-    """Raises UserError for a file whose beginning shows that it holds no weights."""
-    with open(file, "rb") as opened:
-        start = opened.read(512)
-    for pattern, description in _BEGINNINGS:
-        if re.match(pattern, start):
-            raise UserError(f"{os.fspath(file)!r} is {description}.")
-
-
-_GUESSED = (
-    "{file!r} does not name its activation; with {blocks} blocks {act} is assumed. If that is wrong, name the model "
-    "instead: --model ViT-L-14 (LAION's) or ViT-L-14-quickgelu (OpenAI's) with --pretrained FILE."
-)
-
-
-def _unreadable(file: Path, error: Exception) -> str:
-    label = repr(os.fspath(file))
-    if "TorchScript" in str(error):
-        return (
-            f"{label} is a TorchScript archive, which holds code and is not run. For OpenAI's, name the model "
-            "instead: --model ViT-L-14-quickgelu --pretrained openai."
-        )
-    return f"The file {label} could not be read; it may be cut short, or no file of weights: {loading_reason(error)}."
 
 
 def text_part(tensors: State, file: Path) -> tuple[State, bool]:

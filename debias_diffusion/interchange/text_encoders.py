@@ -7,7 +7,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..errors import UserError
-from ..models.model_files import check_state
+from ..models.model_files import check_fit
 from .names import State, text_from_transformers, text_to_transformers
 
 if TYPE_CHECKING:
@@ -102,12 +102,14 @@ def make_encoder(config: CLIPTextConfig, state: State, projection: bool, label: 
     cls = CLIPTextModelWithProjection if projection else CLIPTextModel
     with torch.device("meta"):  # no time for random weights
         encoder = cls(config)
-    expected = prefixed_state(encoder)
-    check_state(state, expected, label)
     # In memory a CLIPTextModel of transformers 5 has no prefix; older versions have.
-    names = dict(zip(expected, encoder.state_dict(), strict=True))
+    names = dict(zip(prefixed_state(encoder), encoder.state_dict(), strict=True))
     dtype = next(iter(state.values())).dtype
-    encoder.to(dtype).to_empty(device="cpu").load_state_dict({names[name]: tensor for name, tensor in state.items()})
+    state = {names.get(name, name): tensor for name, tensor in state.items()}
+    missing, unknown = encoder.to(dtype).to_empty(device="cpu").load_state_dict(state, strict=False)
+    wrong = [f"{name} has no place in it" for name in unknown]
+    wrong += [f"{name} is of {part.dtype}" for name, part in state.items() if not part.is_floating_point()]
+    check_fit(missing, wrong, label)
     for module in encoder.modules():
         if "position_ids" in module._buffers:  # in no state dict
             module.position_ids = torch.arange(config.max_position_embeddings).expand(1, -1)

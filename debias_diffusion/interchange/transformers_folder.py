@@ -64,22 +64,28 @@ def write_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
         tokenizer.backend_tokenizer.model.save(os.fspath(folder))  # vocab.json, merges.txt: for older loaders
 
 
-def read_folder(folder: Path) -> tuple[TextEncoder, CLIPTokenizer]:
-    """The text encoder and tokenizer of a folder: its `text_encoder/`, or itself a CLIPTextModel or a CLIPModel.
+def read_text_encoder(source: str | Path) -> tuple[TextEncoder, CLIPTokenizer]:
+    """The text encoder and tokenizer of a folder (Path) or of a repository of the hub (str).
+
+    Of its `text_encoder/` and `tokenizer/`, as in a pipeline; else it is a CLIPTextModel or CLIPModel itself.
 
     Raises:
-        UserError: it holds neither, or no tokenizer.
+        UserError: it holds no text encoder or no tokenizer, or cannot be fetched.
     """
-    inside = folder / "text_encoder" if (folder / "text_encoder").is_dir() else folder
+    subfolder = "text_encoder" if find_file(source, "config.json", "text_encoder") else ""
+    if isinstance(source, str):
+        encoder = read_encoder(source, subfolder)
+        return encoder, read_tokenizer(source, encoder.config, subfolder="tokenizer" if subfolder else "")
+    inside = source / subfolder
     if not (inside / "config.json").is_file():
         raise UserError(
-            f"{os.fspath(folder)!r} holds no text encoder: neither text_encoder/config.json nor config.json nor "
+            f"{os.fspath(source)!r} holds no text encoder: neither text_encoder/config.json nor config.json nor "
             f"{CONFIG_FILE}, in it or in the last/ of a training run. Give a folder written by "
             "`debias-diffusion export`, or a file of weights."
         )
     # In SDXL's folder text_encoder_2 belongs to tokenizer_2.
     beside = inside.with_name(inside.name.replace("text_encoder", "tokenizer"))
-    tokenizer = find_tokenizer(folder, beside, inside.parent / "tokenizer", inside, inside / "tokenizer")
+    tokenizer = find_tokenizer(source, beside, inside.parent / "tokenizer", inside, inside / "tokenizer")
     encoder = read_encoder(inside)
     return encoder, read_tokenizer(tokenizer, encoder.config)
 
@@ -90,17 +96,6 @@ def find_tokenizer(folder: Path, *places: Path) -> Path:
         if (place / "tokenizer_config.json").is_file():
             return place
     raise UserError(f"{os.fspath(folder)!r} holds no tokenizer (tokenizer/tokenizer_config.json).")
-
-
-def read_hub(name: str) -> tuple[TextEncoder, CLIPTokenizer]:
-    """A text encoder and tokenizer of the hub: of the repository's `text_encoder/` and `tokenizer/`, else of its root.
-
-    Raises:
-        UserError: there is none, or it cannot be fetched.
-    """
-    inside = "text_encoder" if find_file(name, "config.json", "text_encoder") else ""
-    encoder = read_encoder(name, inside)
-    return encoder, read_tokenizer(name, encoder.config, subfolder="tokenizer" if inside else "")
 
 
 def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:

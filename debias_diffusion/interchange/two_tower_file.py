@@ -84,12 +84,9 @@ def _of_activation(models: list[str], tensors: State, file: Path, follows_rule: 
     if known and not fitting:
         raise UserError(f"{os.fspath(file)!r} has the activation {known}; open_clip has no such model of its sizes.")
     if fitting and len(models) > 1 and not (follows_rule or known):
-        guess = _GUESSED.format(file=os.fspath(file), model=fitting[0], models=" or ".join(models))
-        warnings.warn(guess, stacklevel=6)
+        warnings.warn(
+            f"{os.fspath(file)!r} does not name its activation; {fitting[0]} is assumed. Models of its sizes: "
+            f"{' or '.join(models)}; name the right one, as in {fitting[0]}:{file}, to be sure.",
+            stacklevel=6,
+        )
     return (fitting or models)[0]
-
-
-_GUESSED = (
-    "{file!r} does not name its activation; {model} is assumed. Models of its sizes: {models}; name the right one, as "
-    "in {model}:{file}, to be sure."
-)

@@ -225,16 +225,19 @@ class Method(Term):
     def all_features(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
         if not self.terms:
             return self.encode(backbone, batch, modules)
-        parts = zip((self, *self.terms), (modules.method, *modules.terms), strict=True)
-        return {name: feature for part, of in parts for name, feature in part.encode(backbone, batch, of).items()}
+        encoded = (
+            part.encode(backbone, batch, part_modules)
+            for part, part_modules in zip((self, *self.terms), (modules.method, *modules.terms), strict=True)
+        )
+        return {name: feature for features in encoded for name, feature in features.items()}
 
     def all_losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         losses, report = {}, {}
         for part in (self, *self.terms):
-            of_part, reported = part.losses(features, scale, bias)
-            losses, report = losses | of_part, report | reported
+            part_losses, part_report = part.losses(features, scale, bias)
+            losses, report = losses | part_losses, report | part_report
         return losses, report
 
     def describe_all(self) -> str:

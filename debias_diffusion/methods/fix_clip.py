@@ -246,8 +246,8 @@ class FixClip(DualCaption):
         tower, brings_prompts = base_model.image, base_model.prompt_settings is not None
         if self.hierarchy:
             depths = {"image": tower.depth, "text": _depth(base_model)}
-            both = math.gcd(*depths.values())
-            possible = ", ".join(str(count) for count in range(1, both + 1) if both % count == 0)
+            divisor = math.gcd(*depths.values())
+            possible = ", ".join(str(count) for count in range(1, divisor + 1) if divisor % count == 0)
             for name, depth in depths.items():
                 if depth % self.groups:
                     raise UserError(
@@ -337,9 +337,9 @@ class FixClip(DualCaption):
         texts, text_states = backbone.text.encode(batch.tokens, blocks)
         features |= dict(zip(self.text_names, texts.split(len(batch)), strict=True))
         if self.hierarchy:
-            of_long = text_states[: len(batch)]
+            long_states = text_states[: len(batch)]
             features["image_groups"] = modules.image_heads(self.hierarchy.aggregate(_at_least_float(states)))
-            features["text_groups"] = modules.text_heads(self.hierarchy.aggregate(_at_least_float(of_long)))
+            features["text_groups"] = modules.text_heads(self.hierarchy.aggregate(_at_least_float(long_states)))
         return {name: _at_least_float(feature) for name, feature in features.items()}
 
     def _encode_images(self, backbone: Backbone, batch: Batch, modules) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -351,8 +351,8 @@ class FixClip(DualCaption):
             vector = modules.mask_vector if self.masked_patches == "replace" else None
             masked = MaskedPatches(batch.views["is_masked"], vector)
         blocks = self.hierarchy.blocks(tower.depth) if self.hierarchy else ()
-        image, of_masked, states = tower.encode_with_masked(images, blocks, masked)
-        return {"image": image} | ({} if of_masked is None else {"masked": of_masked}), states
+        image, masked_image, states = tower.encode_with_masked(images, blocks, masked)
+        return {"image": image} | ({} if masked_image is None else {"masked": masked_image}), states
 
     def losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None

@@ -78,7 +78,7 @@ def state_errors(
     lengths = rows.lengths.tolist()
     pairs = zip(states.split(lengths), expected.split(lengths), strict=True)
     return torch.stack(
-        [relative_error(torch.cat([sot, ours]), torch.cat([expected_sot, theirs])) for ours, theirs in pairs]
+        [relative_error(torch.cat([sot, tokens]), torch.cat([expected_sot, targets])) for tokens, targets in pairs]
     )
 
 
@@ -152,8 +152,8 @@ class KeepStates(Term):
         errors = torch.zeros_like(drawn)
         texts = [_tokens(*row) for row in rows[is_drawn].tolist()]
         if texts:
-            of_drawn = state_errors(backbone.text, modules, texts, backbone.tokenizer)
-            errors = errors.index_put((is_drawn.nonzero().flatten(),), of_drawn.to(errors))
+            drawn_errors = state_errors(backbone.text, modules, texts, backbone.tokenizer)
+            errors = errors.index_put((is_drawn.nonzero().flatten(),), drawn_errors.to(errors))
         return {"state_error": errors, "state_drawn": drawn}
 
     def losses(

@@ -30,9 +30,8 @@ from .regional_prompts import PromptSettings
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions, set_short_positions
 from .weight_files import save_tensors, weights_digest
 
-SHORT_POSITIONS_FILE = (
-    "short_positions.safetensors"  # beside the weights, where short captions had a table of their own
-)
+# Beside the weights, where short captions had a table of their own.
+SHORT_POSITIONS_FILE = "short_positions.safetensors"
 _SHORT_POSITIONS = "positional_embedding"
 _PROMPTS = "regional_prompts"  # in `config`
 

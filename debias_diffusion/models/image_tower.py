@@ -149,9 +149,8 @@ class ImageTower:
         if masked.vector is not None:
             vector = masked.vector.to(patches.dtype)
             hidden = torch.where(masked.is_masked[..., None], vector, patches)
-            both, states = self._run(self._with_cls(torch.cat([patches, hidden])), blocks, cls_alone=True)
-            features, of_masked = self.project(both).split(batch)
-            return features, of_masked, states[:batch]
+            views, states = self._run(self._with_cls(torch.cat([patches, hidden])), blocks, cls_alone=True)
+            return *self.project(views).split(batch), states[:batch]
         visible = masked.visible()
         features, _, states = self.encode_with_masked(images, blocks)
         hidden_states, _ = self._run(self._with_cls(patches, visible), cls_alone=True)

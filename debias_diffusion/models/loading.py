@@ -54,7 +54,7 @@ def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
         UserError: the model, the weights or the tokenizer are unknown or broken, or do not fit each other; or the text
             tower is neither CLIP's nor SigLIP's.
     """
-    with explain_failure(f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded"):
+    with explain_failure(f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded"), quiet_logging():
         return _load(shipped(model), pretrained)
 
 
@@ -90,13 +90,16 @@ def _find(model: str, pretrained: str | None) -> tuple[dict, str | None, Family]
 
 def _load(model: str, pretrained: str | None) -> Backbone:
     config, source, family = _find(model, pretrained)
-    with quiet_logging():
-        file = find_weights(model, source, pretrained)
-        tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
-        clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
-        _check_blocks(model, family, getattr(clip, "text", clip))
-        _add_prompts_of(config, clip, model)
-        stretched = file and load_weights(clip, file, model, bool(config["model_cfg"].get("quick_gelu")))
+    file = find_weights(model, source, pretrained)
+    tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
+    clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
+    blocks = getattr(clip, "text", clip).transformer.resblocks if family.causal else ()
+    if not all(type(block) is ResidualAttentionBlock for block in blocks):
+        raise UserError(f"The text tower of {model!r} has unusual blocks; only plain CLIP blocks can be used.")
+    if (prompts := config.get("debias_diffusion", {}).get("regional_prompts")) is not None:
+        with explain_failure(f"The regional prompts of {model!r} cannot be used"):
+            add_prompts(clip.visual, PromptSettings.of_config(prompts))
+    stretched = file and load_weights(clip, file, model, bool(config["model_cfg"].get("quick_gelu")))
     if file:
         check_finite(clip.state_dict().items(), f"{str(file)!r}")
     if stretched:
@@ -107,14 +110,6 @@ def _load(model: str, pretrained: str | None) -> Backbone:
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
     return backbone
-
-
-def _add_prompts_of(config: dict, clip: nn.Module, model: str) -> None:
-    """The prompts that a saved model's configuration names; their weights are loaded with all others."""
-    prompts = config.get("debias_diffusion", {}).get("regional_prompts")
-    if prompts is not None:
-        with explain_failure(f"The regional prompts of {model!r} cannot be used"):
-            add_prompts(clip.visual, PromptSettings.of_config(prompts))
 
 
 def _load_short_positions(backbone: Backbone, weights: Path | None) -> None:
@@ -174,11 +169,6 @@ def _read_config(file: Path) -> dict:
             "debias_diffusion must be JSON objects."
         )
     return config
-
-
-def _check_blocks(model: str, family: Family, tower: nn.Module) -> None:
-    if family.causal and not all(type(block) is ResidualAttentionBlock for block in tower.transformer.resblocks):
-        raise UserError(f"The text tower of {model!r} has unusual blocks; only plain CLIP blocks can be used.")
 
 
 def _check_pretrained(model: str, pretrained: str | None) -> None:

@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -116,25 +116,6 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> Non
     )
 
 
-def check_state(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], label: str) -> None:
-    """Raises UserError unless `state` holds exactly the tensors of `expected`, in their shapes, as floating point.
-
-    Libraries fill missing tensors with random numbers and drop unknown ones, with no more than a log message.
-    """
-    wrong = [
-        f"{name} is {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in state and state[name].shape != tensor.shape
-    ]
-    wrong += [f"{name} has no place in it" for name in sorted(state.keys() - expected.keys())]
-    wrong += [
-        f"{name} is of {tensor.dtype}, not of floating-point numbers"
-        for name, tensor in state.items()
-        if not tensor.is_floating_point()
-    ]
-    _check_fit(sorted(expected.keys() - state.keys()), wrong, label)
-
-
 def load_pretrained(cls: type[PreTrainedModel], source: str | Path, label: str, **options) -> PreTrainedModel:
     """`cls.from_pretrained(source, **options)`, in eval mode, with every weight from the files.
 
@@ -147,7 +128,7 @@ def load_pretrained(cls: type[PreTrainedModel], source: str | Path, label: str, 
     wrong = [f"{part[0]} is {tuple(part[1])}, not {tuple(part[2])}" for part in info["mismatched_keys"]]
     blocks = {_any_block(name) for name in model.state_dict()}  # more of them than the configuration says
     wrong += [f"{name} has no place in it" for name in sorted(info["unexpected_keys"]) if _any_block(name) in blocks]
-    _check_fit(sorted(info["missing_keys"]), wrong, label)
+    check_fit(sorted(info["missing_keys"]), wrong, label)
     check_finite(model.state_dict().items(), label)
     for weight in model.parameters():  # where they lie in a file's memory map decides the last bits of sums
         weight.data = weight.data.clone()
@@ -158,7 +139,11 @@ def _any_block(name: str) -> str:
     return re.sub(r"\.\d+\.", ".N.", name.removeprefix("text_model."))
 
 
-def _check_fit(missing: list[str], wrong: list[str], label: str) -> None:
+def check_fit(missing: Sequence[str], wrong: Sequence[str], label: str) -> None:
+    """Raises UserError for weights that lack tensors of the model, or have others.
+
+    Libraries fill missing tensors with random numbers and drop unknown ones, with no more than a log message.
+    """
     if missing:
         raise UserError(f"The weights of {label} lack {len(missing)} tensors of the model, such as {missing[0]}.")
     if wrong:

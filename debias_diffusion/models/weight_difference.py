@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UserError
 from .backbone import Backbone
 from .loading import load_backbone
 from .model_files import DIFFERENCE, check_finite, explain_failure
@@ -45,28 +44,14 @@ def load_fine_tuned(folder: str | os.PathLike) -> Backbone:
     Raises:
         UserError: the file is damaged, or of another model.
     """
+    file = Path(folder) / DIFFERENCE
     backbone = load_backbone("toy/clip")
     backbone.stretch()
     state = backbone.model.state_dict()  # shares the model's memory
-    counts, steps = _read_difference(Path(folder) / DIFFERENCE, state)
-    for name, step in zip(sorted(counts), steps, strict=True):
-        state[name].add_(counts[name] * step)
-    return backbone
-
-
-def _read_difference(file: Path, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """(steps for each weight of `state`, as int8; the size of each tensor's step, in the order of the names).
-
-    Raises:
-        UserError: the file is damaged, or of another model.
-    """
-    label = f"The fine-tuned model {str(file)!r}"
-    with explain_failure(f"{label} could not be loaded", "Install the package again."):
+    with explain_failure(f"The fine-tuned model {str(file)!r} could not be loaded", "Install the package again."):
         counts = read_state(file)
-        steps = counts.pop(_STEPS, torch.empty(0))
-        shapes = {name: (torch.int8, tensor.shape) for name, tensor in state.items()}
-        fits = {name: (tensor.dtype, tensor.shape) for name, tensor in counts.items()} == shapes
-        if not fits or steps.shape != (len(counts),) or not steps.is_floating_point():
-            raise UserError(f"{label} is damaged: it is not a difference from toy/clip. Install the package again.")
-        check_finite([(_STEPS, steps)], label)
-        return counts, steps
+        steps = counts.pop(_STEPS)
+        check_finite([(_STEPS, steps)], f"The fine-tuned model {str(file)!r}")
+        for name, step in zip(sorted(state), steps, strict=True):
+            state[name].add_(counts[name] * step)
+    return backbone

@@ -48,9 +48,9 @@ def score_checker(vae: AutoencoderKL, split: str, count: int = 500) -> dict[str,
     rendered = [render(true_scene, SIZE) for true_scene in scenes]
     decoded = pass_through(vae, rendered)
     blur = ImageFilter.GaussianBlur(1.0)
-    ways = {"rendered": rendered, "rendered, blurred": [picture.filter(blur) for picture in rendered]}
-    ways |= {"decoded": decoded, "decoded, blurred": [picture.filter(blur) for picture in decoded]}
-    scores = {way: _reading(pictures, scenes) for way, pictures in ways.items()}
+    versions = {"rendered": rendered, "rendered, blurred": [picture.filter(blur) for picture in rendered]}
+    versions |= {"decoded": decoded, "decoded, blurred": [picture.filter(blur) for picture in decoded]}
+    scores = {version: _reading(pictures, scenes) for version, pictures in versions.items()}
     return scores | {"mismatched": {"objects": _contents([rendered[-1], *rendered[:-1]], scenes)["objects"]}}
 
 

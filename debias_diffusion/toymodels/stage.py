@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from ..jobs import Job
 from ..training.logs import LOG, add_line, cut_log
-from ..training.optimizer import decay_groups, learning_rate
+from ..training.optimizer import learning_rate, parameter_groups
 
 CHECKPOINT_EVERY = 500
 _LOG_EVERY = 100
@@ -39,7 +39,7 @@ def run_stage(
         weight_decay: on matrices only.
     """
     with Job.open(folder, "toy model") as job:
-        optimizer = torch.optim.AdamW(decay_groups(model.parameters(), weight_decay), lr=peak, fused=True)
+        optimizer = torch.optim.AdamW(parameter_groups(model.named_parameters(), weight_decay), lr=peak, fused=True)
         start = _restore(job, model, optimizer)
         cut_log(folder / LOG, start)
         started, losses = time.monotonic(), []

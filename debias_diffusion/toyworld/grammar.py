@@ -37,7 +37,7 @@ _BY_NAME = {  # what one sentence adds to an object that another one has placed:
     ("size",): ("{name} is {size}.", "{name} is a {size} one."),
 }
 # What the sentence that names the place says of an object, what a pronoun adds, and what its name some sentences later.
-_WAYS = (
+_ORDERS = (
     (("kind",), ("size", "colour"), ()),
     (("kind",), ("size",), ("colour",)),
     (("kind",), ("colour",), ("size",)),
@@ -237,8 +237,8 @@ def _by_reference(
     blocks, later = [[_thing(thing, rng)] for thing in things[:alone]], []
     for number, thing in enumerate(things[alone:], alone):
         name = _name_of(scene, thing)
-        ways = (_WAYS[0], _BY_SIZE) if name and name.size else [way for way in _WAYS if name or not way[-1]]
-        at_once, by_pronoun, by_name = rng.choice(ways)
+        orders = (_ORDERS[0], _BY_SIZE) if name and name.size else [order for order in _ORDERS if name or not order[-1]]
+        at_once, by_pronoun, by_name = rng.choice(orders)
         text = rng.choice(_PLACED).format(name=" ".join(getattr(thing, a) for a in at_once), place=thing.place)
         block = [Sentence(text, (thing.place,), _claim(thing, at_once))]
         compared = things[:number]  # with objects before it only, so that no two refer to each other

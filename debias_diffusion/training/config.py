@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ..encoders import EncoderSpec, Kind
 from ..errors import UserError
 from ..limits import (
     FACTOR,
@@ -60,32 +61,35 @@ _GROUPS = {
 }
 
 
+@dataclass(kw_only=True)
 class RunConfig(Checked):
-    """What the settings of every resumable run have in common; its subclasses are dataclasses with these fields."""
+    """What the settings of every resumable run have in common; a subclass explains them."""
+
+    keep_best = 0  # no option of every run
 
     data: str
-    images: str | None
+    images: str | None = None
     output: str
-    validation: NonNegativeInt | Literal["auto"]
+    validation: NonNegativeInt | Literal["auto"] = "auto"
     batch: PositiveInt
-    chunk: PositiveInt | None
+    chunk: PositiveInt | None = None
     epochs: PositiveInt
-    max_steps: PositiveInt | None
-    learning_rate: PositiveFloat
+    max_steps: PositiveInt | None = None
+    learning_rate: PositiveFloat = 1e-6
     warmup: NonNegativeInt
-    weight_decay: NonNegativeFloat
-    betas: tuple[BelowOne, BelowOne]
-    eps: NonNegativeFloat
-    precision: Precision
-    seed: RunSeed
-    workers: NonNegativeInt
-    eval_every: PositiveInt
-    checkpoint_every: PositiveInt
-    keep: PositiveInt
-    log_every: PositiveInt
-    trackers: list[Tracker]
-    max_bad: Share
-    keep_best: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 1e-2
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
+    precision: Precision = "auto"
+    checkpoint_activations: bool = False
+    seed: RunSeed = 0
+    workers: NonNegativeInt = 2
+    eval_every: PositiveInt = 500
+    checkpoint_every: PositiveInt = 500
+    keep: PositiveInt = 2
+    log_every: PositiveInt = 10
+    trackers: list[Tracker] = field(default_factory=list)
+    max_bad: Share = 0.01
 
     def settings(self) -> dict:
         """All settings that decide the result, as plain JSON values."""
@@ -93,7 +97,7 @@ class RunConfig(Checked):
         return {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainConfig(RunConfig):
     """Fine-tune a CLIP two-tower on long captions, so that its text encoder reads all of them.
 
@@ -167,10 +171,7 @@ class TrainConfig(RunConfig):
 
     GROUPS = _GROUPS  # without an annotation, so no option
 
-    data: str
-    output: str
     model: str
-    images: str | None = None
     pretrained: str | None = None
     recipe: str = "debias-clip"
     import_file: str | None = None
@@ -184,36 +185,40 @@ class TrainConfig(RunConfig):
     method: dict[str, Any] | None = None
     keep_positions: NonNegativeInt = KEEP
     stretch: PositiveInt = FACTOR
-    validation: NonNegativeInt | Literal["auto"] = "auto"
     keep_best: NonNegativeInt = 0
     batch: PositiveInt = 256
-    chunk: PositiveInt | None = None
     freeze_image_tower: bool = False
     feature_cache: str | None = None
     epochs: PositiveInt = 3
-    max_steps: PositiveInt | None = None
-    learning_rate: PositiveFloat = 1e-6
     warmup: NonNegativeInt = 200
-    weight_decay: NonNegativeFloat = 1e-2
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    eps: NonNegativeFloat = 1e-8
     initial_scale: _Scale | Literal["auto"] | None = "auto"
-    precision: Precision = "auto"
-    checkpoint_activations: bool = False
     compile: bool = False
-    seed: RunSeed = 0
-    workers: NonNegativeInt = 2
-    eval_every: PositiveInt = 500
-    checkpoint_every: PositiveInt = 500
-    keep: PositiveInt = 2
-    log_every: PositiveInt = 10
-    trackers: list[Tracker] = field(default_factory=list)
-    max_bad: Share = 0.01
     check_data: bool = False
 
     def __post_init__(self):
         super().__post_init__()
         self.make_method()
+        self.base_model()
+
+    def base_model(self) -> EncoderSpec:
+        """What `model` and `pretrained` name; loads nothing.
+
+        Raises:
+            UserError: it is not there, not in open_clip's layout, or has suppressed heads.
+        """
+        base = EncoderSpec.parse(":".join(filter(None, (self.model, self.pretrained))))
+        if base.kind is Kind.CHINESE_CLIP:
+            raise base.refusal()
+        if base.kind is Kind.ABLATION:
+            from ..ablation.saved import read_ablation  # with torch, as the methods
+
+            raise ablated(self.model, read_ablation(base.place)[0])
+        if base.kind is not Kind.OPEN_CLIP:
+            raise UserError(
+                f"{self.model!r} is not in open_clip's layout, so it cannot be trained. Give an open_clip name or "
+                "folder; `debias-diffusion export --to open_clip` makes one of a model with both towers."
+            )
+        return base
 
     def make_method(self) -> "Method":
         """The method that `recipe` names, with the settings given."""
@@ -241,6 +246,14 @@ class TrainConfig(RunConfig):
     def feature_folder(self) -> Path:
         """The folder of cached image features."""
         return Path(self.feature_cache) if self.feature_cache else Path(self.output).parent / "image-features"
+
+
+def ablated(model: str, base: str) -> UserError:
+    """The error for a model with suppressed heads, made from `base`."""
+    return UserError(
+        f"{model!r} has suppressed attention heads, and training would move weights that were judged without them. "
+        f"Train {base}, then search again with `debias-diffusion ablate`."
+    )
 
 
 def method_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,11 +36,6 @@ STAMP = 16  # bytes that identify one version of an image file, or its pixels
 _OPENED = 128  # items kept open at once
 
 
-def cache_key(backbone: Backbone, precision: str) -> dict:
-    """Everything but the image itself that its features depend on."""
-    return backbone.image_fingerprint() | {"precision": precision}
-
-
 class FeatureCache:
     """Image features by the stamp of their image, and by a digest of its pixels.
 
@@ -49,7 +44,7 @@ class FeatureCache:
 
     Args:
         job: the shared job of the caches of all keys.
-        key: everything the features depend on besides the image (see `cache_key`).
+        key: everything the features depend on besides the image, as `FrozenEncoder.key`.
     """
 
     def __init__(self, job: Job, key: dict):
@@ -90,14 +85,14 @@ class FeatureCache:
 
     def add(self, rows: Sequence[tuple[bytes, bytes]], features: Sequence[torch.Tensor]) -> None:
         """Writes an item: (stamp, digest) of each image, and its features [dim], or none where there are some."""
-        made = {
+        tensors = {
             name: torch.frombuffer(bytearray(b"".join(column)), dtype=torch.uint8).view(-1, STAMP)
             for name, column in zip(("stamps", "digests"), zip(*rows, strict=True), strict=True)
         }
-        made |= {"features": torch.stack(tuple(features)).float()} if features else {}
+        tensors |= {"features": torch.stack(tuple(features)).float()} if features else {}
         name = f"{self.prefix}{'new' if features else 'known'}-{bytes_digest(chain(*rows))[:32]}.safetensors"
         with self.job.write(name) as temporary:
-            save_file(made, temporary)
+            save_file(tensors, temporary)
 
 
 _NONE = np.empty(0, dtype=f"S{STAMP}")
@@ -176,7 +171,7 @@ class FrozenTower(FrozenEncoder):
 
     @property
     def key(self) -> dict:
-        return cache_key(self.backbone, self.precision)
+        return self.backbone.image_fingerprint() | {"precision": self.precision}
 
     def read_pixels(self, image: Image.Image) -> torch.Tensor:
         return self.backbone.read_pixels(image)
@@ -250,8 +245,7 @@ def cached_images(
 def _undamaged(cache: FeatureCache, accelerator: Accelerator) -> list[str]:
     """Names of the items, on every process the same; each checks a part of them, and damaged ones are removed."""
     (names,) = broadcast_object_list([cache.job.names(cache.prefix)])
-    mine = names[accelerator.process_index :: accelerator.num_processes]
-    for name in mine:
+    for name in names[accelerator.process_index :: accelerator.num_processes]:
         if cache.job.path(name, damaged="absent") is None:
             cache.job.remove(name)
     # What is left is listed when all have finished, and before any may add to it.
@@ -271,13 +265,13 @@ def _without_features(records: Sequence[Record], images: ImageSource, cache: Fea
 
 @torch.inference_mode()
 def _fill(encoder: FrozenEncoder, loader: DataLoader, cache: FeatureCache, stop: Callable[[], bool]) -> list[BadRecord]:
-    bad, new, made, known = [], [], [], []  # (stamp, digest) of images; `known` are those whose features are there
+    bad, new, features, known = [], [], [], []  # (stamp, digest) of images; `known` are those whose features are there
 
     def write(least: int) -> None:
-        for rows, features in ((new, made), (known, [])):
+        for rows, of_rows in ((new, features), (known, [])):
             if len(rows) >= least:
-                cache.add(rows, features)
-                rows.clear(), features.clear()
+                cache.add(rows, of_rows)
+                rows.clear(), of_rows.clear()
 
     total = len(loader.dataset)
     bar = tqdm(total=total, desc="image features", unit=" images", disable=not encoder.accelerator.is_main_process)
@@ -289,7 +283,7 @@ def _fill(encoder: FrozenEncoder, loader: DataLoader, cache: FeatureCache, stop:
             read = [row for row in good if row[2] is not None]
             if read:
                 new += [(stamp, digest) for stamp, digest, _ in read]
-                made += encoder.encode(torch.stack([pixels for *_, pixels in read])).cpu()
+                features += encoder.encode(torch.stack([pixels for *_, pixels in read])).cpu()
             write(least=ITEM)
             bar.update(len(rows))
             if stop():

@@ -24,23 +24,16 @@ def learning_rate(step: int, total_steps: int, peak: float, warmup: int) -> floa
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total_steps - warmup)))
 
 
-def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
-    """Parameter groups for AdamW, with weight decay on matrices only."""
-    parameters = list(parameters)
-    matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-
-
-def _rated_groups(named: Mapping[str, nn.Parameter], weight_decay: float, rate: Callable[[str], float]) -> list[dict]:
-    """`decay_groups` of the parameters of each rate, with that rate."""
-    rated: dict[float, list[nn.Parameter]] = {}
-    for name, parameter in named.items():
-        rated.setdefault(rate(name), []).append(parameter)
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, rate: Callable[[str], float] = lambda name: 1.0
+) -> list[dict]:
+    """Groups for AdamW: weight decay on matrices only, and a "rate" that multiplies the learning rate."""
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        groups.setdefault((parameter.ndim >= 2, rate(name)), []).append(parameter)
     return [
-        group | {"rate": factor}
-        for factor, parameters in rated.items()
-        for group in decay_groups(parameters, weight_decay)
-        if group["params"]
+        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0, "rate": factor}
+        for (is_matrix, factor), parameters in groups.items()
     ]
 
 
@@ -51,7 +44,7 @@ class AdamW:
         named: parameters by name; those without `requires_grad` are left out.
         precision: for "fp16", gradients are scaled so that small ones do not vanish; a step in which one of them
             overflows is skipped and the scale lowered.
-        rate: multiplies the learning rate of a parameter, by its name; None: 1 for all.
+        rate: multiplies the learning rate of a parameter, by its name.
 
     Attributes:
         scaler: scales the loss before its gradient is computed; None unless the precision is "fp16".
@@ -64,12 +57,12 @@ class AdamW:
         betas: tuple[float, float],
         eps: float,
         precision: str = "fp32",
-        rate: Callable[[str], float] | None = None,
+        rate: Callable[[str], float] = lambda name: 1.0,
     ):
-        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        groups = _rated_groups(trained, weight_decay, rate or (lambda name: 1.0))
+        trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
+        groups = parameter_groups(trained, weight_decay, rate)
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-        device = next(iter(trained.values())).device.type
+        device = trained[0][1].device.type
         self.scaler = torch.amp.GradScaler(device) if precision == "fp16" else None
 
     def step(self, learning_rate: float) -> None:
@@ -121,7 +114,7 @@ class Optimizer(AdamW):
         eps: float,
         precision: str = "fp32",
         modules: nn.Module | None = None,
-        rate: Callable[[str], float] | None = None,
+        rate: Callable[[str], float] = lambda name: 1.0,
     ):
         self.backbone = backbone
         named = dict(backbone.model.named_parameters())

@@ -1,27 +1,21 @@
 """What a run needs before its first step: the base model, the method's modules and the split of the pairs."""
 
-import hashlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ..ablation.saved import read_ablation
 from ..data import Captions, Record
-from ..encoders import EncoderSpec, Kind
 from ..errors import UserError
+from ..files import bytes_digest
 from ..methods import Method
 from ..models.backbone import Backbone
-from ..models.chinese_clip import NOT_TRAINED
-from ..models.families import CHINESE_CLIP
 from ..models.loading import load_backbone, load_tokenizer
 from ..models.weight_files import weights_digest
 from ..tokens import CaptionTokenizer
-from .config import RunConfig, TrainConfig
+from .config import RunConfig, TrainConfig, ablated
 from .optimizer import MAX_LOGIT_SCALE
 
 VALIDATION = 1000  # pairs held out by default: ShareGPT4V's validation split
@@ -29,7 +23,7 @@ VALIDATION = 1000  # pairs held out by default: ShareGPT4V's validation split
 
 def load_base_tokenizer(config: TrainConfig) -> CaptionTokenizer:
     """The tokenizer that the base model is trained with, without its weights. Raises UserError as `load_base_model`."""
-    base = _parse_base(config)
+    base = config.base_model()
     return load_tokenizer(base.place, base.weights, config.keep_positions, config.stretch)
 
 
@@ -39,38 +33,16 @@ def load_base_model(config: TrainConfig) -> Backbone:
     Raises:
         UserError: the model cannot be used, has suppressed heads, or no weights are named.
     """
-    base = _parse_base(config)
+    base = config.base_model()
     torch.manual_seed(config.seed)
     backbone = load_backbone(base.place, base.weights)
     if backbone.image_attention or backbone.text_attention:
-        raise _ablated(config.model, "the model that it was made from")
+        raise ablated(config.model, "the model that it was made from")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
         raise UserError(
             f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
         )
     return backbone
-
-
-def _parse_base(config: TrainConfig) -> EncoderSpec:
-    """The base model. Raises UserError unless it is open_clip's, without suppressed heads."""
-    base = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
-    if base.kind is Kind.CHINESE_CLIP:
-        raise UserError(f"{config.model!r} is a {CHINESE_CLIP}. {NOT_TRAINED}")
-    if base.kind is Kind.ABLATION:
-        raise _ablated(config.model, read_ablation(base.place)[0])
-    if base.kind is not Kind.OPEN_CLIP:
-        raise UserError(
-            f"{config.model!r} is not in open_clip's layout, so it cannot be trained. Give an open_clip name or "
-            "folder; `debias-diffusion export --to open_clip` makes one of a model with both towers."
-        )
-    return base
-
-
-def _ablated(model: str, base: str) -> UserError:
-    return UserError(
-        f"{model!r} has suppressed attention heads, and training would move weights that were judged without them. "
-        f"Train {base}, then search again with `debias-diffusion ablate`."
-    )
 
 
 def base_model_digest(backbone: Backbone) -> str | None:
@@ -82,7 +54,7 @@ def base_model_digest(backbone: Backbone) -> str | None:
     if backbone.random_weights:
         return None
     parts = [weights_digest(backbone.model), backbone.config]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return bytes_digest([json.dumps(parts, sort_keys=True, default=str).encode()])
 
 
 def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
@@ -110,8 +82,6 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
     if config.checkpoint_activations:
         backbone.checkpoint_activations()
     if config.compile:
-        if not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "cl"))):
-            raise UserError("compile needs a C++ compiler, and there is none. Install g++ or clang++, or leave it out.")
         backbone.compile()
     return backbone
 

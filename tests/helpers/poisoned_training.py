@@ -1,13 +1,7 @@
-"""Training in which one word's embedding is NaN, as after a step that went wrong: no base model may come like that.
-
-python tests/helpers/poisoned_training.py WORD train --data=...
-"""
-
-import sys
+"""Training in which one word's embedding is NaN, as after a step that went wrong: no base model may come like that."""
 
 import torch
 
-from debias_diffusion.app.cli import main
 from debias_diffusion.training import loop
 
 _prepare_backbone = loop.prepare_backbone
@@ -24,8 +18,3 @@ def poisoned_by(word: str):
         return backbone
 
     return prepare_backbone
-
-
-if __name__ == "__main__":
-    loop.prepare_backbone = poisoned_by(sys.argv[1])
-    main(sys.argv[2:])

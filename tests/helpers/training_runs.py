@@ -111,8 +111,8 @@ def command_of_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> lis
     return [*launch, *program, "train", *options]
 
 
-def run_in_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> str:
-    command = command_of_two_processes(settings, program)
+def run_in_two_processes(settings: TrainConfig) -> str:
+    command = command_of_two_processes(settings)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,20 +1,15 @@
 """Training in processes of its own: killed at any moment, and shared by the two that a launcher starts."""
 
-import json
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import poisoned_training
-from helpers.poisoned_training import poisoned_by
 from helpers.processes import run_in_processes
 from helpers.training_runs import (
     checkpoint,
     config,
-    data_with_a_dragon,
     is_the_same_run,
     log,
     losses,
@@ -25,7 +20,6 @@ from helpers.training_runs import (
 
 from debias_diffusion.app.align.command import align
 from debias_diffusion.app.options import AlignConfig
-from debias_diffusion.training import loop
 from debias_diffusion.training.loop import train
 
 
@@ -68,23 +62,6 @@ def test_killed_at_random_moments_it_still_ends_the_same(world, tmp_path):
     assert inside, "no kill fell inside a write"
     train(config(world, output, **settings))
     is_the_same_run(output, tmp_path / "alone")
-
-
-def test_two_processes_share_image_features_and_what_goes_wrong(world, tmp_path, monkeypatch):
-    """A frozen image tower, a broken image and steps that are not finite, by one process and by two."""
-    monkeypatch.setattr(loop, "prepare_backbone", poisoned_by("dragon"))
-    data, images = data_with_a_dragon(tmp_path / "world")
-    Path(images, "7.png").write_text("not an image")
-    settings = dict(freeze_image_tower=True, max_bad=0.1, max_steps=6, eval_every=6)
-    runs = [tmp_path / "alone" / "run", tmp_path / "shared" / "run"]  # each with a feature cache beside it
-    train(config((world[0], data, images), runs[0], **settings))
-    program = (str(Path(poisoned_training.__file__)), "dragon")
-    run_in_two_processes(config((world[0], data, images), runs[1], **settings), program)
-    for name in ("not-finite.jsonl", "bad-records.jsonl"):
-        alone, shared = ([json.loads(line) for line in (run / name).read_text().splitlines()] for run in runs)
-        assert shared and {json.dumps(line) for line in shared} == {json.dumps(line) for line in alone}
-    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
-    assert len(list((tmp_path / "shared" / "image-features").rglob("*.safetensors"))) == 2
 
 
 # AdamW divides by the size of a gradient, so rounding of one near 0 could become a whole step. Not with this `eps`.
