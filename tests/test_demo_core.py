@@ -31,15 +31,15 @@ from debias_diffusion.app.demo.models import DemoModels, _check_names
 from debias_diffusion.app.demo.request import BUDGET
 from debias_diffusion.app.demo.restore import MOST_PNG, image_of_png, request_of_png
 from debias_diffusion.app.demo.toy_scenes import Marks, ObjectMark, mark, random_scene
-from debias_diffusion.app.generate.command import GenerateConfig, generate
-from debias_diffusion.app.generate.png_settings import parameters, read_settings
-from debias_diffusion.app.generate.prompts import cleaned
+from debias_diffusion.app.generate import GenerateConfig, generate
 from debias_diffusion.app.options import AppConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_reader, look_at_prompt
 from debias_diffusion.eval.encoder_names import labels
 from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.checkpoints import load_pipeline
+from debias_diffusion.pipelines.png import parameters, read_settings
+from debias_diffusion.pipelines.rendering import cleaned
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.render import render

@@ -29,7 +29,7 @@ from transformers import (
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import dpg_bench
-from debias_diffusion.eval.images.dpg_answers import Answers, VqaModel, find_pictures, open_picture
+from debias_diffusion.eval.images.dpg_answers import VqaModel, find_pictures, open_picture
 from debias_diffusion.eval.images.dpg_bench import DpgBenchConfig, evaluate_dpg_bench, tables
 from debias_diffusion.eval.images.dpg_questions import (
     COLUMNS,
@@ -41,7 +41,7 @@ from debias_diffusion.eval.images.dpg_questions import (
     token_position,
 )
 from debias_diffusion.eval.images.dpg_scores import compare_outcomes, holds, outcomes, score
-from debias_diffusion.eval.images.drawing import folder_names
+from debias_diffusion.eval.images.rendered import folder_names
 
 CPU = torch.device("cpu")
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] is there a the truck red cat ? yes no".split()
@@ -471,7 +471,7 @@ def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_pa
     assert (watched.generators, watched.networks) == (1, 2)
     assert list(report["encoders"]) == ["SDXL's own, cut at 77 tokens", "long"] and report["drawing"]["steps"] == 1
     folders = {
-        label: tmp_path / "out" / "pictures" / name for label, name in folder_names(list(report["encoders"])).items()
+        label: tmp_path / "out" / "images" / name for label, name in folder_names(list(report["encoders"])).items()
     }
     for label, folder in folders.items():
         names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
@@ -491,7 +491,7 @@ def test_pictures_are_drawn_with_each_encoder_and_asked_about(vilt, base, tmp_pa
     # Prompt by prompt the noise is the same: picture i starts from seed + i.
     moved = draw_and_ask(tmp_path, vilt, base, encoders=["original"], seed=1, output=str(tmp_path / "moved"))
     of_seed_1 = [
-        tmp_path / "moved" / "pictures" / "SDXL-s-own-cut-at-77-tokens" / "0" / "0.png",
+        tmp_path / "moved" / "images" / "SDXL-s-own-cut-at-77-tokens" / "0" / "0.png",
         folders["SDXL's own, cut at 77 tokens"] / "0" / "1.png",
     ]
     assert of_seed_1[0].read_bytes() == of_seed_1[1].read_bytes() and list(moved["encoders"]) == [

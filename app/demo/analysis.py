@@ -18,7 +18,7 @@ from debias_diffusion.pipelines import parse_weights
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import clean
 
-from ..generate.prompts import check_prompt
+from ..prompts import check_prompt
 from .checks import check_is_text, check_labels, check_long_prompts, check_weights, shown, unweighted
 from .models import DemoModels, Encoder
 from .prompt_reading import PromptReading, encoder_chunks, prompt_reading, tokenize_prompt

@@ -9,9 +9,10 @@ from typing import Any, get_args
 
 from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.pipelines import parse_weights
+from debias_diffusion.pipelines.rendering import cleaned
 from debias_diffusion.tokens import clean
 
-from ..generate.prompts import MAX_SEED, check_prompt, check_text, cleaned, parse_seed
+from ..prompts import MAX_SEED, check_prompt, check_text, parse_seed
 from .models import DemoModels
 from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_SCENES, MOST_STEPS, LongPrompts, Request
 from .toy_scenes import random_scene

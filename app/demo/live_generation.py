@@ -11,10 +11,12 @@ from PIL import Image
 
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines import PromptLayout, StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.png import png_info, settings_text
 from debias_diffusion.pipelines.rendering import (
     Embeddings,
     ImagePrompt,
     Sampling,
+    cleaned,
     encode,
     is_out_of_memory,
     read_layout,
@@ -22,8 +24,6 @@ from debias_diffusion.pipelines.rendering import (
     runtime_settings,
 )
 
-from ..generate.png_settings import png_info, settings_text
-from ..generate.prompts import cleaned
 from .checks import check
 from .models import DemoModels
 from .prompt_reading import prompt_reading, tokenize_prompt
@@ -251,7 +251,7 @@ def settings_of(models: DemoModels, request: Request, label: str, picture: int, 
             "encoder": label,
             "encoders": list(request.encoders),
             "encoder_2": None,
-            "overlap": models.how_read(label, request.long_prompts) != "separate",
+            "reading": models.how_read(label, request.long_prompts),
             **runtime_settings(models.device, models.dtype),
             **layout._asdict(),
         }

@@ -22,10 +22,10 @@ from debias_diffusion.pipelines.checkpoints import (
     default_dtype,
     load_pipeline,
 )
+from debias_diffusion.pipelines.png import SAMPLERS
 from debias_diffusion.pipelines.rendering import SCHEDULERS, make_scheduler, replace_encoder
 from debias_diffusion.tokens import CaptionTokenizer
 
-from ..generate.png_settings import SAMPLERS
 from .request import LongPrompts, Request
 
 TOY = "toy/sdxl"

@@ -6,8 +6,8 @@ from transformers import CLIPTokenizer
 
 from debias_diffusion.chunks import Chunk, Tokens, split_text
 from debias_diffusion.pipelines import SDXLLongPromptMixin
+from debias_diffusion.pipelines.rendering import cleaned
 
-from ..generate.prompts import cleaned
 from .models import DemoModels, first_tokens
 from .request import LongPrompts
 

@@ -9,9 +9,9 @@ from typing import Any
 from PIL import Image
 
 from debias_diffusion.errors import UserError, reason
+from debias_diffusion.pipelines.png import SETTINGS_KEY
 
-from ..generate.png_settings import SETTINGS_KEY, UNRECORDED
-from ..generate.prompts import parse_seed
+from ..prompts import parse_seed
 from .checks import check, shown, whole_number
 from .live_generation import Drawn
 from .models import DemoModels
@@ -117,13 +117,10 @@ def _request(settings: dict, models: DemoModels) -> Request:
     """The settings as an unchecked request. Settings that `generate` does not write get its behaviour."""
     if "prompt" not in settings:
         raise UserError(f"The PNG's settings have no prompt. {_HINT}")
-    values = {"long_prompts": "chunks"} | {name: settings[name] for name in SHARED_SETTINGS if name in settings}
-    if values["long_prompts"] == "windows":  # PNGs of earlier releases
-        values["long_prompts"] = "chunks"
-    recorded = "long_prompts" in settings and "overlap" in settings
-    if values["long_prompts"] == "chunks" and not recorded and _in_chunks(settings):
-        overlap = settings.get("overlap", UNRECORDED["overlap"])
-        values["long_prompts"] = "chunks" if overlap else "separate"
+    reading = settings.get("reading")
+    is_read = reading == "cut" or (reading == "separate" and _in_chunks(settings))
+    values = {"long_prompts": reading if is_read else "chunks"}
+    values |= {name: settings[name] for name in SHARED_SETTINGS if name in settings}
     negative, encoder = settings.get("negative_prompt"), settings.get("encoder")
     values["scene"] = settings.get("scene")
     values["negative_prompt"] = "" if negative is None else negative

@@ -123,7 +123,10 @@ def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
         if transformers.__version__.startswith("4."):  # which does not read the names that transformers 5 writes
             options["key_mapping"] = {r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."}
         cls = CLIPTextModelWithProjection if projection else CLIPTextModel
-        return load_pretrained(cls, source, label, subfolder=subfolder, **options)
+        encoder = load_pretrained(cls, source, label, subfolder=subfolder, **options)
+        for weight in encoder.parameters():  # where it lies in a file's memory map decides the last bits of sums
+            weight.data = weight.data.clone()
+        return encoder
 
 
 def read_model_config(source: str | Path, subfolder: str = "") -> dict:

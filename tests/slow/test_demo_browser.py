@@ -24,9 +24,9 @@ from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 from debias_diffusion.app.demo import device
 from debias_diffusion.app.demo.live_generation import Step
 from debias_diffusion.app.demo.toy_scenes import mark, random_scene
-from debias_diffusion.app.generate.png_settings import read_settings
 from debias_diffusion.eval.encoder_names import labels
 from debias_diffusion.eval.options import TOYS
+from debias_diffusion.pipelines.png import read_settings
 
 require_chromium()
 expect.set_options(timeout=30_000)  # a busy machine takes more than the usual 5 seconds
