@@ -109,7 +109,7 @@ COMMANDS = {
     "generate": Command(
         "generate images from prompts of any length",
         "app.options:GenerateConfig",
-        "app.generate.command:generate",
+        "app.generate:generate",
         "'A red star above a blue ring.' --base toy/sdxl --encoder toy/debias-clip --output star.png",
     ),
     "shards": Command(

@@ -31,8 +31,8 @@ from tqdm import tqdm
 from debias_diffusion.app.demo.drawing import draw
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.toy import random_scene
-from debias_diffusion.app.generate.png_settings import read_settings
 from debias_diffusion.devices import pick_device
+from debias_diffusion.pipelines.png import read_settings
 
 RESULTS = Path(__file__).parent / "results"
 ENCODER = "toy/debias-clip"

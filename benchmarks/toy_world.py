@@ -14,7 +14,6 @@ Prints tables and writes them to benchmarks/results/ as toy_world-7-8-9.md, with
 """
 
 import argparse
-import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from debias_diffusion.eval.encoder_names import ORIGINAL as OWN
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.images.objects import BY_TELLING, TELLING_TITLES, TELLINGS
 from debias_diffusion.eval.images.references import ALL, READERS
+from debias_diffusion.eval.images.rendered import FOLDER
 from debias_diffusion.eval.report import Table
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS
@@ -163,9 +163,9 @@ def _aligned(run: AlignConfig) -> str:
 def _with_finished_images(before: Path, config: GenerationConfig) -> dict:
     """The report; images that the quickstart has rendered with the same settings are not rendered again."""
     own = read_json_object(before / REPORT)["settings"]
-    pictures = Path(config.output) / "pictures"
-    if (own["base"], own["data"]) == (config.base, config.data) and not pictures.exists():
-        shutil.copytree(before / "pictures", pictures, copy_function=os.link)
+    images = Path(config.output) / FOLDER
+    if (own["base"], own["data"]) == (config.base, config.data) and not images.exists():
+        shutil.copytree(before / FOLDER, images)
     return evaluate_generation(config)
 
 

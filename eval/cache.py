@@ -4,69 +4,92 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from debias_diffusion.files import atomic_file, json_digest, read_json_object, sha256, write_json
+from debias_diffusion.files import write_json
+from debias_diffusion.jobs import Job
 from debias_diffusion.models.weight_files import save_tensors
 
 from .report import versions
 
-FOLDER = "parts"  # of the cache, in an evaluation's output folder
+FOLDER = "cache"  # in an evaluation's output folder
+
+Content = TypeVar("Content", dict, dict[str, Tensor])
 
 
 class ResultCache:
-    """Results in one folder, each found by its key: settings, digests of data and models, versions of the libraries.
+    """Results in an output folder, each found by its key: settings, digests of data and models, library versions.
 
     So a killed evaluation resumes at the first unfinished result, changed settings find nothing, and evaluations of the
-    same encoders on the same data share results. A damaged result is computed again.
+    same encoders on the same data share results, also at once. A damaged result is computed again.
 
     Args:
-        folder: where results are kept; created with the first one.
+        output: of the evaluation; becomes a shared job with the first result.
 
     Attributes:
+        folder: where results are kept.
         seconds: how long the results requested so far took to compute, in whichever run that was.
     """
 
-    def __init__(self, folder: str | os.PathLike):
-        self.folder, self.seconds = Path(folder), 0.0
+    def __init__(self, output: str | os.PathLike):
+        self.output, self.folder, self.seconds = Path(output), Path(output, FOLDER), 0.0
 
-    def result(self, name: str, depends: dict, compute: Callable[[], dict]) -> dict:
+    def result(self, kind: str, depends: dict, compute: Callable[[], dict]) -> dict:
         """The result of `compute`, in JSON values, from the cache if it is there.
 
         Args:
-            name: of the kind of result, for its file.
+            kind: of result, for its file.
             depends: JSON values: everything that affects the result.
         """
-        depends, file = self._key(name, depends)
-        entry = read_json_object(file)
-        if entry.get("depends") != depends or entry.get("sha256") != json_digest(entry):
+        file = self._file(kind, depends, ".json", compute, lambda content, path: write_json(path, content))
+        return json.loads(file.read_text(encoding="utf-8"))  # so that a first run and a resumed one get the same
+
+    def tensors(self, kind: str, depends: dict, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The same for tensors on the CPU."""
+        return load_file(self._file(kind, depends, ".safetensors", compute, save_tensors))
+
+    def noted(self, kind: str, depends: dict, compute: Callable[[], dict]) -> dict:
+        """The same for a few values, in the job's list of items instead of a file."""
+        name = self._key(kind, depends)
+        if name not in self._job:
             started = time.monotonic()
-            result = compute()
-            entry = {"depends": depends, "seconds": time.monotonic() - started, "result": result}
-            write_json(file, entry | {"sha256": json_digest(entry)})
-            entry = read_json_object(file)  # so that a first run and a resumed one get the same
-        self.seconds += entry["seconds"]
-        return entry["result"]
+            values = compute()
+            self._job.note(name, values=values, seconds=time.monotonic() - started)
+        notes = self._job.notes(name)
+        self.seconds += notes["seconds"]
+        return notes["values"]
 
-    def tensors(self, name: str, depends: dict, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The same for tensors on the CPU, in a file beside the JSON."""
-        _, entry_file = self._key(name, depends)
-        file = entry_file.with_suffix(".safetensors")
+    def has_notes(self, kind: str) -> bool:
+        """Whether there are values of a kind, in this run or an earlier one."""
+        return bool(Job.read(self.output).names(f"{kind}-"))
 
-        def save() -> dict:
-            with atomic_file(file) as unfinished:
-                save_tensors(compute(), unfinished)
-            return {"sha256": sha256(file)}
+    @cached_property
+    def _job(self) -> Job:
+        with Job.open(self.output, "evaluate", shared=True) as job:
+            return job  # shared, so it holds nothing
 
-        if not file.is_file() or read_json_object(entry_file).get("result") != {"sha256": sha256(file)}:
-            entry_file.unlink(missing_ok=True)
-        self.result(name, depends, save)
-        return load_file(file)
+    @staticmethod
+    def _key(kind: str, depends: dict) -> str:
+        return Job.key(kind, depends | {"versions": versions()})
 
-    def _key(self, name: str, depends: dict) -> tuple[dict, Path]:
-        """The whole key as JSON values, and the file that it names."""
-        depends = json.loads(json.dumps({"part": name, **depends, "versions": versions()}))
-        return depends, self.folder / f"{name}-{json_digest(depends)[:24]}.json"
+    def _file(
+        self,
+        kind: str,
+        depends: dict,
+        suffix: str,
+        compute: Callable[[], Content],
+        save: Callable[[Content, Path], None],
+    ) -> Path:
+        name = f"{FOLDER}/{self._key(kind, depends)}{suffix}"
+        if self._job.path(name, damaged="absent") is None:
+            started = time.monotonic()
+            content = compute()
+            with self._job.write(name, seconds=time.monotonic() - started) as temporary:
+                save(content, temporary)
+        self.seconds += self._job.notes(name)["seconds"]
+        return self.output / name

@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from debias_diffusion.encoders import CLIP_CONTEXT, EncoderSpec
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.models.shipped import shipped
 
@@ -18,6 +20,13 @@ def split_reading(name: str) -> tuple[str, str]:
     """The prefix of an encoder's name, one of `READINGS` or "" for none, and the name of the model."""
     reading = next(filter(name.startswith, READINGS), "")
     return reading, name.removeprefix(reading)
+
+
+def spec_of(name: str) -> EncoderSpec:
+    """The encoder of a name; without a prefix one of 77 tokens cuts prompts."""
+    prefix, model = split_reading(name)
+    spec = EncoderSpec.parse(model, "separate" if prefix == CHUNKS else "overlap")
+    return replace(spec, reading="cut") if not prefix and spec.context_length <= CLIP_CONTEXT else spec
 
 
 def check_encoders(names: Sequence[str], of_images: bool = False) -> None:

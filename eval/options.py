@@ -162,7 +162,7 @@ class OfImages(OfEncoders):
             overlapping chunks, as this package's pipelines do, and named chunks:NAME, in chunks that do not overlap.
             SDXL's second encoder beside a longer one reads overlapping chunks, and with chunks:NAME such.
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
-        output: Folder for the results, a JSON file and figures, and for the generated images, `pictures/ENCODER/`.
+        output: Folder for the results, a JSON file and figures, and for the generated images, `images/ENCODER/`.
             Finished results and images of the same settings are kept.
         seed: Image i (of each prompt) starts from noise seeded with this number + i, the same for every encoder and on
             every device.
@@ -200,9 +200,9 @@ class OfImages(OfEncoders):
     def __post_init__(self):
         check_settings(self, with_encoders=self.base is not None, of_images=True)
         if self.base is not None:
-            from .images.drawing import DrawingSettings  # takes seconds, which help need not wait for
+            from .images.rendered import rendering_settings  # takes seconds, which help need not wait for
 
-            DrawingSettings.of(self)
+            rendering_settings(self)
 
 
 # ---- the evaluations

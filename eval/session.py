@@ -17,7 +17,7 @@ from debias_diffusion.encoders import EncoderSpec, load_two_tower
 from debias_diffusion.files import json_digest, write_json
 from debias_diffusion.models.backbone import Backbone
 
-from .cache import FOLDER, ResultCache
+from .cache import ResultCache
 from .encoder_names import labels
 from .registry import EVALUATIONS
 from .report import show, versions
@@ -91,7 +91,7 @@ class Session:
     ):
         self.name, self.config, self.device = name, config, device or pick_device(config.device)
         self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
-        self.cache = ResultCache(Path(config.output) / FOLDER)
+        self.cache = ResultCache(config.output)
         self.digests: dict[str, Any] = {"data": data, "encoders": {}}
         self.left_out = list(bad)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .encoder_names import CUT, OVERLAP, OWN, READINGS
-from .images import generation
 from .images.objects import BY_SENTENCE, LATE
+from .images.rendered import FOLDER, folder_names
 from .report import Table, cell
 from .story_examples import EXAMPLES, examples
 
@@ -33,7 +33,7 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
     generated, short = reports[folder, "generation"], reports.get((folder / SHORT_FOLDER, "generation"))
     labels = list(generated["encoders"])
     names, data = names_of(labels), generated["settings"]["data"]
-    pictures = {names[label]: folder / "pictures" / name for label, name in generation.folder_names(labels).items()}
+    pictures = {names[label]: folder / FOLDER / name for label, name in folder_names(labels).items()}
     of_data = [
         report
         for name in ("retrieval", "robustness", "generation")

@@ -4,10 +4,16 @@ An image depends on the models, its prompt and seed, the sampling, and its batch
 batches are planned over all prompts of a run, finished or not, and each image has its own generator, on the CPU.
 """
 
+import os
+import re
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -18,13 +24,16 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.chunks import TRAINED_POSITIONS
-from debias_diffusion.encoders import EncoderSpec, Reading, load_text_encoder
-from debias_diffusion.errors import UserError, near_matches, reason
+from debias_diffusion.encoders import EncoderSpec, Kind, load_text_encoder
+from debias_diffusion.errors import FailedError, UserError, near_matches, reason
+from debias_diffusion.jobs import Job
 from debias_diffusion.limits import Layer
+from debias_diffusion.tokens import clean
 
-from .checkpoints import PIPELINES, SDXL, STRETCH, Checkpoint, Part, default_dtype, load_pipeline
+from .checkpoints import PIPELINES, SDXL, STRETCH, Checkpoint, Part, default_dtype, load_pipeline, quiet_diffusers
 from .classes import StableDiffusionXLLongPromptPipeline
 from .long_prompt import LongPromptMixin, PromptLayout
+from .png import first_difference, png_info, sampler, settings_text
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
 # in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
@@ -43,7 +52,7 @@ SCHEDULERS: dict[str, dict] = {
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """What one image is rendered from. Texts are as the pipeline reads them, cleaned like training captions.
+    """What one image is rendered from. `Renderer` cleans the texts; all other functions read them as they are.
 
     Attributes:
         prompt: what to render.
@@ -56,6 +65,18 @@ class ImagePrompt:
     seed: int = 0
     negative_prompt: str | None = None
     prompt_2: str | None = None
+
+    def cleaned(self, weighting: bool) -> "ImagePrompt":
+        """With the texts as pipelines read them, see `cleaned`."""
+        texts = {name: getattr(self, name) for name in ("prompt", "negative_prompt", "prompt_2")}
+        return replace(self, **{name: text and cleaned(text, weighting) for name, text in texts.items()})
+
+
+def cleaned(text: str, weighting: bool) -> str:
+    """A prompt as pipelines read it: cleaned like training captions; with weights, BREAK stays in capitals."""
+    if not weighting:
+        return clean(text)
+    return " BREAK ".join(clean(part) for part in re.split(r"\bBREAK\b", text))  # cleaning lowers case
 
 
 @dataclass(frozen=True)
@@ -87,13 +108,18 @@ class ImageTask:
 
     Attributes:
         name: of its file, without .png; may begin with a folder's name.
-        prompt: what it is rendered from.
+        prompt: what it is rendered from, as a person wrote it.
         where: the prompt's place in words: "line 3".
     """
 
     name: str
     prompt: ImagePrompt
     where: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where the prompt comes from, else the name."""
+        return self.where or self.name
 
 
 def check_scheduler(name: str) -> None:
@@ -154,10 +180,11 @@ def replace_encoder(
     return replaced
 
 
-def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout | None:
-    """How `pipe` reads a prompt; None for a stock pipeline, which gives all prompts the same length."""
+def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout:
+    """How `pipe` reads a prompt; a stock pipeline of SDXL gives all prompts the same length."""
     if not isinstance(pipe, LongPromptMixin):
-        return None
+        count = len(pipe.tokenizer(prompt.prompt, verbose=False)["input_ids"])
+        return PromptLayout(count - 2, pipe.text_encoder.config.max_position_embeddings, (1, 1))
     texts = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt}
     if prompt.prompt_2 is not None:
         texts["prompt_2"] = prompt.prompt_2
@@ -165,7 +192,7 @@ def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling
 
 
 def plan_batches(
-    prompts: Sequence[ImagePrompt], layouts: Mapping[int, PromptLayout | None], size: int, wanted: Collection[int]
+    prompts: Sequence[ImagePrompt], layouts: Mapping[int, PromptLayout], size: int, wanted: Collection[int]
 ) -> list[list[int]]:
     """Indices of prompts in batches of one length, so that none is padded further than it would be alone.
 
@@ -180,7 +207,7 @@ def plan_batches(
     """
     groups: dict[Hashable, list[int]] = {}
     for index, layout in layouts.items():
-        key = layout and layout.positions, prompts[index].negative_prompt is None
+        key = layout.positions, prompts[index].negative_prompt is None
         groups.setdefault(key, []).append(index)
     batches = [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
     return sorted(batch for batch in batches if not set(wanted).isdisjoint(batch))
@@ -329,6 +356,9 @@ def render_in_low_memory(
 class Renderer:
     """A checkpoint with one text encoder after the other; its other models are loaded once, on demand.
 
+    Encoders are `EncoderSpec`s, whose reading "cut" cuts prompts at 77 tokens, as in stock SDXL, where both text
+    encoders have that context length.
+
     Args:
         base: see `Checkpoint.parse`.
         sampling: of all images; without height and width, in the checkpoint's size.
@@ -337,9 +367,10 @@ class Renderer:
         weighting: prompts hold weights, see `parse_weights`.
         batch: images rendered at once.
         low_memory: see `render_in_low_memory`.
+        show_steps: with a progress bar for the steps of each batch, in place of one for all images.
 
     Raises:
-        UserError: there is no such checkpoint.
+        UserError: there is no such checkpoint, or it is of another kind.
     """
 
     def __init__(
@@ -354,107 +385,288 @@ class Renderer:
         weighting: bool = False,
         batch: int = 1,
         low_memory: bool = False,
+        show_steps: bool = False,
     ):
         self.checkpoint = Checkpoint.parse(base)
+        self.checkpoint.check_kind(PIPELINES)
         height, width = self.checkpoint.size
         self.sampling = replace(sampling, height=sampling.height or height, width=sampling.width or width)
         self.device, self.dtype = device, dtype or default_dtype(device)
         self.encoder_2, self.scheduler, self.weighting = encoder_2, scheduler, weighting
-        self.batch, self.low_memory = batch, low_memory
+        self.batch, self.low_memory, self.show_steps = batch, low_memory, show_steps
         self._pipe: DiffusionPipeline | None = None
         self._loaded: tuple[str | None, str | None] = None, None  # the encoders in `_pipe`
         self._digests: dict[str | None, str | None] = {None: None, STRETCH: STRETCH}
 
-    def settings(self, encoder: str | None, reading: Reading = "overlap") -> dict:
-        """Everything that affects an image besides its `ImagePrompt`; reads no models."""
-        encoders = {"encoder": encoder, "encoder_2": self._second(encoder)}
-        for name in encoders.values():
-            if name not in self._digests:  # of gigabytes, so it is computed once
-                self._digests[name] = EncoderSpec.parse(name).digest
+    def settings(self, encoder: EncoderSpec) -> dict:
+        """Everything that affects an image besides its `ImagePrompt` and the models."""
         return {
-            "base": self.checkpoint.digest,
-            **{slot: self._digests[name] for slot, name in encoders.items()},
-            "reading": reading,
+            "reading": encoder.reading,
             "scheduler": self.scheduler,
             "weighting": self.weighting,
             **asdict(self.sampling),
             **runtime_settings(self.device, self.dtype),
         }
 
-    def pipeline(
-        self, encoder: str | None, reading: Reading = "overlap", part: Part | None = None
-    ) -> DiffusionPipeline:
+    def inputs(self, encoder: EncoderSpec) -> dict[str, str | None]:
+        """The digests of the models, read from their files; None for an encoder of the checkpoint."""
+        digests = {slot: self.digest(name) for slot, name in self._encoders(encoder).items()}
+        return {"base": self.checkpoint.digest, **digests}
+
+    def digest(self, encoder: str | None) -> str | None:
+        """Of an encoder, computed once, because it may have gigabytes."""
+        if encoder not in self._digests:
+            self._digests[encoder] = EncoderSpec.parse(encoder).digest
+        return self._digests[encoder]
+
+    def png_settings(self, encoder: EncoderSpec, prompt: ImagePrompt) -> dict:
+        """The settings that an image's PNG holds; how its prompt is read, a `PromptLayout`, stands beside them.
+
+        Models are named as they were given. Of an encoder in files there is the sha256, too.
+        """
+        names = self._encoders(encoder)
+        digests = {f"{slot}_sha256": (self.digest(name) or "").rpartition(":")[2] for slot, name in names.items()}
+        settings = {name: value for name, value in self.settings(encoder).items() if value is not None}
+        if self.sampling.layer == "penultimate":
+            del settings["layer"]
+        return {
+            **asdict(prompt),
+            "base": self.checkpoint.name,
+            **names,
+            **{name: digest if re.fullmatch("[0-9a-f]{64}", digest) else None for name, digest in digests.items()},
+            **settings,
+        }
+
+    def pipeline(self, encoder: EncoderSpec, part: Part | None = None) -> DiffusionPipeline:
         """The checkpoint with an encoder that reads prompts as asked.
 
         Args:
-            encoder: replaces the first one, anything `load_text_encoder` takes; None is the checkpoint's own.
-            reading: "cut" cuts prompts at 77 tokens, as in stock SDXL, where both encoders have that context length.
+            encoder: replaces the first one, unless it is "original".
             part: see `load_pipeline`; None is the text encoders in low memory, else all.
 
         Raises:
             UserError: it cannot be loaded, or does not fit.
         """
         pipe = self._load(encoder, part or ("encoders" if self.low_memory else "all"))
-        if reading == "cut" and pipe.text_encoder and self.checkpoint.check_kind(PIPELINES) == SDXL:
+        if encoder.reading == "cut" and pipe.text_encoder and self.checkpoint.check_kind(PIPELINES) == SDXL:
             lengths = {part.config.max_position_embeddings for part in (pipe.text_encoder, pipe.text_encoder_2)}
             if len(lengths) == 1 and max(lengths) <= TRAINED_POSITIONS:
                 return replace_encoder(pipe, pipe.text_encoder, pipe.tokenizer, StableDiffusionXLPipeline)
-        return pipe.set_long_prompt(overlap=reading != "separate", weighting=self.weighting)
+        return pipe.set_long_prompt(overlap=encoder.reading != "separate", weighting=self.weighting)
+
+    def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
+        """How a prompt is read. Raises UserError for weights that cannot be used."""
+        try:
+            return read_layout(pipe, prompt.cleaned(self.weighting), self.sampling)
+        except ValueError as error:
+            raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
 
     def render(
-        self,
-        pipe: DiffusionPipeline,
-        encoder: str | None,
-        reading: Reading,
-        tasks: Sequence[ImageTask],
-        layouts: Mapping[int, PromptLayout | None],
-        missing: Collection[str],
-        process: int = 0,
-        processes: int = 1,
-    ) -> Iterator[list[tuple[ImageTask, Image.Image | str]]]:
-        """The missing images of one process's batches, batch by batch; each, or in words why there is none.
-
-        Args:
-            pipe: from `pipeline`, of this encoder and reading.
-            tasks: all images, finished or not.
-            layouts: from `read_layout`, by index, of those that can be rendered.
-            missing: names of the images to render.
-            process, processes: several share the batches; each yields equally often, perhaps nothing at last.
-        """
-        prompts = [task.prompt for task in tasks]
-        wanted = {index for index in layouts if tasks[index].name in missing}
-        batches = plan_batches(prompts, layouts, self.batch, wanted)
-        share = batches[process::processes]
-        texts = [[prompts[index] for index in batch] for batch in share]
+        self, pipe: DiffusionPipeline, encoder: EncoderSpec, batches: Sequence[Sequence[ImagePrompt]]
+    ) -> Iterator[list[Image.Image | str]]:
+        """The images of each batch, see `generate_images`; `pipe` is that of `pipeline` for this encoder."""
+        texts = [[prompt.cleaned(self.weighting) for prompt in batch] for batch in batches]
         if self.low_memory:
-            rendered = render_in_low_memory(pipe, partial(self.pipeline, encoder, reading), texts, self.sampling, False)
-        else:
-            rendered = (render_batch(pipe, batch, self.sampling) for batch in texts)
-        for batch, images in zip(share, rendered, strict=True):
-            yield [(tasks[index], image) for index, image in zip(batch, images, strict=True) if index in wanted]
-        if process >= len(batches) % processes > 0:
-            yield []
+            load = partial(self.pipeline, encoder)
+            return render_in_low_memory(pipe, load, texts, self.sampling, not self.show_steps)
+        return (render_batch(pipe, batch, self.sampling) for batch in texts)
 
-    def _load(self, encoder: str | None, part: Part) -> DiffusionPipeline:
-        names = encoder, self._second(encoder)
+    def _load(self, encoder: EncoderSpec, part: Part) -> DiffusionPipeline:
+        first, second = names = tuple(self._encoders(encoder).values())
         if part == "all" and self._pipe is not None:
             if names == self._loaded:
                 return self._pipe
-            if encoder is not None and names[1] == self._loaded[1]:
-                text_encoder, tokenizer = load_text_encoder(encoder)
-                self.checkpoint.check_fits("text_encoder", text_encoder, encoder)
+            if first is not None and second == self._loaded[1]:
+                text_encoder, tokenizer = load_text_encoder(first)
+                self.checkpoint.check_fits("text_encoder", text_encoder, first)
                 return replace_encoder(self._pipe, text_encoder.to(self.device, self.dtype), tokenizer)
         self._pipe = None  # before the next one is loaded
-        pipe = load_pipeline(self.checkpoint.name, encoder, self.device, self.dtype, names[1], part)
+        pipe = load_pipeline(self.checkpoint.name, first, self.device, self.dtype, second, part)
         if self.scheduler:
             pipe.scheduler = make_scheduler(pipe, self.scheduler)
-        pipe.set_progress_bar_config(disable=True)
+        pipe.set_progress_bar_config(disable=not self.show_steps)
         if part == "all":
             self._pipe, self._loaded = pipe, names
         return pipe
 
-    def _second(self, encoder: str | None) -> str | None:
-        return (encoder and EncoderSpec.parse(encoder).fitted_second) or self.encoder_2
+    def _encoders(self, encoder: EncoderSpec) -> dict[str, str | None]:
+        """The names of the encoders that replace the checkpoint's."""
+        if encoder.kind is Kind.ORIGINAL:
+            return {"encoder": None, "encoder_2": self.encoder_2}
+        return {"encoder": encoder.name, "encoder_2": encoder.fitted_second or self.encoder_2}
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The images of one encoder.
+
+    Attributes:
+        folder: of the job.
+        files: of the images that are there, in the order of the tasks.
+        cut_at: number of tokens, BOS and EOS included, at which prompts were cut; None if they were not.
+        prompts_cut: how many were.
+        seconds: of rendering, in all runs, without the loading of models.
+    """
+
+    folder: Path
+    files: list[Path]
+    cut_at: int | None
+    prompts_cut: int
+    seconds: float
+
+    @property
+    def reading(self) -> dict:
+        """For reports: all but the paths."""
+        return {"cut_at": self.cut_at, "prompts_cut": self.prompts_cut, "seconds": self.seconds}
+
+
+# What `render_into` asks of processes, of a single one.
+ONE_PROCESS = SimpleNamespace(count=1, index=0, is_main=True, from_main=lambda work: work(), gathered=list)
+
+
+def render_into(
+    job: Job,
+    renderer: Renderer,
+    encoder: EncoderSpec,
+    tasks: Sequence[ImageTask],
+    left_out: dict[str, str] | None = None,
+    processes=ONE_PROCESS,
+) -> Rendered:
+    """Renders the images that are missing in a job folder, each with its settings in its PNG.
+
+    Images of a resumed run, and of several processes, equal those of one uninterrupted run, bit for bit.
+
+    Args:
+        job: with the renderer's settings and inputs. Images are its items, `NAME.png`.
+        tasks: all images, finished or not; a finished one must be of the same prompt.
+        left_out: gets, by its place, why an image was not rendered.
+        processes: that share the work, see `eval.processes`; all make this call, each with a job of its own.
+
+    Raises:
+        UserError: an image is of another prompt or was not made by this job, or no prompt can be read.
+        FailedError: some images have values that are not finite, see `generate_images`. All others are rendered.
+    """
+    left_out = {} if left_out is None else left_out
+    missing = processes.from_main(lambda: _missing(job, tasks))
+    print(f"Images: {len(tasks) - len(missing):,} are in {job.folder}, {len(missing):,} to render")
+    if missing:
+        with quiet_diffusers():  # it warns of every prompt that it cuts
+            failed = processes.gathered(_render_share(job, renderer, encoder, tasks, missing, left_out, processes))
+        left_out |= dict(failed)
+        if failed:
+            raise FailedError(explain_failures(failed, f"{len(tasks):,} images in {str(job.folder)!r}", renderer.dtype))
+    # other processes have added theirs
+    finished = job if processes.count == 1 else Job.read(job.folder)
+    there = [name for name in map(_file, tasks) if name in finished]
+    notes = [finished.notes(name) for name in there]
+    cut = [entry["tokens"] + 2 > entry["cut_at"] for entry in notes if entry["cut_at"]]
+    return Rendered(
+        job.folder,
+        [job.folder / name for name in there],
+        max((entry["cut_at"] or 0 for entry in notes), default=0) or None,
+        sum(cut),
+        round(sum(entry["seconds"] for entry in notes), 3),
+    )
+
+
+def explain_failures(failed: Sequence[tuple[str, str]], images: str, dtype: torch.dtype) -> str:
+    """What to do about those of the images, "7 images", that were not rendered, (place, reason) each."""
+    return (
+        f"{len(failed):,} of {images} were not rendered, the first: {': '.join(failed[0])}. Where values are "
+        "not finite, weights of an encoder or of the SDXL checkpoint are damaged, or too large for "
+        f"{str(dtype).removeprefix('torch.')}. Try another encoder or, with `generate`, --precision fp32. The other "
+        "images are kept."
+    )
+
+
+def _file(task: ImageTask) -> str:
+    return f"{task.name}.png"
+
+
+def _missing(job: Job, tasks: Sequence[ImageTask]) -> set[int]:
+    """Indices of the images that are not there or damaged. Raises UserError for one that is something else."""
+    missing, differing, damaged = set(), [], []
+    finished = set(job.names())
+    for index, task in enumerate(tasks):
+        name = _file(task)
+        if name not in finished:
+            missing.add(index)
+            if os.path.lexists(job.folder / name):
+                differing.append(f"{name} ({task.place}): it was not made by this job")
+        elif difference := first_difference(job.notes(name), asdict(task.prompt)):
+            differing.append(f"{name} ({task.place}): {difference}")
+        elif job.path(name, damaged="absent") is None:
+            missing.add(index)
+            damaged.append(name)
+    if differing:
+        raise UserError(
+            f"{len(differing):,} of the images in {str(job.folder)!r} are others, the first {differing[0]}. Give "
+            "another output, return to those prompts, or remove the images to replace."
+        )
+    if damaged:
+        print(f"Damaged: {len(damaged):,} of the images, rendered again, the first {damaged[0]}")
+    return missing
+
+
+def _render_share(
+    job: Job,
+    renderer: Renderer,
+    encoder: EncoderSpec,
+    tasks: Sequence[ImageTask],
+    missing: set[int],
+    left_out: dict[str, str],
+    processes,
+) -> list[tuple[str, str]]:
+    """Renders one process's share of the missing images. Returns the places and reasons of those that failed."""
+    pipe, failed = renderer.pipeline(encoder), []
+    cut_at = None if isinstance(pipe, LongPromptMixin) else pipe.text_encoder.config.max_position_embeddings
+    scheduler = type(pipe.scheduler).__name__
+    layouts, prompts = _layouts(renderer, pipe, tasks, left_out), [task.prompt for task in tasks]
+    batches = plan_batches(prompts, layouts, renderer.batch, missing)[processes.index :: processes.count]
+    title = f"render{f', {processes.count} processes' if processes.count > 1 else ''}, {job.folder.name}"
+    total = sum(index in missing for batch in batches for index in batch)
+    with tqdm(desc=title, total=total, unit="image", disable=not processes.is_main) as bar:
+        started = time.monotonic()
+        rendered = renderer.render(pipe, encoder, [[prompts[index] for index in batch] for batch in batches])
+        for batch, images in zip(batches, rendered, strict=True):
+            seconds = (time.monotonic() - started) / len(batch) / processes.count
+            for index, image in zip(batch, images, strict=True):
+                task = tasks[index]
+                if index in missing and isinstance(image, str):
+                    failed.append((f"{task.place}, seed {task.prompt.seed}", image))
+                elif index in missing:
+                    notes = asdict(task.prompt) | layouts[index]._asdict() | {"cut_at": cut_at}
+                    settings = renderer.png_settings(encoder, task.prompt) | layouts[index]._asdict()
+                    settings |= {"scheduler": sampler(scheduler)}
+                    with job.write(_file(task), **notes, seconds=seconds) as temporary:
+                        image.save(temporary, format="PNG", pnginfo=png_info(settings_text(settings, scheduler)))
+                    bar.update()
+            started = time.monotonic()
+    return failed
+
+
+def _layouts(
+    renderer: Renderer, pipe: DiffusionPipeline, tasks: Sequence[ImageTask], left_out: dict[str, str]
+) -> dict[int, PromptLayout]:
+    """How the prompt of each image is read, by the image's index; prints it."""
+    known: dict[ImagePrompt, PromptLayout | None] = {}
+    for task in tasks:
+        prompt = replace(task.prompt, seed=0)
+        try:
+            if prompt not in known:
+                known[prompt] = renderer.layout(pipe, prompt)
+        except UserError as error:
+            known[prompt], left_out[task.place] = None, str(error)
+    layouts = {index: known[replace(task.prompt, seed=0)] for index, task in enumerate(tasks)}
+    layouts = {index: layout for index, layout in layouts.items() if layout}
+    if not layouts:
+        place, why = next(iter(left_out.items()))
+        raise UserError(f"No prompt can be rendered. {place.capitalize()}: {why}")
+    counts = sorted(Counter(layout.positions for layout in known.values() if layout).items())
+    print(
+        "Positions: " + ", ".join(f"{positions} for {count:,} prompt{'s' * (count > 1)}" for positions, count in counts)
+    )
+    return layouts
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -23,12 +23,13 @@ from debias_diffusion.app.align import latents
 from debias_diffusion.app.align.command import Alignment, align
 from debias_diffusion.app.align.latents import FrozenVAE
 from debias_diffusion.app.align.samples import PART, Sample
-from debias_diffusion.app.generate.command import generate
+from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
 from debias_diffusion.data import Record
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images.drawing import Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.images.rendered import image_task, render_all
+from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.processes import Processes
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.models.weight_files import weights_digest
@@ -351,19 +352,22 @@ def test_a_folder_of_another_run_is_refused(finished, settings):
 def test_its_folder_stands_for_all_encoders_that_it_fitted(finished, models, tmp_path):
     """In evaluations and in `generate`: as a pipeline with both draws."""
     prompt = "A red cat sits on a wide green sofa. " * 12
-    settings = DrawingSettings(models.base, steps=2)
-    drawing = Drawing(settings, Processes("cpu"))
-    files = drawing.draw(str(finished), tmp_path / "both", [Subject("0", prompt, 0)], "both")
+
+    def rendered(encoder, **changes):
+        values = {"base": models.base, "output": str(tmp_path / "out"), "data": "", "steps": 2} | changes
+        config = GenerationConfig([str(encoder)], **values)
+        images, _ = render_all(config, Processes("cpu"), [image_task(config, "0", prompt, 0)])
+        return next(iter(images.values())).files
+
+    files = rendered(finished)
     pipe = load_pipeline(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
     image = render_batch(pipe, [ImagePrompt(clean(prompt))], Sampling(2))[0]
     assert np.array_equal(np.asarray(image), np.asarray(Image.open(files[0])))
     generate(GenerateConfig(prompt, models.base, str(finished), str(tmp_path / "p.png"), steps=2, device="cpu"))
     assert np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "p.png")))
     assert json.loads(Image.open(tmp_path / "p.png").text["settings"])["encoder_2"] == str(finished / "encoder_2")
-    # And afterwards others have the checkpoint's second encoder again.
-    drawing.draw(str(finished / "encoder"), tmp_path / "first", [Subject("0", prompt, 0)], "first")
-    assert not np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "first" / "0.png")))
-    with pytest.raises(UserError, match="made with other settings"):
-        Drawing(replace(settings, encoder_2="stretch"), Processes("cpu")).draw(
-            str(finished / "encoder"), tmp_path / "first", [Subject("0", prompt, 0)], "first"
-        )
+    # The first one alone has the checkpoint's second encoder.
+    files = rendered(finished / "encoder")
+    assert not np.array_equal(np.asarray(image), np.asarray(Image.open(files[0])))
+    with pytest.raises(UserError, match="The encoder_2 is another one"):
+        rendered(finished / "encoder", encoder_2="stretch")

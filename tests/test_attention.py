@@ -302,7 +302,7 @@ def test_intervals_draw_images_with_all_their_captions(long_backbone, encoders):
 @pytest.mark.usefixtures("blank_figures")
 def test_what_is_finished_is_not_looked_at_again(encoders, tmp_path):
     data = write_captions(tmp_path / "data.json", CAPTIONS)
-    parts = tmp_path / "out" / "parts"
+    parts = tmp_path / "out" / "cache"
 
     def run(names, output="out", prompt="a cat"):
         return evaluate_attention(AttentionConfig(names, str(tmp_path / output), data, prompt=prompt))

@@ -61,7 +61,8 @@ def test_a_list_is_given_with_blanks(capsys, tmp_path):
     )
     assert code == 0, err
     assert "Word by word, in toy/clip, toy/debias-clip" in out
-    assert {file.name for file in tmp_path.iterdir()} == {"attention.json", "attention_prompt.png", "parts"}
+    files = {file.name for file in tmp_path.iterdir() if not file.name.startswith("items-")}
+    assert files == {"attention.json", "attention_prompt.png", "cache", "job.json"}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_what_failed_though_all_was_usable_exits_with_1(capsys, tmp_path, monkey
     (tmp_path / "p.txt").write_text("a star\na ring")
     settings = ["--prompts", tmp_path / "p.txt", "--base=toy/sdxl", "--steps=1", "--device=cpu"]
     code, out, err = run(capsys, "generate", *settings, "--output", tmp_path / "out")
-    assert code == 1 and err.splitlines()[-1].startswith("error: 2 images were not rendered, the first: line 1, seed 0")
+    assert code == 1 and err.splitlines()[-1].startswith("error: 2 of 2 images in ")
     assert "Left out: line 2, seed 1: its pixels are not finite" in out and not list((tmp_path / "out").glob("*.png"))
 
 

@@ -24,12 +24,13 @@ from debias_diffusion.app.demo.reading import attention, count_tokens, movement
 from debias_diffusion.app.demo.request import BUDGET, Request
 from debias_diffusion.app.demo.settings import check, from_png, without_weights
 from debias_diffusion.app.demo.toy import Marks, mark, random_scene
-from debias_diffusion.app.generate.command import GenerateConfig, generate
-from debias_diffusion.app.generate.png_settings import read_settings
-from debias_diffusion.app.generate.prompts import cleaned
+from debias_diffusion.app.generate import generate
+from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_reader, look_at_prompt
 from debias_diffusion.pipelines.checkpoints import load_pipeline
+from debias_diffusion.pipelines.png import read_settings
+from debias_diffusion.pipelines.rendering import cleaned
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.render import render

@@ -18,9 +18,8 @@ from PIL import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from debias_diffusion.app import cli
-from debias_diffusion.app.generate import contact_sheet, rendering
-from debias_diffusion.app.generate.command import generate
-from debias_diffusion.app.generate.png_settings import first_difference, read_settings, write_png
+from debias_diffusion.app.contact_sheet import CELL, write_contact_sheets
+from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import FailedError, UserError
@@ -30,6 +29,7 @@ from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines import rendering as renderer
 from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.pipelines.png import first_difference, read_settings, write_png
 
 PROMPT = "A red cat sleeps on a blue sofa. " + "A small green bird sits on the table, near the window. " * 8
 
@@ -37,6 +37,7 @@ PROMPT = "A red cat sleeps on a blue sofa. " + "A small green bird sits on the t
 # For what happens to many pictures: the toy world's models load in a tenth of a second, their vocabulary being small.
 TOY = {"base": "toy/sdxl", "encoder": "toy/debias-clip", "steps": 2, "device": "cpu"}
 LONG = "There is one star and one circle. " + 8 * "The object in the centre is a large blue star. "
+OTHERS = {"index.jsonl", "contact-sheet.png", ".lock", "job.json", "items.jsonl"}  # in a folder of images
 LINES = ["a star", LONG.strip(), "a circle", "a heart", LONG + "A ring.", "a square"]
 
 
@@ -93,7 +94,8 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
         "negative_prompt": None,
         "prompt_2": None,
         "weighting": False,
-        "overlap": True,
+        "reading": "overlap",
+        "scheduler": "Euler",
         "seed": 3,
         "steps": 2,
         "guidance_scale": 7.0,
@@ -117,6 +119,15 @@ def test_an_image_of_other_settings_is_not_overwritten_unasked(base, tmp_path):
     Image.new("RGB", (8, 8)).save(path)
     with pytest.raises(UserError, match="it holds no settings"):
         draw(tmp_path, "a ring", overwrite=False)
+
+
+def test_one_encoder_under_two_paths_is_the_same_image(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(shipped("toy/clip"), "clip")
+    draw(tmp_path, "a star", encoder="clip")
+    draw(tmp_path, "a star", encoder="./clip", overwrite=False)
+    with pytest.raises(UserError, match="encoder_sha256 was"):
+        draw(tmp_path, "a star", overwrite=False)
 
 
 def test_every_setting_counts(tmp_path, capsys):
@@ -244,7 +255,7 @@ def test_a_folder_of_pictures(drawn, tmp_path):
         for i, line in enumerate(LINES)
     ]
     assert list(pictures(drawn)) == names
-    assert {path.name for path in drawn.iterdir()} == {*names, "index.jsonl", "contact-sheet.png", ".lock"}
+    assert {path.name for path in drawn.iterdir()} == {*names, *OTHERS}
     index = lines_of(drawn / "index.jsonl")
     assert [(entry["file"], entry["where"], entry["prompt"], entry["seed"]) for entry in index] == [
         (name, f"line {i + 1}", line, i) for i, (name, line) in enumerate(zip(names, LINES, strict=True))
@@ -288,7 +299,7 @@ def test_the_same_from_csv_and_json_lines(drawn, many, capsys):
 
 def test_entries_with_settings_of_their_own(many):
     entries = [
-        {"prompt": " a star", "negative": LONG, "seed": 7},
+        {"prompt": " a star", "negative_prompt": LONG, "seed": 7},
         {"prompt": "a star", "seed": 7},
         {"prompt": "a star", "negative_prompt": "", "seed": 7},
         {"prompt": "a star", "prompt_2": "a circle", "seed": 7},
@@ -341,35 +352,30 @@ def test_what_is_missing_is_drawn_in_the_batches_it_would_have_been_in(many):
 @pytest.mark.parametrize(
     ("lines", "changes", "message"),
     [
-        (LINES, {"steps": 3}, "6 of the images in .* first 00000-0-a-star.png (line 1): steps was 2, now 3. Give"),
-        (LINES, {"seed": 1, "guidance_scale": 2.0}, None),  # other names
+        (LINES, {"steps": 3}, "other settings .steps: 2 there, 3 here"),
+        (LINES, {"overlap": False}, "other settings .reading: 'overlap' there, 'separate' here"),
+        (LINES, {"encoder": None}, "The encoder is another one, by its contents: .* there, None here"),
         (
             ["a circle", *LINES[1:]],
             {},
-            "1 of the images .* 00000-0-a-star.png (line 1): prompt was 'a star', now 'a circle'.",
+            r"1 of the images .* 00000-0-a-star.png .line 1.: prompt was 'a star', now 'a circle'\.",
         ),
         ([*LINES[:4], LONG + "A cross."], {}, "prompt was '….* A ring.', now '….* A cross.'"),
-        (LINES, {"encoder": None}, "encoder was '.*', now None"),
     ],
 )
 def test_other_pictures_are_not_overwritten(drawn, many, lines, changes, message):
     before = pictures(drawn)
-    if message is None:
-        many("drawn", lines[:1], **changes)
-        (drawn / "00000-1-a-star.png").unlink()
-    else:
-        with pytest.raises(UserError, match=message.replace("(line 1)", r"\(line 1\)")):
-            many("drawn", lines, **changes)
+    with pytest.raises(UserError, match=message):
+        many("drawn", lines, **changes)
     assert pictures(drawn) == before
 
 
 def test_a_picture_from_elsewhere_is_not_overwritten(many):
     folder = many("elsewhere", LINES[:1])
-    for content in (b"", b"no picture"):
-        (folder / "00001-1-mine.png").write_bytes(content)
-        with pytest.raises(UserError, match="1 of the images .* 00001-1-mine.png .line 2.: it holds no settings"):
-            many("elsewhere", LINES[:2])
-        assert (folder / "00001-1-mine.png").read_bytes() == content
+    (folder / "00001-1-a-circle.png").write_bytes(b"mine")
+    with pytest.raises(UserError, match="1 of the images .* 00001-1-a-circle.png .line 2.: it was not made by"):
+        many("elsewhere", [LINES[0], LINES[2]])
+    assert (folder / "00001-1-a-circle.png").read_bytes() == b"mine"
 
 
 def test_of_a_training_run_the_model_counts_and_not_the_log(many, tmp_path):
@@ -378,30 +384,9 @@ def test_of_a_training_run_the_model_counts_and_not_the_log(many, tmp_path):
     (tmp_path / "run" / "log.jsonl").write_text("{}")
     many("run", LINES[:1], encoder=str(tmp_path / "run"))
     (tmp_path / "run" / "last" / "open_clip_config.json").write_text("{}")
-    with pytest.raises(UserError, match="encoder_sha256 was"):
+    with pytest.raises(UserError, match="The encoder is another one"):
         many("run", LINES[:1], encoder=str(tmp_path / "run"))
     assert len(pictures(folder)) == 1
-
-
-@pytest.mark.parametrize("option", ["encoder", "encoder_2"])
-def test_images_of_two_files_behind_a_models_name_are_not_mixed(tmp_path, option):
-    (tmp_path / "own.pt").write_bytes(b"some weights")
-    config = GenerateConfig("a star", **TOY | {option: f"ViT-L-14-quickgelu:{tmp_path / 'own.pt'}"})
-    config.output, config.images_per_prompt = str(tmp_path / "out"), 2
-    texts = {"prompt": "a star", "negative_prompt": None, "prompt_2": None, "seed": 0}
-    settings = texts | rendering.Studio(config, torch.device("cpu")).settings()
-    assert settings[f"{option}_sha256"] == path_digest(tmp_path / "own.pt")
-    (tmp_path / "out").mkdir()
-    write_png(Image.new("RGB", (48, 48)), tmp_path / "out" / "00000-0-a-star.png", {"settings": json.dumps(settings)})
-    (tmp_path / "own.pt").write_bytes(b"other weights")
-    with pytest.raises(UserError, match=f"00000-0-a-star.png .the prompt.: {option}_sha256 was"):
-        generate(config)
-
-
-def test_files_in_a_cache_have_no_digest():
-    for encoder in ("ViT-L-14-quickgelu:openai", "owner/name"):
-        config = GenerateConfig("a star", **TOY | {"encoder": encoder})
-        assert rendering.Studio(config, torch.device("cpu")).settings()["encoder_sha256"] is None
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file that opens and cannot be read")
@@ -441,13 +426,6 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
         assert read_settings(path) is None
 
 
-def test_an_unfinished_picture_is_written_through_no_link(tmp_path):
-    (tmp_path / "mine").write_text("precious")
-    (tmp_path / ".a.png.tmp").symlink_to(tmp_path / "mine")
-    write_png(Image.new("RGB", (8, 8)), tmp_path / "a.png", {})
-    assert (tmp_path / "mine").read_text() == "precious" and not (tmp_path / "a.png").is_symlink()
-
-
 @pytest.mark.parametrize(
     "damaged", [lambda png: png[:-30], lambda png: png[: len(png) // 2], lambda png: png[:-60] + b"?" + png[-59:]]
 )
@@ -461,7 +439,7 @@ def test_a_damaged_picture_is_drawn_again(drawn, many, damaged, capsys):
     many("drawn")
     assert pictures(drawn) == before and len(lines_of(drawn / "index.jsonl")) == 6
     printed = capsys.readouterr().out
-    assert f"Damaged: 1 of the images, rendered again, the first {name} (" in printed and "5 are in" in printed
+    assert f"Damaged: 1 of the images, rendered again, the first {name}" in printed and "5 are in" in printed
 
 
 def test_a_picture_that_no_contact_sheet_can_show_is_named(tmp_path):
@@ -470,16 +448,7 @@ def test_a_picture_that_no_contact_sheet_can_show_is_named(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "c.png", format="JPEG")  # no other reader is offered the file
     for name in ("b.png", "c.png"):
         with pytest.raises(UserError, match=f"The image .*{name}' cannot be read .* Remove it"):
-            contact_sheet.write_contact_sheets(tmp_path, [(tmp_path / name, "", "")])
-
-
-@pytest.mark.parametrize("name", ["index.jsonl", "left-out.jsonl", "contact-sheet.png", "contact-sheet-2.png", ".lock"])
-def test_a_folder_where_a_file_is_written_is_told_before_anything_is_drawn(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
-    (tmp_path / "out" / name).mkdir(parents=True)
-    (tmp_path / "p.txt").write_text("a star")
-    with pytest.raises(UserError, match=f"{name}' is (a folder|no regular file)"):
-        generate(GenerateConfig(None, prompts=str(tmp_path / "p.txt"), output=str(tmp_path / "out"), **TOY))
+            write_contact_sheets(tmp_path, [(tmp_path / name, "", "")])
 
 
 def test_the_first_difference():
@@ -583,17 +552,17 @@ def broken_encoder(monkeypatch):
 
     Prompts without a heart are drawn as ever.
     """
-    load = rendering.Studio.load
+    load = renderer.load_pipeline
 
-    def load_and_break(self, part="all"):
-        pipe = load(self, part)
+    def load_and_break(*arguments):
+        pipe = load(*arguments)
         if pipe.text_encoder is not None:
             letter = pipe.tokenizer("heart", add_special_tokens=False).input_ids[0]
             with torch.no_grad():
                 pipe.text_encoder.get_input_embeddings().weight[letter, 3] = float("nan")
         return pipe
 
-    monkeypatch.setattr(rendering.Studio, "load", load_and_break)
+    monkeypatch.setattr(renderer, "load_pipeline", load_and_break)
 
 
 @pytest.mark.parametrize("settings", [{"batch": 3}, {"low_memory": True}])
@@ -602,7 +571,7 @@ def test_pictures_of_values_that_are_no_numbers_are_named_and_the_rest_is_drawn(
 ):
     name = f"broken-{'-'.join(settings)}"
     with pytest.raises(
-        FailedError, match="^1 image was not rendered, the first: line 4, seed 3: its .* not finite"
+        FailedError, match="^1 of 6 images in .* not rendered, the first: line 4, seed 3: its .* not finite"
     ) as error:
         many(name, **settings)
     assert error.value.exit_code == 1
@@ -672,24 +641,15 @@ def test_contact_sheets(tmp_path):
         Image.new("RGBA" if i % 2 else "L", size, colours[i % 4] if i % 2 else 99).save(tmp_path / f"{i}.png")
         text = ["a cat", "x" * 900, "", "猫 " * 400 + "\x1b[31m", "Ärger Синяя عربي 🎨\n\nb"][i % 5]
         entries.append((tmp_path / f"{i}.png", f"{i:05} · seed {i}", text))
-    sheets = contact_sheet.write_contact_sheets(tmp_path, entries)
+    sheets = write_contact_sheets(tmp_path, entries)
     assert [path.name for path in sheets] == ["contact-sheet.png", "contact-sheet-2.png"]
     shown = np.asarray(Image.open(sheets[0]))
     assert all((shown == colour).all(-1).any() for colour in ([0, 0, 255], [0, 0, 0]))
     first = Image.open(sheets[0]).size
-    assert max(first) <= 8 * (contact_sheet.CELL + 90) and Image.open(sheets[1]).size[1] < first[1]
+    assert max(first) <= 8 * (CELL + 90) and Image.open(sheets[1]).size[1] < first[1]
     again = sheets[0].read_bytes()
-    contact_sheet.write_contact_sheets(tmp_path, entries[:48])
+    write_contact_sheets(tmp_path, entries[:48])
     assert sheets[0].read_bytes() == again and not sheets[1].exists()
-
-
-def test_captions_end_where_there_is_no_more_room():
-    font = contact_sheet.ImageFont.load_default()
-    wrap = lambda text: contact_sheet._wrap(text, font, 60)  # noqa: E731
-    assert wrap("") == [] and wrap("a cat") == ["a cat"]
-    long = wrap("one two three four five six seven eight nine ten eleven twelve")
-    assert len(long) == 3 and long[-1].endswith("…") and " ".join(long).startswith("one two three")
-    assert all(font.getlength(line) <= 60 for line in [*long, *wrap("x" * 99)])
 
 
 # Models
@@ -737,15 +697,9 @@ def test_overlap(tmp_path):
     pipe = load_pipeline(TOY["base"], None, torch.device("cpu"))
     assert np.asarray(drawn_by(pipe, LONG)).tobytes() == np.asarray(Image.open(overlap)).tobytes()
     assert Image.open(plain).tobytes() != Image.open(overlap).tobytes()
-    before, settings = read_settings(plain), read_settings(overlap)
-    assert "overlap" not in before and settings["overlap"] is True  # older images have no such setting and stay valid
-    assert first_difference(settings, before) == "overlap was True, now False"
-    several = partial(draw, tmp_path, name="several", encoder=None, images_per_prompt=2)
-    files = pictures(several(overlap=False))
-    assert plain.read_bytes() in files.values()
-    assert pictures(several(overlap=False)) == files
-    with pytest.raises(UserError, match="2 of the images .* other settings, the first .*overlap was False, now True"):
-        several()
+    assert [read_settings(path)["reading"] for path in (plain, overlap)] == ["separate", "overlap"]
+    several = draw(tmp_path, name="several", encoder=None, images_per_prompt=2, overlap=False)
+    assert plain.read_bytes() in pictures(several).values()
     short = [Image.open(draw(tmp_path, "a star", encoder=None, overlap=value)).tobytes() for value in (False, True)]
     assert short[0] == short[1]
 

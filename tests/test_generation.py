@@ -18,12 +18,11 @@ from debias_diffusion.data import toy_scene
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import generation
-from debias_diffusion.eval.images.drawing import Drawing, DrawingSettings, Subject, folder_names
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation, figures, tables
 from debias_diffusion.eval.images.networks import ClsFeatures
 from debias_diffusion.eval.images.objects import SCORES, compare_images
+from debias_diffusion.eval.images.rendered import folder_names
 from debias_diffusion.eval.images.scores import ImageScores, dino_score
-from debias_diffusion.eval.processes import Processes
 from debias_diffusion.toyworld.scenes import PLACES
 
 CPU = torch.device("cpu")
@@ -76,7 +75,7 @@ def test_what_a_whole_evaluation_leaves(finished, encoder, dino, capsys):
     # An image keeps the number of its record, also where another has no original.
     names = ["000000.png", "000002.png", "000003.png"]
     for label, its in report["encoders"].items():
-        assert sorted(path.name for path in (output / "pictures" / folder_names([label])[label]).glob("*.png")) == names
+        assert sorted(path.name for path in (output / "images" / folder_names([label])[label]).glob("*.png")) == names
         assert its["seconds"] > 0 and len(its["pictures"]) == 64
         assert {"fid_own", "kid_own", "dino_score"} <= set(its["scores"])
     digests = report["digests"]
@@ -94,7 +93,7 @@ def test_what_a_whole_evaluation_leaves(finished, encoder, dino, capsys):
     network, scores = ClsFeatures(dino, CPU), {}
     originals = [Path(skimage.data_dir) / entry["image"] for entry in json.loads(PHOTOGRAPHS.read_text())[:3]]
     for label in report["encoders"]:
-        drawn = [output / "pictures" / folder_names([label])[label] / name for name in names]
+        drawn = [output / "images" / folder_names([label])[label] / name for name in names]
         scores[label] = dino_score(network(drawn, 3), network(originals, 3))
         number = report["encoders"][label]["scores"]["dino_score"]
         assert number["value"] == pytest.approx(scores[label]) and number["low"] <= number["value"] <= number["high"]
@@ -121,7 +120,7 @@ def test_an_interrupted_evaluation_continues_and_ends_equal(finished, tmp_path, 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Image.Image, "save", interrupted)
         evaluate_generation(config)
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "pictures").rglob("0*.png")}
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "images").rglob("0*.png")}
     assert len(written) == 4 and not (tmp_path / "out" / "generation.json").exists()
     resumed, whole = evaluate_generation(config), report_of(finished)
     for label in ("SDXL's own, cut at 77 tokens", "long"):
@@ -137,7 +136,9 @@ def test_what_is_finished_is_not_done_again(finished, tmp_path, monkeypatch):
     output = Path(shutil.copytree(finished["output"], tmp_path / "out"))
     config = finished | {"output": str(output)}
     before["settings"]["output"] = str(output)
-    files = {path: path.stat().st_mtime_ns for folder in ("pictures", "parts") for path in (output / folder).rglob("*")}
+    files = {
+        path: path.stat().st_mtime_ns for pattern in ("images/*/*.png", "cache/*") for path in output.glob(pattern)
+    }
 
     def work(*_):
         raise AssertionError("pictures are scored again")
@@ -152,11 +153,10 @@ def test_what_is_finished_is_not_done_again(finished, tmp_path, monkeypatch):
         alone["encoders"]["SDXL's own, cut at 77 tokens"] == before["encoders"]["SDXL's own, cut at 77 tokens"]
         and alone["compared"] == []
     )
-    # Another picture is scored anew.
-    picture = output / "pictures" / "SDXL-s-own-cut-at-77-tokens" / "000002.png"
-    picture.write_bytes((output / "pictures" / "SDXL-s-own-cut-at-77-tokens" / "000000.png").read_bytes())
-    with pytest.raises(AssertionError, match="scored again"):
-        evaluate_generation(GenerationConfig(**config))
+    # An image that another one has replaced is rendered again, and is the one that was scored.
+    image = output / "images" / "SDXL-s-own-cut-at-77-tokens" / "000002.png"
+    image.write_bytes(image.with_name("000000.png").read_bytes())
+    assert evaluate_generation(GenerationConfig(**config))["compared"] == before["compared"]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
     told = [toy_scene(record)[1].first_mentions() for record in records]
     assert toy["drawing"] | {"steps": 2, "guidance_scale": 3.0, "images_at_once": 20} == toy["drawing"]
     for label, its in toy["encoders"].items():
-        folder = Path(toy["settings"]["output"], "pictures", label.replace("/", "-"))
+        folder = Path(toy["settings"]["output"], "images", label.replace("/", "-"))
         comparisons = compare_images([folder / f"{index:06}.png" for index in range(6)], scenes)
         by_sentence = {}
         for seen, sentences in zip(comparisons, told, strict=True):
@@ -289,17 +289,8 @@ def test_captions_that_refer_back_are_scored_by_how_objects_are_told(tmp_path):
     assert generation.ceilings(prefixed._readings(captions))[0]["truncated"] < every["truncated"]
 
 
-def test_picture_i_starts_from_the_noise_of_seed_plus_i(toy, tmp_path):
-    records = read_toy_scenes("toy/test")[0].records[:6]
-    subjects = [Subject(f"{index:06}", record.caption, index) for index, record in enumerate(records)]
-    one = Drawing(DrawingSettings("toy/sdxl", 2, 3.0, 20), Processes("cpu"))
-    for file in one.draw("toy/debias-clip", tmp_path, subjects, ""):
-        theirs = Path(toy["settings"]["output"], "pictures", "toy-debias-clip", file.name)
-        assert file.read_bytes() == theirs.read_bytes()
-
-
 def test_examples_show_toy_pictures_with_their_pixels(toy, tmp_path):
-    folder = Path(toy["settings"]["output"], "pictures", "toy-clip")
+    folder = Path(toy["settings"]["output"], "images", "toy-clip")
     figure = generation.plot_examples(
         ["Two $ and $ a <b>."], [Image.open(folder / "000000.png")], {"a": [folder / "000001.png"]}
     )

@@ -13,7 +13,7 @@ from debias_diffusion.errors import EXTRAS
 
 # Each layer may import those before it. A name stands for a module, or for a package with all that is in it.
 LAYERS = (
-    ("errors", "limits", "png", "devices"),
+    ("errors", "limits", "devices"),
     ("files",),
     ("jobs",),
     ("sentences", "tokens", "chunks", "reading"),
@@ -30,7 +30,7 @@ LAYERS = (
     ("toymodels",),
     ("pipelines",),
     ("eval.registry", "eval.encoder_names", "eval.intervals", "eval.report", "eval.processes"),
-    ("eval.cache", "eval.inputs", "eval.session", "eval.image_features", "eval.images.drawing"),
+    ("eval.cache", "eval.inputs", "eval.session", "eval.image_features", "eval.images.rendered"),
     ("eval.options",),
     ("eval.retrieval", "eval.retrieval_examples", "eval.robustness", "eval.attention"),
     ("eval.classification", "eval.cola", "eval.images"),

@@ -63,10 +63,10 @@ def test_the_exports_and_images_are_ready_to_use(finished):
     generated = json.loads((finished / "evaluation" / "generation.json").read_text())
     assert tuple(generated["encoders"]) == ROWS
     assert [its["cut_at"] for its in generated["encoders"].values()] == [77, None, None, None, None]
-    images = sorted((finished / "evaluation" / "pictures").glob("*/000001.png"))
+    images = sorted((finished / "evaluation" / "images").glob("*/000001.png"))
     assert len(images) == len({path.read_bytes() for path in images}) == len(ROWS)
     assert all(Image.open(path).size == (SIZE, SIZE) for path in images)
-    assert {json.loads(path.with_name("settings.json").read_text())["seed"] for path in images} == {0}
+    assert {json.loads(Image.open(path).text["settings"])["seed"] for path in images} == {1}  # of image 1
 
 
 def test_the_first_image_and_the_summary_are_printed(finished):
@@ -82,7 +82,7 @@ def test_the_first_image_and_the_summary_are_printed(finished):
 
 
 def test_a_finished_run_does_nothing_again(finished, setup, monkeypatch, capsys):
-    made = [*finished.glob("training/*/checkpoint-*"), *finished.glob("**/pictures/**/*.png")]
+    made = [*finished.glob("training/*/checkpoint-*"), *finished.glob("**/images/**/*.png")]
     before = {file: file.stat().st_mtime_ns for file in made}
     assert len(before) > 20
     quickstart(QuickstartConfig(**TINY, output=str(finished)), setup)

@@ -1,22 +1,28 @@
 """The renderer: the same bits whatever is loaded, resumed, shared or freed in between."""
 
-import dataclasses
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 from helpers import tiny_sdxl
 from helpers.drawing import load
+from PIL import Image
 
-from debias_diffusion.errors import UserError
+from debias_diffusion.encoders import EncoderSpec, load_text_encoder
+from debias_diffusion.errors import FailedError, UserError
+from debias_diffusion.jobs import Job
+from debias_diffusion.pipelines import rendering
 from debias_diffusion.pipelines.checkpoints import load_pipeline
+from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
     ImageTask,
     Renderer,
     Sampling,
-    read_layout,
     render_batch,
+    render_into,
 )
 
 CPU = torch.device("cpu")
@@ -32,74 +38,148 @@ def renderer(sdxl_folder):
 
 
 @pytest.fixture(scope="module")
-def encoder(long_clip_folder):
-    return str(long_clip_folder)
+def long(long_clip_folder):
+    return EncoderSpec.parse(long_clip_folder)
 
 
-def rendered(renderer, encoder, reading="overlap", missing=ALL, **share):
-    """{name: pixels}"""
-    pipe = renderer.pipeline(encoder, reading)
-    layouts = {index: read_layout(pipe, task.prompt, renderer.sampling) for index, task in enumerate(TASKS)}
-    batches = list(renderer.render(pipe, encoder, reading, TASKS, layouts, missing, **share))
-    rendered.batches = len(batches)
-    return {task.name: image.tobytes() for batch in batches for task, image in batch}
+def own(reading="overlap"):
+    return EncoderSpec.parse("original", reading)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.png")}
+
+
+def pixels(folder):
+    return {path.stem: Image.open(path).tobytes() for path in folder.glob("*.png")}
+
+
+def into(folder, renderer, encoder, tasks=TASKS, left_out=None, **settings):
+    settings = renderer.settings(encoder) | settings
+    with Job.open(folder, "images", settings, renderer.inputs(encoder)) as job:
+        return render_into(job, renderer, encoder, tasks, left_out)
 
 
 @pytest.fixture(scope="module")
-def expected(renderer, encoder):
-    return {name: rendered(renderer, name) for name in (None, encoder)}
+def expected(renderer, long, tmp_path_factory):
+    """The folder of each encoder's images, by its name."""
+    folders = {encoder.name: tmp_path_factory.mktemp(f"folder{n}") for n, encoder in enumerate((own(), long))}
+    for encoder in (own(), long):
+        rendered = into(folders[encoder.name], renderer, encoder)
+        assert rendered.files == [folders[encoder.name] / f"{task.name}.png" for task in TASKS]
+        assert rendered.cut_at is None and rendered.prompts_cut == 0 < rendered.seconds
+    return folders
 
 
-def test_each_encoder_renders_as_if_it_were_loaded_alone(renderer, encoder, expected):
-    for name in (encoder, None):
-        pipe = load_pipeline(renderer.checkpoint.name, name, CPU)
+def test_each_encoder_renders_as_if_it_were_loaded_alone(renderer, long, expected, tmp_path):
+    for encoder in (long, own()):
+        pipe = load_pipeline(renderer.checkpoint.name, None if encoder.name == "original" else encoder.name, CPU)
         [image] = render_batch(pipe, [TASKS[4].prompt], renderer.sampling)
-        assert image.tobytes() == expected[name]["000004"]  # alone in its batch
-        assert expected[name].keys() == ALL
-    assert all(expected[None][name] != expected[encoder][name] for name in ALL)
-    assert rendered(renderer, encoder) == expected[encoder]  # which now takes the place of the checkpoint's own
+        assert image.tobytes() == pixels(expected[encoder.name])["000004"]  # alone in its batch
+    a, b = (pixels(folder) for folder in expected.values())
+    assert a.keys() == b.keys() == ALL and all(a[name] != b[name] for name in ALL)
+    into(tmp_path, renderer, long)  # which now takes the place of the checkpoint's own
+    assert files(tmp_path) == files(expected[long.name])
 
 
-def test_batches_are_the_same_when_resumed_shared_or_in_low_memory(renderer, encoder, expected):
-    some = rendered(renderer, None, missing={"000003", "nowhere"})
-    assert some == {"000003": expected[None]["000003"]}
-    shares = []
-    for process in range(2):
-        shares.append(rendered(renderer, None, process=process, processes=2))
-        assert rendered.batches == 2  # of three, so one of them is empty
-    assert not shares[0].keys() & shares[1].keys() and shares[0] | shares[1] == expected[None]
+def test_a_resumed_run_renders_what_is_missing_or_damaged_bit_for_bit(renderer, expected, tmp_path, capsys):
+    folder = tmp_path / "a"
+    shutil.copytree(expected["original"], folder)
+    whole = files(folder)
+    (folder / "000003.png").unlink()
+    (folder / "000001.png").write_bytes(whole["000001.png"][:-20])
+    kept = {name: (folder / name).stat().st_mtime_ns for name in ("000000.png", "000002.png", "000004.png")}
+    into(folder, renderer, own())
+    assert files(folder) == whole and "Damaged: 1 of the images" in capsys.readouterr().out
+    assert {name: (folder / name).stat().st_mtime_ns for name in kept} == kept
+    assert [len(Job.read(folder).names("00000")), capsys.readouterr().out] == [5, ""]
+
+
+def test_finished_images_load_no_model(renderer, expected):
+    fresh = Renderer(renderer.checkpoint.name, SAMPLING, CPU, batch=2)
+    into(expected["original"], fresh, own())
+    assert fresh._pipe is None
+
+
+def test_low_memory_gives_the_same_files(renderer, long, expected, tmp_path):
     low = Renderer(renderer.checkpoint.name, SAMPLING, CPU, batch=2, low_memory=True)
-    assert rendered(low, encoder) == expected[encoder]
+    into(tmp_path, low, long)
+    assert files(tmp_path) == files(expected[long.name])
 
 
-def test_how_prompts_are_read(renderer, encoder, expected):
-    cut, separate = (rendered(renderer, None, reading) for reading in ("cut", "separate"))
+def test_images_of_others_are_refused(renderer, expected, tmp_path):
+    folder = tmp_path / "a"
+    shutil.copytree(expected["original"], folder)
+    other = [replace(TASKS[0], prompt=ImagePrompt("A dog.")), *TASKS[1:]]
+    with pytest.raises(UserError, match="1 of the images .* others, the first 000000.png .*: prompt was 'A cat"):
+        into(folder, renderer, own(), other)
+    with pytest.raises(UserError, match="other settings .steps: 1 there, 3 here"):
+        into(folder, renderer, own(), steps=3)
+    with pytest.raises(UserError, match="other settings.*The encoder is another one"):
+        into(folder, renderer, EncoderSpec.parse(renderer.checkpoint.name + "/text_encoder"))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "000001.png").write_text("mine")
+    with pytest.raises(UserError, match="000001.png .*: it was not made by this job"):
+        into(tmp_path / "b", renderer, own())
+    assert (tmp_path / "b" / "000001.png").read_text() == "mine"
+
+
+def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer, long, expected, tmp_path, monkeypatch):
+    text_encoder, tokenizer = load_text_encoder(long.name)
+    word = tokenizer("alone", add_special_tokens=False).input_ids[0]
+    assert word not in tokenizer(" ".join(TEXTS)).input_ids
+    with torch.no_grad():
+        text_encoder.get_input_embeddings().weight[word] = float("nan")
+    monkeypatch.setattr(rendering, "load_text_encoder", lambda name: (text_encoder, tokenizer))
+    fresh, left_out = Renderer(renderer.checkpoint.name, SAMPLING, CPU, batch=2), {}
+    fresh._pipe, fresh._loaded = renderer.pipeline(own()), (None, None)
+    tasks = [*TASKS, ImageTask("alone", ImagePrompt("alone", 5), "line 9")]
+    with pytest.raises(FailedError, match="^1 of 6 images in .*the first: line 9, seed 5: its embeddings .*float32"):
+        into(tmp_path, fresh, long, tasks, left_out)
+    assert list(left_out) == ["line 9, seed 5"] and pixels(tmp_path).keys() == ALL
+
+
+def test_how_prompts_are_read(renderer, expected, tmp_path):
+    rendered = {reading: into(tmp_path / reading, renderer, own(reading)) for reading in ("cut", "separate")}
+    images = {reading: pixels(tmp_path / reading) for reading in rendered} | {"overlap": pixels(expected["original"])}
     fits = {"000000", "000002"}
     for name in ALL:
-        assert (cut[name] == expected[None][name]) == (separate[name] == expected[None][name]) == (name in fits)
+        for reading in rendered:
+            assert (images[reading][name] == images["overlap"][name]) == (name in fits)
+    assert [(part.cut_at, part.prompts_cut) for part in rendered.values()] == [(77, 3), (None, 0)]
     stock = load(StableDiffusionXLPipeline, renderer.checkpoint.name)
-    assert rendered(renderer, None, "cut", {"000004"})["000004"] == cut["000004"]
-    [image] = render_batch(stock, [TASKS[0].prompt], renderer.sampling)
-    assert image.tobytes() == rendered(Renderer(renderer.checkpoint.name, SAMPLING, CPU), None, "cut")["000000"]
+    [image] = render_batch(stock, [TASKS[4].prompt], renderer.sampling)
+    assert image.tobytes() == images["cut"]["000004"]  # alone in the last batch
 
 
-def test_settings_are_all_that_affects_an_image(renderer, encoder):
+def test_settings_are_all_that_affects_an_image(renderer, long):
     base = renderer.checkpoint.name
     changes = [
         {"encoder_2": "stretch"},
         {"scheduler": "DDIMScheduler"},
         {"weighting": True},
         {"dtype": torch.bfloat16},
-        {"sampling": dataclasses.replace(SAMPLING, layer="last")},
-        {"sampling": dataclasses.replace(SAMPLING, height=80)},
+        {"sampling": replace(SAMPLING, layer="last")},
+        {"sampling": replace(SAMPLING, height=80)},
     ]
-    others = [Renderer(base, device=CPU, **({"sampling": SAMPLING} | change)).settings(None) for change in changes]
-    records = [renderer.settings(None), renderer.settings(encoder), renderer.settings(None, "cut"), *others]
-    assert len({str(record) for record in records}) == len(records)
-    assert Renderer(base, dataclasses.replace(SAMPLING, height=64, width=64), CPU).settings(None) == records[0]
+
+    def record(renderer, encoder):
+        return renderer.settings(encoder), renderer.inputs(encoder)
+
+    others = [record(Renderer(base, device=CPU, **({"sampling": SAMPLING} | change)), own()) for change in changes]
+    records = [record(renderer, encoder) for encoder in (own(), long, own("cut"))] + others
+    assert len({str(entry) for entry in records}) == len(records)
+    assert record(Renderer(base, replace(SAMPLING, height=64, width=64), CPU), own()) == records[0]
 
 
-def test_an_encoder_that_does_not_fit_is_refused(renderer, expected, tmp_path):
-    wide = str(tiny_sdxl.build_tiny_sdxl(tmp_path / "wide", text_width=64) / "text_encoder")
+def test_a_png_holds_its_settings(renderer, long, expected):
+    settings = read_settings(expected[long.name] / "000003.png")
+    assert settings["prompt"] == TEXTS[3] and settings["seed"] == 3 and settings["scheduler"] == "Euler"
+    assert (settings["encoder"], settings["encoder_sha256"]) == (long.name, long.digest)
+    assert (settings["reading"], settings["positions"], settings["encoder_2"]) == ("overlap", 227, None)
+
+
+def test_an_encoder_that_does_not_fit_is_refused(renderer, tmp_path):
+    wide = tiny_sdxl.build_tiny_sdxl(tmp_path / "wide", text_width=64) / "text_encoder"
     with pytest.raises(UserError, match="has width 64; the UNet of .* reads 32 of its first encoder"):
-        renderer.pipeline(wide)
+        renderer.pipeline(EncoderSpec.parse(wide))

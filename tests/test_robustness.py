@@ -369,7 +369,7 @@ def test_edits_reach_the_encoder(tiny_clip, tmp_path):
     assert recall["move2"] == recall["move4"] == recall["swap2"] and recall["keep"] == recall["first2"]
     assert recall["remove"]["image_to_text"] <= 20.0
     # texts in common are encoded once: keep, swapped, removed, first, five paddings, and orders that none of these is
-    parts = list((tmp_path / "parts").glob("robustness-*.json"))
+    parts = list((tmp_path / "cache").glob("robustness-*.json"))
     assert 4 + 5 <= len(parts) <= 4 + 5 + SHUFFLES
 
 

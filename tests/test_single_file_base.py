@@ -13,10 +13,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from debias_diffusion.app.demo.models import DemoModels
-from debias_diffusion.app.generate.command import generate
+from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.encoders import ORIGINAL
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.images.rendered import image_task, render_all
+from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.processes import Processes
 from debias_diffusion.pipelines.checkpoints import (
     Checkpoint,
@@ -62,10 +64,11 @@ def test_generate_the_evaluations_and_the_demo_read_it(bases, tmp_path):
     base = single(bases)
     paths = [render(bases / "sdxl", tmp_path / "folder.png")]
     paths += [render(base, tmp_path / f"{low}.png", low_memory=low) for low in (False, True)]
-    drawing = Drawing(DrawingSettings(base, 1), Processes("cpu"))
-    paths += drawing.draw(ORIGINAL, tmp_path / "drawn", [Subject("a", "a red cat", 0)], "")
+    config = GenerationConfig([ORIGINAL], base=base, output=str(tmp_path / "out"), data="", steps=1)
+    rendered, digests = render_all(config, Processes("cpu"), [image_task(config, "a", "a red cat", 0)])
+    paths += next(iter(rendered.values())).files
     assert len({Image.open(path).tobytes() for path in paths}) == 1
-    assert drawing.digests["base"] == Checkpoint.parse(base).digest
+    assert digests["base"] == Checkpoint.parse(base).digest
     demo = DemoModels(base, [ORIGINAL], CPU)
     assert demo.size == (64, 64) and demo.base == "sdxl.safetensors"
 

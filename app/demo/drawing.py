@@ -12,10 +12,9 @@ from pathlib import Path
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode, read_layout, render
+from debias_diffusion.pipelines.png import png_info, settings_text
+from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, cleaned, encode, read_layout, render
 
-from ..generate.png_settings import png_info, settings_text
-from ..generate.prompts import cleaned
 from .models import DemoModels
 from .reading import read_prompt, tokenize_prompt
 from .request import BUDGET, Request

@@ -24,10 +24,10 @@ from debias_diffusion.pipelines.checkpoints import (
     default_dtype,
     load_pipeline,
 )
+from debias_diffusion.pipelines.png import SAMPLERS
 from debias_diffusion.pipelines.rendering import SCHEDULERS, explain_memory, make_scheduler, replace_encoder
 from debias_diffusion.tokens import CaptionTokenizer
 
-from ..generate.png_settings import SAMPLERS
 from .request import Request
 
 TOY = "toy/sdxl"

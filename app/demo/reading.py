@@ -15,10 +15,11 @@ from debias_diffusion.eval.attention import look_at_tokens
 from debias_diffusion.eval.robustness import move4
 from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines import SDXLLongPromptMixin
+from debias_diffusion.pipelines.rendering import cleaned
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import clean
 
-from ..generate.prompts import check_prompt, cleaned
+from ..prompts import check_prompt
 from .models import DemoModels, Encoder, first_tokens
 from .request import Request
 from .settings import check_text_settings, without_weights

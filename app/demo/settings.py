@@ -11,10 +11,10 @@ from PIL import Image
 from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.limits import check_side
 from debias_diffusion.pipelines import PromptLayout, parse_weights
+from debias_diffusion.pipelines.png import SETTINGS_KEY
 from debias_diffusion.pipelines.rendering import runtime_settings
 
-from ..generate.png_settings import SETTINGS_KEY
-from ..generate.prompts import check_last_seed, check_prompt, check_text, parse_seed
+from ..prompts import check_last_seed, check_prompt, check_text, parse_seed
 from .models import DemoModels
 from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request, RequestReading
 from .toy import MOST_SCENES, random_scene

@@ -1,6 +1,5 @@
-"""Answers to the questions of DPG-Bench: the images asked about, the VQA model, and the file of answers."""
+"""Answers to the questions of DPG-Bench: the images asked about, and the VQA model."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +12,11 @@ from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import describe_changes, write_text
+from debias_diffusion.files import bytes_digest, sha256
 
-from .dpg_questions import DpgBench, Proposition
+from ..cache import ResultCache
+from ..options import DpgBenchConfig
+from .dpg_questions import DpgBench
 
 GRID = 2  # images on a side of a published file
 # (prompt's id, image from 0, proposition's number)
@@ -65,7 +66,7 @@ def open_picture(files: Sequence[Path], index: int, images_per_prompt: int) -> I
         UserError: the file cannot be read, or a grid's sides are odd.
     """
     single = len(files) == 1 and images_per_prompt > 1
-    path = files[0] if single else files[index]
+    path = _file(files, index)
     try:
         image = open_image(path)
         if not single:
@@ -138,79 +139,47 @@ class VqaModel:
         return self.processor.batch_decode(ids, skip_special_tokens=True)
 
 
-class Answers:
-    """Answers in a JSONL file that grows by whole lines. The first holds the settings: everything that affects answers.
-
-    Raises:
-        UserError: the file holds answers of other settings, or something else.
-    """
-
-    def __init__(self, file: Path, settings: dict):
-        self.file, self.given = file, {}
-        self._header = json.dumps({"settings": settings}) + "\n"
-        if not file.exists() or not self._read(settings):
-            write_text(file, self._header)
-
-    def _read(self, settings: dict) -> bool:
-        """Reads the answers, and cuts off half a line at the end. Returns False if the first line is incomplete."""
-        content = self.file.read_bytes()
-        if self._header.encode().startswith(content):  # the process was killed while it wrote the first line
-            return False
-        whole = content[: content.rfind(b"\n") + 1]
-        try:
-            before, *answers = map(json.loads, whole.splitlines())
-            before = before["settings"]
-            for answer in answers:
-                self.given[answer["item"], answer["picture"], answer["proposition"]] = answer["answer"]
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
-            raise UserError(
-                f"{str(self.file)!r} holds something other than answers ({reason(error)}). Give another output, or "
-                "remove it."
-            ) from error
-        if before != settings:
-            raise UserError(
-                f"The answers in {str(self.file)!r} were given with other settings: "
-                f"{describe_changes(before, settings)}. Give another output, go back to those settings, or remove it."
-            )
-        if len(whole) < len(content):  # the process was killed while it wrote
-            os.truncate(self.file, len(whole))
-        return True
-
-    def add(self, answers: Mapping[Key, str]) -> None:
-        """Appends answers, on the disk before this returns."""
-        lines = [
-            json.dumps({"item": item, "picture": picture, "proposition": number, "answer": answer}, ensure_ascii=False)
-            for (item, picture, number), answer in answers.items()
-        ]
-        with open(self.file, "a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())
-        self.given |= answers
-
-
-def ask_missing(
-    answers: Answers,
+def answer(
+    cache: ResultCache,
     bench: DpgBench,
     files: Mapping[str, list[Path]],
-    images_per_prompt: int,
-    batch_size: int,
+    config: DpgBenchConfig,
+    vqa: str,
     load: Callable[[], Ask],
     title: str,
-) -> None:
-    """Asks the questions that have no answer yet, `batch_size` at once. If there are none, `load` is not called."""
-    missing: dict[tuple[str, int], list[Proposition]] = {}
-    for item, propositions in bench.propositions.items():
-        for index in range(images_per_prompt):
-            unanswered = [each for each in propositions if (item, index, each.number) not in answers.given]
-            if unanswered:
-                missing[item, index] = unanswered
-    if not missing:
-        return
-    ask = load()
-    for (item, index), propositions in tqdm(missing.items(), desc=f"ask, {title}"):
-        image = open_picture(files[item], index, images_per_prompt)
-        for start in range(0, len(propositions), batch_size):
-            batch = propositions[start : start + batch_size]
-            texts = ask(image, [proposition.question for proposition in batch])
-            answers.add({(item, index, each.number): text for each, text in zip(batch, texts, strict=True)})
+) -> dict[Key, bool]:
+    """Whether each answer is yes. Asks only about images that have no answers yet.
+
+    Args:
+        cache: keeps all answers about an image.
+        files: see `find_pictures`.
+        vqa: digest of the VQA model.
+        load: gives the model; called once an image is to be asked about.
+        title: of the progress bar.
+    """
+    yes, count = {}, config.images_per_prompt
+    images = [(item, index) for item in bench.propositions for index in range(count)]
+    for item, index in tqdm(images, desc=f"ask, {title}"):
+        questions = [proposition.question for proposition in bench.propositions[item]]
+
+        def ask(item: str = item, index: int = index, questions: Sequence[str] = questions) -> dict:
+            model, image, answers = load(), open_picture(files[item], index, count), []
+            for start in range(0, len(questions), config.batch_size):
+                answers += model(image, questions[start : start + config.batch_size])
+            return {"answers": answers}
+
+        file = _file(files[item], index)
+        depends = {"vqa": vqa, "image": sha256(file), "index": index, "count": count, "questions": questions}
+        answers = cache.noted(answers_of(vqa), depends, ask)["answers"]
+        for proposition, text in zip(bench.propositions[item], answers, strict=True):
+            yes[item, index, proposition.number] = text == "yes"
+    return yes
+
+
+def answers_of(vqa: str) -> str:
+    """The kind of result in the cache of the answers of one VQA model."""
+    return f"answers-{bytes_digest([vqa.encode()])[:12]}"
+
+
+def _file(files: Sequence[Path], index: int) -> Path:
+    return files[0] if len(files) == 1 else files[index]

@@ -7,7 +7,6 @@ only if all propositions it depends on hold too: a truck that is missing is not 
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
@@ -16,17 +15,18 @@ from matplotlib.figure import Figure
 
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.files import bytes_digest, path_digest, sha256
+from debias_diffusion.pipelines.rendering import ImageTask
 from debias_diffusion.tokens import clip_tokenizer
 
-from ..encoder_names import labels
+from ..cache import ResultCache
 from ..options import AllConfig, DpgBenchConfig
 from ..processes import Processes
 from ..report import Table, cell, compared_tables, draw_bars
 from ..session import Session
-from .dpg_answers import Answers, Ask, Key, VqaModel, ask_missing, find_pictures
+from .dpg_answers import Ask, VqaModel, answer, answers_of, find_pictures
 from .dpg_questions import band, read_dpg_bench, token_position
 from .dpg_scores import compare_outcomes, outcomes, score
-from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
+from .rendered import Rendered, image_task, render_all, rendering_settings
 
 NAME = "dpg_bench"
 NOTES = (
@@ -42,8 +42,8 @@ NOTES = (
 def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
     """DPG-Bench on existing images, or on images generated with each encoder; writes a report and prints tables.
 
-    A killed run generates only missing images and asks only unanswered questions. Started by `accelerate launch` it
-    generates in several processes, one on each GPU; the main one asks.
+    A killed run generates only missing images and asks only about images without answers. Started by `accelerate
+    launch` it generates in several processes, one on each GPU; the main one asks.
 
     Returns:
         The content of `dpg_bench.json`: settings, versions, digests, numbers of prompts and propositions; by encoder
@@ -51,8 +51,8 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
         the encoders compared in points; notes, the bad rows, seconds. In processes other than the main one, {}.
 
     Raises:
-        UserError: the data or a model cannot be used, an image is missing or broken, or the answers or images in the
-            output folder have other settings.
+        UserError: the data or a model cannot be used, an image is missing or broken, or the images in the output
+            folder have other settings.
     """
     return _DpgBench(config).run()
 
@@ -61,71 +61,45 @@ class _DpgBench:
     """One evaluation. Only the main process reads and asks."""
 
     def __init__(self, config: DpgBenchConfig):
-        self.config, self.output = config, Path(config.output)
-        self.settings = None if config.base is None else DrawingSettings.of(config)
-        self.processes = Processes(config.device)
-        self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
-        names = folder_names(list(self.encoders))
-        self.folders = {label: self.output / "pictures" / name for label, name in names.items()}
-        self.answers = {label: self.output / "answers" / f"{name}.jsonl" for label, name in names.items()}
-        if config.images is not None:
-            label = Path(os.path.realpath(config.images)).name
-            self.folders, self.answers = {label: Path(config.images)}, {label: self.output / "answers.jsonl"}
+        self.config, self.processes = config, Processes(config.device)
+        self.vqa = path_digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
+        self.cache = ResultCache(config.output)
 
     def run(self) -> dict:
-        started = time.monotonic()
+        started, config = time.monotonic(), self.config
         with self.processes.only_main_prints():
-            digests = {"base": None, "encoder_2": None, "encoders": {}}
-            subjects, data = self.processes.from_main(self._read)
-            if self.settings is not None:
-                drawing = Drawing(self.settings, self.processes, data)
-                drawing.check(self.encoders.values(), self.folders.values(), subjects)
-            with self.processes.alone_in(self.output):
-                if self.settings is not None:
-                    for label, encoder in self.encoders.items():
-                        drawing.draw(encoder, self.folders[label], subjects, label)
-                    digests = drawing.digests
-                    del drawing  # and with it the models: the VQA model may need their memory
-                return self._report(digests, started) if self.processes.is_main else {}
+            tasks, rendered = self.processes.from_main(self._read), {}
+            digests = {"base": None, "encoder_2": None}
+            if config.images is not None:
+                folders = {Path(os.path.realpath(config.images)).name: Path(config.images)}
+            else:
+                rendered, digests = render_all(config, self.processes, tasks)
+                folders = {label: images.folder for label, images in rendered.items()}
+            return self._report(folders, rendered, digests, started) if self.processes.is_main else {}
 
-    def _read(self) -> tuple[list[Subject], str]:
-        """The images to generate, and the digest of the prompts."""
+    def _read(self) -> list[ImageTask]:
+        """The images to generate."""
         config = self.config
         self.bench = read_dpg_bench(config.data)
         print_left_out(self.bench.bad)
         if config.images is not None:
             find_pictures(config.images, self.bench.prompts, config.images_per_prompt)
-        elif not all(file.exists() for file in self.answers.values()):
+        elif not self.cache.has_notes(answers_of(self.vqa)):
             VqaModel(config.vqa, torch.device("cpu"))  # what cannot be loaded should fail before hours of generating
-        subjects = [
-            Subject(f"{item}/{number}", prompt, number)
+        return [
+            image_task(config, f"{item}/{number}", prompt, number)
             for item, prompt in self.bench.prompts.items()
             for number in range(config.images_per_prompt)
         ]
-        return subjects, self.bench.digest
 
     @cached_property
     def _ask(self) -> Ask:
         return VqaModel(self.config.vqa, self.processes.device)
 
-    def _answered(self, label: str, vqa: str) -> tuple[dict[Key, bool], str]:
-        """Whether each answer is yes, and the digest of the images."""
+    def _report(
+        self, folders: Mapping[str, Path], rendered: Mapping[str, Rendered], digests: dict, started: float
+    ) -> dict:
         config, bench = self.config, self.bench
-        files = find_pictures(str(self.folders[label]), bench.prompts, config.images_per_prompt)
-        of_images = _digest_by_prompt(files)
-        settings = {
-            "data": bench.digest,
-            "pictures": of_images,
-            "vqa": vqa,
-            "images_per_prompt": config.images_per_prompt,
-        }
-        answers = Answers(self.answers[label], settings)
-        ask_missing(answers, bench, files, config.images_per_prompt, config.batch_size, lambda: self._ask, label)
-        return {key: answer == "yes" for key, answer in answers.given.items()}, of_images
-
-    def _report(self, digests: dict, started: float) -> dict:
-        config, bench = self.config, self.bench
-        vqa = path_digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
         tokenizer = clip_tokenizer(77)
         bands = {
             (item, proposition.number): band(token_position(proposition.words, bench.prompts[item], tokenizer))
@@ -133,23 +107,22 @@ class _DpgBench:
             for proposition in propositions
         }
         results, encoders, groups = {}, {}, {}
-        for label, folder in self.folders.items():
-            yes, of_images = self._answered(label, vqa)
+        for label, folder in folders.items():
+            files = find_pictures(str(folder), bench.prompts, config.images_per_prompt)
+            yes = answer(self.cache, bench, files, config, self.vqa, lambda: self._ask, label)
             results[label], groups = outcomes(bench.propositions, yes, config.images_per_prompt, bands)
-            reading = how_drawn(folder) if self.settings is not None else {}
+            reading = rendered[label].reading if label in rendered else {}
             encoders[label] = score(results[label], groups, config.images_per_prompt) | reading
-            encoders[label]["pictures"] = of_images
-        weights = {label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()}
-        weights = weights or {label: numbers["pictures"] for label, numbers in encoders.items()}
+            encoders[label]["pictures"] = _digest_by_prompt(files)
         session = Session(NAME, config, bench.digest, bench.bad, self.processes.device)
-        of_base = {name: digests[name] for name in ("base", "encoder_2")}
-        session.digests |= {"vqa": vqa, **of_base, "encoders": weights}
+        of_images = {label: numbers["pictures"] for label, numbers in encoders.items()}
+        session.digests |= {"vqa": self.vqa, "encoders": of_images} | digests
         return session.report(
             encoders,
             compare_outcomes(results, groups),
             [*NOTES, f"Answers are by {Path(config.vqa).name}."],
             seconds=time.monotonic() - started,
-            drawing=self.settings and asdict(self.settings),
+            drawing=rendering_settings(config) if rendered else None,
             prompts=len(bench.prompts),
             propositions=sum(map(len, bench.propositions.values())),
         )

@@ -16,18 +16,17 @@ from debias_diffusion.data.bad_records import check_share, print_left_out, read_
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.checkpoints import Checkpoint
+from debias_diffusion.pipelines.rendering import ImageTask
 from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
-from ..encoder_names import labels
 from ..inputs import read_pairs, trained_on
 from ..options import TOY_FEATURES, AllConfig, GenerationConfig
 from ..processes import Processes
 from ..registry import EVALUATIONS
 from ..report import Table, cell, compared_tables
 from ..session import Session
-from .drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from .figures import plot, plot_examples
 from .objects import (
     BY_SENTENCE,
@@ -41,6 +40,7 @@ from .objects import (
 )
 from .objects import SCORES as OBJECTS
 from .references import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
+from .rendered import Rendered, image_task, render_all, rendering_settings
 from .scores import ImageNumbers, ImageScores, References, compare, score_titles
 
 NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
@@ -83,28 +83,15 @@ class _Generation:
     """One evaluation. Only the main process reads and scores."""
 
     def __init__(self, config: GenerationConfig):
-        self.config, self.settings, self.processes = config, DrawingSettings.of(config), Processes(config.device)
-        self.output = Path(config.output)
-        self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
-        names = folder_names(list(self.encoders))
-        self.folders = {label: self.output / "pictures" / name for label, name in names.items()}
+        self.config, self.processes = config, Processes(config.device)
 
     def run(self) -> dict:
         with self.processes.only_main_prints():
-            subjects, digest = self.processes.from_main(self._read)
-            drawing = Drawing(self.settings, self.processes, digest)
-            drawing.check(self.encoders.values(), self.folders.values(), subjects)
-            with self.processes.alone_in(self.output):
-                files = {
-                    label: drawing.draw(encoder, self.folders[label], subjects, label)
-                    for label, encoder in self.encoders.items()
-                }
-                digests = drawing.digests
-                del drawing  # and with it the models: the networks may need their memory
-                return self._report(files, digests) if self.processes.is_main else {}
+            rendered, digests = render_all(self.config, self.processes, self.processes.from_main(self._read))
+            return self._report(rendered, digests) if self.processes.is_main else {}
 
-    def _read(self) -> tuple[list[Subject], str]:
-        """The images to generate, and the digest of the data."""
+    def _read(self) -> list[ImageTask]:
+        """The images to generate."""
         config = self.config
         self.is_toy = is_toy_scenes(config.data)
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
@@ -126,8 +113,7 @@ class _Generation:
         self.records = [records[index] for index in good]
         bad = self.pairs.bad + self.unreadable
         self.session = Session(NAME, config, self.pairs.digest, bad, self.processes.device)
-        subjects = [Subject(f"{index:06}", records[index].caption, index) for index in good]
-        return subjects, self.pairs.digest
+        return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
 
     @cached_property
     def _references(self) -> References:
@@ -172,46 +158,45 @@ class _Generation:
 
         return [read_caption(_with_prefix(caption, prefix), count_tokens) for caption in captions]
 
-    def _report(self, files: Mapping[str, Sequence[Path]], digests: dict) -> dict:
+    def _report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
         self.scores, session = load_networks(self.config, self.processes.device), self.session
         scores, comparisons, encoders = {}, {}, {}
         captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
         mentions, readings = [caption.first_mentions() for caption in captions], self._readings(captions)
         ways = [reading.ways for reading in readings]
-        for label, paths in files.items():
-            digest = _files_digest(paths)
-            scores[label] = self._score(paths, digest)
+        for label, images in rendered.items():
+            digest = _files_digest(images.files)
+            scores[label] = self._score(images.files, digest)
             numbers = dict(scores[label].numbers)
             if self.is_toy:
-                comparisons[label] = self._objects(paths, digest)
+                comparisons[label] = self._objects(images.files, digest)
                 numbers |= objects_numbers(comparisons[label], mentions, ways)
-            encoders[label] = {"scores": numbers, **how_drawn(self.folders[label]), "pictures": digest}
-        seen, of_seen = trained_on(self.encoders, self.pairs)
+            encoders[label] = {"scores": numbers, **images.reading, "pictures": digest}
+        seen, of_seen = trained_on(session.encoders, self.pairs)
         notes = [*of_seen, *(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
         notes += [note for of_encoder in scores.values() for note in of_encoder.notes]
         networks = self.scores.digests if self.scores else dict.fromkeys(NETWORKS)
-        weights = {label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()}
-        session.digests |= {name: digests[name] for name in ("base", "encoder_2")} | networks | {"encoders": weights}
+        session.digests |= networks | digests
         return session.report(
             encoders,
             _compared(scores, comparisons, mentions, ways),
             list(dict.fromkeys(notes)),
-            saved={EVALUATIONS[NAME].saved[0]: self._examples(files)},
+            saved={EVALUATIONS[NAME].saved[0]: self._examples(rendered)},
             seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
-            drawing=asdict(self.settings),
+            drawing=rendering_settings(self.config),
             images=len(self.records),
             resize=self.scores.resize if self.scores else {},
             ceilings=ceilings(readings),
             trained_on=seen,
         )
 
-    def _examples(self, files: Mapping[str, Sequence[Path]]) -> Figure:
+    def _examples(self, rendered: Mapping[str, Rendered]) -> Figure:
         step = ARRANGEMENTS if self.is_toy else 1  # consecutive toy scenes show the same objects
         shown = range(0, len(self.records), step)[:EXAMPLES]
         return plot_examples(
             [self.records[index].caption for index in shown],
             [_reference(self.records[index], self.pairs.images) for index in shown],
-            {label: [paths[index] for index in shown] for label, paths in files.items()},
+            {label: [images.files[index] for index in shown] for label, images in rendered.items()},
         )
 
 

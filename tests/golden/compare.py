@@ -84,6 +84,7 @@ _RECIPES = {
     "frozen": (3, _PAIRS + "--recipe debias-clip --freeze-image-tower"),
 }
 _GENERATE = "generate --prompts {prompts} --base toy/sdxl --output {out} --steps 3 --guidance-scale 3 --batch 2 "
+_IMAGES = ("0*.png",)  # without contact sheets
 _EVALUATE = "--data toy/test --output {out} --limit "
 
 CASES = {
@@ -94,10 +95,12 @@ CASES = {
         for name, (components, rest) in _RECIPES.items()
         for stop in (0, 4)
     },
-    "generate": Case(_GENERATE, ("*.png",)),
-    "generate-separate": Case(_GENERATE + "--overlap false --weighting", ("*.png",)),
-    "generate-debias-clip": Case(_GENERATE + "--encoder toy/debias-clip", ("*.png",)),
-    "generate-stretch": Case(_GENERATE + "--encoder toy/debias-clip --encoder-2 stretch --low-memory", ("*.png",)),
+    "generate": Case(_GENERATE, _IMAGES),
+    "generate-separate": Case(
+        _GENERATE + "--overlap false --weighting", _IMAGES, _GENERATE + "--no-overlap --weighting"
+    ),
+    "generate-debias-clip": Case(_GENERATE + "--encoder toy/debias-clip", _IMAGES),
+    "generate-stretch": Case(_GENERATE + "--encoder toy/debias-clip --encoder-2 stretch --low-memory", _IMAGES),
     "retrieval": Case(
         f"evaluate retrieval --encoders toy/clip toy/debias-clip {_EVALUATE}40 --batch 16", ("retrieval.json",)
     ),
@@ -110,12 +113,13 @@ CASES = {
         f"--own-features toy/features --clip-score toy/clip --steps 2 --images-at-once 2 {_EVALUATE}4",
         ("generation.json", "*/**/*.png"),
         renames={
-            "/original/": "/SDXL's own, cut at 77 tokens/",
-            "/original in overlapping chunks/": "/SDXL's own, overlapping chunks/",
-            "/toy/clip in chunks/": "/toy/clip, separate chunks/",
-            "^pictures/SDXL's own, cut at 77 tokens/": "pictures/SDXL-s-own-cut-at-77-tokens/",
-            "^pictures/original-in-overlapping-chunks/": "pictures/SDXL-s-own-overlapping-chunks/",
-            "^pictures/toy-clip-in-chunks/": "pictures/toy-clip-separate-chunks/",
+            "^pictures/": "images/",
+            "encoders/original/": "encoders/SDXL's own, cut at 77 tokens/",
+            "encoders/original in overlapping chunks/": "encoders/SDXL's own, overlapping chunks/",
+            "encoders/toy/clip in chunks/": "encoders/toy/clip, separate chunks/",
+            "^images/original/": "images/SDXL-s-own-cut-at-77-tokens/",
+            "^images/original-in-overlapping-chunks/": "images/SDXL-s-own-overlapping-chunks/",
+            "^images/toy-clip-in-chunks/": "images/toy-clip-separate-chunks/",
         },
     ),
     "drift": Case(f"evaluate drift --encoders toy/debias-clip --base toy/sdxl {_EVALUATE}8", ("drift.json",)),

@@ -2,7 +2,7 @@
 
 import weakref
 
-from debias_diffusion.eval.images import drawing
+from debias_diffusion.pipelines import rendering
 
 
 class Watched:
@@ -14,7 +14,7 @@ class Watched:
 
     def __init__(self, monkeypatch, network: type):
         self._alive = {"generators": [], "networks": []}
-        load, init = drawing.load_pipeline, network.__init__
+        load, init = rendering.load_pipeline, network.__init__
 
         def load_watched(*arguments):
             self._check("networks")
@@ -27,7 +27,7 @@ class Watched:
             init(built, *arguments)
             self._alive["networks"].append(weakref.ref(built.model))
 
-        monkeypatch.setattr(drawing, "load_pipeline", load_watched)
+        monkeypatch.setattr(rendering, "load_pipeline", load_watched)
         monkeypatch.setattr(network, "__init__", init_watched)
 
     def _check(self, kind: str) -> None:

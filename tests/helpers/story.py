@@ -6,7 +6,7 @@ from pathlib import Path
 from helpers.html_page import Page
 
 from debias_diffusion.eval import page
-from debias_diffusion.eval.images.generation import folder_names
+from debias_diffusion.eval.images.rendered import FOLDER, folder_names
 from debias_diffusion.eval.report import write_page
 from debias_diffusion.eval.story import SHORT_FOLDER
 from debias_diffusion.toyworld.render import render
@@ -50,10 +50,10 @@ def generation_report(labels=LABELS, data="toy/test", compared=()) -> dict:
 def results(folder: Path, labels=LABELS, compared=()) -> list[tuple[Path, dict]]:
     """As the quickstart leaves them; the last object of every generated image is missing."""
     for name in folder_names(list(labels)).values():
-        (folder / "pictures" / name).mkdir(parents=True)
+        (folder / FOLDER / name).mkdir(parents=True)
         for index in range(5):
             shown = scene("test", index)
-            render(replace(shown, things=shown.things[:-1])).save(folder / "pictures" / name / f"{index:06}.png")
+            render(replace(shown, things=shown.things[:-1])).save(folder / FOLDER / name / f"{index:06}.png")
     # The order of a folder's results does not matter, and neither does another folder's.
     return [
         (folder.parent / "elsewhere", generation_report(labels[:1])),

@@ -32,7 +32,7 @@ def test_several_seeds_stand_in_one_table(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "PRECISION", "fp32")  # faster than bf16 on most CPUs
     config = QuickstartConfig(**TINY, output=str(finished))
     quickstart(config, models)
-    trained = [*finished.glob("training/*/checkpoint-*"), *finished.glob("evaluation/**/pictures/**/*.png")]
+    trained = [*finished.glob("training/*/checkpoint-*"), *finished.glob("evaluation/**/images/**/*.png")]
     before = {file: file.stat().st_mtime_ns for file in trained}
     assert len(before) > 10
     result = benchmark.run_seed(config, {"plain UNet": models.sdxl}, models, steps=2)
@@ -48,7 +48,8 @@ def test_several_seeds_stand_in_one_table(benchmark, tmp_path, monkeypatch):
         scores = first["encoders"][row]
         assert set(scores) >= {"objects_right", "fid_own"} and scores.items() <= entry["scores"].items()
     images = (finished / "evaluation", finished.parent / "plain-UNet-long-prompts")  # the same, not rendered again
-    assert len({(folder / "pictures/SDXL-s-own-cut-at-77-tokens/000000.png").stat().st_ino for folder in images}) == 1
+    first_image = "images/SDXL-s-own-cut-at-77-tokens/000000.png"
+    assert len({(folder / first_image).stat().st_mtime_ns for folder in images}) == 1
     told = [line["told"] for line in referring["ceilings"]]
     tables = benchmark.as_markdown({4: result, 5: result})
     shown = first["encoders"]["debias-clip"]

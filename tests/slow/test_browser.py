@@ -23,9 +23,9 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from debias_diffusion.app.demo import page as demo_page
 from debias_diffusion.app.demo.drawing import Step, draw
-from debias_diffusion.app.generate.png_settings import read_settings
 from debias_diffusion.eval.encoder_names import labels
 from debias_diffusion.eval.options import TOYS
+from debias_diffusion.pipelines.png import read_settings
 
 require_chromium()
 expect.set_options(timeout=60_000)  # a busy machine takes more than the usual 5 seconds

@@ -16,8 +16,8 @@ from debias_diffusion.app.demo import drawing, launch
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.page import _choose, build
 from debias_diffusion.app.demo.settings import from_png
-from debias_diffusion.app.generate.png_settings import read_settings
 from debias_diffusion.devices import pick_device
+from debias_diffusion.pipelines.png import read_settings
 
 LOGIN = ("ann", "secret")
 WAITING = 3  # places in the queue

@@ -90,7 +90,7 @@ def test_accelerate_launch_m():
 
 def test_only_pages_import_matplotlib():
     code = (
-        "import atexit, runpy, sys; import debias_diffusion.app.generate.rendering, debias_diffusion.training.loop; "
+        "import atexit, runpy, sys; import debias_diffusion.app.generate, debias_diffusion.training.loop; "
         "atexit.register(lambda: print('matplotlib.figure' in sys.modules)); sys.argv = ['build', '--help']; "
         "runpy.run_module('debias_diffusion.toymodels.build', run_name='__main__')"
     )

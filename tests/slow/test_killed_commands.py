@@ -19,7 +19,7 @@ from PIL import Image
 from test_jobs import check_that_it_continues, work
 from torch.utils.data import DataLoader
 
-from debias_diffusion.app.generate.command import generate
+from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig, SynthesizeConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.app.synthesize.command import synthesize

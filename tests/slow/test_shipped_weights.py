@@ -44,7 +44,7 @@ def test_in_the_quickstart_debias_clip_loses_fewer_points_than_long_clip(tmp_pat
     output = tmp_path / "quickstart"
     command = [sys.executable, "-m", "debias_diffusion.app.cli", "quickstart", f"--output={output}"]
     command += ["--prompts=20", "--scenes=300"]
-    for begun in ("training/*/checkpoint-*", "evaluation/pictures/*/*.png"):
+    for begun in ("training/*/checkpoint-*", "evaluation/images/*/*.png"):
         with subprocess.Popen(command) as process:
             while not (files := list(output.glob(begun))):
                 assert process.poll() is None, f"it ended before there was {begun}"

@@ -18,20 +18,12 @@ from debias_diffusion.tokens import clean
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far more than one image can show
 MAX_SEED = 2**63 - 1
 MAX_PROMPTS = 1_000_000
-_MAX_BYTES = 2**30
-_TEXTS = ("prompt", "negative_prompt", "negative", "prompt_2")
+_TEXTS = ("prompt", "negative_prompt", "prompt_2")
 _COLUMNS = (*_TEXTS, "seed")
 _SHAPES = (
     'a .txt of one prompt a line, a .jsonl of lines like {"prompt": "a cat", "negative_prompt": "grey", "seed": 7}, or '
     "a .csv with such columns"
 )
-
-
-def cleaned(text: str, weighting: bool) -> str:
-    """A prompt as pipelines read it: cleaned like training captions; with weights, BREAK stays in capitals."""
-    if not weighting:
-        return clean(text)
-    return " BREAK ".join(clean(part) for part in re.split(r"\bBREAK\b", text))  # cleaning lowers case
 
 
 @dataclass(frozen=True)
@@ -71,15 +63,11 @@ class PromptFile:
         prompts: the valid entries, in file order.
         left_out: the invalid entries.
         lines: the first line of each prompt, from 1, by the prompt's number.
-        unused: names of unknown columns.
-        over_lines: first and last line of each row of several lines, as quoted cells of a CSV may be.
     """
 
     prompts: list[Prompt]
     left_out: list[LeftOut]
     lines: dict[int, int]
-    unused: list[str]
-    over_lines: list[tuple[int, int]]
 
 
 print_left_out = partial(bad_records.print_left_out, listed_in="left-out.jsonl")
@@ -106,65 +94,52 @@ def read_prompts(path: str | os.PathLike) -> PromptFile:
     """Reads a .txt, .jsonl or .csv of prompts, in UTF-8.
 
     Raises:
-        UserError: there is no such file, it is of another kind, its columns do not fit, a quotation mark is never
-            closed, or no entry is valid.
+        UserError: there is no such file, it is of another kind, a CSV is broken or has other columns, or no entry is
+            valid.
     """
     path = Path(path)
     entries = _READERS.get(path.suffix.lower())
     if entries is None:
         raise UserError(f"The file of prompts {str(path)!r} ends in {path.suffix!r}. Give {_SHAPES}.")
-    prompts, left_out, lines, unused, over_lines = [], [], {}, {}, []
-    for number, (line, last, entry) in enumerate(entries(path, _read(path))):
+    try:
+        data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise UserError(
+            f"The file of prompts {str(path)!r} cannot be read ({error.strerror}). Give {_SHAPES}."
+        ) from error
+    prompts, left_out, lines = [], [], {}
+    for number, (line, entry) in enumerate(entries(path, data)):
         if number == MAX_PROMPTS:
             raise UserError(f"The file of prompts {str(path)!r} has more than {MAX_PROMPTS:,} entries. Split it.")
-        if last > line:
-            over_lines.append((line, last))
         try:
             if isinstance(entry, str):
                 raise UserError(entry)
             prompts.append(_prompt(number, entry))
             lines[number] = line
-            unused |= dict.fromkeys(name for name in entry if name not in _COLUMNS)
         except UserError as error:
             left_out.append(LeftOut(f"line {line}", str(error)))
     if not prompts:
         first = f" The first fault: {left_out[0]}" if left_out else ""
         raise UserError(f"The file of prompts {str(path)!r} holds no usable prompt.{first} Give {_SHAPES}.")
-    return PromptFile(prompts, left_out, lines, list(unused), over_lines)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise UserError(f"The file of prompts {str(path)!r} is no regular file. Give {_SHAPES}.")
-        if path.stat().st_size > _MAX_BYTES:
-            raise UserError(f"The file of prompts {str(path)!r} has more than {_MAX_BYTES:,} bytes. Split it.")
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"The file of prompts {str(path)!r} cannot be read ({error.strerror}). Give {_SHAPES}."
-        ) from error
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError(f"The file of prompts {str(path)!r} is in UTF-16. Save it as UTF-8.")
-    return data.removeprefix(b"\xef\xbb\xbf")
+    return PromptFile(prompts, left_out, lines)
 
 
 # A raw entry: values by column, or, in words, why it cannot be read.
 Entry = dict | str
 
 
-def _text_entries(path: Path, data: bytes) -> Iterator[tuple[int, int, Entry]]:
+def _text_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
     for line, raw in enumerate(data.splitlines(), 1):
         try:
             text = raw.decode().strip()
         except UnicodeDecodeError as error:
-            yield line, line, f"Not UTF-8 ({error.reason} at byte {error.start})."
+            yield line, f"Not UTF-8 ({error.reason} at byte {error.start})."
         else:
             if text:
-                yield line, line, {"prompt": text}
+                yield line, {"prompt": text}
 
 
-def _json_entries(path: Path, data: bytes) -> Iterator[tuple[int, int, Entry]]:
+def _json_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
     for line, raw in enumerate(data.splitlines(), 1):
         if not raw.strip():
             continue
@@ -172,65 +147,39 @@ def _json_entries(path: Path, data: bytes) -> Iterator[tuple[int, int, Entry]]:
             entry = json.loads(raw.decode())
         except (ValueError, RecursionError) as error:
             begin = raw[:40].decode(errors="replace")
-            yield line, line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {begin!r}."
+            yield line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {begin!r}."
             continue
-        yield line, line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
+        yield line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
 
 
-def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, int, Entry]]:
+def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
+    """A broken row ends the file: where the next one begins is a guess, and skipping it could drop many prompts."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"The file of prompts {str(path)!r} is not UTF-8 (line {line}). Save it as UTF-8.") from error
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
-    header = _header(path, rows)
-    while True:
-        line = rows.line_num + 1
-        row = _next_row(rows)
-        if row is None:
-            return
-        entry = _csv_entry(header, row)
-        if isinstance(entry, str) or any(len(cell) > MAX_CHARACTERS for cell in row):
-            _check_extent(path, line, rows.line_num)
-        if entry:
-            yield line, rows.line_num, entry
-
-
-def _csv_entry(header: Sequence[str], row: list[str] | str) -> Entry:
-    """Empty for a row of empty cells."""
-    if isinstance(row, str):
-        return row
-    if len(row) > len(header):
-        return f"It has {len(row)} cells, and the first line names {len(header)} columns."
-    # Empty cells are ignored; a row may end early.
-    return {name: cell for name, cell in zip(header, row, strict=False) if cell.strip()}
-
-
-def _check_extent(path: Path, first: int, last: int) -> None:
-    """Raises UserError for an unusable row of several lines.
-
-    Its end is a guess: one quotation mark too few or too many swallows all rows up to the next one. Skipping it could
-    drop a thousand prompts as one entry, and correcting it later would change the numbers and seeds of the rest.
-    """
-    if last > first:
-        raise UserError(
-            f"The file of prompts {str(path)!r} is no CSV from line {first} to line {last}: a quotation mark opened "
-            f"in line {first} is not closed where a cell ends. Close it, or write a quotation mark within a cell twice."
-        )
-
-
-def _next_row(rows: Iterator[list[str]]) -> list[str] | str | None:
-    """The next row; a string with its error; None after the last."""
     try:
-        return next(rows, None)
+        header = _checked_header(path, next(rows, []))
+        line = rows.line_num + 1
+        for row in rows:
+            if len(row) > len(header):
+                raise csv.Error(f"it has {len(row)} cells, and the first line names {len(header)} columns")
+            # Empty cells are ignored; a row may end early.
+            entry = {name: cell for name, cell in zip(header, row, strict=False) if cell.strip()}
+            if entry:
+                yield line, entry
+            line = rows.line_num + 1
     except csv.Error as error:
-        return f"Not CSV: {error}."
+        raise UserError(
+            f"The file of prompts {str(path)!r} is no CSV at line {rows.line_num}: {error}. Write a quotation mark "
+            "within a cell twice, and close each cell that begins with one."
+        ) from error
 
 
-def _header(path: Path, rows: Iterator[list[str]]) -> list[str]:
-    first = _next_row(rows)
-    header = [name.strip().lower() for name in first] if isinstance(first, list) else []
+def _checked_header(path: Path, row: Sequence[str]) -> list[str]:
+    header = [name.strip().lower() for name in row]
     if "prompt" not in header:
         raise UserError(
             f"The file of prompts {str(path)!r} has no column 'prompt'. Its first line must name the columns, with "
@@ -242,7 +191,7 @@ def _header(path: Path, rows: Iterator[list[str]]) -> list[str]:
     return header
 
 
-_READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[int, int, Entry]]]] = {  # (first line, last line, entry)
+_READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[int, Entry]]]] = {
     ".txt": _text_entries,
     ".jsonl": _json_entries,
     ".csv": _csv_entries,
@@ -262,11 +211,8 @@ def _prompt(number: int, entry: dict) -> Prompt:
             raise UserError(f"The {name} holds the character '\\x00'. Write it as UTF-8.")
     texts = {name: entry[name].strip() for name in _TEXTS if name in entry}
     check_prompt(texts["prompt"])  # stripped: cleaning makes a text of some characters that are spaces
-    negatives = {texts[name] for name in ("negative_prompt", "negative") if name in texts}
-    if len(negatives) > 1:
-        raise UserError("Its negative and negative_prompt differ. Keep one.")
     seed = parse_seed(entry["seed"]) if "seed" in entry else None
-    return Prompt(number, texts["prompt"], next(iter(negatives), None), texts.get("prompt_2") or None, seed)
+    return Prompt(number, texts["prompt"], texts.get("negative_prompt"), texts.get("prompt_2") or None, seed)
 
 
 def check_last_seed(first: int, count: int) -> None:

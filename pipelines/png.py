@@ -1,7 +1,6 @@
-"""PNGs that hold their settings: written atomically, read back, and compared."""
+"""PNGs that hold the settings of their image: for people, for viewers, and for the demo, which restores them."""
 
 import json
-import os
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -9,14 +8,12 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from debias_diffusion.files import describe_changes, hidden_sibling, new_file
-from debias_diffusion.png import UNREADABLE
+from debias_diffusion.files import atomic_file, describe_changes
 
 SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
 PARAMETERS_KEY = "parameters"  # for viewers that read the chunk of A1111's interface
-
-# Settings that images of earlier releases lack, and how these were made; recorded only where they differ.
-UNRECORDED = {"overlap": False}
+# What Pillow raises for a PNG that is damaged, or none.
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 # diffusers' schedulers by the names that A1111's interface gives to samplers
 SAMPLERS = {
@@ -44,30 +41,24 @@ def png_info(text: dict[str, str]) -> PngInfo:
     return info
 
 
+def sampler(scheduler: str) -> str:
+    """A1111's name for a scheduler's class in diffusers; of others the class without "Scheduler"."""
+    return SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler"))
+
+
 def settings_text(settings: dict, scheduler: str) -> dict[str, str]:
     """The text chunks with an image's settings, for this program and for viewers of A1111's; see `parameters`."""
     return {SETTINGS_KEY: json.dumps(settings), PARAMETERS_KEY: parameters(settings, scheduler)}
 
 
 def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
-    """Writes a picture and its text chunks so that a killed run leaves all of it or nothing.
-
-    The unfinished file has the same name for every run, so that the run that goes on replaces what a killed one left.
-    """
-    info = png_info(text)
-    unfinished = hidden_sibling(path, ".tmp")
-    try:
-        with new_file(unfinished) as file:
-            image.save(file, format="PNG", pnginfo=info)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    """Writes an image and its text chunks. A kill leaves the old file or the new one."""
+    with atomic_file(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=png_info(text))
 
 
 def read_settings(path: Path) -> dict | None:
-    """The settings in a PNG that `generate` wrote, without decoding the image; None if it holds none."""
+    """The settings in a PNG, without decoding the image; None if it holds none."""
     try:
         with Image.open(path, formats=("PNG",)) as image:
             settings = json.loads(image.info[SETTINGS_KEY])
@@ -78,7 +69,6 @@ def read_settings(path: Path) -> dict | None:
 
 def first_difference(before: dict, wanted: dict) -> str:
     """The first of the `wanted` settings that differs from those of an image, in words; "" if there is none."""
-    before, wanted = UNRECORDED | before, UNRECORDED | wanted
     name = next((name for name in wanted if before.get(name) != wanted[name]), None)
     if name is None:
         return ""
@@ -97,12 +87,12 @@ def parameters(settings: dict, scheduler: str) -> str:
     The prompt; a line "Negative prompt: ..." if there is one; and a last line "Steps: 30, Sampler: Euler, ...".
 
     Args:
-        settings: what `generate` writes under `SETTINGS_KEY`.
+        settings: what stands under `SETTINGS_KEY`.
         scheduler: the name of diffusers' class.
     """
     fields = {
         "Steps": settings["steps"],
-        "Sampler": SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler")),
+        "Sampler": sampler(scheduler),
         "CFG scale": settings["guidance_scale"],
         "Seed": settings["seed"],
         "Size": f"{settings['width']}x{settings['height']}",

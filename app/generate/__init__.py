@@ -1,1 +1,0 @@
-"""`debias-diffusion generate`: images from prompts of any length."""

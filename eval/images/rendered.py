@@ -1,0 +1,170 @@
+"""Images of several text encoders in one SDXL checkpoint, from equal noise: a job folder for each encoder.
+
+A killed run continues with the missing images, and several processes share them. Either way the images equal those of
+one uninterrupted run, bit for bit.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+from debias_diffusion.encoders import EncoderSpec, Kind
+from debias_diffusion.errors import UserError
+from debias_diffusion.jobs import Job
+from debias_diffusion.limits import Layer, check_guidance, check_pixels, check_seeds, check_side, check_steps
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
+from debias_diffusion.pipelines.checkpoints import Checkpoint
+from debias_diffusion.pipelines.rendering import (
+    ImagePrompt,
+    ImageTask,
+    Rendered,
+    Renderer,
+    Sampling,
+    check_scheduler,
+    explain_memory,
+    render_into,
+)
+
+from ..encoder_names import labels, spec_of
+from ..processes import Processes
+
+FOLDER = "images"  # in an evaluation's output
+_COMMAND = "evaluate generation"  # and dpg-bench
+_SETTINGS = (
+    *("base", "steps", "guidance_scale", "images_at_once", "prefix", "seed"),
+    *("encoder_2", "layer", "scheduler", "height", "width"),
+)
+# "auto" for any checkpoint, and for toy/sdxl: its own settings, and as many small images as fill two cores.
+_AUTO = {"steps": (30, STEPS), "guidance_scale": (7.0, GUIDANCE_SCALE), "images_at_once": (1, 20)}
+
+
+def rendering_settings(config: Any) -> dict:
+    """How an evaluation renders: the fields of its `OfImages`, with "auto" resolved for the checkpoint.
+
+    Raises:
+        UserError: a number is too small or too large, or there is no such SDXL checkpoint.
+    """
+    is_toy = config.base != shipped(config.base)
+    settings = {name: getattr(config, name) for name in _SETTINGS}
+    settings |= {name: values[is_toy] for name, values in _AUTO.items() if settings[name] == "auto"}
+    if settings["images_at_once"] < 1:
+        raise UserError(f"images_at_once={settings['images_at_once']} is not allowed. Give a whole number from 1.")
+    check_steps(settings["steps"])
+    check_guidance(settings["guidance_scale"])
+    if settings["layer"] not in get_args(Layer):
+        raise UserError(f"layer={settings['layer']!r} is not allowed. Give {' or '.join(get_args(Layer))}.")
+    if settings["scheduler"] is not None:
+        check_scheduler(settings["scheduler"])
+    for name in ("height", "width"):
+        check_side(name, settings[name])
+    checkpoint = Checkpoint.parse(config.base)
+    checkpoint.check_kind()
+    height, width = checkpoint.size
+    check_pixels(settings["height"] or height, settings["width"] or width)
+    return settings
+
+
+def image_task(config: Any, name: str, prompt: str, number: int) -> ImageTask:
+    """The image of a prompt, whose noise has the seed of the settings plus `number`."""
+    return ImageTask(name, ImagePrompt(config.prefix + prompt, config.seed + number))
+
+
+def folder_names(labels: Sequence[str]) -> dict[str, str]:
+    """A folder name for each label: at most 200 bytes, without characters special to file systems and shells."""
+    plain = {label: re.sub(r"[^\w.-]+", "-", label).strip(".-") or "encoder" for label in labels}
+    for label, name in plain.items():
+        while len(os.fsencode(name)) + len(f"-{len(plain)}") > 200:
+            name = name[:-1]
+        plain[label] = name.rstrip(".-")
+    taken = [name.lower() for name in plain.values()]  # some file systems tell no cases apart
+    for number, (label, name) in enumerate(plain.items(), 1):
+        if taken.count(name.lower()) > 1:
+            plain[label] = f"{name}-{number}"
+    return plain
+
+
+def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) -> tuple[dict[str, Rendered], dict]:
+    """Renders the missing images with one encoder after the other, into `images/LABEL` of the output.
+
+    Each encoder takes the place of SDXL's first one. All are checked before anything is rendered, and their models are
+    gone from memory when this returns.
+
+    Args:
+        processes: share the work; all must make this call.
+
+    Returns:
+        (the images by label, the digests "base", "encoder_2" and, by label, "encoders")
+
+    Raises:
+        UserError: an encoder cannot be loaded or does not fit the checkpoint, a seed is out of range, a folder holds
+            images of other settings, or memory does not suffice.
+        FailedError: some images have values that are not finite.
+    """
+    settings = rendering_settings(config)
+    names = ("steps", "guidance_scale", "height", "width", "layer")
+    renderer = Renderer(
+        config.base,
+        Sampling(**{name: settings[name] for name in names}),
+        processes.device,
+        encoder_2=config.encoder_2,
+        scheduler=config.scheduler,
+        batch=settings["images_at_once"],
+    )
+    encoders = dict(zip(labels(config.encoders), map(spec_of, config.encoders), strict=True))
+    folders = {label: Path(config.output, FOLDER, name) for label, name in folder_names(list(encoders)).items()}
+
+    def check() -> dict[str, tuple[dict, dict]]:
+        """The settings and inputs of each job."""
+        seeds = [task.prompt.seed for task in tasks]
+        check_seeds(min(seeds), max(seeds))
+        jobs = {label: (renderer.settings(encoder), renderer.inputs(encoder)) for label, encoder in encoders.items()}
+        for label, encoder in encoders.items():
+            _check_encoder(renderer, encoder, folders[label], *jobs[label], tasks)
+        return jobs
+
+    jobs, rendered = processes.from_main(check), {}
+    with explain_memory(processes.device, "Lower --images-at-once."):
+        for label, encoder in encoders.items():
+            with _open(processes, folders[label], *jobs[label]) as job:
+                rendered[label] = render_into(job, renderer, encoder, tasks, processes=processes)
+    inputs = {label: digests for label, (_, digests) in jobs.items()}
+    base = next(iter(inputs.values()))["base"]
+    of_encoders = {label: digests["encoder"] or base for label, digests in inputs.items()}
+    return rendered, {"base": base, "encoder_2": renderer.digest(config.encoder_2), "encoders": of_encoders}
+
+
+def _check_encoder(
+    renderer: Renderer,
+    encoder: EncoderSpec,
+    folder: Path,
+    settings: dict,
+    inputs: dict,
+    tasks: Sequence[ImageTask],
+) -> None:
+    """Raises UserError for a folder of other settings, and for an encoder with missing images that does not fit."""
+    finished = []
+    if folder.exists():
+        with Job.open(folder, _COMMAND, settings, inputs, process=1) as job:  # writes nothing
+            finished = job.names()
+    if encoder.kind is not Kind.ORIGINAL and not {f"{task.name}.png" for task in tasks} <= set(finished):
+        text_encoder, _ = encoder.load_text_encoder()
+        renderer.checkpoint.check_fits("text_encoder", text_encoder, encoder.name)
+
+
+@contextmanager
+def _open(processes: Processes, folder: Path, settings: dict, inputs: dict) -> Iterator[Job]:
+    """A job of several processes: the main one holds the lock, and each has a file of lines."""
+    with ExitStack() as stack:
+        jobs = []
+
+        def open_job(shared: bool = False) -> None:
+            job = Job.open(folder, _COMMAND, settings, inputs, shared=shared, process=processes.index)
+            jobs.append(stack.enter_context(job))
+
+        processes.from_main(open_job)
+        if not processes.is_main:
+            open_job(shared=True)
+        yield jobs[0]
