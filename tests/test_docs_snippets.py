@@ -206,7 +206,7 @@ def test_options_in_sentences_exist():
         "accelerate launch -m debias_diffusion train --config configs/debias-clip-vit-b16.yaml --epocs 3",
         "srun bash -c 'X=1 torchrun --nnodes 2 \\\n -m debias_diffusion train --config configs/none.yaml'",
         "for i in $(seq $((2 * 3))); do nice -n 9 debias-diffusion app --prot 1 & done; wait  # it's ours",
-        "python benchmarks/policies.py --promts 3",
+        "python benchmarks/studies/reading.py --promts 3",
         "python benchmarks/none.py",
         "make tests",
         'pip install -e ".[trains]"',

@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/policies.py, and that each of its changes takes effect."""
+"""The arithmetic of benchmarks/studies/reading.py, and that each of its changes takes effect."""
 
 import importlib
 from itertools import product
@@ -14,7 +14,7 @@ PROMPT = "In the top left there is a small red star."
 def policies():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-        yield importlib.import_module("policies")
+        yield importlib.import_module("studies.reading")
 
 
 def test_objects_are_selected_by_the_sentence_that_mentions_them_first(policies):

@@ -57,7 +57,7 @@ def test_several_seeds_stand_in_one_table(benchmark, tmp_path, monkeypatch):
     assert all(f"| 5 | {way} |" in tables for way in told if way != benchmark.ALL)
 
 
-@pytest.mark.parametrize("benchmark", ["drift"], indirect=True)
+@pytest.mark.parametrize("benchmark", ["studies.states"], indirect=True)
 def test_rows_are_drawn_once_scored_and_compared(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "STEPS", 1)
     images = benchmark.Images("development", 2, tmp_path)
