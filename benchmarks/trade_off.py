@@ -7,21 +7,17 @@ R@1 text to image among 1,000, and images of 100 long prompts and 60 short ones.
 Prints a table and writes benchmarks/results/trade_off.{json,md} and docs/trade-off.png.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from machine import machine
+from harness import EDITS, publish, read_options
 from matplotlib.figure import Figure
-from seeds import EDITS, RESULTS
 
 from debias_diffusion.app.quickstart import IMAGES_AT_ONCE
 from debias_diffusion.eval.encoder_names import OVERLAP
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.report import Table, versions
+from debias_diffusion.eval.report import Table
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
-from debias_diffusion.files import write_json, write_text
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.loop import train
@@ -103,16 +99,10 @@ def figure(rows: dict) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", type=float, nargs="+", default=[0, 0.3, 1, 3, 10, 30])
-    parser.add_argument("--output", type=Path, default=Path("runs/trade-off"))
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, weights=[0.0, 0.3, 1.0, 3.0, 10.0, 30.0], output=Path("runs/trade-off"))
     runs = {weight: trained(weight, arguments.output) for weight in arguments.weights}
     rows = scores(runs, arguments.output)
-    print("\n" + table(rows).markdown())
-    measured = {"machine": machine(torch.device("cpu")), "versions": versions()}
-    write_json(RESULTS / "trade_off.json", measured | {"weights": rows})
-    write_text(RESULTS / "trade_off.md", table(rows).markdown() + "\n")
+    publish("trade_off", {"weights": rows}, table(rows))
     figure(rows).savefig(PICTURE)
 
 
