@@ -16,23 +16,18 @@ Converged: its last one, in which individuals differ in a few heads. Probe: each
 All take turns, so that what else the machine does falls on all. Prints tables and writes them to benchmarks/results/.
 """
 
-import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
-from machine import machine, seconds
+from harness import median_seconds, publish, read_options
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from debias_diffusion.ablation.heads import Ablation
 from debias_diffusion.ablation.suppression import Suppressed
 from debias_diffusion.devices import pick_device
-from debias_diffusion.eval.report import Table, versions
-from debias_diffusion.files import write_json, write_text
+from debias_diffusion.eval.report import Table
 from debias_diffusion.head_search.genetic import FLIP, first_masks, population_size
 from debias_diffusion.head_search.population import Population
 from debias_diffusion.head_search.problems import every_mask, single_heads
@@ -40,7 +35,6 @@ from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import full_attention
 from debias_diffusion.models.loading import load_backbone
 
-RESULTS = Path(__file__).parent / "results"
 BETA = 0.1
 TOY, TOY_IMAGES = "toy/clip", 64
 TIMED = 4  # ablations of the loop
@@ -94,7 +88,7 @@ def suppressions(backbone: Backbone, images: int, rounds: int, device: torch.dev
         for name, attend in forms.items()
         for work, run in (("forward", forward), ("forward and backward", both))
     }
-    medians = by_turns(works, 20 * rounds, device, "suppression")
+    medians = median_seconds(works, 20 * rounds, device)
     return {name: {work: medians[name, work] for work in ("forward", "forward and backward")} for name in forms}
 
 
@@ -141,7 +135,7 @@ def evaluators(backbone: Backbone, kinds: dict[str, Tensor], images: int, rounds
             "tree": partial(population.features, embedded, masks),
             "loop": partial(loop, backbone, pixels, masks[some]),
         }
-        computed, medians = population.children // images, by_turns(works, rounds, device, kind)
+        computed, medians = population.children // images, median_seconds(works, rounds, device)
         result[kind] = {
             "ablations": len(masks),
             "blocks": computed,
@@ -155,31 +149,14 @@ def evaluators(backbone: Backbone, kinds: dict[str, Tensor], images: int, rounds
 # ---- all of it
 
 
-def by_turns(works: dict, rounds: int, device: torch.device, title: str) -> dict:
-    """The median seconds of each."""
-    taken = {name: [] for name in works}
-    for work in works.values():
-        work()  # warm
-    for _ in tqdm(range(rounds), desc=title):
-        for name, work in works.items():
-            taken[name].append(seconds(work, device))
-    return {name: statistics.median(values) for name, values in taken.items()}
-
-
 def tables(measured: dict) -> list[Table]:
     plain = measured["suppression"]["plain"]
     forms = [
         [form, *(f"{row[work] / plain[work]:.2f}" for work in plain)] for form, row in measured["suppression"].items()
     ]
+    counts = ("ablations", "blocks", "blocks_of_the_loop", "seconds")
     populations = [
-        [
-            kind,
-            row["ablations"],
-            row["blocks"],
-            row["blocks_of_the_loop"],
-            f"{row['seconds']:.2f}",
-            f"{row['seconds_of_the_loop'] / row['seconds']:.1f}",
-        ]
+        [kind, *(row[name] for name in counts), f"{row['seconds_of_the_loop'] / row['seconds']:.1f}"]
         for kind, row in measured["populations"].items()
     ]
     header = ["population", "ablations", "blocks an image", "of a loop", "seconds", "times as fast as a loop"]
@@ -187,12 +164,7 @@ def tables(measured: dict) -> list[Table]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ViT-B-16", help="open_clip's name; its weights are random")
-    parser.add_argument("--images", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, model="ViT-B-16", images=4, rounds=3, device=None)
     device = pick_device(arguments.device)
     backbone, toy = (load_backbone(name).to(device).eval() for name in (arguments.model, TOY))
     blocks = backbone.image.visual.transformer.resblocks
@@ -206,19 +178,13 @@ def main() -> None:
     toy_blocks = toy.image.visual.transformer.resblocks
     every = {"toy, all": every_mask(len(toy_blocks), toy_blocks[0].attn.num_heads)}
     measured = {
-        "machine": machine(device),
-        "versions": versions(),
         "model": arguments.model,
         "images": arguments.images,
         "suppression": suppressions(backbone, arguments.images, arguments.rounds, device),
         "populations": evaluators(backbone, kinds, arguments.images, arguments.rounds, device)
         | evaluators(toy, every, TOY_IMAGES, arguments.rounds, device),
     }
-    text = "\n\n".join(table.markdown() for table in tables(measured))
-    print("\n" + text)
-    name = f"ablation-{arguments.model}-{device.type}"
-    write_json(RESULTS / f"{name}.json", measured)
-    write_text(RESULTS / f"{name}.md", text + "\n")
+    publish(f"ablation-{arguments.model}-{device.type}", measured, *tables(measured), device=device)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ Each score stands beside its difference from the model as it is, with a 95% inte
 is kept. Prints the tables and writes them to benchmarks/results/ as ablation_toy.md, with the numbers as .json.
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from machine import machine
+from harness import publish, read_options
 
 from debias_diffusion.ablation.heads import ABLATED, Ablation
 from debias_diffusion.ablation.saved import is_ablation, read_ablation, write_ablation
@@ -34,15 +33,13 @@ from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.eval.encoder_names import OVERLAP
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.intervals import paired_difference
-from debias_diffusion.eval.report import Table, versions
+from debias_diffusion.eval.report import Table, cell
 from debias_diffusion.eval.retrieval import hits
 from debias_diffusion.eval.robustness import edit_caption
-from debias_diffusion.files import write_json, write_text
 from debias_diffusion.head_search.population import TextPopulation
 from debias_diffusion.head_search.problems import KS, TextProblem, every_mask
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_ranks
 
-RESULTS = Path(__file__).parent / "results"
 SEARCHED, SCORED = "toy/validation", "toy/development"
 MODELS = ("toy/clip", "toy/long-clip", "toy/debias-clip")
 EDITS = {"keep": "whole", "move4": "1 and 4 swapped", "remove": "1 removed"}
@@ -215,7 +212,7 @@ def _difference(line: dict | None) -> dict:
 # ---- tables
 
 
-def as_markdown(measured: list[dict], drawn: list[dict]) -> str:
+def tables(measured: list[dict], drawn: list[dict]) -> list[Table | str]:
     columns = {
         "searches": ("model", "search", "fitness"),
         "beta": ("model", "beta"),
@@ -236,32 +233,23 @@ def as_markdown(measured: list[dict], drawn: list[dict]) -> str:
             for line in lines
         ]
         header = ["pairs" if name == "limit" else name for name in names]
-        parts.append(f"## {table.capitalize()}\n\n" + Table([*header, "ablated", *scores], cells).markdown())
+        parts += [f"## {table.capitalize()}", Table([*header, "ablated", *scores], cells)]
     cells = [
         [line["model"], ", ".join(line["heads"]) or "none", *map(_cell, line["scores"].values())] for line in drawn
     ]
-    parts.append("## SDXL\n\n" + Table(["model", "ablated", *DRAWN.values()], cells).markdown())
-    return "\n\n".join(parts) + "\n"
+    return [*parts, "## SDXL", Table(["model", "ablated", *DRAWN.values()], cells)]
 
 
 def _cell(score: dict) -> str:
-    return "{value:.1f}: {difference:+.1f} ({low:+.1f} to {high:+.1f})".format(**score)
+    return f"{score['value']:.1f}: {cell(score['difference'], score['low'], score['high'], '+.1f')}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=1000)
-    parser.add_argument("--scenes", type=int, default=1000)
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--output", type=Path, default=Path("runs/ablation-toy"))
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, pairs=1000, scenes=1000, prompts=100, output=Path("runs/ablation-toy"))
     measured = measure(arguments.output, arguments.pairs, arguments.scenes)
     drawn = draw(arguments.output, arguments.prompts)
-    print("\n" + as_markdown(measured, drawn))
     settings = {name: value for name, value in vars(arguments).items() if name != "output"}
-    about = {"machine": machine(torch.device("cpu")), "versions": versions(), "settings": settings}
-    write_json(RESULTS / "ablation_toy.json", about | {"rows": measured, "drawn": drawn})
-    write_text(RESULTS / "ablation_toy.md", as_markdown(measured, drawn))
+    publish("ablation_toy", {"settings": settings, "rows": measured, "drawn": drawn}, *tables(measured, drawn))
 
 
 if __name__ == "__main__":

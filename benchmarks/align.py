@@ -9,7 +9,6 @@ turns.
 Prints Markdown, and writes benchmarks/results/align.json.
 """
 
-import argparse
 import copy
 import statistics
 import tempfile
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import torch
 from generate import random_sdxl
-from machine import machine, seconds
+from harness import CPU, by_turns, publish, read_options
+from machine import seconds
 from tqdm import tqdm
 from transformers import CLIPTextModelWithProjection
 
@@ -30,12 +30,10 @@ from debias_diffusion.app.align.samples import AlignBatch, collate
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.chunks import Cut, Tokens
 from debias_diffusion.eval.report import Table
-from debias_diffusion.files import write_json
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.stop import StopRequest
 
-RESULT = Path(__file__).parent / "results" / "align.json"
 TOKENS, PAIRS = 240, 16
 META = torch.device("meta")
 FITTED = {"the first encoder": (True, False), "the second": (False, True), "both": (True, True)}
@@ -103,12 +101,7 @@ def time_toy(repeats: int) -> dict:
             run.prepare(StopRequest(accelerator))
             batch = collate([run.dataset[(0, index, index)] for index in range(PAIRS)])
             runs[name] = lambda run=run, batch=batch: (run.backward(batch), run.optimizer.clear())
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for repeat in tqdm(range(-1, repeats), desc="rounds, the first uncounted"):
-            for name, step in runs.items():
-                taken = seconds(step, torch.device("cpu"))
-                if repeat >= 0:
-                    times[name].append(taken)
+        times = by_turns(runs, repeats, lambda step: seconds(step, CPU))
     baseline = times[next(iter(times))]
     return {
         name: {
@@ -120,9 +113,7 @@ def time_toy(repeats: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, repeats=5)
     counted = [
         {"pixels": pixels, "fitted": title, "recomputed": recomputed, **count(pixels, fitted, recomputed)}
         for pixels, (title, fitted), recomputed in tqdm(
@@ -148,13 +139,16 @@ def main() -> None:
         ]
         for row in counted
     ]
-    print("\nSDXL, one pair at a time, counted:\n\n" + Table(header, rows).markdown())
     timed = time_toy(arguments.repeats)
-    rows = [[name, f"{row['seconds']:.2f}", f"{row['ratio']:.2f}"] for name, row in timed.items()]
-    print(f"\nThe toy, {PAIRS} pairs, on {machine(torch.device('cpu'))}:\n")
-    print(Table(["fitted", "seconds", "to the first row"], rows).markdown())
-    measured = {"machine": machine(torch.device("cpu")), "torch": torch.__version__, "tokens": TOKENS, "pairs": PAIRS}
-    write_json(RESULT, measured | {"counted": counted, "timed": timed})
+    of_toy = Table(["fitted", "seconds", "to the first row"], [[name, *row.values()] for name, row in timed.items()])
+    publish(
+        "align",
+        {"tokens": TOKENS, "pairs": PAIRS, "counted": counted, "timed": timed},
+        "SDXL, one pair at a time, counted:",
+        Table(header, rows),
+        f"The toy, {PAIRS} pairs:",
+        of_toy,
+    )
 
 
 if __name__ == "__main__":

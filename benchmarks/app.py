@@ -8,8 +8,6 @@ without a server, one request after the other: what is left of its throughput is
 and writes it to benchmarks/results/.
 """
 
-import argparse
-import json
 import os
 import re
 import statistics
@@ -20,21 +18,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
-import torch
 from gradio_client import Client
-from machine import machine
+from harness import publish, read_options
 from tqdm import tqdm
 
 from debias_diffusion.app.demo.drawing import draw
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.toy import random_scene
 from debias_diffusion.devices import pick_device
+from debias_diffusion.eval.report import Table
 from debias_diffusion.pipelines.png import read_settings
 
-RESULTS = Path(__file__).parent / "results"
 ENCODER = "toy/debias-clip"
 PROMPT = random_scene(3).caption
 
@@ -101,25 +97,17 @@ def with_clients(url: str, server: psutil.Process, clients: int, requests: int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 50])
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, requests=100, steps=2, clients=[1, 8, 50])
     baseline = without_server(arguments.requests, arguments.steps)
-    print(f"without a server: {baseline:.2f} requests a second")
     rows = []
     with served() as (url, server):
         with_clients(url, server, 1, 5, arguments.steps)  # the first ones are slower
         for clients in arguments.clients:
             row = with_clients(url, server, clients, max(arguments.requests, clients), arguments.steps)
             rows.append(row | {"of_baseline": round(row["per_second"] / baseline, 2)})
-            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    device = pick_device(None)
-    result = {"machine": machine(device), "torch": torch.__version__, "steps": arguments.steps}
-    result |= {"without_server_per_second": round(baseline, 2), "rows": rows}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"app-toy-{device.type}.json").write_text(json.dumps(result, indent=2) + "\n")
+    result = {"steps": arguments.steps, "without_server_per_second": round(baseline, 2), "rows": rows}
+    device, table = pick_device(None), Table(list(rows[0]), [list(row.values()) for row in rows])
+    publish(f"app-toy-{device.type}", result, f"Without a server {baseline:.2f} a second.", table, device=device)
 
 
 if __name__ == "__main__":

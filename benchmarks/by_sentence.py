@@ -7,21 +7,16 @@ overlapping chunks, as `with_long_prompts` has it read them. Everything finished
 benchmarks/results/by_sentence.{json,md} and docs/by-sentence.png.
 """
 
-import argparse
 from pathlib import Path
 
 import numpy as np
-import torch
-from machine import machine
+from harness import publish, read_options
 from matplotlib.figure import Figure
-from seeds import difference_cell
 
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.images.objects import BY_SENTENCE
-from debias_diffusion.eval.report import Table, versions
-from debias_diffusion.files import write_json, write_text
+from debias_diffusion.eval.report import Table, cell
 
-RESULTS = Path(__file__).parent / "results"
 PICTURE = Path(__file__).parent.parent / "docs" / "by-sentence.png"
 WAYS = {"original": "cut at 77 tokens", "overlap:original": "read whole, in overlapping chunks"}
 COLOURS = ("#b8b8b8", "#2a6f97")
@@ -84,11 +79,7 @@ def compared(report: dict) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
-    parser.add_argument("--prompts", type=int, default=100, help="of each seed")
-    parser.add_argument("--output", type=Path, default=Path("runs/by-sentence"))
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, seeds=[10, 11, 12], prompts=100, output=Path("runs/by-sentence"))
     reports = {seed: draw(seed, arguments.prompts, arguments.output) for seed in arguments.seeds}
     rows = by_sentence(reports)
     values = {
@@ -100,15 +91,12 @@ def main() -> None:
         for seed, report in reports.items()
     }
     lines = [
-        [seed, *(f"{of_seed[title]:.1f}" for title in WAYS.values()), difference_cell(of_seed["compared"])]
+        [seed, *(f"{of_seed[title]:.1f}" for title in WAYS.values()), cell(*of_seed["compared"].values(), "+.1f")]
         for seed, of_seed in values.items()
     ]
     overall = Table(["objects right, %: seed", *WAYS.values(), "difference"], lines)
-    text = f"{overall.markdown()}\n\n{table(rows).markdown()}\n"
-    print("\n" + text)
-    measured = {"machine": machine(torch.device("cpu")), "versions": versions(), "prompts": arguments.prompts}
-    write_json(RESULTS / "by_sentence.json", measured | {"by_sentence": rows, "seeds": values})
-    write_text(RESULTS / "by_sentence.md", text)
+    measured = {"prompts": arguments.prompts, "by_sentence": rows, "seeds": values}
+    publish("by_sentence", measured, overall, table(rows))
     figure(rows).savefig(PICTURE, dpi=150)
 
 

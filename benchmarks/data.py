@@ -20,7 +20,6 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import argparse
 import json
 import random
 import re
@@ -28,13 +27,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import open_clip
 import skimage
 import torch
-from machine import machine
+from harness import by_turns, publish, read_options
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
@@ -43,12 +43,12 @@ from tqdm import tqdm
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import ImageFolder, Record, open_data, read_sharegpt4v
 from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.eval.report import Table
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.sentences import split_sentences
 
 ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
 CAPTIONS = ROOT / "tests" / "photographs" / "captions.json"
 SENTENCES = 9  # with 173 tokens, ShareGPT4V's averages
 WORKERS, BATCH = 2, 16
@@ -109,29 +109,28 @@ def per_second(items: Iterable, clock: Callable[[], float]) -> float:
 
 def measure(candidates: dict[str, tuple[Dataset, Callable]], pairs: int, repeats: int) -> dict[str, list[float]]:
     """{name: samples a second and core in each repeat}, of data sets with what makes batches of their samples."""
-    speeds = {f"{name}, {how}": [] for how in ("one process", f"{WORKERS} workers") for name in candidates}
-    for repeat in tqdm(range(-1, repeats), desc="repeats, the first uncounted"):
-        keys = [(repeat + 1, index, 0) for index in range(pairs)]
+
+    def speeds(repeat: int) -> dict[str, Callable[[], float]]:
+        keys = [(repeat, index, 0) for index in range(pairs)]
         batches = [random.Random(number).sample(keys, BATCH) for number in range(4 * pairs // BATCH)]
-        for name, (dataset, collate) in candidates.items():
+
+        def alone(dataset: Dataset, _) -> float:
+            return per_second((dataset[key] for key in keys), time.process_time)
+
+        def with_workers(dataset: Dataset, collate: Callable) -> float:
             loader = DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=WORKERS)
-            measured = {
-                f"{name}, one process": per_second((dataset[key] for key in keys), time.process_time),
-                f"{name}, {WORKERS} workers": BATCH * per_second(loader, time.perf_counter) / WORKERS,
-            }
-            for which, speed in measured.items() if repeat >= 0 else ():
-                speeds[which].append(speed)
-    return speeds
+            return BATCH * per_second(loader, time.perf_counter) / WORKERS
+
+        kinds = {"one process": alone, f"{WORKERS} workers": with_workers}
+        return {
+            f"{name}, {kind}": partial(run, *parts) for kind, run in kinds.items() for name, parts in candidates.items()
+        }
+
+    return by_turns(speeds, repeats, lambda run: run())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=640)
-    parser.add_argument("--height", type=int, default=480)
-    parser.add_argument("--pairs", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-
+    arguments = read_options(__doc__, width=640, height=480, pairs=256, repeats=5)
     torch.set_num_threads(1)
     backbone = load_backbone("ViT-B-16")
     backbone.stretch()
@@ -151,9 +150,6 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     ratios = {name: value / medians[f"plain,{name.split(',')[1]}"] for name, value in medians.items()}
     result = {
-        "machine": machine(torch.device("cpu")),
-        "torch": torch.__version__,
-        "pillow": Image.__version__,
         "image": {"width": size[0], "height": size[1], "kilobytes": round(kilobytes)},
         "caption": {
             "tokens": round(statistics.mean(tokenizer.count(record.caption) for record in records), 1),
@@ -165,13 +161,9 @@ def main() -> None:
         "all": {name: [round(value, 1) for value in values] for name, values in speeds.items()},
         "of_the_plain_loop": {name: round(value, 2) for name, value in ratios.items()},
     }
-    RESULTS.mkdir(exist_ok=True)
-    name = f"data-cpu-{size[0]}x{size[1]}.json"
-    (RESULTS / name).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"\n{result['machine']}; images of {size[0]}x{size[1]}, {kilobytes:.0f} kB; captions of")
-    print(f"{result['caption']['tokens']} tokens. Samples a second and core, and times the plain loop:")
-    for name, speed in medians.items():
-        print(f"  {name:<22}{speed:8.1f}{ratios[name]:8.2f}x")
+    header = [f"{kilobytes:.0f} kB an image", "samples a second and core", "times the plain loop"]
+    rows = [[name, f"{speed:.1f}", ratios[name]] for name, speed in medians.items()]
+    publish(f"data-cpu-{size[0]}x{size[1]}", result, Table(header, rows))
 
 
 if __name__ == "__main__":

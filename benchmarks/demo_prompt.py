@@ -8,11 +8,10 @@ place that should be empty. The chosen scene is the one with the least sum of sq
 benchmarks/results/demo_prompt.json after every scene, and scenes that are there are not generated again.
 """
 
-import argparse
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
+from harness import RESULTS, publish, read_options
 from tqdm import tqdm
 
 from debias_diffusion.app.demo.drawing import Drawn, draw
@@ -21,10 +20,9 @@ from debias_diffusion.app.demo.toy import mark, random_scene
 from debias_diffusion.app.options import AppConfig
 from debias_diffusion.devices import pick_device
 from debias_diffusion.eval.encoder_names import labels
+from debias_diffusion.eval.report import Table
 from debias_diffusion.files import read_json_object, write_json
 from debias_diffusion.toyworld.scenes import PLACES
-
-RESULTS = Path(__file__).parent / "results" / "demo_prompt.json"
 
 
 def scores(models: DemoModels, number: int) -> dict[str, list[float]]:
@@ -37,26 +35,25 @@ def scores(models: DemoModels, number: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenes", type=int, default=33)
-    scenes = range(parser.parse_args().scenes)
+    scenes, file = range(read_options(__doc__, scenes=33).scenes), RESULTS / "demo_prompt.json"
     config = AppConfig()
-    names, by_scene = labels(config.encoders), read_json_object(RESULTS).get("scenes", {})
+    names, by_scene = labels(config.encoders), read_json_object(file).get("scenes", {})
     missing = [number for number in scenes if str(number) not in by_scene]
     models = DemoModels(config.base, config.encoders, pick_device("cpu")) if missing else None
     for number in tqdm(missing):
         by_scene[str(number)] = scores(models, number)
-        write_json(RESULTS, {"scenes": by_scene})
+        write_json(file, {"scenes": by_scene})
     table = np.array([[by_scene[str(number)][name] for name in names] for number in scenes])
     means = table.mean(axis=0)  # [encoders, 2]
     differences = ((table - means) ** 2).sum(axis=(1, 2))  # [scenes]
     chosen = scenes[int(differences.argmin())]
     by_encoder = dict(zip(names, means.tolist(), strict=True))
-    write_json(RESULTS, {"scenes": by_scene, "means": by_encoder, "of": len(scenes), "chosen": chosen})
-    print(f"Scene {chosen} of {len(scenes)}: objects right, empty places filled (means over all scenes)")
-    for label, (right, filled) in zip(names, means, strict=True):
-        here = by_scene[str(chosen)][label]
-        print(f"{label:32} {here[0]:.0%} ({right:.0%}), {here[1]:.0%} ({filled:.0%})")
+    lines = [
+        [name, *(f"{here:.0%} ({mean:.0%})" for here, mean in zip(by_scene[str(chosen)][name], of_name, strict=True))]
+        for name, of_name in by_encoder.items()
+    ]
+    table = Table([f"scene {chosen} of {len(scenes)} (means)", "objects right", "empty places filled"], lines)
+    publish("demo_prompt", {"scenes": by_scene, "means": by_encoder, "of": len(scenes), "chosen": chosen}, table)
 
 
 if __name__ == "__main__":

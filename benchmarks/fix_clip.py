@@ -19,7 +19,6 @@ Everything finished is kept, and seeds may run side by side once the base model 
 it alone). Prints the tables and writes them to benchmarks/results/ as fix_clip.md, with the numbers as .json.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from copy import deepcopy
@@ -30,6 +29,7 @@ import numpy as np
 import open_clip
 import torch
 import torch.nn.functional as F
+from harness import CPU, publish, read_options
 from machine import machine
 from torch import Tensor
 from tqdm import tqdm
@@ -38,8 +38,8 @@ from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.intervals import paired_difference
-from debias_diffusion.eval.report import Table, versions
-from debias_diffusion.files import write_json, write_text
+from debias_diffusion.eval.report import Table, cell
+from debias_diffusion.files import write_json
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import relative_error, without_eot
 from debias_diffusion.methods.objectives import contrastive_loss
@@ -55,7 +55,6 @@ from debias_diffusion.toyworld.scenes import base_scene, generator, scene
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train
 
-RESULTS = Path(__file__).parent / "results"
 TEACHER, UNET = "toy/clip", "toy/sdxl"
 VISION = {"layers": 6, "patch_size": 8}
 GROUPS, FIRST, PROMPTS, RATIO = 3, 2, 3, 0.75
@@ -328,7 +327,7 @@ def run_seed(base: str, rows: dict[str, dict], seed: int, steps: int, prompts: i
             modules = _left_behind(folder)
             model = base if flags is None else str(folder / "last")
             discards = bool(flags) and flags.get("masked_patches") == "discard"
-            result = {"machine": machine(torch.device("cpu")), "log": _last_losses(folder)}
+            result = {"machine": machine(CPU), "log": _last_losses(folder)}
             result["scores"] = score(model, backbone, unseen, modules, discards)
             write_json(file, result)
         results[row] = json.loads(file.read_text())
@@ -386,9 +385,9 @@ def verdict(low: float, high: float, lower: bool = False) -> str:
     return "met" if low > 0 else "not met" if high < 0 else "undecided"
 
 
-def tables(seeds: dict[int, dict]) -> str:
+def tables(seeds: dict[int, dict]) -> list[Table | str]:
     rows = list(next(iter(seeds.values()))["rows"])
-    parts = [
+    return [
         "## R@1 in %, and drift as a share of the variance (means over seeds)",
         _score_table(seeds, rows),
         "## Expected, and measured",
@@ -397,7 +396,6 @@ def tables(seeds: dict[int, dict]) -> str:
         _group_table(seeds, rows),
         *_drawn_tables(seeds),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 def _mean(seeds: dict[int, dict], row: str, name: str) -> float:
@@ -405,26 +403,24 @@ def _mean(seeds: dict[int, dict], row: str, name: str) -> float:
     return float(np.mean([np.mean(result["scores"][name]) for result in results]))
 
 
-def _score_table(seeds: dict[int, dict], rows: Sequence[str]) -> str:
+def _score_table(seeds: dict[int, dict], rows: Sequence[str]) -> Table:
     lines = [[row, *(f"{_mean(seeds, row, name):.{3 if name == 'drift' else 1}f}" for name in COLUMNS)] for row in rows]
-    return Table(["row", *COLUMNS.values()], lines).markdown()
+    return Table(["row", *COLUMNS.values()], lines)
 
 
-def _expectation_table(seeds: dict[int, dict], rows: Sequence[str]) -> str:
+def _expectation_table(seeds: dict[int, dict], rows: Sequence[str]) -> Table:
     lines = []
     for expected in EXPECTED:
         if expected.a not in rows or expected.b not in rows:
             continue
         line = difference(seeds, expected.score, expected.a, expected.b)
-        digits = 3 if expected.score == "drift" else 1
-        numbers = [f"{line[name]:+.{digits}f}" for name in ("difference", "low", "high")]
-        said = f"{numbers[0]} ({numbers[1]} to {numbers[2]})"
+        said = cell(line["difference"], line["low"], line["high"], "+.3f" if expected.score == "drift" else "+.1f")
         pair = f"{expected.a} less {expected.b}"
         lines.append([expected.part, expected.text, pair, said, verdict(line["low"], line["high"], expected.lower)])
-    return Table(["part", "expected", "rows", "difference", ""], lines).markdown()
+    return Table(["part", "expected", "rows", "difference", ""], lines)
 
 
-def _group_table(seeds: dict[int, dict], rows: Sequence[str]) -> str:
+def _group_table(seeds: dict[int, dict], rows: Sequence[str]) -> Table:
     numbers = list(Hierarchy(GROUPS, FIRST).numbers)
     lines = []
     for row in rows:
@@ -437,41 +433,38 @@ def _group_table(seeds: dict[int, dict], rows: Sequence[str]) -> str:
         ]
         lines.append([row, *cells])
     titles = [f"{title} {group}" for title in ("final projection,", "trained head,", "loss,") for group in numbers]
-    return Table(["row", *titles], lines).markdown()
+    return Table(["row", *titles], lines)
 
 
-def _drawn_tables(seeds: dict[int, dict]) -> list[str]:
+def _drawn_tables(seeds: dict[int, dict]) -> list[Table | str]:
     drawn = {seed: result["drawn"] for seed, result in seeds.items() if result["drawn"]}
     if not drawn:
         return []
     names = list(next(iter(drawn.values()))["objects_right"])
     lines = [[seed, *(f"{result['objects_right'][row]:.1f}" for row in names)] for seed, result in drawn.items()]
     pairs = [
-        [
-            seed,
-            f"{line['a']} less {line['b']}",
-            f"{line['difference']:+.1f} ({line['low']:+.1f} to {line['high']:+.1f})",
-        ]
+        [seed, f"{line['a']} less {line['b']}", cell(line["difference"], line["low"], line["high"], "+.1f")]
         for seed, result in drawn.items()
         for line in result["compared"]
         if line["low"] is not None and line["b"] in ("original", "0")
     ]
     return [
         "## Short prompts drawn by toy/sdxl: objects right, %",
-        Table(["seed", *names], lines).markdown(),
-        Table(["seed", "encoders", "difference"], pairs).markdown(),
+        Table(["seed", *names], lines),
+        Table(["seed", "encoders", "difference"], pairs),
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=150, help="of each row")
-    parser.add_argument("--base-steps", type=int, default=1500, help="of the base model, made once")
-    parser.add_argument("--prompts", type=int, default=100, help="that each of some rows draws; 0: none")
-    parser.add_argument("--more", action="store_true", help="the rows beside Table 4 and ours")
-    parser.add_argument("--output", type=Path, default=Path("runs/fix-clip"))
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__,
+        seeds=[0, 1, 2, 3, 4],
+        steps=150,  # of each row
+        base_steps=1500,  # of the base model
+        prompts=100,  # that each of some rows draws; 0: none
+        more=False,
+        output=Path("runs/fix-clip"),
+    )
     rows = TABLE_4 | (MORE if arguments.more else {})
     output = arguments.output / f"steps-{arguments.steps}-base-{arguments.base_steps}"
     base = make_base(arguments.output / f"base-{arguments.base_steps}", arguments.base_steps)
@@ -483,17 +476,13 @@ def main() -> None:
         draws = number < DRAWN_SEEDS
         of_seed = {row: flags for row, flags in rows.items() if draws or row not in FIRST_SEEDS}
         seeds[seed] = run_seed(base, of_seed, seed, arguments.steps, arguments.prompts if draws else 0, output)
-        print("\n" + tables(seeds))
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     machines = sorted({row["machine"] for result in seeds.values() for row in result["rows"].values()})
-    measured = {"machines": machines, "versions": versions(), "settings": settings}
-    RESULTS.mkdir(exist_ok=True)
     summary = {
         seed: {"drawn": result["drawn"], "rows": {row: _shortened(of_row) for row, of_row in result["rows"].items()}}
         for seed, result in seeds.items()
     }
-    write_json(RESULTS / "fix_clip.json", measured | {"seeds": summary})
-    write_text(RESULTS / "fix_clip.md", tables(seeds))
+    publish("fix_clip", {"machines": machines, "settings": settings, "seeds": summary}, *tables(seeds))
 
 
 def _shortened(result: dict) -> dict:

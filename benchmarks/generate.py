@@ -11,24 +11,23 @@ are to the steps of stock diffusers (77 positions) in the same round.
 Prints Markdown, and writes to benchmarks/results/.
 """
 
-import argparse
-import json
 import statistics
-from pathlib import Path
+from functools import partial
 
 import torch
 from accelerate import Accelerator
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
-from machine import machine, seconds
+from harness import by_turns, publish, read_options
+from machine import seconds
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
+from debias_diffusion.eval.report import Table
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.tokens import clip_tokenizer
 
-RESULTS = Path(__file__).parent / "results"
 WINDOW, STOCK = 248, 77
 POSITIONS = (STOCK, 152, 227, WINDOW, 494)
 COUNTED = (*POSITIONS, 496)  # the last: two chunks that keep their BOS and EOS
@@ -171,26 +170,27 @@ def count(steps: int) -> dict:
             picture = encode[positions] + 2 * steps * row["plain"] + decode
             row["encode_share"] = round(encode[positions] / picture, 4)
     parameters = sum(parameter.numel() for parameter in pipe.unet.parameters())
-    return {"torch": torch.__version__, "unet_parameters": parameters, "steps": steps, "decode": decode, "rows": rows}
+    return {"unet_parameters": parameters, "steps": steps, "decode": decode, "rows": rows}
 
 
-def print_counted(result: dict) -> None:
+def counted_tables(result: dict) -> list[Table | str]:
     tera, rows = 1e12, result["rows"]
-    print(
-        f"\nCounted: SDXL's UNet ({result['unet_parameters'] / 1e9:.3f} billion parameters) at 1024 x 1024, one row of "
-        f"the batch (two with guidance).\nEncoding: CLIP-L of {WINDOW} positions, bigG in chunks of {STOCK}, prompt "
-        f"and negative prompt; its share\nis of an image with guidance, {result['steps']} steps and decoding "
-        f"({result['decode'] / tera:.2f} TFLOP).\n\n"
-        "| positions | TFLOP a step | to stock | encoding TFLOP | share |\n"
-        "|---|---|---|---|---|"
+    title = (
+        f"Counted: SDXL's UNet ({result['unet_parameters'] / 1e9:.3f} billion parameters) at 1024 x 1024, one row of "
+        f"the batch (two with guidance). Encoding: CLIP-L of {WINDOW} positions, bigG in chunks of {STOCK}, prompt and "
+        f"negative prompt; its share is of an image with guidance, {result['steps']} steps and decoding "
+        f"({result['decode'] / tera:.2f} TFLOP)."
     )
+    costs = []
     for positions, row in rows.items():
-        encode = f"{row['encode'] / tera:.3f} | {100 * row['encode_share']:.2f}%" if "encode" in row else "|"
-        print(f"| {positions} | {row['plain'] / tera:.3f} | {100 * (row['plain_to_stock'] - 1):+.2f}% | {encode} |")
-    print(f"\n| share of a step | {' | '.join(map(str, rows))} |\n|---{'|---' * len(rows)}|")
-    for part in rows[STOCK]["shares"]:
-        shares = (f"{100 * row['shares'][part]:.1f}%" for row in rows.values())
-        print(f"| {part} | {' | '.join(shares)} |")
+        encode = [f"{row['encode'] / tera:.3f}", f"{row['encode_share']:.2%}"] if "encode" in row else [None, None]
+        costs.append([str(positions), f"{row['plain'] / tera:.3f}", f"{row['plain_to_stock'] - 1:+.2%}", *encode])
+    shares = [[part, *(f"{row['shares'][part]:.1%}" for row in rows.values())] for part in rows[STOCK]["shares"]]
+    return [
+        title,
+        Table(["positions", "TFLOP a step", "to stock", "encoding TFLOP", "share"], costs),
+        Table(["share of a step", *map(str, rows)], shares),
+    ]
 
 
 # --- timed ---
@@ -200,27 +200,21 @@ def print_counted(result: dict) -> None:
 def measure(pipe: StableDiffusionXLLongPromptPipeline, steps: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of every round, by what was done."""
     pipe.set_progress_bar_config(disable=True)
-    device = pipe.device
-    prompts = {positions: prompt_of(pipe, positions) for positions in POSITIONS}
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-    times: dict[str, list[float]] = {}
-    for repeat in tqdm(range(-1, repeats), desc="rounds, the first uncounted"):
-        for positions in POSITIONS:
-            embeds = {}
+    prompts = {positions: prompt_of(pipe, positions) for positions in POSITIONS}
+    embeds = {}
 
-            def encode(positions=positions, embeds=embeds) -> None:
-                results = pipe.encode_prompt(prompts[positions], device=device, negative_prompt="")
-                embeds.update(zip(names, results, strict=True))
+    def encode(positions: int) -> None:
+        results = pipe.encode_prompt(prompts[positions], device=pipe.device, negative_prompt="")
+        embeds[positions] = dict(zip(names, results, strict=True))
 
-            def draw(embeds=embeds) -> None:
-                generator = torch.Generator().manual_seed(0)
-                pipe(**embeds, num_inference_steps=steps, generator=generator, output_type="latent")
+    def draw(positions: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        pipe(**embeds[positions], num_inference_steps=steps, generator=generator, output_type="latent")
 
-            taken = {f"{positions} encode": seconds(encode, device), f"{positions} plain": seconds(draw, device)}
-            if repeat >= 0:
-                for name, value in taken.items():
-                    times.setdefault(name, []).append(value)
-    return times
+    kinds = {"encode": encode, "plain": draw}
+    variants = {f"{n} {kind}": partial(run, n) for n in POSITIONS for kind, run in kinds.items()}
+    return by_turns(variants, repeats, lambda run: seconds(run, pipe.device))
 
 
 def time_pictures(model: str, device: torch.device, steps: int, repeats: int) -> dict:
@@ -244,8 +238,6 @@ def time_pictures(model: str, device: torch.device, steps: int, repeats: int) ->
             "encode_share": round(statistics.median(times[encode]) / picture, 4),
         }
     return {
-        "machine": machine(device),
-        "torch": torch.__version__,
         "model": model,
         "precision": f"fp{torch.finfo(pipe.unet.dtype).bits}",
         "pixels": pipe.default_sample_size * pipe.vae_scale_factor,
@@ -257,43 +249,32 @@ def time_pictures(model: str, device: torch.device, steps: int, repeats: int) ->
     }
 
 
-def print_timed(result: dict) -> None:
-    print(
-        f"\nTimed on {result['machine']}: {result['model']}, {result['pixels']} pixels, {result['precision']}, "
-        f"guidance, {result['steps']} steps, {result['repeats']} rounds.\n"
-        f"Ratios ({result['ratios']}) are to {result['baseline']}.\n\n"
-        "| positions | ms a step | to stock | ms encoding | share of both |\n"
-        "|---|---|---|---|---|"
+def timed_tables(result: dict) -> list[Table | str]:
+    title = (
+        f"Timed: {result['model']}, {result['pixels']} pixels, {result['precision']}, guidance, "
+        f"{result['steps']} steps, {result['repeats']} rounds. Ratios ({result['ratios']}) are to {result['baseline']}."
     )
-    for positions, row in result["rows"].items():
-        median, least, most = row["plain_to_stock"]
-        print(
-            f"| {positions} | {row['step_ms']:.2f} | {median:.2f} ({least:.2f}-{most:.2f}) | {row['encode_ms']:.1f} "
-            f"| {100 * row['encode_share']:.1f}% |"
-        )
-
-
-def write(name: str, result: dict) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"generate-{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    rows = [
+        [
+            str(positions),
+            row["step_ms"],
+            "{:.2f} ({:.2f}-{:.2f})".format(*row["plain_to_stock"]),
+            f"{row['encode_ms']:.1f}",
+            f"{row['encode_share']:.1%}",
+        ]
+        for positions, row in result["rows"].items()
+    ]
+    return [title, Table(["positions", "ms a step", "to stock", "ms encoding", "share of both"], rows)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["toy", *SIZES])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--repeats", type=int, default=7)
-    arguments = parser.parse_args()
+    options = read_options(__doc__, model=("", "toy", *SIZES), steps=30, repeats=7)
     device = Accelerator().device
-    model = arguments.model or ("toy" if device.type == "cpu" else "sdxl")
-    counted = count(arguments.steps)
-    print_counted(counted)
-    timed = time_pictures(model, device, arguments.steps, arguments.repeats)
-    print_timed(timed)
-    if model == "tiny":
-        return
-    write("sdxl-counted", counted)
-    write(f"{model}-{device.type}-{timed['precision']}", timed)
+    model = options.model or ("toy" if device.type == "cpu" else "sdxl")
+    counted = count(options.steps)
+    publish("generate-sdxl-counted", counted, *counted_tables(counted))
+    timed = time_pictures(model, device, options.steps, options.repeats)
+    publish(f"generate-{model}-{device.type}-{timed['precision']}", timed, *timed_tables(timed), device=device)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ checkpoint's own in overlapping chunks. Without seeds: seed 0 on development sce
 finished is kept. Prints tables and writes benchmarks/results/longer_training-7-8-9.{json,md}.
 """
 
-import argparse
 from pathlib import Path
 
-from seeds import EDITS, difference_cell, write_results
+from harness import EDITS, publish, read_options
 
 from debias_diffusion.app.quickstart import IMAGES_AT_ONCE, Setup
 from debias_diffusion.eval.encoder_names import CHUNKS, OVERLAP
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.report import Table
+from debias_diffusion.eval.report import Table, cell
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
@@ -72,7 +71,7 @@ def run_seed(seed: int, split: str, recipes: list[str], times: list[int], prompt
     return result
 
 
-def as_markdown(seeds: dict[str, dict]) -> str:
+def tables(seeds: dict[str, dict]) -> list[Table]:
     """A table of the scores of all seeds, and one of the objects right compared with the originals."""
     rows = next(iter(seeds.values()))
     scores, differences = [], []
@@ -88,27 +87,24 @@ def as_markdown(seeds: dict[str, dict]) -> str:
         for original in ORIGINALS:
             lines = [of[f"minus {original}"]["objects_right"] for of in of_seeds if f"minus {original}" in of]
             if lines:
-                differences.append([row, original, "; ".join(map(difference_cell, lines))])
+                cells = (cell(line["difference"], line["low"], line["high"], "+.1f") for line in lines)
+                differences.append([row, original, "; ".join(cells)])
     header = ["encoder", *(f"R@1 {EDITS[edit]}" for edit in SHOWN_EDITS), *SCORES.values()]
-    compared = Table(["encoder", "minus", "objects right, points"], differences)
-    return f"{Table(header, scores).markdown()}\n\n{compared.markdown()}\n"
+    return [Table(header, scores), Table(["encoder", "minus", "objects right, points"], differences)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES)
-    parser.add_argument("--times", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seeds", type=int, nargs="*", default=[])
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--output", type=Path, default=Path("runs/longer-training"))
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__, recipes=[*RECIPES], times=[1, 2], seeds=[], prompts=100, output=Path("runs/longer-training")
+    )
     splits = {seed: f"test-{seed}" for seed in arguments.seeds} or {0: "development"}
     seeds = {
         split: run_seed(*(seed, split, arguments.recipes, arguments.times, arguments.prompts), arguments.output / split)
         for seed, split in splits.items()
     }
     settings = {"times": arguments.times, "prompts": arguments.prompts}
-    write_results("longer_training", arguments.seeds or ["development"], settings, seeds, as_markdown(seeds))
+    names = "-".join(map(str, arguments.seeds or ["development"]))
+    publish(f"longer_training-{names}", {"settings": settings, "seeds": seeds}, *tables(seeds))
 
 
 if __name__ == "__main__":

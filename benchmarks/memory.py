@@ -7,30 +7,24 @@ device) grows during forward and backward: activations and whatever else depends
 `--whole` are only made in chunks. Prints a table and writes it to benchmarks/results/.
 """
 
-import argparse
 import ctypes
-import json
-from pathlib import Path
 
-import torch
 from accelerate import Accelerator
-from machine import PeakMemory, machine, seconds
+from harness import publish, read_options
+from machine import PeakMemory, seconds
 from train_step import make_batch
 
+from debias_diffusion.eval.report import Table
 from debias_diffusion.methods import find_method
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.training.step import backward
 
-RESULTS = Path(__file__).parent / "results"
 CHUNK = 64
 _M_MMAP_THRESHOLD = -3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--most", type=int, default=4096)
-    parser.add_argument("--whole", type=int, default=512)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, most=4096, whole=512)
     # Blocks from 64 kB on go back to the system when freed; else the holes between blocks of ever other sizes count.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     accelerator, recipe = Accelerator(), find_method("debias-clip")
@@ -54,10 +48,9 @@ def main() -> None:
             )
             row |= {f"{name}_mb": round(memory.read() / 1e6, 1), f"{name}_seconds": round(taken, 2)}
         rows.append(row)
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
-    result = {"machine": machine(accelerator.device), "torch": torch.__version__, "chunk": CHUNK, "rows": rows}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"memory-toy-{accelerator.device.type}.json").write_text(json.dumps(result, indent=2) + "\n")
+    table = Table(list(rows[0]), [[row.get(name) for name in rows[0]] for row in rows])
+    device = accelerator.device
+    publish(f"memory-toy-{device.type}", {"chunk": CHUNK, "rows": rows}, table, device=device)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ plan      `train` from its start to the plan: with 1,000 pairs, then with all
 Each in seconds on the clock and of the processors, since other work on the machine makes the former longer. Memory is
 what belongs to a process alone (USS), in MB: of the reader once it has read, of each of two forked workers
 once it has looked at every seventh record, and of `train` at its plan; and the reader's peak. Prints a table and writes
-it to benchmarks/results/.
+it to benchmarks/results/. With --read, one reader alone on the file FOLDER.
 """
 
-import argparse
 import json
 import os
 import random
@@ -28,15 +27,15 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
-import torch
-from machine import PeakMemory, machine
+from harness import CPU, publish, read_options
+from machine import PeakMemory
 from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.data import Record, read_sharegpt4v
+from debias_diffusion.eval.report import Table
 from debias_diffusion.sentences import split_sentences
 
-RESULTS = Path(__file__).parent / "results"
 CAPTIONS = Path(__file__).parent.parent / "tests" / "photographs" / "captions.json"
 QUESTION = "<image>\nWhat do you see happening in this image?"
 READERS = ("list", "ours")
@@ -87,7 +86,7 @@ def look(records: Sequence[Record], results) -> None:
 
 def read(kind: str, path: Path) -> dict:
     """What one reader costs. For a process of its own."""
-    process, peak, before = psutil.Process(), PeakMemory(torch.device("cpu")), own_megabytes()
+    process, peak, before = psutil.Process(), PeakMemory(CPU), own_megabytes()
     peak.start()
     started, used = time.perf_counter(), process_seconds(process)
     records = read_list(path) if kind == "list" else read_sharegpt4v(path).records
@@ -133,11 +132,7 @@ def plan(data: Path, output: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=1_246_000)
-    parser.add_argument("--folder")
-    parser.add_argument("--read", choices=READERS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, pairs=1_246_000, folder=None, read=("", *READERS))
     if arguments.read:
         print(json.dumps(read(arguments.read, Path(arguments.folder))))
         return
@@ -152,7 +147,6 @@ def main() -> None:
         plans = {"small": plan(small, folder / "small"), "all": plan(data, folder / "run")}
         size = data.stat().st_size
     result = {
-        "machine": machine(torch.device("cpu")),
         "cores": os.cpu_count(),
         "load_before": round(load, 1),
         "pairs": arguments.pairs,
@@ -165,11 +159,9 @@ def main() -> None:
         "plan": plans,
         "plan_mb_beside_small": round(plans["all"]["mb"] - plans["small"]["mb"], 1),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "records-cpu.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(f"\n{result['machine']}; {arguments.pairs} pairs, {size / 1e6:.0f} MB, load {load:.1f} before")
-    for kind, row in (readers | {f"plan, {kind}": row for kind, row in plans.items()}).items():
-        print(f"  {kind:<12}" + "  ".join(f"{name} {value}" for name, value in row.items()))
+    of_readers = Table(["reader", *readers["list"]], [[kind, *map(str, row.values())] for kind, row in readers.items()])
+    of_plans = Table(["plan", *plans["all"]], [[kind, *map(str, row.values())] for kind, row in plans.items()])
+    publish("records-cpu", result, of_readers, of_plans)
 
 
 if __name__ == "__main__":

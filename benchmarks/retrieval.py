@@ -9,21 +9,20 @@ Images: `--read` JPEG files of 640 x 480 noise, encoded one at a time, as Long-C
 threads read the next, by an untrained model of that name. Prints both and writes them to benchmarks/results/.
 """
 
-import argparse
-import json
 import tempfile
 from pathlib import Path
 
 import torch
+from harness import CPU, by_turns, publish, read_options
 from machine import PeakMemory, machine, seconds
 from PIL import Image, ImageFilter
 
 from debias_diffusion.data import ImageFolder, Record
 from debias_diffusion.devices import pick_device
+from debias_diffusion.eval.report import Table
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import encode_images, recall_at_k
 
-RESULTS = Path(__file__).parent / "results"
 CAP_MB = 256
 DIMENSION = 512
 
@@ -34,11 +33,10 @@ def similarities(images: int, captions: int) -> dict:
     image_features = torch.randn(images, DIMENSION, generator=generator)
     text_features = torch.randn(captions, DIMENSION, generator=generator)
     owners = torch.arange(captions) % images
-    device = torch.device("cpu")
     recall_at_k(image_features[:2048], text_features[:2048])  # what PyTorch keeps for itself is there from here on
-    memory = PeakMemory(device)
+    memory = PeakMemory(CPU)
     memory.start()
-    taken = seconds(lambda: recall_at_k(image_features, text_features, image_of=owners), device)
+    taken = seconds(lambda: recall_at_k(image_features, text_features, image_of=owners), CPU)
     peak = memory.read()
     return {
         "images": images,
@@ -71,7 +69,6 @@ def loops(model: str, count: int) -> dict:
     """Images a second of both loops, in turns, the best of three each."""
     device = pick_device(None)
     backbone = load_backbone(model).to(device).eval()
-    taken = {"one_by_one": [], "batched": []}
     with tempfile.TemporaryDirectory() as folder:
         records, images = write_pictures(Path(folder), count), ImageFolder(folder)
         runs = {
@@ -79,9 +76,7 @@ def loops(model: str, count: int) -> dict:
             "batched": lambda: encode_images(backbone, records, images, 64, device, progress=False)[0],
         }
         torch.testing.assert_close(runs["one_by_one"](), runs["batched"](), atol=1e-3, rtol=1e-3)
-        for _ in range(3):
-            for name, run in runs.items():
-                taken[name].append(seconds(run, device))
+        taken = by_turns(runs, 3, lambda run: seconds(run, device))
     best = {name: min(times) for name, times in taken.items()}
     return {
         "model": model,
@@ -93,19 +88,11 @@ def loops(model: str, count: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=20000)
-    parser.add_argument("--captions", type=int, default=50000)
-    parser.add_argument("--read", type=int, default=48)
-    parser.add_argument("--model", default="ViT-B-16")
-    arguments = parser.parse_args()
-    result = {"torch": torch.__version__, "processor": machine(torch.device("cpu"))}
-    result["similarities"] = similarities(arguments.images, arguments.captions)
-    print(json.dumps(result["similarities"]))
+    arguments = read_options(__doc__, images=20000, captions=50000, read=48, model="ViT-B-16")
+    result = {"similarities": similarities(arguments.images, arguments.captions)}
     result["loops"] = loops(arguments.model, arguments.read)
-    print(json.dumps(result["loops"]))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"retrieval-{pick_device(None).type}.json").write_text(json.dumps(result, indent=2) + "\n")
+    tables = [Table([title, ""], list(numbers.items())) for title, numbers in result.items()]
+    publish(f"retrieval-{pick_device(None).type}", result, *tables)
     memory = result["similarities"]["memory_mb"]
     if memory is not None and memory > CAP_MB:
         raise SystemExit(f"{memory} MB are above the cap of {CAP_MB} MB.")

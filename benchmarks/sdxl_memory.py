@@ -8,15 +8,17 @@ scores. A GPU takes more: the allocator rounds and keeps gaps, convolutions may 
 Prints Markdown, and writes benchmarks/results/sdxl-memory-counted.json.
 """
 
-import json
 import weakref
 from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
-from generate import COUNTED, RESULTS, WINDOW, random_sdxl, unet_inputs
+from generate import COUNTED, WINDOW, random_sdxl, unet_inputs
+from harness import publish, read_options
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from debias_diffusion.eval.report import Table
 
 PARTS = ("text_encoder", "text_encoder_2", "unet", "vae")
 GB = 1e9
@@ -90,23 +92,32 @@ def count() -> dict:
     }
     pipe.vae.float()
     peaks["vae, fp32"] = peak_bytes(lambda: pipe.vae.decode(latents.float()))
-    return {"torch": torch.__version__, "parameters": weights, "rows": rows, "peaks": peaks}
+    return {"parameters": weights, "rows": rows, "peaks": peaks}
 
 
-def print_counted(result: dict) -> None:
-    print("| part | parameters, millions | fp16 GB | most at once beside weights, GB |\n|---|---|---|---|")
-    for part, parameters in result["parameters"].items():
-        peak = result["rows"][77]["unet_peak"] if part == "unet" else result["peaks"][part]
-        print(f"| {part} | {parameters / 1e6:,.1f} | {2 * parameters / GB:.2f} | {peak / GB:.2f} |")
-    print(f"| vae in fp32 | | | {result['peaks']['vae, fp32'] / GB:.2f} |")
-    print("\n| positions | most at once in a step, MB | to 77 | embeddings, MB |\n|---|---|---|---|")
-    stock = result["rows"][77]["unet_peak"]
-    for positions, row in result["rows"].items():
-        change = f"{100 * (row['unet_peak'] / stock - 1):+.2f}%"
-        print(f"| {positions} | {row['unet_peak'] / 1e6:,.0f} | {change} | {row['embeddings'] / 1e6:.1f} |")
+def tables(result: dict) -> list[Table]:
+    peaks, stock = result["peaks"] | {"unet": result["rows"][77]["unet_peak"]}, result["rows"][77]["unet_peak"]
+    parts = [
+        [part, f"{parameters / 1e6:,.1f}", 2 * parameters / GB, peaks[part] / GB]
+        for part, parameters in result["parameters"].items()
+    ]
+    parts.append(["vae in fp32", "", "", peaks["vae, fp32"] / GB])
+    steps = [
+        [
+            str(positions),
+            f"{row['unet_peak'] / 1e6:,.0f}",
+            f"{100 * (row['unet_peak'] / stock - 1):+.2f}%",
+            f"{row['embeddings'] / 1e6:.1f}",
+        ]
+        for positions, row in result["rows"].items()
+    ]
+    return [
+        Table(["part", "parameters, millions", "fp16 GB", "most at once beside weights, GB"], parts),
+        Table(["positions", "most at once in a step, MB", "to 77", "embeddings, MB"], steps),
+    ]
 
 
 if __name__ == "__main__":
+    read_options(__doc__)
     counted = count()
-    print_counted(counted)
-    (RESULTS / "sdxl-memory-counted.json").write_text(json.dumps(counted, indent=2) + "\n")
+    publish("sdxl-memory-counted", counted, *tables(counted))

@@ -12,23 +12,23 @@ environment of their own. `--held-back` also scores the half that the splitter i
 writes it to benchmarks/results/sentences.json.
 """
 
-import argparse
 import importlib
 import importlib.metadata
 import json
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from harness import by_turns, publish, read_options
+
+from debias_diffusion.eval.report import Table
 from debias_diffusion.sentences import split_sentences
 
 ROOT = Path(__file__).parent.parent
 CASES = ROOT / "tests" / "sentences"
 PHOTOGRAPHS = ROOT / "tests" / "photographs" / "captions.json"
-RESULTS = Path(__file__).parent / "results"
 CHARACTERS = 850  # of a caption of ShareGPT4V with nine sentences and 173 tokens
 
 
@@ -108,19 +108,8 @@ def captions_per_second(split: Callable, captions: list[str], least: float = 0.2
     return done / passed
 
 
-def machine() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.processor())}, 1 thread, Python {platform.python_version()}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--held-back", action="store_true", help="also score the half that is not tuned on")
-    parser.add_argument("--repeats", type=int, default=7)
-    arguments = parser.parse_args()
-
+    arguments = read_options(__doc__, held_back=False, repeats=7)
     candidates, versions, absent = {"ours": split_sentences}, {"ours": ""}, []
     for name, (module, splitter) in LIBRARIES.items():
         try:
@@ -137,28 +126,22 @@ def main() -> None:
             rows[name][half] = score(split, cases)
 
     captions = long_captions(1000)
-    speeds = {name: [] for name in candidates}
-    for _ in range(arguments.repeats):
-        for name, split in candidates.items():
-            speeds[name].append(captions_per_second(split, captions))
+    speeds = by_turns(candidates, arguments.repeats, lambda split: captions_per_second(split, captions))
 
-    print(f"{'':<20}" + "".join(f"{half + ' exact':>17}{'F1':>7}" for half in halves) + f"{'captions/s':>13}")
+    lines = []
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["open"]["exact"]):
         row["captions_per_second"] = round(statistics.median(speeds[name]))
-        scores = "".join(f"{row[half]['exact']:>17.1%}{row[half]['f1']:>7.3f}" for half in halves)
-        print(f"{name:<20}{scores}{row['captions_per_second']:>13,}")
-    if absent:
-        print("Not installed: " + ", ".join(absent))
+        scores = [text for half in halves for text in (f"{row[half]['exact']:.1%}", f"{row[half]['f1']:.3f}")]
+        lines.append([name, *scores, f"{row['captions_per_second']:,}"])
     report = {
-        "machine": machine(),
         "characters": round(statistics.mean(map(len, captions))),
         "sentences": round(statistics.mean(len(split_sentences(caption)) for caption in captions), 1),
         "repeats": arguments.repeats,
         "absent": absent,
         "candidates": rows,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "sentences.json").write_text(json.dumps(report, indent=2) + "\n")
+    header = ["", *(title for half in halves for title in (f"{half} exact", "F1")), "captions/s"]
+    publish("sentences", report, Table(header, lines), f"Not installed: {', '.join(absent) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ continues, and seeds may run side by side.
 Prints tables and writes them to benchmarks/results/ as toy_world-7-8-9.md, with the numbers as toy_world-7-8-9.json.
 """
 
-import argparse
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from seeds import EDITS, difference_cell, write_results
+from harness import EDITS, publish, read_options
 
 from debias_diffusion.app.align.command import align
 from debias_diffusion.app.options import AlignConfig
@@ -29,7 +28,7 @@ from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_g
 from debias_diffusion.eval.images.objects import BY_TELLING, TELLING_TITLES, TELLINGS
 from debias_diffusion.eval.images.references import ALL, READERS
 from debias_diffusion.eval.images.rendered import FOLDER
-from debias_diffusion.eval.report import Table
+from debias_diffusion.eval.report import Table, cell
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS
 from debias_diffusion.files import read_json_object
@@ -208,26 +207,26 @@ def _drawn(report: dict, rows: list[str]) -> dict:
 # ---- tables
 
 
-def as_markdown(seeds: dict[int, dict]) -> str:
-    """The tables of all seeds."""
+def tables(seeds: dict[int, dict]) -> list[Table | str]:
+    """Titles and the tables of all seeds."""
     parts = [f"## Retrieval: R@1 in %, {' / '.join(DIRECTIONS.values())}".replace("_", " "), _retrieval_table(seeds)]
     for condition in next(iter(seeds.values()))["drawn"]:
         drawn = {seed: result["drawn"][condition] for seed, result in seeds.items()}
-        parts += [f"## {condition[0].upper()}{condition[1:]}", _score_table(drawn), _telling_table(drawn)]
+        parts += [f"## {condition[0].upper()}{condition[1:]}", _score_table(drawn), *_telling_table(drawn)]
         parts += [_difference_table(drawn)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return parts
 
 
-def _retrieval_table(seeds: dict[int, dict]) -> str:
+def _retrieval_table(seeds: dict[int, dict]) -> Table:
     rows = [
         [seed, key, *(" / ".join(f"{of_key[edit][name]:.1f}" for name in DIRECTIONS) for edit in EDITS)]
         for seed, result in seeds.items()
         for key, of_key in result["retrieval"].items()
     ]
-    return Table(["seed", "encoder", *EDITS.values()], rows).markdown()
+    return Table(["seed", "encoder", *EDITS.values()], rows)
 
 
-def _score_table(drawn: dict[int, dict]) -> str:
+def _score_table(drawn: dict[int, dict]) -> Table:
     columns = {
         score: column
         for score, column in COLUMNS.items()
@@ -238,15 +237,15 @@ def _score_table(drawn: dict[int, dict]) -> str:
         for seed, result in drawn.items()
         for key, scores in result["encoders"].items()
     ]
-    return Table(["seed", "encoder", *(title for title, _ in columns.values())], rows).markdown()
+    return Table(["seed", "encoder", *(title for title, _ in columns.values())], rows)
 
 
 def _number(score: dict | None, digits: int) -> str:
     return "" if score is None else f"{score['value']:.{digits}f}"
 
 
-def _telling_table(drawn: dict[int, dict]) -> str:
-    """Objects right by how they are told; empty where every sentence stands alone."""
+def _telling_table(drawn: dict[int, dict]) -> list[Table]:
+    """Objects right by how they are told; none where every sentence stands alone."""
     rows = [
         [seed, line["told"], line["objects"], *(f"{line[reader]:.1f}" for reader in READERS), *cells]
         for seed, result in drawn.items()
@@ -255,14 +254,14 @@ def _telling_table(drawn: dict[int, dict]) -> str:
         for cells in [[_of_way(scores, line["told"]) for scores in result["encoders"].values()]]
     ]
     readers, keys = (f"reader, {title}" for title in READERS.values()), next(iter(drawn.values()))["encoders"]
-    return Table(["seed", "told", "objects", *readers, *keys], rows).markdown() if rows else ""
+    return [Table(["seed", "told", "objects", *readers, *keys], rows)] if rows else []
 
 
 def _of_way(scores: dict, way: str) -> str:
     return next(f"{line['value']:.1f}" for line in scores[BY_TELLING] if line["told"] == way)
 
 
-def _difference_table(drawn: dict[int, dict]) -> str:
+def _difference_table(drawn: dict[int, dict]) -> Table:
     """The differences of `PAIRS`, with 95% intervals over images."""
     lines = {
         (seed, f"{line['a']} minus {line['b']}", line["score"]): line
@@ -277,27 +276,23 @@ def _difference_table(drawn: dict[int, dict]) -> str:
         if any((seed, pair, score) in lines for score in scores)
     ]
     titles = (COLUMNS[score][0] if score in COLUMNS else TELLING_TITLES[score] for score in scores)
-    return Table(["seed", "difference", *titles], rows).markdown()
+    return Table(["seed", "difference", *titles], rows)
 
 
 def _interval(score: str, line: dict | None) -> str:
-    if line is None:
-        return ""
-    return difference_cell(line, COLUMNS.get(score, (score, 1))[1])
+    digits = COLUMNS.get(score, (score, 1))[1]
+    return "" if line is None else cell(line["difference"], line["low"], line["high"], f"+.{digits}f")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prepared", help="SDXL checkpoint with the prepared UNet; without it, the plain one alone")
-    parser.add_argument("--seeds", type=int, nargs="+", required=True)
-    parser.add_argument("--output", type=Path, default=Path("runs/toy-world"))
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, seeds=[7, 8, 9], prepared=None, output=Path("runs/toy-world"))
     bases = {"plain UNet": "toy/sdxl"} | ({"prepared UNet": arguments.prepared} if arguments.prepared else {})
     seeds = {}
     for seed in arguments.seeds:
         output = str(arguments.output / f"seed-{seed}" / "quickstart")
         seeds[seed] = run_seed(QuickstartConfig(output, seed=seed, split=f"test-{seed}", **FULL), bases)
-    write_results("toy_world", seeds, asdict(QuickstartConfig(**FULL)), seeds, as_markdown(seeds))
+    measured = {"settings": asdict(QuickstartConfig(**FULL)), "seeds": seeds}
+    publish("-".join(map(str, ["toy_world", *seeds])), measured, *tables(seeds))
 
 
 if __name__ == "__main__":

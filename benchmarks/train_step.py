@@ -28,7 +28,6 @@ falls on all. Prints a table and writes it to benchmarks/results/.
 
 import argparse
 import importlib.util
-import json
 import random
 import statistics
 from collections.abc import Callable
@@ -39,12 +38,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from machine import PeakMemory, machine, peak_flops, seconds
+from harness import by_turns, publish, read_options
+from machine import PeakMemory, peak_flops, seconds
 from torch.utils.flop_counter import FlopCounterMode
-from tqdm import tqdm
 
 from debias_diffusion.chunks import Cut
 from debias_diffusion.devices import autocast
+from debias_diffusion.eval.report import Table
 from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.methods.keep_states import SHARE, KeepStates
@@ -55,7 +55,6 @@ from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.training.optimizer import AdamW, Optimizer
 from debias_diffusion.training.step import backward
 
-RESULTS = Path(__file__).parent / "results"
 # ShareGPT4V's captions: 173 tokens and 9 sentences on average.
 SENTENCES, SENTENCE_TOKENS = (6, 12), (12, 26)
 
@@ -267,145 +266,114 @@ class FixClipSteps:
         return model.ln_final(x)[at, ends] @ model.text_projection, states
 
 
-def fix_clip_steps(arguments: argparse.Namespace) -> None:
-    accelerator = Accelerator()
-    device, precision, size = accelerator.device, arguments.precision, arguments.batch
-    steps = FixClipSteps(arguments.model, size, accelerator, precision)
-    names = ["literal", *FIX_CLIP]
-    times, peaks = ({name: [] for name in names} for _ in range(2))
+def by_turns_with_memory(steps_of: Callable[[int], dict], repeats: int, device: torch.device) -> tuple[dict, dict]:
+    """(seconds, bytes beside what is there before) of each step in each round; None where memory cannot be read."""
     memory = PeakMemory(device)
-    for repeat in tqdm(range(-1, arguments.repeats), desc="rounds, the first uncounted"):
-        for name in names:
-            batch = steps.batch("all" if name == "literal" else name, size, seed=repeat + 1)
-            memory.start()
-            taken = seconds(lambda name=name, batch=batch: steps.step(name, batch), device)
-            if repeat >= 0:
-                times[name].append(taken)
-                peaks[name].append(memory.read())
+
+    def measure(step: Callable) -> tuple[float, int | None]:
+        memory.start()
+        return seconds(step, device), memory.read()
+
+    measured = by_turns(steps_of, repeats, measure)
+    times, peaks = ({name: [pair[at] for pair in pairs] for name, pairs in measured.items()} for at in (0, 1))
+    return times, peaks
+
+
+def publish_steps(
+    options: argparse.Namespace, title: str, times: dict, peaks: dict, baseline: str, shares: dict, **further
+) -> None:
+    """Writes what all steps took: times, bytes, shares of the peak FLOP/s, and further numbers of the run."""
+    device = Accelerator().device
     medians = {name: statistics.median(values) for name, values in times.items()}
-    result = {
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "model": arguments.model,
-        "batch": size,
-        "precision": precision,
-        "repeats": arguments.repeats,
-        "seconds": {name: [round(value, 3) for value in values] for name, values in times.items()},
-        "ratio_to_long_clip": {name: round(value / medians["long-clip"], 3) for name, value in medians.items()},
+    columns = {
+        "samples_per_second": {name: round(options.batch / value, 3) for name, value in medians.items()},
+        f"seconds_to_{baseline}": {name: round(value / medians[baseline], 3) for name, value in medians.items()},
         "step_gb": {name: round(max(values) / 1e9, 2) for name, values in peaks.items() if None not in values},
+        "share_of_peak_flops": shares,
     }
-    RESULTS.mkdir(exist_ok=True)
-    file = f"train_step-fix-clip-{arguments.model}-{device.type}-{precision}-batch{size}.json"
-    (RESULTS / file).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"\n{result['machine']}, {arguments.model}, batch {size}, {precision}")
-    for name, ratio in result["ratio_to_long_clip"].items():
-        gigabytes = result["step_gb"].get(name, float("nan"))
-        print(f"  {name:<18}{ratio:5.2f} times long-clip's step, {medians[name]:.2f} s, {gigabytes:.2f} GB")
+    settings = {name: getattr(options, name) for name in ("model", "batch", "precision", "repeats")}
+    rounded = {name: [round(value, 3) for value in values] for name, values in times.items()}
+    table = Table(["step", *columns], [[name, *(column.get(name) for column in columns.values())] for name in times])
+    name = f"{title}-{options.model}-{device.type}-{options.precision}-batch{options.batch}"
+    publish(name, settings | {"seconds": rounded} | columns | further, table, device=device)
+
+
+def fix_clip_steps(options: argparse.Namespace) -> None:
+    accelerator = Accelerator()
+    steps = FixClipSteps(options.model, options.batch, accelerator, options.precision)
+
+    def steps_of(number: int) -> dict[str, Callable]:
+        batches = {row: steps.batch(row, options.batch, seed=number) for row in FIX_CLIP}
+        return {row: partial(steps.step, row, batches.get(row, batches["all"])) for row in ("literal", *FIX_CLIP)}
+
+    times, peaks = by_turns_with_memory(steps_of, options.repeats, accelerator.device)
+    publish_steps(options, "train_step-fix-clip", times, peaks, "long-clip", {})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ViT-B-16")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--peer", type=Path)
-    parser.add_argument("--fix-clip", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.fix_clip:
-        fix_clip_steps(arguments)
+    options = read_options(
+        __doc__, model="ViT-B-16", batch=8, repeats=3, precision=("fp32", "bf16"), peer=None, fix_clip=False
+    )
+    if options.fix_clip:
+        fix_clip_steps(options)
         return
 
     accelerator = Accelerator()
-    device, precision = accelerator.device, arguments.precision
+    device, precision = accelerator.device, options.precision
     torch.manual_seed(0)
-    backbone = load_backbone(arguments.model)
+    backbone = load_backbone(options.model)
     backbone.stretch()
     backbone.to(device).train()
     method = find_method("debias-clip")
-    method = replace(method, components=min(method.components, arguments.batch - 2))
+    method = replace(method, components=min(method.components, options.batch - 2))
     keeping = replace(method, terms=(KeepStates(1.0),))
     teacher = keeping.all_modules(backbone).to(device)
     settings = dict(weight_decay=1e-2, betas=(0.9, 0.999), eps=1e-8)
     optimizer = Optimizer(backbone, **settings)
     backbone.model.visual.requires_grad_(False)
     text_optimizer = Optimizer(backbone, **settings)
-    peer = load_peer(arguments.peer, backbone) if arguments.peer else None
+    peer = load_peer(Path(options.peer), backbone) if options.peer else None
     peer_optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-6, weight_decay=1e-2) if peer else None
 
-    def apply(compute_gradients: Callable, step_optimizer: Optimizer) -> None:
+    def step(step_optimizer: Optimizer, compute_gradients: Callable, *given, **settings) -> None:
         backbone.model.visual.requires_grad_(step_optimizer is optimizer)
-        compute_gradients()
+        compute_gradients(*given, **settings)
         step_optimizer.step(1e-6)
 
-    def apply_peer(images: torch.Tensor, rows: torch.Tensor) -> None:
+    def peer_step(images: torch.Tensor, rows: torch.Tensor) -> None:
         peer_backward(peer, images, rows, precision)
         peer_optimizer.step()
         peer_optimizer.zero_grad()
 
-    names = ["padded", "ours", "kept", "frozen"] + ["peer"] * bool(peer)
-    times, peaks, flops = ({name: [] for name in names} for _ in range(3))
-    computed, literal, memory = 0, 0, PeakMemory(device)
-    for repeat in tqdm(range(-1, arguments.repeats), desc="rounds, the first uncounted"):
-        batch = make_batch(backbone, arguments.batch, seed=repeat + 1).to(device)
-        rows = batch.tokens.padded()
-        with torch.no_grad():
-            features = backbone.encode_image(batch.images)
-            pixels = backbone.normalise(batch.images)
-        cached = replace(batch, images=features, cached_features=True)
-        steps = {
-            "padded": lambda b=batch, r=rows: apply(
-                lambda: padded_backward(backbone, method, b, r, precision), optimizer
-            ),
-            "ours": lambda b=batch: apply(lambda: backward(backbone, method, b, accelerator, precision), optimizer),
-            "kept": lambda b=batch: apply(
-                lambda: backward(backbone, keeping, b, accelerator, precision, modules=teacher), optimizer
-            ),
-            "frozen": lambda b=cached: apply(
-                lambda: backward(backbone, method, b, accelerator, precision), text_optimizer
-            ),
-            "peer": lambda p=pixels, r=rows: apply_peer(p, r),
-        }
-        for name in names:
-            if repeat < 0:
-                with FlopCounterMode(display=False) as counter:
-                    steps[name]()
-                flops[name] = counter.get_total_flops()
-                continue
-            memory.start()
-            times[name].append(seconds(steps[name], device))
-            peaks[name].append(memory.read())
-        computed += len(batch.tokens.prefix_ids) + len(batch.tokens.ids)
-        literal += rows.numel()
+    computed, padded = [], []
 
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    peak = peak_flops(device)
-    result = {
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "model": arguments.model,
-        "window": backbone.context_length,
-        "batch": arguments.batch,
-        "precision": precision,
-        "repeats": arguments.repeats,
-        "seconds": {name: [round(value, 3) for value in values] for name, values in times.items()},
-        "samples_per_second": {name: round(arguments.batch / value, 3) for name, value in medians.items()},
-        "ratio_to_padded": {name: round(medians["padded"] / value, 3) for name, value in medians.items()},
-        "step_gb": {name: round(max(values) / 1e9, 2) for name, values in peaks.items() if None not in values},
-        "share_of_peak_flops": peak and {name: round(flops[name] / medians[name] / peak, 3) for name in names},
-        "text_tokens_computed_share": round(computed / literal, 3),
-    }
-    RESULTS.mkdir(exist_ok=True)
-    file = f"train_step-{arguments.model}-{device.type}-{precision}-batch{arguments.batch}.json"
-    (RESULTS / file).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"\n{result['machine']}, {arguments.model}, batch {arguments.batch}, {precision}")
-    for name in names:
-        share = f", {100 * result['share_of_peak_flops'][name]:.0f}% of peak FLOP/s" if peak else ""
-        print(
-            f"  {name:<8}{result['samples_per_second'][name]:8.2f} samples/s, {result['ratio_to_padded'][name]:.2f}x "
-            f"padded, a step takes {result['step_gb'].get(name, float('nan')):.2f} GB{share}"
-        )
-    print(f"  ours computes {100 * computed / literal:.0f}% of the padded text tokens")
+    def steps_of(number: int) -> dict[str, Callable]:
+        batch = make_batch(backbone, options.batch, seed=number).to(device)
+        rows = batch.tokens.padded()
+        computed.append(len(batch.tokens.prefix_ids) + len(batch.tokens.ids))
+        padded.append(rows.numel())
+        with torch.no_grad():
+            cached = replace(batch, images=backbone.encode_image(batch.images), cached_features=True)
+            pixels = backbone.normalise(batch.images)
+        given = accelerator, precision
+        steps = {
+            "padded": partial(step, optimizer, padded_backward, backbone, method, batch, rows, precision),
+            "ours": partial(step, optimizer, backward, backbone, method, batch, *given),
+            "kept": partial(step, optimizer, backward, backbone, keeping, batch, *given, modules=teacher),
+            "frozen": partial(step, text_optimizer, backward, backbone, method, cached, *given),
+        }
+        return steps | ({"peer": partial(peer_step, pixels, rows)} if peer else {})
+
+    peak, flops = peak_flops(device), {}
+    for name, one in steps_of(0).items() if peak else ():
+        with FlopCounterMode(display=False) as counter:
+            one()
+        flops[name] = counter.get_total_flops()
+    times, peaks = by_turns_with_memory(steps_of, options.repeats, device)
+    shares = {name: round(count / statistics.median(times[name]) / peak, 3) for name, count in flops.items()}
+    share = round(sum(computed) / sum(padded), 3)
+    further = {"window": backbone.context_length, "text_tokens_computed_share": share}
+    publish_steps(options, "train_step", times, peaks, "padded", shares, **further)
 
 
 if __name__ == "__main__":

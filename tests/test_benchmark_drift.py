@@ -1,4 +1,4 @@
-"""benchmarks/drift.py: what it changes in the states that a UNet reads, and how it scores the images."""
+"""benchmarks/studies/states.py: what it changes in the states that a UNet reads, and how it scores the images."""
 
 import importlib
 from pathlib import Path
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def drift():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-        yield importlib.import_module("drift")
+        yield importlib.import_module("studies.states")
 
 
 def random_states(drift, seed: int = 0):

@@ -92,8 +92,10 @@ def check_script(words: list[str]) -> None:
         words = [word for word in words[2:] if word.endswith(".py")]
     source = (ROOT / words[0]).read_text()
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
-    known = {argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)}
+    adding = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
+    known = {argument.value for call in adding for argument in call.args if isinstance(argument, ast.Constant)}
+    options = (call.keywords for call in calls if getattr(call.func, "id", "") == "read_options")
+    known |= {f"--{option.arg.replace('_', '-')}" for keywords in options for option in keywords}
     assert not {word for word in words if word.startswith("--")} - known
 
 
@@ -210,7 +212,7 @@ def test_options_in_sentences_exist():
         "accelerate launch -m debias_diffusion train --config configs/debias-clip-vit-b16.yaml --epocs 3",
         "srun bash -c 'X=1 torchrun --nnodes 2 \\\n -m debias_diffusion train --config configs/none.yaml'",
         "for i in $(seq $((2 * 3))); do nice -n 9 debias-diffusion app --prot 1 & done; wait  # it's ours",
-        "python benchmarks/policies.py --promts 3",
+        "python benchmarks/studies/reading.py --promts 3",
         "python benchmarks/none.py",
         "make tests",
         'pip install -e ".[trains]"',

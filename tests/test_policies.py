@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/policies.py, and that each of its changes takes effect."""
+"""The arithmetic of benchmarks/studies/reading.py, and that each of its changes takes effect."""
 
 import importlib
 from itertools import product
@@ -14,7 +14,7 @@ PROMPT = "In the top left there is a small red star."
 def policies():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-        yield importlib.import_module("policies")
+        yield importlib.import_module("studies.reading")
 
 
 def test_objects_are_selected_by_the_sentence_that_mentions_them_first(policies):
@@ -50,7 +50,7 @@ def test_every_change_meets_every_first_encoder_in_the_table(policies):
     worse = by_name["both padded with 0", "all three"]
     assert worse["all"] == {"objects": 6, "right": 0, "difference": -50, "low": -50, "high": -50}
     assert worse["2 to 4"]["difference"] == worse["short"]["difference"] == -100 and worse["later"]["difference"] == 0
-    lines = policies.as_table(rows).splitlines()
+    lines = policies.as_table(rows).markdown().splitlines()
     worse = "| both padded with 0 | clip | 0.0: -50.0 (-50.0 to -50.0) | 0.0: -100.0 (-100.0 to -100.0) |"
     assert any(line.startswith(worse) for line in lines)
     assert f"| {policies.DEFAULT} | clip | 50.0 | 100.0 | 0.0 | 100.0 |" in lines

@@ -56,8 +56,8 @@ def missing_weights(base: Base) -> list[str]:
     """Of weights with a hub repository or a hub id: a line if they are not in the hub's cache of this machine."""
     if base.pretrained is not None and Path(base.pretrained).exists():
         return []
-    is_hub_id = base.model.count("/") == 1 and not base.model.startswith("toy/") and not Path(base.model).exists()
-    repository = base.weights or (base.model if is_hub_id else None)
+    is_local = ":" in base.model or base.model.startswith("toy/") or Path(base.model).exists()  # ":" ends a reading
+    repository = base.weights or (base.model if base.model.count("/") == 1 and not is_local else None)
     name = f"{base.model}:{base.pretrained}" if base.pretrained else base.model
     return _not_cached(repository, name) if repository else []
 

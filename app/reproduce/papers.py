@@ -265,10 +265,10 @@ def find_papers(folder: str) -> Path:
     """
     places = [Path(folder)] if folder != ReproduceConfig.papers else [Path(folder), _BESIDE_THE_PACKAGE]
     for place in places:
-        if (place / f"{CLAIMS}.yaml").is_file():
+        if any(place.glob(f"{WORLD}*.yaml")):
             return place
     raise UserError(
-        f"The folder {folder!r} holds no {CLAIMS}.yaml. Run the command in a clone of the repository, or give its "
+        f"The folder {folder!r} holds no {WORLD}*.yaml. Run the command in a clone of the repository, or give its "
         "folder configs/papers as --papers."
     )
 
@@ -285,8 +285,9 @@ def read_tables(folder: Path) -> dict[str, PaperTable]:
 
 
 def read_absent(folder: Path) -> list[Absent]:
-    """The tables and figures without a file of settings."""
-    return read_yaml(folder / f"{NOT_HERE}.yaml", list[Absent])
+    """The tables and figures without a file of settings; a folder of studies has none."""
+    file = folder / f"{NOT_HERE}.yaml"
+    return read_yaml(file, list[Absent]) if file.is_file() else []
 
 
 def read_world(folder: Path, name: str) -> World:

@@ -48,16 +48,18 @@ def _cells(table: PaperTable, label: str, scores: Lookup) -> dict[str, dict]:
 
 
 def table_page(content: dict) -> str:
-    """The Markdown of a written table: ours, the published number and the difference in each column."""
+    """The Markdown of a written table: ours and, if any is published, the published number and the difference."""
+    published = any(cell["published"] is not None for cells in content["rows"].values() for cell in cells.values())
     header = ["row"]
     for title in content["columns"]:
-        header += [title, "published", "difference"]
+        header += [title, "published", "difference"] if published else [title]
     rows = []
     for label, cells in content["rows"].items():
         row = [label]
         for cell in cells.values():
             difference = cell["difference"]
-            row += [cell["ours"], cell["published"], None if difference is None else f"{difference:+.2f}"]
+            row += [cell["ours"]]
+            row += [cell["published"], None if difference is None else f"{difference:+.2f}"] if published else []
         rows.append(row)
     lines = [f"# {escaped(content['paper'])}, {escaped(content['name'])}: {escaped(content['title'])}"]
     lines += [f"{content['world']}, seeds {', '.join(map(str, content['seeds']))}. Published: {content['source']}."]

@@ -16,6 +16,10 @@ ROWS = ("clip", "clip in overlapping chunks", *RECIPES)  # of images
 TINY = {"scenes": 3, "prompts": 4, "split": "development", "train": "all"}
 
 
+def markdown(parts: list) -> str:
+    return "\n".join(part if isinstance(part, str) else part.markdown() for part in parts)
+
+
 @pytest.fixture
 def benchmark(request, monkeypatch):
     """The module of this name."""
@@ -51,14 +55,14 @@ def test_several_seeds_stand_in_one_table(benchmark, tmp_path, monkeypatch):
     first_image = "images/SDXL-s-own-cut-at-77-tokens/000000.png"
     assert len({(folder / first_image).stat().st_mtime_ns for folder in images}) == 1
     told = [line["told"] for line in referring["ceilings"]]
-    tables = benchmark.as_markdown({4: result, 5: result})
+    tables = markdown(benchmark.tables({4: result, 5: result}))
     shown = first["encoders"]["debias-clip"]
     assert tables.count("| 4 | debias-clip |") == tables.count("| 5 | debias-clip |") == 3  # retrieval, two conditions
     assert f"| 4 | debias-clip | {shown['objects_right']['value']:.1f} |" in tables
     assert all(f"| 5 | {way} |" in tables for way in told if way != benchmark.ALL)
 
 
-@pytest.mark.parametrize("benchmark", ["drift"], indirect=True)
+@pytest.mark.parametrize("benchmark", ["studies.states"], indirect=True)
 def test_rows_are_drawn_once_scored_and_compared(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "STEPS", 1)
     images = benchmark.Images("development", 2, tmp_path)
@@ -80,7 +84,7 @@ def test_rows_are_drawn_once_scored_and_compared(benchmark, tmp_path, monkeypatc
         difference = debias["scores"]["fid_own"]["value"] - scored[name]["scores"]["fid_own"]["value"]
         assert debias[f"minus {other}"]["fid_own"]["difference"] == pytest.approx(difference)
     assert "minus original" not in scored[benchmark.ORIGINAL]
-    shown = benchmark.as_markdown({"seed-1": scored, "seed-2": scored})
+    shown = markdown(benchmark.tables({"seed-1": scored, "seed-2": scored}))
     value = debias["scores"]["dino_score"]["value"]
     assert f"{value:.3f}, {value:.3f}" in shown
     assert shown.count("\n| Long-CLIP: less a linear map |") == 5  # one of scores, and two seeds compared twice

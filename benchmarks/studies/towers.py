@@ -1,6 +1,6 @@
 """Is a text tower without a causal mask more biased towards the opening? In the toy world.
 
-    python benchmarks/causal_mask.py [--seeds 0 1 2 3 4] [--steps 500] [--output runs/causal-mask]
+    python benchmarks/studies/towers.py [--seeds 0 1 2 3 4] [--steps 500] [--output runs/causal-mask]
 
 The paper compares CLIP, whose text tower has a causal mask, with SigLIP, whose tower has none (Figures 2, 3, S1 and
 S2), but the two also differ in data, loss, tokenizer, pooling and context length. Here nothing but the mask differs:
@@ -13,24 +13,27 @@ and seeds may run side by side. Prints the tables and writes them to benchmarks/
 numbers as .json.
 """
 
-import argparse
 import json
 import math
 import statistics
+import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from machine import machine
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import CPU, publish, read_options
+from machine import machine
+
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.encoders import load_two_tower
-from debias_diffusion.eval.report import Table, versions
+from debias_diffusion.eval.report import Table
 from debias_diffusion.eval.robustness import edit_caption
-from debias_diffusion.files import atomic_file, write_json, write_text
+from debias_diffusion.files import atomic_file, write_json
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.retrieval import encode_images, recall_ranks
@@ -38,7 +41,6 @@ from debias_diffusion.toymodels.clip import draw_indices, draw_text, new_clip, r
 from debias_diffusion.toymodels.stage import run_stage
 from debias_diffusion.toyworld.scenes import base_scene
 
-RESULTS = Path(__file__).parent / "results"
 TEACHER = "toy/clip"
 SCENES, BATCH = 8000, 64
 LOG_100 = math.log(100)
@@ -121,7 +123,7 @@ def run_seed(output: Path, seed: int, steps: int) -> None:
             backbone = train_tower(folder, teacher, causal, seed, steps, features)
             write_json(
                 folder / "scores.json",
-                {"steps": steps, "machine": machine(torch.device("cpu"))} | score(backbone, images, texts, causal),
+                {"steps": steps, "machine": machine(CPU)} | score(backbone, images, texts, causal),
             )
 
 
@@ -131,8 +133,8 @@ def with_shares(scores: dict) -> dict:
     return {name: scores[name] for name in ("steps", "machine", *EDITS)} | lost
 
 
-def tables(scores: dict[int, dict[str, dict]]) -> str:
-    """R@1 by edit, and the share lost, as Markdown: means over seeds, with the standard deviation."""
+def tables(scores: dict[int, dict[str, dict]]) -> list[Table]:
+    """R@1 by edit, and the share lost: means over seeds, with the standard deviation."""
 
     def row(name: str, keys: tuple[str, ...]) -> list[str]:
         by_key = ([of_seed[name][key] for of_seed in scores.values()] for key in keys)
@@ -140,27 +142,19 @@ def tables(scores: dict[int, dict[str, dict]]) -> str:
         return [name, *(f"{statistics.mean(values):.1f} ± {spread(values):.1f}" for values in by_key)]
 
     shares = tuple(f"lost {edit}" for edit in BASES)
-    recall = Table(["R@1, %", *EDITS], [row(name, EDITS) for name in MASKS])
     header = ["share of R@1 lost, %", *(f"{edit}, of {base}" for edit, base in BASES.items())]
-    lost = Table(header, [row(name, shares) for name in MASKS])
-    return f"{recall.markdown()}\n\n{lost.markdown()}\n"
+    recall = Table(["R@1, %", *EDITS], [row(name, EDITS) for name in MASKS])
+    return [recall, Table(header, [row(name, shares) for name in MASKS])]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=500, help="of each tower")
-    parser.add_argument("--output", type=Path, default=Path("runs/causal-mask"))
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, seeds=[0, 1, 2, 3, 4], steps=500, output=Path("runs/causal-mask"))
     output, scores = arguments.output / f"steps-{arguments.steps}", {}
     for seed in arguments.seeds:
         run_seed(output, seed, arguments.steps)
         files = {name: output / f"seed-{seed}" / name.replace(" ", "-") / "scores.json" for name in MASKS}
         scores[seed] = {name: with_shares(json.loads(file.read_text())) for name, file in files.items()}
-        print("\n" + tables(scores))
-    RESULTS.mkdir(exist_ok=True)
-    write_json(RESULTS / "causal_mask.json", {"versions": versions(), "steps": arguments.steps, "seeds": scores})
-    write_text(RESULTS / "causal_mask.md", tables(scores))
+    publish("causal_mask", {"steps": arguments.steps, "seeds": scores}, *tables(scores))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What of an encoder's drift harms images, and what undoes it without training.
 
-    python benchmarks/drift.py [--prompts 100]                       # the shipped encoders, development scenes
-    python benchmarks/drift.py --seeds 7 8 9 [--prompts 200] [--output runs/drift]   # trained anew, new scenes
+    python benchmarks/studies/states.py [--prompts 100]               # the shipped encoders, development scenes
+    python benchmarks/studies/states.py --seeds 7 8 9 [--prompts 200]  # trained anew, new scenes
 
 toy/sdxl draws the same prompts from the same noise, and one thing at a time is changed in the penultimate states that
 the first encoder gives its UNet, the second encoder being the checkpoint's own in overlapping chunks:
@@ -17,23 +17,25 @@ Everything finished is kept. Prints tables and writes them to benchmarks/results
 drift-7-8-9.md, with the numbers as JSON.
 """
 
-import argparse
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from seeds import difference_cell, write_results
 from torch import Tensor
 from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import CPU, publish, read_options
 
 from debias_diffusion.app.quickstart import Setup
 from debias_diffusion.eval.images.drift import Moments, Reader
 from debias_diffusion.eval.images.objects import compare_images, compare_objects, objects_numbers
 from debias_diffusion.eval.images.scores import ImageNumbers, ImageScores, References, compare
-from debias_diffusion.eval.report import Table
+from debias_diffusion.eval.report import Table, cell
 from debias_diffusion.files import atomic_file
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
@@ -184,12 +186,12 @@ class Images:
         self.split, self.count, self.folder = split, count, folder
         self.captions = [caption(split, index) for index in range(count)]
         self.prompts = [ImagePrompt(clean(text.text), seed) for seed, text in enumerate(self.captions)]
-        self.base = Reader.load(BASE, torch.device("cpu"))
-        self.scores = ImageScores(dino=FEATURES, own_features=FEATURES, batch_size=100, device=torch.device("cpu"))
+        self.base = Reader.load(BASE, CPU)
+        self.scores = ImageScores(dino=FEATURES, own_features=FEATURES, batch_size=100, device=CPU)
 
     @cached_property
     def pipe(self) -> StableDiffusionXLLongPromptPipeline:
-        pipe = load_pipeline(BASE, None, torch.device("cpu"))
+        pipe = load_pipeline(BASE, None, CPU)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -235,7 +237,7 @@ def rows_of(images: Images, encoders: dict[str, str], fitted_on: int) -> list[st
     rows = [IN_CHUNKS, ORIGINAL, f"{ORIGINAL}, no guidance"]
     captions = [caption(FITTED_ON, index).text for index in range(fitted_on)]
     for title, name in encoders.items():
-        reader = Reader.load(name, torch.device("cpu"))
+        reader = Reader.load(name, CPU)
         maps = Maps(partial(fit_moments, reader, images.base, captions))
         changes = CHANGES if title in DRIFTED else {AS_THEY_ARE: CHANGES[AS_THEY_ARE]}
         for change, of_states in changes.items():
@@ -284,23 +286,28 @@ def trained(seed: int, output: Path) -> dict[str, str]:
 # ---- tables
 
 
-def as_markdown(seeds: dict[str, dict]) -> str:
+def tables(seeds: dict[str, dict]) -> list[Table | str]:
     """A table of the scores of all seeds, and tables of their differences with intervals."""
     rows, titles = list(next(iter(seeds.values()))), [title for title, _ in SCORES.values()]
     scores = [
         [row, *(_values([results[row]["scores"][name] for results in seeds.values()], name) for name in SCORES)]
         for row in rows
     ]
-    parts = [Table(["states of the first encoder", *titles], scores).markdown()]
+    parts = [Table(["states of the first encoder", *titles], scores)]
     for other, title in OTHERS.items():
         lines = [
-            [row, seed, *(difference_cell(results[row][f"minus {other}"][name], SCORES[name][1]) for name in SCORES)]
+            [row, seed, *(_difference(results[row][f"minus {other}"], name) for name in SCORES)]
             for row in rows
             for seed, results in seeds.items()
             if f"minus {other}" in results[row]
         ]
-        parts += [f"Minus {title}:", Table(["states", "seed", *titles], lines).markdown()]
-    return "\n\n".join(parts) + "\n"
+        parts += [f"Minus {title}:", Table(["states", "seed", *titles], lines)]
+    return parts
+
+
+def _difference(differences: dict, name: str) -> str:
+    line = differences[name]
+    return cell(line["difference"], line["low"], line["high"], f"+.{SCORES[name][1]}f")
 
 
 def _values(numbers: list[dict], name: str) -> str:
@@ -308,12 +315,7 @@ def _values(numbers: list[dict], name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[])
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--fitted-on", type=int, default=400, help="captions")
-    parser.add_argument("--output", type=Path, default=Path("runs/drift"))
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, seeds=[], prompts=100, fitted_on=400, output=Path("runs/drift"))
     runs = {f"seed-{seed}": f"test-{seed}" for seed in arguments.seeds} or {"development": "development"}
     results = {}
     for number, (name, split) in enumerate(runs.items()):
@@ -322,7 +324,8 @@ def main() -> None:
         images = Images(split, arguments.prompts, folder / f"images-{arguments.prompts}")
         results[name] = score(images, rows_of(images, encoders, arguments.fitted_on))
     settings = {"prompts": arguments.prompts, "fitted_on": arguments.fitted_on}
-    write_results("drift", arguments.seeds or ["development"], settings, results, as_markdown(results))
+    names = "-".join(map(str, arguments.seeds or ["development"]))
+    publish(f"drift-{names}", {"settings": settings, "seeds": results}, *tables(results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How SDXL's two encoders should be read: correct objects in generated toy images, under one change at a time.
 
-    nice -n 10 python benchmarks/policies.py [--prompts 300] [--short-prompts 120] [--seed 0] [--output runs/policies]
+    nice -n 10 python benchmarks/studies/reading.py [--prompts 300] [--short-prompts 120] [--output runs/policies]
 
 The second encoder reads chunks of 77 tokens, is stretched to 248 positions or trained at 248 positions; prompts are
 padded with EOT or 0; the UNet reads the penultimate or the last layer. Each change is measured with three first
@@ -11,8 +11,8 @@ Results are cached in the output folder: a stopped run resumes, and a run with m
 table, and writes it to benchmarks/results/ as policies.md, with the numbers as policies.json.
 """
 
-import argparse
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,14 +20,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from machine import machine
 from torch import nn
 from tqdm import tqdm
 
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import publish, read_options
+
 from debias_diffusion.eval.images.objects import LATE
 from debias_diffusion.eval.intervals import paired_difference
-from debias_diffusion.eval.report import versions
-from debias_diffusion.files import path_digest, write_json, write_text
+from debias_diffusion.eval.report import Table, cell
+from debias_diffusion.files import path_digest, write_json
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.text_encoders import import_text_encoder, to_transformers
 from debias_diffusion.models.loading import load_backbone
@@ -44,7 +46,6 @@ from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.scenes import Scene, scene
 from debias_diffusion.training.loop import train
 
-RESULTS = Path(__file__).parent / "results"
 SPLIT = "development"
 FIRST = ("clip", "long-clip", "debias-clip")
 _ALL_FIRST = "all three"
@@ -269,38 +270,29 @@ def compare_all(cells: dict[tuple[str, str], dict], first_mentions: Sequence[dic
     return rows
 
 
-def as_table(rows: list[dict]) -> str:
-    """The rows in Markdown."""
-    lines = [
-        "| change | first encoder | correct objects, % | first mentioned in sentences 2 to 4 | later | short prompts |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        numbers = [_as_cell(row[kind], row["change"] == DEFAULT) for kind in ("all", "2 to 4", "later", "short")]
-        lines.append("| " + " | ".join([row["change"], row["first"], *numbers]) + " |")
-    return "\n".join(lines) + "\n"
+def as_table(rows: list[dict]) -> Table:
+    kinds = {
+        "all": "correct objects, %",
+        "2 to 4": "first mentioned in sentences 2 to 4",
+        "later": "later",
+        "short": "short prompts",
+    }
+    cells = [[row["change"], row["first"], *(_cell(row[k], row["change"] == DEFAULT) for k in kinds)] for row in rows]
+    return Table(["change", "first encoder", *kinds.values()], cells)
 
 
-def _as_cell(numbers: dict[str, float], is_default: bool) -> str:
-    if is_default:
-        return f"{numbers['right']:.1f}"
-    return "{right:.1f}: {difference:+.1f} ({low:+.1f} to {high:+.1f})".format(**numbers)
+def _cell(numbers: dict[str, float], is_default: bool) -> str:
+    difference = cell(numbers["difference"], numbers["low"], numbers["high"], "+.1f")
+    return f"{numbers['right']:.1f}" if is_default else f"{numbers['right']:.1f}: {difference}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=300, help="long prompts")
-    parser.add_argument("--short-prompts", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("runs/policies"))
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, prompts=300, short_prompts=120, seed=0, output=Path("runs/policies"))
     torch.set_num_threads(1)  # for tensors as small as these a second thread only waits
     bench = Bench(arguments.output, arguments.prompts, arguments.short_prompts, arguments.seed)
     cells = bench.run()
     rows = compare_all(cells, [caption.first_mentions() for caption in bench.long.captions])
     result = {
-        "machine": machine(torch.device("cpu")),
-        "versions": versions(),
         "settings": {"split": SPLIT, "steps": STEPS, "guidance_scale": GUIDANCE_SCALE}
         | {name: value for name, value in vars(arguments).items() if name != "output"},
         "rows": rows,
@@ -310,9 +302,7 @@ def main() -> None:
         },
         "seconds": round(sum(cell["seconds"] for cell in cells.values())),
     }
-    print("\n" + as_table(rows))
-    write_json(RESULTS / "policies.json", result)
-    write_text(RESULTS / "policies.md", as_table(rows))
+    publish("policies", result, as_table(rows))
 
 
 if __name__ == "__main__":

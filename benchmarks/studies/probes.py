@@ -1,6 +1,6 @@
 """Do the toy encoders know which colour belongs to which object, and what "it" is?
 
-    python benchmarks/binding.py [--models toy/clip] [--bases toy/sdxl] [--steps 1500]
+    python benchmarks/studies/probes.py [--models toy/clip] [--bases toy/sdxl] [--steps 1500]
 
 Of pooled features (--models): scenes of two objects, of which something is exchanged or changed in the caption; how
 often the image is nearer to its own caption. A guess has 50%.
@@ -11,12 +11,11 @@ percent of the places with an object, kind and colour right, for objects told in
 reference; and of the empty places, how many are said to be filled. Captions are truncated at 77 tokens; objects whose
 sentences lie beyond do not count.
 
-Prints tables and writes them to benchmarks/results/binding.json. A probe takes two minutes on two cores.
+Prints tables and writes them to benchmarks/results/ as binding. A probe takes two minutes on two cores.
 """
 
-import argparse
-import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +25,16 @@ import torch.nn.functional as F
 import transformers
 from diffusers import StableDiffusionXLPipeline
 from diffusers.utils import logging
-from machine import machine
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import publish, read_options
+
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.eval.images.references import sentences_needed, truncated
-from debias_diffusion.eval.report import table
+from debias_diffusion.eval.report import Table
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.clip import encode
@@ -41,7 +42,6 @@ from debias_diffusion.toyworld.grammar import STYLES, Caption, full_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import COLOURS, KINDS, PLACES, Scene, Thing, draw_scene, generator
 
-RESULT = Path(__file__).parent / "results" / "binding.json"
 SPLIT = "development-binding"
 WIDTH, HEADS, BATCH = 128, 4, 128
 LEARNED_FROM, ASKED = 6000, 1000  # captions
@@ -174,25 +174,21 @@ def probe(states: Tensor, answers: Tensor, by_reference: Tensor, steps: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=["toy/clip"])
-    parser.add_argument("--bases", nargs="*", default=["toy/sdxl"])
-    parser.add_argument("--scenes", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=1500)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, models=["toy/clip"], bases=["toy/sdxl"], scenes=400, steps=1500)
     for library in (logging, transformers.logging):  # that captions are cut at 77 tokens is meant here
         library.set_verbosity_error()
     pooled = {model: nearer(model, arguments.scenes) for model in arguments.models}
-    print(table(["nearer to its own caption, %", *EDITS], [[model, *row.values()] for model, row in pooled.items()]))
     probed = {}
     for base in arguments.bases:
         states, *rest = hidden_states(base)
         for encoder, of_encoder in states.items():
             probed[f"{base}, {encoder}"] = probe(of_encoder, *rest, arguments.steps)
-    rows = [[name, *row.values()] for name, row in probed.items()]
-    print(table(["kind and colour right, %", "told alone", "by reference", "empty places filled"], rows))
-    measured = {"settings": vars(arguments), "machine": machine(torch.device("cpu"))}
-    RESULT.write_text(json.dumps(measured | {"nearer": pooled, "probed": probed}, indent=2) + "\n")
+    titles = ["kind and colour right, %", "told alone", "by reference", "empty places filled"]
+    tables = [
+        Table(["nearer to its own caption, %", *EDITS], [[model, *row.values()] for model, row in pooled.items()]),
+        Table(titles, [[name, *row.values()] for name, row in probed.items()]),
+    ]
+    publish("binding", {"settings": vars(arguments), "nearer": pooled, "probed": probed}, *tables)
 
 
 if __name__ == "__main__":

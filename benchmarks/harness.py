@@ -1,0 +1,79 @@
+"""What all benchmarks share: their options, rounds in turns, and where results are written."""
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine, seconds
+from tqdm import tqdm
+
+from debias_diffusion.eval.report import Table, versions
+from debias_diffusion.files import write_json, write_text
+
+RESULTS = Path(__file__).parent / "results"
+CPU = torch.device("cpu")
+# Edits of captions in the tables of retrieval.
+EDITS = {"keep": "Whole caption", "move2": "1 and 2 swapped", "move4": "1 and 4 swapped", "remove": "1 removed"}
+
+
+def read_options(description: str, **defaults: Any) -> argparse.Namespace:
+    """The options on the command line, `--batch-size` for `batch_size`, each of the type of its default.
+
+    Args:
+        defaults: of a list, any number of its values (of an empty one, whole numbers); of a tuple, one of its values,
+            the first unless given; False: a flag; None: text.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(flag, choices=default, default=default[0])
+        elif isinstance(default, list):
+            parser.add_argument(flag, nargs="*", type=type(default[0]) if default else int, default=default)
+        else:
+            parser.add_argument(flag, type=str if default is None else type(default), default=default)
+    return parser.parse_args()
+
+
+def by_turns(
+    variants: Mapping[str, Callable] | Callable[[int], Mapping[str, Callable]],
+    rounds: int,
+    measure: Callable[[Callable], Any],
+) -> dict[str, list]:
+    """What `measure` gives for each variant in each round; they take turns, so that other work falls on all alike.
+
+    Args:
+        variants: by name, or what makes those of a round; round 0 comes first and is not counted.
+        measure: a variant -> seconds, or whatever is measured.
+    """
+    measured: dict[str, list] = {}
+    for number in tqdm(range(rounds + 1), desc="rounds, the first uncounted"):
+        for name, run in (variants(number) if callable(variants) else variants).items():
+            result = measure(run)
+            if number:
+                measured.setdefault(name, []).append(result)
+    return measured
+
+
+def median_seconds(variants: Mapping[str, Callable], rounds: int, device: torch.device) -> dict[str, float]:
+    """The median seconds of each variant, in turns."""
+    times = by_turns(variants, rounds, lambda run: seconds(run, device))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def publish(name: str, measured: Mapping, *parts: Table | str, device: torch.device = CPU) -> None:
+    """Prints tables and text, and writes them to benchmarks/results/NAME.md, with the numbers as NAME.json.
+
+    Args:
+        measured: what the JSON holds, beside the machine and the versions of libraries.
+    """
+    text = "\n\n".join(part.markdown() if isinstance(part, Table) else part for part in parts) + "\n"
+    print("\n" + text)
+    RESULTS.mkdir(exist_ok=True)
+    write_json(RESULTS / f"{name}.json", {"machine": machine(device), "versions": versions()} | measured)
+    write_text(RESULTS / f"{name}.md", text)
