@@ -23,7 +23,7 @@ from debias_diffusion.files import write_json, write_text
 
 RESULTS = Path(__file__).parent / "results"
 PICTURE = Path(__file__).parent.parent / "docs" / "by-sentence.png"
-WAYS = {"original": "cut at 77 tokens", "overlap:original": "read whole, in overlapping chunks"}
+WAYS = {"cut:original": "cut at 77 tokens", "original": "read whole, in overlapping chunks"}
 COLOURS = ("#b8b8b8", "#2a6f97")
 FEW = 20  # objects that a bar needs
 

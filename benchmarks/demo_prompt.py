@@ -20,7 +20,7 @@ from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.toy_scenes import mark, random_scene
 from debias_diffusion.app.options import AppConfig
 from debias_diffusion.devices import pick_device
-from debias_diffusion.eval.encoder_names import labels
+from debias_diffusion.encoders import labels
 from debias_diffusion.files import read_json_object, write_json
 from debias_diffusion.toyworld.scenes import PLACES
 
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=33)
     scenes = range(parser.parse_args().scenes)
     config = AppConfig()
-    names, by_scene = labels(config.encoders), read_json_object(RESULTS).get("scenes", {})
+    names, by_scene = labels(config.specs), read_json_object(RESULTS).get("scenes", {})
     missing = [number for number in scenes if str(number) not in by_scene]
     models = DemoModels(config.base, config.encoders, pick_device("cpu")) if missing else None
     for number in tqdm(missing):

@@ -201,14 +201,14 @@ class Images:
         return [self.folder / re.sub(r"[^\w]+", "-", row) / f"{index:06}.png" for index in range(self.count)]
 
     def draw(
-        self, row: str, change: Callable | None = None, guidance_scale: float = GUIDANCE_SCALE, overlap: bool = True
+        self, row: str, change: Callable | None = None, guidance_scale: float = GUIDANCE_SCALE, reading: str = "overlap"
     ) -> None:
         """Draws what is missing; `change` makes other `prompt_embeds` of the original's and the texts."""
         files = self.files(row)
         wanted = [index for index, file in enumerate(files) if not file.exists()]
         if not wanted:
             return
-        pipe = self.pipe.set_long_prompt(overlap=overlap)
+        pipe = self.pipe.set_long_prompt(reading=reading)
         sampling = Sampling(STEPS, guidance_scale)
         layouts = {index: read_layout(pipe, prompt, sampling) for index, prompt in enumerate(self.prompts)}
         for batch in tqdm(plan_batches(self.prompts, layouts, _AT_ONCE, wanted), desc=row):
@@ -229,7 +229,7 @@ class Images:
 
 def rows_of(images: Images, encoders: dict[str, str], fitted_on: int) -> list[str]:
     """Draws all rows, and returns their names."""
-    images.draw(IN_CHUNKS, overlap=False)
+    images.draw(IN_CHUNKS, reading="separate")
     images.draw(ORIGINAL)
     images.draw(f"{ORIGINAL}, no guidance", guidance_scale=1)
     rows = [IN_CHUNKS, ORIGINAL, f"{ORIGINAL}, no guidance"]

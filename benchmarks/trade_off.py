@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from seeds import EDITS, RESULTS
 
 from debias_diffusion.app.quickstart import IMAGES_AT_ONCE
-from debias_diffusion.eval.encoder_names import OVERLAP
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.report import Table, versions
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
@@ -49,9 +48,7 @@ def scores(runs: dict[float, str], output: Path) -> dict:
     for kind, (data, limit) in SPLITS.items():
         settings = dict(output=str(output / kind), data=data, limit=limit, images_at_once=IMAGES_AT_ONCE)
         report = evaluate_generation(
-            GenerationConfig(
-                [OVERLAP + "toy/clip", *encoders], base="toy/sdxl", own_features="toy/features", **settings
-            )
+            GenerationConfig(["toy/clip", *encoders], base="toy/sdxl", own_features="toy/features", **settings)
         )
         drawn[kind] = [entry["scores"] for entry in report["encoders"].values()]
     rows = {"chunks": {kind: _shown(columns[0]) for kind, columns in drawn.items()}}

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from debias_diffusion.encoders import load_text_encoder
+from debias_diffusion.encoders import ORIGINAL, EncoderSpec, load_text_encoder
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.images import drawing
-from debias_diffusion.eval.images.drawing import ORIGINAL, Drawing, DrawingSettings, Subject, folder_names, how_drawn
+from debias_diffusion.eval.images.drawing import Drawing, DrawingSettings, Subject, folder_names, how_drawn
 from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.processes import Processes
 from debias_diffusion.files import MACHINE
@@ -52,14 +52,14 @@ def started(base, **settings) -> Drawing:
     """With the base's models that an earlier one has loaded."""
     own = Drawing(DrawingSettings(base, **({"steps": STEPS} | settings)), Processes("cpu"))
     if base not in _LOADED:
-        own._load(ORIGINAL)
+        own._load(EncoderSpec.parse(ORIGINAL))
         _LOADED[base] = own._pipe
     own._pipe = _LOADED[base]
     return own
 
 
-def drawn(folder, base, encoder=ORIGINAL, subjects=SUBJECTS, **settings) -> list[Path]:
-    return started(base, **settings).draw(encoder, folder, subjects, encoder)
+def drawn(folder, base, encoder="cut:original", subjects=SUBJECTS, **settings) -> list[Path]:
+    return started(base, **settings).draw(EncoderSpec.parse(encoder), folder, subjects, encoder)
 
 
 def pixels(files) -> list[np.ndarray]:
@@ -103,7 +103,7 @@ def test_encoders_of_77_positions_read_what_stock_sdxl_reads(cut, base, tmp_path
         assert np.array_equal(np.asarray(expected), np.asarray(Image.open(file)))
     assert remarks
     logging.getLogger("diffusers").removeHandler(handler)
-    chunks = drawn(tmp_path / "chunks", base, "chunks:original")
+    chunks = drawn(tmp_path / "chunks", base, "separate:original")
     assert alike(cut, chunks) == list(SHORT)
     assert (how_drawn(cut[0].parent)["cut_at"], how_drawn(cut[0].parent)["prompts_cut"]) == (77, 4)
     assert how_drawn(chunks[0].parent)["cut_at"] is None
@@ -146,8 +146,6 @@ def test_scheduler_and_size_are_those_asked_for(base, tmp_path):
     ("settings", "message"),
     [
         ({"scheduler": "DDIM"}, "Unknown scheduler 'DDIM'. .*Choose from: EulerDiscreteScheduler"),
-        ({"layer": "first"}, "layer='first' is not allowed. Give penultimate or last"),
-        ({"height": 50}, "The height must be a positive multiple of 8 pixels, got 50. Take 48"),
         ({"width": 2**40}, "at most 89,478,485 can be drawn"),
     ],
 )
@@ -159,7 +157,7 @@ def test_settings_of_no_image_are_refused(base, settings, message):
 
 def test_overlapping_chunks_are_those_of_the_pipeline_and_a_setting_of_their_own(base, tmp_path):
     subjects = SUBJECTS[:2]  # of one chunk, and of several
-    readings = ("chunks", "overlap")
+    readings = ("separate", "overlap")
     chunks, overlap = (drawn(tmp_path / reading, base, f"{reading}:original", subjects) for reading in readings)
     assert alike(chunks, overlap) == [0] and how_drawn(tmp_path / "overlap")["cut_at"] is None
     pipe = StableDiffusionXLLongPromptPipeline.from_pretrained(base, add_watermarker=False)
@@ -167,15 +165,15 @@ def test_overlapping_chunks_are_those_of_the_pipeline_and_a_setting_of_their_own
     pipe.set_progress_bar_config(disable=True)
     expected = pipe(PROMPTS[1], num_inference_steps=STEPS, guidance_scale=7.0, generator=noise).images[0]
     assert np.array_equal(np.asarray(expected), np.asarray(Image.open(overlap[1])))
-    with pytest.raises(UserError, match="other settings: reading was 'chunks:', now 'overlap:'"):
-        drawn(tmp_path / "chunks", base, "overlap:original", subjects)
+    with pytest.raises(UserError, match="other settings: reading was 'separate', now 'overlap'"):
+        drawn(tmp_path / "separate", base, "overlap:original", subjects)
 
 
 def test_the_second_encoder_overlaps_beside_a_longer_one_unless_its_name_says_otherwise(base, long_encoder, tmp_path):
     subjects = SUBJECTS[:2]
     alone, overlap, chunks = (
         drawn(tmp_path / str(number), base, prefix + long_encoder, subjects)
-        for number, prefix in enumerate(("", "overlap:", "chunks:"))
+        for number, prefix in enumerate(("", "overlap:", "separate:"))
     )
     assert alike(alone, overlap) == [0, 1] and alike(alone, chunks) == [0]
 
@@ -187,7 +185,7 @@ def test_encoders_of_248_positions_read_all(whole, base, long_encoder, tmp_path)
     ]
     long = [file.read_bytes() for file in drawn(tmp_path / "long", base, long_encoder, subjects)]
     assert long[0] != long[1] and how_drawn(tmp_path / "long")["cut_at"] is None
-    cut = [file.read_bytes() for file in drawn(tmp_path / "cut", base, ORIGINAL, subjects)]
+    cut = [file.read_bytes() for file in drawn(tmp_path / "cut", base, "cut:original", subjects)]
     assert cut[0] == cut[1]
     assert how_drawn(whole[0].parent)["seconds"] > 0
     told = json.loads((whole[0].parent / "settings.json").read_text())
@@ -232,7 +230,7 @@ def test_images_of_values_that_are_no_numbers_are_named_and_the_rest_is_drawn(
     with torch.no_grad():
         text_encoder.get_input_embeddings().weight[only_in_the_third] = float("nan")
     with monkeypatch.context() as broken:
-        broken.setattr(drawing, "load_text_encoder", lambda path: (text_encoder, tokenizer))
+        broken.setattr(EncoderSpec, "load_text_encoder", lambda spec: (text_encoder, tokenizer))
         with pytest.raises(FailedError, match=r"^1 of 7 images by .* the first: 000002 \(its .* not finite.*float32"):
             drawn(tmp_path, base, long_encoder, images_at_once=2)
     assert {path.name for path in tmp_path.glob("*.png")} == {file.name for file in together} - {"000002.png"}
@@ -252,11 +250,11 @@ def test_too_little_memory_is_explained(base, tmp_path, monkeypatch):
 
 def test_encoders_share_the_rest_of_the_base(cut, whole, base, long_encoder, tmp_path):
     own = Drawing(DrawingSettings(base, STEPS), Processes("cpu"))
-    first = own.draw(long_encoder, tmp_path / "long", SUBJECTS, "long")
-    second = own.draw(ORIGINAL, tmp_path / "original", SUBJECTS, "original")
+    first = own.draw(EncoderSpec.parse(long_encoder), tmp_path / "long", SUBJECTS, "long")
+    second = own.draw(EncoderSpec.parse("cut:original"), tmp_path / "original", SUBJECTS, "original")
     for files, alone in ((first, whole), (second, cut)):
         assert [file.read_bytes() for file in files] == [file.read_bytes() for file in alone]
-    pipes = [own._load(encoder) for encoder in (long_encoder, ORIGINAL)]
+    pipes = [own._load(EncoderSpec.parse(name)) for name in (long_encoder, "cut:original")]
     for part in ("unet", "vae", "text_encoder_2"):
         assert getattr(pipes[0], part) is getattr(pipes[1], part)
     assert pipes[0].text_encoder is not pipes[1].text_encoder
@@ -273,13 +271,13 @@ def test_what_is_finished_loads_nothing(whole, base, long_encoder, monkeypatch):
     def load(*_):
         raise AssertionError("a model is loaded")
 
-    for name in ("load_text_encoder", "load_pipeline"):
-        monkeypatch.setattr(drawing, name, load)
+    monkeypatch.setattr(EncoderSpec, "load_text_encoder", load)
+    monkeypatch.setattr(drawing, "load_pipeline", load)
     own, folder = Drawing(DrawingSettings(base, STEPS), Processes("cpu")), whole[0].parent
-    own.check([long_encoder], [folder], SUBJECTS)
-    assert own.draw(long_encoder, folder, SUBJECTS, "long") == whole
+    own.check([EncoderSpec.parse(long_encoder)], [folder], SUBJECTS)
+    assert own.draw(EncoderSpec.parse(long_encoder), folder, SUBJECTS, "long") == whole
     with pytest.raises(AssertionError, match="a model is loaded"):
-        own.draw(long_encoder, folder, [*SUBJECTS, Subject("more", "A cat.", 0)], "long")
+        own.draw(EncoderSpec.parse(long_encoder), folder, [*SUBJECTS, Subject("more", "A cat.", 0)], "long")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +286,7 @@ def test_what_is_finished_loads_nothing(whole, base, long_encoder, monkeypatch):
 )
 def test_pictures_made_with_other_settings_are_refused(name, value, whole, base, long_encoder):
     settings = {"steps": STEPS, name: value}
-    encoder, data = settings.pop("encoder", long_encoder), settings.pop("data", None)
+    encoder, data = EncoderSpec.parse(settings.pop("encoder", long_encoder)), settings.pop("data", None)
     own = Drawing(DrawingSettings(base, **settings), Processes("cpu"), data)
     for work in (
         lambda: own.check([encoder], [whole[0].parent], SUBJECTS),
@@ -308,7 +306,7 @@ def test_an_encoder_of_another_width_is_refused(long_encoder, tmp_path):
     wide = str(tiny_sdxl.build_tiny_sdxl(tmp_path / "wide", text_width=64))
     own = Drawing(DrawingSettings(wide), Processes("cpu"))
     with pytest.raises(UserError, match=r"width 32; the UNet of .* reads 64"):
-        own.check([ORIGINAL, long_encoder], [tmp_path / "a", tmp_path / "b"], SUBJECTS)
+        own.check(list(map(EncoderSpec.parse, (ORIGINAL, long_encoder))), [tmp_path / "a", tmp_path / "b"], SUBJECTS)
     assert not (tmp_path / "a").exists()
 
 
@@ -340,14 +338,6 @@ def test_auto_settings_are_those_of_the_base(base):
     assert settings() == DrawingSettings(base, 30, 7.0, 1)
     assert settings(base="toy/sdxl") == DrawingSettings("toy/sdxl", 20, 3.0, 20)
     assert settings(base="toy/sdxl", steps=3, guidance_scale=1.0) == DrawingSettings("toy/sdxl", 3, 1.0, 20)
-    for name in ("steps", "images_at_once"):
-        with pytest.raises(UserError, match=f"{name}=0"):
-            settings(**{name: 0})
-    with pytest.raises(UserError, match="steps=1001 is not allowed. Give a whole number from 1 to 1000"):
-        settings(steps=1001)
-    for scale in (1e308, float("inf"), float("nan"), 1001.0):
-        with pytest.raises(UserError, match="The guidance scale must be a number up to 1000, got"):
-            settings(guidance_scale=scale)
     with pytest.raises(UserError, match="'nowhere' is not there"):
         settings(base="nowhere")
 
@@ -362,7 +352,7 @@ def test_two_processes_draw_the_same_pictures(together, base, long_encoder, tmp_
         own = Processes()
         with own.only_main_prints(), own.alone_in(output):
             drawing = Drawing(DrawingSettings(base, STEPS, images_at_once=2), own)
-            drawing.draw(long_encoder, output / "pictures", SUBJECTS, "shared")
+            drawing.draw(EncoderSpec.parse(long_encoder), output / "pictures", SUBJECTS, "shared")
             assert own.from_main(lambda: [own.index, "x"]) == [0, "x"]
             assert own.gathered([own.index]) == [0, 1]
             print(f"done by {own.count}")
@@ -386,9 +376,9 @@ def test_the_seed_decides_the_noise(whole, base, long_encoder, tmp_path):
 def test_seeds_out_of_range_are_refused(base, tmp_path, seed):
     own = started(base, seed=seed)
     for work in (
-        lambda: own.check([ORIGINAL], [tmp_path], SUBJECTS),
-        lambda: own.draw(ORIGINAL, tmp_path, SUBJECTS, ""),
+        lambda: own.check([EncoderSpec.parse(ORIGINAL)], [tmp_path], SUBJECTS),
+        lambda: own.draw(EncoderSpec.parse("cut:original"), tmp_path, SUBJECTS, ""),
     ):
         with pytest.raises(UserError, match=r"Seeds from .* a generator takes those from -2\^63 to 2\^64 - 1"):
             work()
-    own.check([ORIGINAL], [tmp_path], SUBJECTS[1:6])
+    own.check([EncoderSpec.parse(ORIGINAL)], [tmp_path], SUBJECTS[1:6])

@@ -320,7 +320,7 @@ def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
     score = {"dino_score": {"value": 0.25, "low": 0.125, "high": 0.5}}
     encoder = {"scores": score, "cut_at": None, "prompts_cut": 0, "seconds": 2.0}
     settings = {
-        "encoders": ["/private/enc", "toy/clip"],
+        "encoders": ["separate:/private/enc", "toy/clip"],
         "base": "stabilityai/x",
         "data": "/private/data.json",
         "seed": 3,

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.generate.command import generate
 from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images.drawing import ORIGINAL, Drawing, DrawingSettings, Subject
+from debias_diffusion.eval.images.drawing import Drawing, DrawingSettings, Subject
 from debias_diffusion.eval.processes import Processes
 from debias_diffusion.pipelines.checkpoints import (
     Checkpoint,
@@ -63,7 +64,7 @@ def test_generate_the_evaluations_and_the_demo_read_it(bases, tmp_path):
     paths = [render(bases / "sdxl", tmp_path / "folder.png")]
     paths += [render(base, tmp_path / f"{low}.png", low_memory=low) for low in (False, True)]
     drawing = Drawing(DrawingSettings(base, 1), Processes("cpu"))
-    paths += drawing.draw(ORIGINAL, tmp_path / "drawn", [Subject("a", "a red cat", 0)], "")
+    paths += drawing.draw(EncoderSpec.parse(ORIGINAL), tmp_path / "drawn", [Subject("a", "a red cat", 0)], "")
     assert len({Image.open(path).tobytes() for path in paths}) == 1
     assert drawing.digests["base"] == Checkpoint.parse(base).digest
     demo = DemoModels(base, [ORIGINAL], CPU)

@@ -21,7 +21,7 @@ from huggingface_hub import ModelCardData
 import debias_diffusion
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.ablation.saved import is_ablation, read_ablation
-from debias_diffusion.encoders import MODELS_OF_RUN, EncoderSpec, open_clip_models
+from debias_diffusion.encoders import MODELS_OF_RUN, READINGS, EncoderSpec, open_clip_models
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_json_object
 from debias_diffusion.jobs import Job
@@ -376,6 +376,9 @@ def _commit() -> str | None:
 
 def _public(name: str) -> str:
     """A name or path without the folders of this machine."""
+    prefix, colon, model = str(name).partition(":")
+    if colon and prefix in READINGS:
+        return f"{prefix}:{_public(model)}"
     path = Path(name)
     if not path.is_absolute():
         return str(name)

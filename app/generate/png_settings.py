@@ -15,9 +15,6 @@ from debias_diffusion.png import UNREADABLE
 SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
 PARAMETERS_KEY = "parameters"  # for viewers that read the chunk of A1111's interface
 
-# Settings that images of earlier releases lack, and how these were made; recorded only where they differ.
-UNRECORDED = {"overlap": False}
-
 # diffusers' schedulers by the names that A1111's interface gives to samplers
 SAMPLERS = {
     "DDIMScheduler": "DDIM",
@@ -78,7 +75,6 @@ def read_settings(path: Path) -> dict | None:
 
 def first_difference(before: dict, wanted: dict) -> str:
     """The first of the `wanted` settings that differs from those of an image, in words; "" if there is none."""
-    before, wanted = UNRECORDED | before, UNRECORDED | wanted
     name = next((name for name in wanted if before.get(name) != wanted[name]), None)
     if name is None:
         return ""

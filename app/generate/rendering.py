@@ -33,7 +33,7 @@ from debias_diffusion.pipelines.rendering import (
 )
 
 from ..options import GenerateConfig
-from .png_settings import UNRECORDED, settings_text, write_png
+from .png_settings import settings_text, write_png
 from .prompts import LeftOut, Prompt, cleaned, print_left_out
 
 
@@ -67,14 +67,13 @@ class Studio:
         config = self.config
         pipe = load_pipeline(config.base, config.encoder, self.device, self.dtype, config.encoder_2, part)
         pipe.set_progress_bar_config(disable=config.several)
-        return pipe.set_long_prompt(weighting=config.weighting, overlap=config.overlap)
+        return pipe.set_long_prompt(weighting=config.weighting, reading=config.reading)
 
     def settings(self) -> dict:
         """What all images of the run have in common and what decides how they look; reads no models."""
         config = vars(self.config)
-        names = ("base", "encoder", "encoder_2", "steps", "guidance_scale", "weighting")
-        changed = [name for name, value in UNRECORDED.items() if config[name] != value]
-        return {name: config[name] for name in (*names, *changed)} | {
+        names = ("base", "encoder", "encoder_2", "steps", "guidance_scale", "weighting", "reading")
+        return {name: config[name] for name in names} | {
             # An encoder that was trained further under the same name is another one.
             "encoder_sha256": _sha256(self.config.encoder),
             "encoder_2_sha256": _sha256(self.config.encoder_2),

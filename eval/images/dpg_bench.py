@@ -18,7 +18,6 @@ from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.files import bytes_digest, path_digest, sha256
 from debias_diffusion.tokens import clip_tokenizer
 
-from ..encoder_names import labels
 from ..options import AllConfig, DpgBenchConfig
 from ..processes import Processes
 from ..report import Table, cell, compared_tables, draw_bars
@@ -64,7 +63,7 @@ class _DpgBench:
         self.config, self.output = config, Path(config.output)
         self.settings = None if config.base is None else DrawingSettings.of(config)
         self.processes = Processes(config.device)
-        self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
+        self.encoders = config.labelled
         names = folder_names(list(self.encoders))
         self.folders = {label: self.output / "pictures" / name for label, name in names.items()}
         self.answers = {label: self.output / "answers" / f"{name}.jsonl" for label, name in names.items()}
@@ -139,7 +138,7 @@ class _DpgBench:
             reading = how_drawn(folder) if self.settings is not None else {}
             encoders[label] = score(results[label], groups, config.images_per_prompt) | reading
             encoders[label]["pictures"] = of_images
-        weights = {label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()}
+        weights = {label: digests["encoders"][spec] or digests["base"] for label, spec in self.encoders.items()}
         weights = weights or {label: numbers["pictures"] for label, numbers in encoders.items()}
         session = Session(NAME, config, bench.digest, bench.bad, self.processes.device)
         of_base = {name: digests[name] for name in ("base", "encoder_2")}

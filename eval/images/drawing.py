@@ -18,7 +18,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.chunks import TRAINED_POSITIONS
-from debias_diffusion.encoders import EncoderSpec, load_text_encoder
+from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import atomic_file, describe_changes, read_json_object, write_json
 from debias_diffusion.limits import Layer, check_guidance, check_pixels, check_seeds, check_side, check_steps
@@ -47,7 +47,6 @@ from debias_diffusion.pipelines.rendering import (
 from debias_diffusion.png import png_damage
 from debias_diffusion.tokens import clean
 
-from ..encoder_names import CHUNKS, ORIGINAL, READINGS, split_reading
 from ..processes import Processes
 
 _SETTINGS, _DRAWN = "settings.json", "drawn.json"
@@ -152,7 +151,7 @@ class Drawing:
         data: digest of the source of the prompts.
 
     Attributes:
-        digests: of the checkpoint, and of the encoders so far, by name; in the main process.
+        digests: of the checkpoint, and of the encoders so far; in the main process.
     """
 
     def __init__(self, settings: DrawingSettings, processes: Processes, data: str | None = None):
@@ -164,7 +163,7 @@ class Drawing:
         self._loaded_second: str | None = None
         self._second_digests: dict[str | None, str | None] = {}
 
-    def check(self, encoders: Sequence[str], folders: Sequence[Path], subjects: Sequence[Subject]) -> None:
+    def check(self, encoders: Sequence[EncoderSpec], folders: Sequence[Path], subjects: Sequence[Subject]) -> None:
         """Checks all encoders before anything is rendered.
 
         Raises:
@@ -176,19 +175,16 @@ class Drawing:
             self._check_seeds(subjects)
             for encoder, folder in zip(encoders, folders, strict=True):
                 _check_same_settings(folder, self._settings_record(encoder))
-                if _missing(folder, subjects) and split_reading(encoder)[1] != ORIGINAL:
+                if _missing(folder, subjects) and encoder.kind is not Kind.ORIGINAL:
                     self._load_encoder(encoder)
 
         self.processes.from_main(check_all)
 
-    def draw(self, encoder: str, folder: Path, subjects: Sequence[Subject], title: str) -> list[Path]:
+    def draw(self, encoder: EncoderSpec, folder: Path, subjects: Sequence[Subject], title: str) -> list[Path]:
         """Renders the missing images of a folder.
 
         Args:
-            encoder: replaces SDXL's first text encoder, anything `load_text_encoder` takes; or `ORIGINAL`. One with the
-                context length of the checkpoint's second encoder cuts prompts there, at 77 tokens, as in stock SDXL.
-                With one of `READINGS` before its name this and the second encoder read long prompts so; without, the
-                second beside a longer one reads overlapping chunks, as in this package's pipelines.
+            encoder: replaces SDXL's first text encoder; this and the second read long prompts as it says.
             folder: gets `{name}.png` of each subject, and `settings.json` with every setting that affects the images.
             subjects: all images of the folder, finished or not.
 
@@ -224,27 +220,28 @@ class Drawing:
         if seeds:
             check_seeds(min(seeds), max(seeds))
 
-    def _settings_record(self, encoder: str) -> dict:
+    def _settings_record(self, encoder: EncoderSpec) -> dict:
         """Every setting that affects an image, besides its prompt and seed."""
         if self.digests["base"] is None:
             self.digests["base"] = Checkpoint.parse(self.settings.base).digest
             self.digests["encoder_2"] = self._second_digest(self.settings.encoder_2)
         known = self.digests["encoders"]
-        _, model = split_reading(encoder)
         if encoder not in known:
-            known[encoder] = None if model == ORIGINAL else EncoderSpec.parse(model).digest
+            known[encoder] = None if encoder.kind is Kind.ORIGINAL else encoder.digest
         names = ("steps", "guidance_scale", "prefix", "seed", "layer", "scheduler", "height", "width")
         return {
             "data": self.data,
             "base": self.digests["base"],
             "encoder": known[encoder],
-            "reading": split_reading(encoder)[0],
-            "encoder_2": self._second_digest(self._second(model)),
+            "reading": encoder.reading,
+            "encoder_2": self._second_digest(self._second(encoder)),
             **{name: getattr(self.settings, name) for name in names},
             **runtime_settings(self.processes.device, self.dtype),
         }
 
-    def _draw(self, encoder: str, folder: Path, subjects: Sequence[Subject], missing: set[str], title: str) -> None:
+    def _draw(
+        self, encoder: EncoderSpec, folder: Path, subjects: Sequence[Subject], missing: set[str], title: str
+    ) -> None:
         prompts = [
             # Cleaned like training captions.
             ImagePrompt(clean(self.settings.prefix + subject.prompt), self.settings.seed + subject.number)
@@ -269,31 +266,30 @@ class Drawing:
                 if processes.is_main:
                     _note(folder, time.monotonic() - started)
                 bar.update(sum(subjects[index].name in missing for batch in batches_now for index in batch))
-        _raise_if_failed(processes.gathered(failed), len(subjects), encoder, self.dtype)
+        _raise_if_failed(processes.gathered(failed), len(subjects), encoder.name, self.dtype)
 
-    def _load(self, encoder: str) -> StableDiffusionXLPipeline:
-        """The SDXL checkpoint with an encoder that reads prompts as its name says."""
-        _, model = split_reading(encoder)
-        second = self._second(model)
+    def _load(self, encoder: EncoderSpec) -> StableDiffusionXLPipeline:
+        """The SDXL checkpoint with an encoder that reads prompts as it says."""
+        second = self._second(encoder)
         if self._pipe is None or second != self._loaded_second:
             self._pipe = None  # before the next one is loaded
             self._pipe = load_pipeline(self.settings.base, None, self.processes.device, self.dtype, second)
             self._loaded_second = second
         text_encoder, tokenizer = self._pipe.text_encoder, self._pipe.tokenizer
-        if model != ORIGINAL:
+        if encoder.kind is not Kind.ORIGINAL:
             text_encoder, tokenizer = self._load_encoder(encoder)
             text_encoder.to(self.processes.device, self.dtype)
         lengths = [part.config.max_position_embeddings for part in (text_encoder, self._pipe.text_encoder_2)]
-        cut = lengths[0] == lengths[1] <= TRAINED_POSITIONS and not self._reads_in_chunks(encoder)
+        cut = lengths[0] == lengths[1] <= TRAINED_POSITIONS and encoder.reading == "cut"
         cls = StableDiffusionXLPipeline if cut else StableDiffusionXLLongPromptPipeline
         scheduler = self.settings.scheduler
         changed = {"scheduler": make_scheduler(self._pipe, scheduler)} if scheduler else {}
         pipe = replace_encoder(self._pipe, text_encoder, tokenizer, cls, **changed)
-        return pipe if cut else pipe.set_long_prompt(overlap=self._overlaps(encoder))
+        return pipe if cut else pipe.set_long_prompt(reading=encoder.reading)
 
-    def _second(self, model: str) -> str | None:
-        """SDXL's second encoder beside `model`: the one that `align` has fitted with it, else that of the settings."""
-        return EncoderSpec.parse(model).fitted_second or self.settings.encoder_2
+    def _second(self, encoder: EncoderSpec) -> str | None:
+        """SDXL's second encoder beside it: the one that `align` has fitted with it, else that of the settings."""
+        return encoder.fitted_second or self.settings.encoder_2
 
     def _second_digest(self, encoder: str | None) -> str | None:
         """Of gigabytes, so it is computed once."""
@@ -301,18 +297,10 @@ class Drawing:
             self._second_digests[encoder] = encoder if encoder in (None, STRETCH) else EncoderSpec.parse(encoder).digest
         return self._second_digests[encoder]
 
-    def _reads_in_chunks(self, encoder: str) -> bool:
-        return split_reading(encoder)[0] in READINGS
-
-    def _overlaps(self, encoder: str) -> bool:
-        """Whether chunks overlap, as the pipelines' do."""
-        return split_reading(encoder)[0] != CHUNKS
-
-    def _load_encoder(self, encoder: str) -> tuple[torch.nn.Module, Any]:
+    def _load_encoder(self, encoder: EncoderSpec) -> tuple[torch.nn.Module, Any]:
         """The text encoder and its tokenizer. Raises UserError unless it has the replaced encoder's width."""
-        _, model = split_reading(encoder)
-        text_encoder, tokenizer = load_text_encoder(model)
-        Checkpoint.parse(self.settings.base).check_fits("text_encoder", text_encoder, model)
+        text_encoder, tokenizer = encoder.load_text_encoder()
+        Checkpoint.parse(self.settings.base).check_fits("text_encoder", text_encoder, encoder.name)
         return text_encoder, tokenizer
 
 
@@ -366,9 +354,9 @@ def _note(folder: Path, seconds: float = 0.0, **numbers) -> None:
 
 def _cuts(pipe: StableDiffusionXLPipeline, prompts: Sequence[ImagePrompt]) -> dict:
     """ "cut_at" and "prompts_cut" of `how_drawn`"""
-    if isinstance(pipe, StableDiffusionXLLongPromptPipeline):
+    if isinstance(pipe, StableDiffusionXLLongPromptPipeline) and pipe._long_prompt.reading != "cut":
         return {"cut_at": None, "prompts_cut": 0}
-    context_length = pipe.text_encoder.config.max_position_embeddings
+    context_length = min(TRAINED_POSITIONS, pipe.text_encoder.config.max_position_embeddings)
     counts = [len(pipe.tokenizer(prompt.prompt, verbose=False)["input_ids"]) for prompt in prompts]
     return {"cut_at": context_length, "prompts_cut": sum(count > context_length for count in counts)}
 

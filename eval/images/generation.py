@@ -20,7 +20,6 @@ from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
-from ..encoder_names import labels
 from ..inputs import read_pairs, trained_on
 from ..options import TOY_FEATURES, AllConfig, GenerationConfig
 from ..processes import Processes
@@ -85,7 +84,7 @@ class _Generation:
     def __init__(self, config: GenerationConfig):
         self.config, self.settings, self.processes = config, DrawingSettings.of(config), Processes(config.device)
         self.output = Path(config.output)
-        self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
+        self.encoders = config.labelled
         names = folder_names(list(self.encoders))
         self.folders = {label: self.output / "pictures" / name for label, name in names.items()}
 
@@ -110,7 +109,7 @@ class _Generation:
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
         self.pairs = read_pairs(
             *(config.data, config.images, config.limit, config.max_bad),
-            unseen_by=config.encoders if config.held_out else (),
+            unseen_by=config.specs if config.held_out else (),
         )
         records, images = self.pairs.records, self.pairs.images
         good, self.unreadable = _with_readable_reference(records, images)
@@ -190,7 +189,7 @@ class _Generation:
         notes = [*of_seen, *(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
         notes += [note for of_encoder in scores.values() for note in of_encoder.notes]
         networks = self.scores.digests if self.scores else dict.fromkeys(NETWORKS)
-        weights = {label: digests["encoders"][name] or digests["base"] for label, name in self.encoders.items()}
+        weights = {label: digests["encoders"][spec] or digests["base"] for label, spec in self.encoders.items()}
         session.digests |= {name: digests[name] for name in ("base", "encoder_2")} | networks | {"encoders": weights}
         return session.report(
             encoders,
