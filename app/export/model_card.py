@@ -326,7 +326,7 @@ def _command(program: str, settings: Mapping, options: type) -> str:
     words = [program]
     for field in dataclasses.fields(options):
         value = settings.get(field.name)
-        if value is None or field.name in ("output", "workers", "device") or field.name not in settings:
+        if value in (None, []) or field.name in ("output", "workers", "device") or field.name not in settings:
             continue
         if field.default is not dataclasses.MISSING and value in (field.default, _plain(field.default)):
             continue

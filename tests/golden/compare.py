@@ -120,6 +120,14 @@ CASES = {
         f"evaluate generation --encoders original overlap:original chunks:toy/clip toy/debias-clip {_IMAGES}",
         ("generation.json", "*/**/*.png"),
         f"evaluate generation --encoders cut:original original separate:toy/clip toy/debias-clip {_IMAGES}",
+        {
+            "/encoders/original in overlapping chunks/": "/encoders/SDXL's own, overlapping chunks/",
+            "/encoders/original/": "/encoders/SDXL's own, cut at 77 tokens/",
+            "/encoders/toy/clip in chunks/": "/encoders/toy/clip, separate chunks/",
+            "/original-in-overlapping-chunks/": "/SDXL-s-own-overlapping-chunks/",
+            "/original/": "/SDXL-s-own-cut-at-77-tokens/",
+            "/toy-clip-in-chunks/": "/toy-clip-separate-chunks/",
+        },
     ),
     "drift": Case(f"evaluate drift --encoders toy/debias-clip --base toy/sdxl {_EVALUATE}8", ("drift.json",)),
 }
