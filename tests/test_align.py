@@ -26,7 +26,7 @@ from debias_diffusion.app.align.samples import PART, Sample
 from debias_diffusion.app.generate.command import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
 from debias_diffusion.data import Record
-from debias_diffusion.encoders import load_text_encoder, load_two_tower
+from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.drawing import Drawing, DrawingSettings, Subject
 from debias_diffusion.eval.processes import Processes
@@ -353,7 +353,7 @@ def test_its_folder_stands_for_all_encoders_that_it_fitted(finished, models, tmp
     prompt = "A red cat sits on a wide green sofa. " * 12
     settings = DrawingSettings(models.base, steps=2)
     drawing = Drawing(settings, Processes("cpu"))
-    files = drawing.draw(str(finished), tmp_path / "both", [Subject("0", prompt, 0)], "both")
+    files = drawing.draw(EncoderSpec.parse(str(finished)), tmp_path / "both", [Subject("0", prompt, 0)], "both")
     pipe = load_pipeline(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
     image = render_batch(pipe, [ImagePrompt(clean(prompt))], Sampling(2))[0]
     assert np.array_equal(np.asarray(image), np.asarray(Image.open(files[0])))
@@ -361,9 +361,9 @@ def test_its_folder_stands_for_all_encoders_that_it_fitted(finished, models, tmp
     assert np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "p.png")))
     assert json.loads(Image.open(tmp_path / "p.png").text["settings"])["encoder_2"] == str(finished / "encoder_2")
     # And afterwards others have the checkpoint's second encoder again.
-    drawing.draw(str(finished / "encoder"), tmp_path / "first", [Subject("0", prompt, 0)], "first")
+    drawing.draw(EncoderSpec.parse(str(finished / "encoder")), tmp_path / "first", [Subject("0", prompt, 0)], "first")
     assert not np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "first" / "0.png")))
     with pytest.raises(UserError, match="made with other settings"):
         Drawing(replace(settings, encoder_2="stretch"), Processes("cpu")).draw(
-            str(finished / "encoder"), tmp_path / "first", [Subject("0", prompt, 0)], "first"
+            EncoderSpec.parse(str(finished / "encoder")), tmp_path / "first", [Subject("0", prompt, 0)], "first"
         )

@@ -42,7 +42,7 @@ LONG = " ".join(
 )
 
 # Paths of values in the old tree's results, FILE/KEY/KEY, as regular expressions, and what stands there now.
-RENAMES: dict[str, str] = {}
+RENAMES = {"/captions_over_window": "/captions_longer_than_context"}
 # Parts of such a path whose numbers are not compared.
 IGNORED = re.compile(r"/(settings|versions|digests|seconds|samples_per_second)(/|$)")
 
