@@ -30,6 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.app.quickstart import Setup
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.eval.images.drift import Moments, Reader
 from debias_diffusion.eval.images.objects import compare_images, compare_objects, objects_numbers
 from debias_diffusion.eval.images.scores import ImageNumbers, ImageScores, References, compare
@@ -184,7 +185,7 @@ class Images:
         self.split, self.count, self.folder = split, count, folder
         self.captions = [caption(split, index) for index in range(count)]
         self.prompts = [ImagePrompt(clean(text.text), seed) for seed, text in enumerate(self.captions)]
-        self.base = Reader.load(BASE, torch.device("cpu"))
+        self.base = Reader.load(EncoderSpec.parse(BASE), torch.device("cpu"))
         self.scores = ImageScores(dino=FEATURES, own_features=FEATURES, batch_size=100, device=torch.device("cpu"))
 
     @cached_property
@@ -235,7 +236,7 @@ def rows_of(images: Images, encoders: dict[str, str], fitted_on: int) -> list[st
     rows = [IN_CHUNKS, ORIGINAL, f"{ORIGINAL}, no guidance"]
     captions = [caption(FITTED_ON, index).text for index in range(fitted_on)]
     for title, name in encoders.items():
-        reader = Reader.load(name, torch.device("cpu"))
+        reader = Reader.load(EncoderSpec.parse(name), torch.device("cpu"))
         maps = Maps(partial(fit_moments, reader, images.base, captions))
         changes = CHANGES if title in DRIFTED else {AS_THEY_ARE: CHANGES[AS_THEY_ARE]}
         for change, of_states in changes.items():

