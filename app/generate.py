@@ -67,7 +67,7 @@ def generate(config: GenerateConfig) -> Path:
     if config.prompt is not None:
         check_prompt(config.prompt)
     check_text("negative prompt", config.negative_prompt or "")
-    encoder = EncoderSpec.parse(config.encoder or ORIGINAL, "overlap" if config.overlap else "separate")
+    encoder = EncoderSpec.parse(config.encoder or ORIGINAL, config.reading)
     if encoder.fitted_second and config.encoder_2:
         encoder = replace(encoder, name=encoder.place)  # without the second encoder
     elif encoder.fitted_second:

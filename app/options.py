@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, Reading, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.encoder_names import check_encoders
 from debias_diffusion.eval.options import TOYS, check_output, check_source
 from debias_diffusion.limits import (
     Checked,
@@ -90,8 +90,8 @@ class AlignConfig(RunConfig):
         keep_states: Weight of the term that keeps the hidden states of words near the checkpoint's own encoder's.
         keep_features: Weight of the term that keeps the pooled features: the first encoder's where training has put
             them, so that retrieval stays, the second's near the checkpoint's own, which the UNet reads.
-        overlap: Encoders of 77 positions read long prompts in chunks that overlap, as the pipelines do; false, each by
-            itself, as with `generate --no-overlap`.
+        reading: How encoders of 77 positions read long prompts: in chunks that overlap, as the pipelines do, or in
+            separate ones.
         pixels: Images are scaled and cropped to squares of this side, a multiple of 8; null is the checkpoint's own.
         validation: How many of the first pairs are held out, and measured on, at most 64 of them. auto is 1000, and a
             tenth of fewer than 10,000 pairs.
@@ -122,7 +122,7 @@ class AlignConfig(RunConfig):
     """
 
     GROUPS = {  # noqa: RUF012 - without an annotation, so no option
-        "Data and models": ("base", "data", "images", "output", "encoder", "encoder_2", "overlap", "pixels"),
+        "Data and models": ("base", "data", "images", "output", "encoder", "encoder_2", "reading", "pixels"),
         "Loss": ("denoising", "keep_states", "keep_features"),
         "Optimization": (
             *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
@@ -140,7 +140,7 @@ class AlignConfig(RunConfig):
     denoising: NonNegativeFloat = 10.0
     keep_states: NonNegativeFloat = 1.0
     keep_features: NonNegativeFloat = 10.0
-    overlap: bool = True
+    reading: Literal["overlap", "separate"] = "overlap"
     pixels: Side | None = None
     batch: PositiveInt = 48
     epochs: PositiveInt = 1
@@ -295,7 +295,7 @@ class GenerateConfig(Checked):
             .safetensors file, or CONFIG:FILE.safetensors with the folder or hub id of its configuration and tokenizers.
         encoder: Text encoder that replaces the checkpoint's first one: a folder written by `export`, or any
             transformers CLIPTextModel folder. An alignment's folder brings its second encoder, too, if it has one.
-            The checkpoint's own encoder reads long prompts in chunks of 77 tokens.
+            original, and none, is the checkpoint's own. separate:NAME and cut:NAME are `reading`.
         encoder_2: Text encoder that replaces SDXL's second one, with a projection. "stretch" stretches the checkpoint's
             own to 248 positions, untrained, as Long-CLIP does.
         output: PNG to write, picture.png by default; for several images the folder, pictures by default. Each PNG
@@ -311,9 +311,10 @@ class GenerateConfig(Checked):
         batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
         low_memory: Encode all prompts first, then free the text encoders and load UNet and autoencoder. The images are
             the same.
-        overlap: Where a text encoder reads a prompt in several chunks, read each but the first together with the end of
-            the text before it, so that "it" finds what it means; up to twice the work of the text encoders. false reads
-            each chunk by itself, as other programs do.
+        reading: Of a prompt longer than a text encoder's context length. overlap, the default, reads chunks, each but
+            the first together with the end of the text before it, so that "it" finds what it means; up to twice the
+            work of the text encoders. separate reads each chunk by itself, as other programs do. cut cuts the prompt at
+            77 tokens, as diffusers does.
         weighting: (word:1.3), ((word)), [word], word++ and BREAK in prompts are weights; otherwise they are text.
         steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50.
         guidance_scale: How strongly the prompt is followed; 1 is no guidance and half the time. The default is above
@@ -326,7 +327,7 @@ class GenerateConfig(Checked):
     """
 
     GROUPS = {  # noqa: RUF012 - without an annotation, so no option
-        "Prompts": ("prompt", "prompts", "negative_prompt", "weighting", "overlap"),
+        "Prompts": ("prompt", "prompts", "negative_prompt", "weighting", "reading"),
         "Models": ("base", "encoder", "encoder_2"),
         "Images": ("output", "overwrite", "images_per_prompt", "seed", "steps", "guidance_scale", "height", "width"),
         "Speed and memory": ("batch", "low_memory", "device", "precision"),
@@ -351,12 +352,19 @@ class GenerateConfig(Checked):
     batch: PositiveInt = 1
     low_memory: bool = False
     weighting: bool = False
-    overlap: bool = True
+    reading: Reading | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        for name in filter(None, (self.base, self.encoder, self.encoder_2)):
+        for name in filter(None, (self.base, self.encoder_2)):
             shipped(name)  # raises UserError for a misspelt toy model
+        spec = EncoderSpec.parse(self.encoder or ORIGINAL, self.reading or "overlap")
+        if self.reading not in (None, spec.reading):
+            raise UserError(
+                f"encoder is {self.encoder!r} and reading {self.reading!r}, but both say how prompts are read. Leave "
+                "out one of them."
+            )
+        self.encoder, self.reading = None if spec.kind is Kind.ORIGINAL else spec.name, spec.reading
         if (self.prompt is None) == (self.prompts is None):
             given = "neither" if self.prompt is None else "both"
             raise UserError(
@@ -506,8 +514,8 @@ class AppConfig(Checked):
     Attributes:
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         encoders: Text encoders to compare, up to five: folders written by `export`, any transformers CLIPTextModel
-            folder, toy/clip, toy/long-clip, toy/debias-clip, or original, the checkpoint's own. overlap:NAME reads long
-            prompts in overlapping chunks, chunks:NAME in others, instead of cutting them.
+            folder, toy/clip, toy/long-clip, toy/debias-clip, or original, the checkpoint's own. Each reads long prompts
+            in overlapping chunks, separate:NAME in separate ones; cut:NAME cuts them at 77 tokens.
         host: Address to listen on. The default is this machine only; 0.0.0.0 or :: lets others in.
         port: Port to listen on. The default is the first free one from 7860.
         user: User name for the login, with a password in password_file or in the environment variable
@@ -532,4 +540,4 @@ class AppConfig(Checked):
     def __post_init__(self):
         super().__post_init__()
         shipped(self.base)  # raises UserError for a misspelt toy model
-        check_encoders(self.encoders, of_images=True)
+        self.specs = parse_encoders(self.encoders)

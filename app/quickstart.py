@@ -6,11 +6,10 @@ Every step continues where it was stopped, so the quickstart does too.
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from debias_diffusion.eval.encoder_names import ORIGINAL, OVERLAP
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.images.objects import BY_SENTENCE
 from debias_diffusion.eval.options import ReportConfig
@@ -86,30 +85,25 @@ def _steps(config: QuickstartConfig, setup: Setup) -> list[tuple[str, Callable]]
     trained = RECIPES if config.train == "all" else [config.train]
     runs = {recipe: str(output / "training" / recipe) for recipe in trained}
     encoders = [runs.get(recipe, f"toy/{recipe}") for recipe in RECIPES]
-    of_pairs = ([setup.clip, *encoders], str(results), data)
-    images = GenerationConfig(
-        [ORIGINAL, OVERLAP + ORIGINAL, *encoders],
-        str(results),
-        base=setup.sdxl,
-        data=data,
-        limit=config.prompts,
-        seed=config.seed,
-        steps=setup.denoising_steps,
-        guidance_scale=GUIDANCE_SCALE,
-        images_at_once=IMAGES_AT_ONCE,
-        dino=setup.features,
-        own_features=setup.features,
-    )
-    without_networks = replace(images, dino=None, own_features=None)
-    short = replace(
-        without_networks,
-        output=str(results / SHORT_FOLDER),
-        data=SHORT_PROMPTS + config.split,
-        limit=min(MOST_SHORT_PROMPTS, config.prompts // 2),
-    )
-    first = replace(without_networks, encoders=images.encoders[:2], output=str(output / "first-image"), limit=1)
+    # Settings are made of these when their step begins, because encoders must be there then.
+    pairs = {"encoders": [setup.clip, *encoders], "output": str(results), "data": data, "limit": config.scenes}
+    images = {
+        "encoders": ["cut:original", "original", *encoders],
+        "output": str(results),
+        "base": setup.sdxl,
+        "data": data,
+        "limit": config.prompts,
+        "seed": config.seed,
+        "steps": setup.denoising_steps,
+        "guidance_scale": GUIDANCE_SCALE,
+        "images_at_once": IMAGES_AT_ONCE,
+    }
+    few = min(MOST_SHORT_PROMPTS, config.prompts // 2)
+    short = images | {"output": str(results / SHORT_FOLDER), "data": SHORT_PROMPTS + config.split, "limit": few}
+    first = images | {"encoders": images["encoders"][:2], "output": str(output / "first-image"), "limit": 1}
+    images |= {"dino": setup.features, "own_features": setup.features}
     return [
-        ("draw one long prompt, cut at 77 tokens and whole", partial(_first_image, first)),
+        ("draw one long prompt, cut at 77 tokens and whole", partial(_first_image, GenerationConfig(**first))),
         *((f"train {recipe}", partial(_train, config, setup, recipe, run)) for recipe, run in runs.items()),
         *(
             (f"export {recipe}", partial(export, ExportConfig(run, str(output / recipe))))
@@ -117,11 +111,14 @@ def _steps(config: QuickstartConfig, setup: Setup) -> list[tuple[str, Callable]]
         ),
         (
             f"find {config.scenes} images by caption",
-            partial(evaluate_retrieval, RetrievalConfig(*of_pairs, limit=config.scenes)),
+            lambda: evaluate_retrieval(RetrievalConfig(**pairs)),
         ),
-        ("and by edited captions", partial(evaluate_robustness, RobustnessConfig(*of_pairs, limit=config.scenes))),
-        (f"draw {config.prompts} long prompts with 5 encoders", partial(evaluate_generation, images)),
-        (f"draw {short.limit} short prompts", partial(evaluate_generation, short)),
+        ("and by edited captions", lambda: evaluate_robustness(RobustnessConfig(**pairs))),
+        (
+            f"draw {config.prompts} long prompts with 5 encoders",
+            lambda: evaluate_generation(GenerationConfig(**images)),
+        ),
+        (f"draw {few} short prompts", lambda: evaluate_generation(GenerationConfig(**short))),
         ("write the report", partial(evaluate_report, ReportConfig(str(results), str(output)))),
     ]
 

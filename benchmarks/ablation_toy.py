@@ -30,7 +30,6 @@ from debias_diffusion.ablation.saved import is_ablation, read_ablation, write_ab
 from debias_diffusion.app.ablate.command import AblateConfig, ablate
 from debias_diffusion.data import open_data
 from debias_diffusion.encoders import load_two_tower
-from debias_diffusion.eval.encoder_names import OVERLAP
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.eval.report import Table, cell
@@ -179,11 +178,9 @@ def _split(texts: list[str]) -> Iterator[list[str]]:
 def draw(output: Path, prompts: int) -> list[dict]:
     """Of each model: the suppressed heads, and what its images show beside those of the untouched one."""
     encoders = {model: best_read_heads(model, output / f"sdxl-{model.rpartition('/')[2]}") for model in MODELS}
-    names = {name: OVERLAP + name for name in dict.fromkeys([*encoders, *encoders.values()])}
+    names = list(dict.fromkeys([*encoders, *encoders.values()]))
     settings = dict(output=str(output / "sdxl"), data=SCORED, limit=prompts, images_at_once=20)
-    report = evaluate_generation(
-        GenerationConfig(list(names.values()), base="toy/sdxl", own_features="toy/features", **settings)
-    )
+    report = evaluate_generation(GenerationConfig(names, base="toy/sdxl", own_features="toy/features", **settings))
     scores = dict(zip(names, (entry["scores"] for entry in report["encoders"].values()), strict=True))
     labels = dict(zip(names, report["encoders"], strict=True))
     lines = {(line["a"], line["b"], line["score"]): line for line in report["compared"]}

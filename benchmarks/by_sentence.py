@@ -18,7 +18,7 @@ from debias_diffusion.eval.images.objects import BY_SENTENCE
 from debias_diffusion.eval.report import Table, cell
 
 PICTURE = Path(__file__).parent.parent / "docs" / "by-sentence.png"
-WAYS = {"original": "cut at 77 tokens", "overlap:original": "read whole, in overlapping chunks"}
+WAYS = {"cut:original": "cut at 77 tokens", "original": "read whole, in overlapping chunks"}
 COLOURS = ("#b8b8b8", "#2a6f97")
 FEW = 20  # objects that a bar needs
 

@@ -19,7 +19,7 @@ from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.toy import mark, random_scene
 from debias_diffusion.app.options import AppConfig
 from debias_diffusion.devices import pick_device
-from debias_diffusion.eval.encoder_names import labels
+from debias_diffusion.encoders import labels
 from debias_diffusion.eval.report import Table
 from debias_diffusion.files import read_json_object, write_json
 from debias_diffusion.toyworld.scenes import PLACES
@@ -37,7 +37,7 @@ def scores(models: DemoModels, number: int) -> dict[str, list[float]]:
 def main() -> None:
     scenes, file = range(read_options(__doc__, scenes=33).scenes), RESULTS / "demo_prompt.json"
     config = AppConfig()
-    names, by_scene = labels(config.encoders), read_json_object(file).get("scenes", {})
+    names, by_scene = labels(config.specs), read_json_object(file).get("scenes", {})
     missing = [number for number in scenes if str(number) not in by_scene]
     models = DemoModels(config.base, config.encoders, pick_device("cpu")) if missing else None
     for number in tqdm(missing):

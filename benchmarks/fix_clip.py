@@ -357,7 +357,7 @@ def _last_losses(folder: Path) -> dict[str, float]:
 
 def _draw(folders: dict[str, Path], seed: int, prompts: int, output: Path) -> dict:
     """Objects right in images of short prompts, in percent, by row, and the rows' differences from long-clip's."""
-    encoders = {"original": "original"} | {row: str(folder) for row, folder in folders.items()}
+    encoders = {"original": "cut:original"} | {row: str(folder) for row, folder in folders.items()}
     folder = str(output / f"seed-{seed}" / "drawn")
     data = f"toy/short-test-fix-{seed}"
     settings = GenerationConfig(list(encoders.values()), folder, base=UNET, data=data, limit=prompts, images_at_once=20)

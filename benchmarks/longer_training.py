@@ -14,7 +14,6 @@ from pathlib import Path
 from harness import EDITS, publish, read_options
 
 from debias_diffusion.app.quickstart import IMAGES_AT_ONCE, Setup
-from debias_diffusion.eval.encoder_names import CHUNKS, OVERLAP
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.report import Table, cell
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
@@ -24,7 +23,7 @@ from debias_diffusion.training.loop import train
 
 RECIPES = ("long-clip", "debias-clip-sdxl")
 STEPS = 150  # of the quickstart's trainings
-ORIGINALS = {"original in chunks": CHUNKS + "toy/clip", "original in overlapping chunks": OVERLAP + "toy/clip"}
+ORIGINALS = {"original in chunks": "separate:toy/clip", "original in overlapping chunks": "toy/clip"}
 SHOWN_EDITS = ("keep", "move4", "remove")
 SCORES = {"objects_right": "objects right, %", "empty_filled": "empty places filled, %", "fid_own": "FID"}
 

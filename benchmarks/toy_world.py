@@ -22,8 +22,6 @@ from harness import EDITS, publish, read_options
 from debias_diffusion.app.align.command import align
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.app.quickstart import RESULTS_FOLDER, QuickstartConfig, Setup, quickstart
-from debias_diffusion.eval.encoder_names import CHUNKS, OVERLAP
-from debias_diffusion.eval.encoder_names import ORIGINAL as OWN
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.images.objects import BY_TELLING, TELLING_TITLES, TELLINGS
 from debias_diffusion.eval.images.references import ALL, READERS
@@ -90,11 +88,11 @@ def run_seed(config: QuickstartConfig, bases: dict[str, str], setup: Setup | Non
     light = _train_light(config, setup, folder)
     trained = {recipe: str(Path(config.output) / "training" / recipe) for recipe in RECIPES}
     # A difference is that of a later row minus an earlier one.
-    encoders = {ORIGINAL: OWN, IN_CHUNKS: CHUNKS + OWN, OVERLAPPING: OVERLAP + OWN}
+    encoders = {ORIGINAL: "cut:original", IN_CHUNKS: "separate:original", OVERLAPPING: "original"}
     of_rows = {LONG: trained[LONG], LIGHT: light, DEBIAS: trained[DEBIAS], SDXL: trained[SDXL]}
     # The second encoder's chunks do not overlap: the pipelines' did not when these rows were frozen.
-    encoders |= {row: CHUNKS + encoder for row, encoder in of_rows.items()}
-    encoders[SDXL_OVERLAPPING] = OVERLAP + trained[SDXL]
+    encoders |= {row: f"separate:{encoder}" for row, encoder in of_rows.items()}
+    encoders[SDXL_OVERLAPPING] = trained[SDXL]
     drawn = {}
     for number, (unet, base) in enumerate(bases.items()):
         wanted = FEWER if number else (*encoders, ALIGNED_ORIGINAL, ALIGNED, ALIGNED_BOTH)
@@ -145,8 +143,8 @@ def _alignments(
         latent_cache=str(folder.parent / "latents"),
     )
     return {
-        ALIGNED_ORIGINAL: replace(settings, encoder="original", overlap=True, output=str(folder / "original")),
-        ALIGNED: replace(settings, overlap=True, output=str(folder / "sdxl")),
+        ALIGNED_ORIGINAL: replace(settings, encoder="original", output=str(folder / "original")),
+        ALIGNED: replace(settings, output=str(folder / "sdxl")),
         ALIGNED_BOTH: replace(settings, encoder_2="stretch", output=str(folder / "both")),
     }
 
@@ -156,7 +154,7 @@ def _aligned(run: AlignConfig) -> str:
     folder = align(run)
     if folder is None:
         raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
-    return OVERLAP * run.overlap + str(folder)
+    return str(folder)
 
 
 def _with_finished_images(before: Path, config: GenerationConfig) -> dict:

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from .models.backbone import Backbone
 
 Reading = Literal["overlap", "separate", "cut"]
-# In words; the number is the context length.
-READINGS = {"overlap": "overlapping chunks", "separate": "separate chunks", "cut": "cut at {} tokens"}
-
 ORIGINAL, ORIGINAL_LABEL = "original", "SDXL's own"  # name of the encoder in an SDXL checkpoint, and its label
 CLIP_CONTEXT = 77  # context length of SDXL's own encoders
+READINGS = {"overlap": "overlapping chunks", "separate": "separate chunks", "cut": f"cut at {CLIP_CONTEXT} tokens"}
 
 # Folders that `train` writes models to, the result first.
 MODELS_OF_RUN = ("last", "best")
@@ -267,11 +265,26 @@ def load_two_tower(name: str | os.PathLike) -> "Backbone":
     return EncoderSpec.parse(name).load_two_tower()
 
 
+def parse_encoders(names: Sequence[str], readings: bool = True) -> list[EncoderSpec]:
+    """`EncoderSpec.parse` of the encoders that one command compares.
+
+    Args:
+        readings: one encoder may be named with several readings.
+
+    Raises:
+        UserError: there are none, one is named twice, or one is not there.
+    """
+    specs = [EncoderSpec.parse(name) for name in names]
+    if not specs or len({(spec.name, spec.reading if readings else "") for spec in specs}) < len(specs):
+        raise UserError(f"encoders={list(names)} is not allowed. Name at least one encoder, and none twice.")
+    return specs
+
+
 def labels(specs: Sequence[EncoderSpec], readings: bool = True) -> list[str]:
     """Short unique names: of paths the last parts, as many as make them unique.
 
     Args:
-        readings: add how prompts are read, always where the context length is 77, else only if not "overlap".
+        readings: add how prompts are read; of an encoder that reads more than 77 tokens only if not "overlap".
     """
     names = list(dict.fromkeys(spec.name for spec in specs))
     short = dict(zip(names, _short(names), strict=True))
@@ -285,7 +298,7 @@ def _describe_reading(spec: EncoderSpec) -> str:
     """How an encoder reads long prompts; empty for a long one that reads them as by default."""
     if spec.reading == "overlap" and spec.context_length > CLIP_CONTEXT:
         return ""
-    return READINGS[spec.reading].format(spec.context_length)
+    return READINGS[spec.reading]
 
 
 def _short(names: Sequence[str]) -> list[str]:

@@ -91,21 +91,20 @@ def _digest_of(content: list) -> str:
     return bytes_digest([json.dumps(content).encode()])
 
 
-def load_reader(name: str, device: torch.device, scale: str = "head") -> Reader:
-    """Loads anything that `load_text_encoder` takes; two-towers of open_clip without conversion.
+def load_reader(spec: EncoderSpec, device: torch.device, scale: str = "head") -> Reader:
+    """Loads a text encoder; two-towers of open_clip without conversion.
 
     Raises:
         UserError: the encoder cannot be loaded, pools another token than EOT, or has suppressed heads that no weights
             can express.
     """
-    spec = EncoderSpec.parse(name)
     if spec.kind is Kind.OPEN_CLIP:
         encoder = spec.load_two_tower()
         fold_text_heads(encoder)  # attention is measured with the plain attention, as in `load_text_encoder`
         captions = encoder.tokenizer
     else:
         encoder, tokenizer = spec.load_text_encoder()
-        with explain_failure(f"The tokenizer of {name!r} cannot be used"):
+        with explain_failure(f"The tokenizer of {spec.name!r} cannot be used"):
             captions = CaptionTokenizer(tokenizer, encoder.config.max_position_embeddings)
     check_reads_eot(encoder)
     return Reader(encoder.to(device).eval(), captions, device, weights_digest(encoder), scale)
@@ -344,7 +343,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     session = Session("attention", config, pairs and pairs.digest, pairs.bad if pairs else ())
     results = session.of_each(
         partial(_evaluate, session, pairs),
-        lambda name, label, device: (label, load_reader(name, device, config.scale)),
+        lambda spec, label, device: (label, load_reader(spec, device, config.scale)),
     )
     report = session.report(
         results,

@@ -8,10 +8,9 @@ from typing import Any
 from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data, read_captions
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job
-
-from .encoder_names import split_reading
 
 AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
 
@@ -50,10 +49,11 @@ def read_source(config: Any, only_captions: bool = False) -> Pairs:
         UserError: the data cannot be used, or more of it than the share `max_bad`.
     """
     auto = config.limit == "auto"
-    if config.dataset is not None:
-        return _read_benchmark(config.dataset, config.root, None if auto else config.limit, config.max_bad)
+    if config.dataset:
+        [name] = [config.dataset] if isinstance(config.dataset, str) else config.dataset
+        return _read_benchmark(name, config.root, None if auto else config.limit, config.max_bad)
     images = None if only_captions else config.images
-    unseen_by = config.encoders if getattr(config, "held_out", False) else ()
+    unseen_by = config.specs if getattr(config, "held_out", False) else ()
     return read_pairs(
         config.data, images, AUTO_LIMIT if auto else config.limit, config.max_bad, only_captions, unseen_by
     )
@@ -65,7 +65,7 @@ def read_pairs(
     limit: int | None,
     max_bad: float,
     only_captions: bool = False,
-    unseen_by: Sequence[str] = (),
+    unseen_by: Sequence[EncoderSpec] = (),
 ) -> Pairs:
     """The first `limit` usable pairs of `data`, see `data.open_data`; see `read_source`.
 
@@ -86,26 +86,26 @@ def read_pairs(
     return Pairs(records, source, texts, list(range(len(records))), captions.bad, digest)
 
 
-def _held_out(encoders: Sequence[str], digest: str) -> dict[str, int]:
+def _held_out(encoders: Sequence[EncoderSpec], digest: str) -> dict[EncoderSpec, int]:
     """By training run on the data with this digest, how many pairs, the first of the data, it was not trained on."""
     counts = {}
-    for name in encoders:
-        run = Path(split_reading(name)[1])
-        for folder in (run, run.parent):  # of a run, and of its model
+    for spec in encoders:
+        model = Path(spec.place)
+        for folder in (model, model.parent):  # of a run, and of its model
             job = Job.read(folder)
             if job.inputs.get("data") == digest:
-                counts[name] = job.settings["validation"] + job.settings.get("keep_best", 0)
+                counts[spec] = job.settings["validation"] + job.settings.get("keep_best", 0)
     return counts
 
 
-def trained_on(encoders: Mapping[str, str], pairs: Pairs) -> tuple[dict[str, int], list[str]]:
+def trained_on(encoders: Mapping[str, EncoderSpec], pairs: Pairs) -> tuple[dict[str, int], list[str]]:
     """By label of an encoder, how many of the pairs it was trained on, as far as its run says; and that in words.
 
     Args:
-        encoders: names by label.
+        encoders: by label.
     """
     held_out, used = _held_out(list(encoders.values()), pairs.digest), len(pairs.records)
-    counts = {label: max(0, used - held_out[name]) for label, name in encoders.items() if name in held_out}
+    counts = {label: max(0, used - held_out[spec]) for label, spec in encoders.items() if spec in held_out}
     return counts, [
         f"{label} was trained on {count} of these {used} pairs. --held-out evaluates on the others."
         for label, count in counts.items()

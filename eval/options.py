@@ -4,43 +4,34 @@ Imports no large library, so that help is fast and mistyped settings are refused
 """
 
 import os
+import re
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from debias_diffusion.errors import UserError, near_matches
-from debias_diffusion.limits import Layer, check_max_bad
+from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, labels, parse_encoders
+from debias_diffusion.errors import UserError
+from debias_diffusion.limits import (
+    Checked,
+    Guidance,
+    Layer,
+    NonNegativeInt,
+    PositiveInt,
+    Seed,
+    Share,
+    Side,
+    Steps,
+    between,
+)
 from debias_diffusion.models.shipped import TWO_TOWERS, shipped
 
-from .encoder_names import ORIGINAL, OVERLAP, READINGS, check_encoders, split_reading
-
-CLASSIFICATIONS = ("imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o", "cifar-10", "cifar-100")
+Classification = Literal["imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o", "cifar-10", "cifar-100"]
 MOST_IMAGES = 1000  # of a prompt
-TOYS = (TWO_TOWERS[0], OVERLAP + TWO_TOWERS[0], *TWO_TOWERS[1:])
+TOYS = (f"cut:{TWO_TOWERS[0]}", *TWO_TOWERS)
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
 TOY_CLIP = "toy/clip"  # the text encoder of toy/sdxl
 GENERATED, GENERATED_TOY = 1000, 200  # images of each encoder
-
-
-def check_settings(config: Any, with_encoders: bool = True, of_images: bool = False) -> None:
-    """What the settings of every evaluation call in `__post_init__`. Opens no data and no model.
-
-    Args:
-        of_images: the encoders are of generated images, see `check_encoders`.
-
-    Raises:
-        UserError: a setting that evaluations share is not allowed.
-    """
-    check_output(config.output)
-    shipped(getattr(config, "base", None) or "")
-    if with_encoders:
-        check_encoders(config.encoders, of_images)
-    if config.batch_size < 1:
-        raise UserError(f"batch_size={config.batch_size} is not allowed. Give a whole number from 1.")
-    check_max_bad(getattr(config, "max_bad", 0))
-    limit = getattr(config, "limit", None)
-    if limit not in (None, "auto") and limit < 1:
-        raise UserError(f"limit={limit} leaves nothing to evaluate. Give a number of pairs from 1, or null for all.")
 
 
 def check_output(output: str) -> None:
@@ -56,7 +47,10 @@ def check_output(output: str) -> None:
 
 def check_source(config: Any) -> None:
     """Raises UserError unless the settings name either data or a benchmark (`dataset` and `root`), whole."""
-    data, dataset, root, images = (getattr(config, name, None) for name in ("data", "dataset", "root", "images"))
+    data, dataset, root, images = (
+        getattr(config, name, None) or None for name in ("data", "dataset", "root", "images")
+    )
+    dataset = " ".join(dataset) if isinstance(dataset, list) else dataset
     if data is None and dataset is None and root is None:
         fault = "There is no data and no benchmark"
     elif dataset is None and root is not None:
@@ -80,12 +74,13 @@ def check_source(config: Any) -> None:
 
 
 @dataclass
-class OfEncoders:
+class OfEncoders(Checked):
     """What every evaluation has.
 
     Attributes:
         encoders: Encoders to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names them
-            (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip.
+            (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip. How prompts are read for images
+            (cut:NAME) changes nothing here.
         output: Folder for the results, a JSON file and figures. Finished results in it are reused.
         batch_size: Images, or texts, encoded at once.
         device: Device to run on. The default is cuda where there is one, else cpu.
@@ -93,11 +88,22 @@ class OfEncoders:
 
     encoders: list[str]
     output: str
-    batch_size: int = field(default=64, kw_only=True)
+    batch_size: PositiveInt = field(default=64, kw_only=True)
     device: str | None = field(default=None, kw_only=True)
 
+    WITH_READINGS = False  # whether results depend on how long prompts are read; no annotation, so no option
+
     def __post_init__(self):
-        check_settings(self)
+        super().__post_init__()
+        check_output(self.output)
+        shipped(getattr(self, "base", "") or "")  # raises UserError for a misspelt toy model
+        # DPG-Bench on existing images has no encoders.
+        self.specs = [] if getattr(self, "base", "") is None else parse_encoders(self.encoders, self.WITH_READINGS)
+
+    @cached_property
+    def labelled(self) -> dict[str, EncoderSpec]:
+        """The encoders by their labels in the report."""
+        return dict(zip(labels(self.specs, self.WITH_READINGS), self.specs, strict=True))
 
 
 @dataclass
@@ -108,7 +114,7 @@ class OfRecords(OfEncoders):
         max_bad: Largest share of records or images that may be unusable before the evaluation stops, from 0 to 1.
     """
 
-    max_bad: float = field(default=0.01, kw_only=True)
+    max_bad: Share = field(default=0.01, kw_only=True)
 
 
 @dataclass
@@ -129,7 +135,7 @@ class OfCaptions(OfRecords):
     data: str | None = None
     dataset: str | None = field(default=None, kw_only=True)
     root: str | None = field(default=None, kw_only=True)
-    limit: int | Literal["auto"] | None = field(default="auto", kw_only=True)
+    limit: PositiveInt | Literal["auto"] | None = field(default="auto", kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -157,10 +163,10 @@ class OfImages(OfEncoders):
 
     Attributes:
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
-            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. One of 77 positions
-            cuts prompts at 77 tokens, as in stock SDXL; named overlap:NAME (overlap:original), it reads long prompts in
-            overlapping chunks, as this package's pipelines do, and named chunks:NAME, in chunks that do not overlap.
-            SDXL's second encoder beside a longer one reads overlapping chunks, and with chunks:NAME such.
+            ids, toy/clip, toy/long-clip, toy/debias-clip; original is the SDXL checkpoint's own. Prompts longer than
+            the context length are read in overlapping chunks, as by this package's pipelines; named separate:NAME, in
+            chunks that do not overlap; named cut:NAME (cut:original), prompts are cut at 77 tokens, as by stock SDXL.
+            SDXL's second encoder reads as the first does.
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         output: Folder for the results, a JSON file and figures, and for the generated images, `images/ENCODER/`.
             Finished results and images of the same settings are kept.
@@ -186,19 +192,21 @@ class OfImages(OfEncoders):
     """
 
     base: str
-    seed: int = 0
-    steps: int | Literal["auto"] = "auto"
-    guidance_scale: float | Literal["auto"] = "auto"
-    images_at_once: int | Literal["auto"] = "auto"
+    seed: Seed = 0
+    steps: Steps | Literal["auto"] = "auto"
+    guidance_scale: Guidance | Literal["auto"] = "auto"
+    images_at_once: PositiveInt | Literal["auto"] = "auto"
     prefix: str = ""
     encoder_2: str | None = None
     layer: Layer = "penultimate"
     scheduler: str | None = None
-    height: int | None = None
-    width: int | None = None
+    height: Side | None = None
+    width: Side | None = None
+
+    WITH_READINGS = True
 
     def __post_init__(self):
-        check_settings(self, with_encoders=self.base is not None, of_images=True)
+        super().__post_init__()
         if self.base is not None:
             from .images.rendered import rendering_settings  # takes seconds, which help need not wait for
 
@@ -212,22 +220,26 @@ class OfImages(OfEncoders):
 class RetrievalConfig(OfPairs):
     """Settings of a retrieval evaluation.
 
-    `dataset` may name several benchmarks, with commas between them: each is then evaluated into a folder of its name
-    in `output`, and lies in a folder of its name, or of its data set's, in `root`.
-
     Attributes:
+        dataset: Retrieval benchmarks in place of data: urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
+            coco-five, coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test,
+            coco-cn-all, flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1. Each of several lies in a
+            folder of its name, or of its data set's, in root, and is evaluated into a folder of its name in output.
         examples: Also write a page with so many captions for every two encoders whose image one of them finds first
             and the other does not.
     """
 
-    examples: int = field(default=0, kw_only=True)
+    dataset: list[str] = field(default_factory=list, kw_only=True)
+    examples: NonNegativeInt = field(default=0, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.examples < 0 or (self.examples and len(self.encoders) < 2):
+        if len(set(self.dataset)) < len(self.dataset):
+            raise UserError(f"dataset is {self.dataset!r}. Name no benchmark twice.")
+        if self.examples and len(self.encoders) < 2:
             raise UserError(
-                f"examples is {self.examples} with {len(self.encoders)} encoders. Give a number from 0, and at least "
-                "two encoders: examples are captions that one of them gets right and another wrong."
+                f"examples is {self.examples} with {len(self.encoders)} encoder. Give at least two encoders: examples "
+                "are captions that one of them gets right and another wrong."
             )
 
 
@@ -256,7 +268,7 @@ class AttentionConfig(OfCaptions):
         if self.has_captions or self.prompt is None:
             super().__post_init__()
         else:
-            check_settings(self)
+            OfRecords.__post_init__(self)
 
     @property
     def has_captions(self) -> bool:
@@ -276,7 +288,7 @@ class DriftConfig(OfCaptions):
     """
 
     base: str
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
 
 
 @dataclass(kw_only=True)
@@ -303,14 +315,14 @@ class GenerationConfig(OfImages, OfRecords):
 
     data: str
     images: str | None = None
-    limit: int | None = 1000
+    limit: PositiveInt | None = 1000
     held_out: bool = False
     inception_weights: str | None = None
     dino: str | None = None
     dinov2: str | None = None
     own_features: str | None = None
     clip_score: str | None = None
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
 
 
 @dataclass(kw_only=True)
@@ -334,21 +346,16 @@ class DpgBenchConfig(OfImages):
     encoders: list[str] = field(default_factory=list)
     base: str | None = None
     images: str | None = None
-    images_per_prompt: int = 4
-    batch_size: int = 16
+    images_per_prompt: between(int, 1, MOST_IMAGES) = 4
+    batch_size: PositiveInt = 16
 
     def __post_init__(self):
         if (self.images is None) == (self.base is None) or (self.base is None) != (not self.encoders):
             raise UserError(
                 "Images are there, or are generated, not both. Give either --images, such as --images pictures, "
-                "or --base and --encoders, such as --base sdxl --encoders original runs/a."
+                "or --base and --encoders, such as --base sdxl --encoders cut:original runs/a."
             )
         super().__post_init__()
-        if not 1 <= self.images_per_prompt <= MOST_IMAGES:
-            raise UserError(
-                f"images_per_prompt={self.images_per_prompt} is not allowed. Give a whole number from 1 to "
-                f"{MOST_IMAGES}."
-            )
 
 
 @dataclass
@@ -361,16 +368,8 @@ class ClassificationConfig(OfRecords):
             named 0 to 999; of CIFAR the folder of the binary version.
     """
 
-    dataset: str
+    dataset: Classification
     data: str
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.dataset not in CLASSIFICATIONS:
-            raise UserError(
-                f"Unknown dataset {self.dataset!r}.{near_matches(self.dataset, CLASSIFICATIONS)} Give one of "
-                f"{', '.join(CLASSIFICATIONS)}."
-            )
 
 
 @dataclass
@@ -391,15 +390,15 @@ class ColaConfig(OfRecords):
 
 
 @dataclass
-class AllConfig:
+class AllConfig(Checked):
     """Settings of all evaluations. Without any, the toy world's encoders are evaluated on its scenes.
 
     Attributes:
         encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
             them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip. For images, their text encoders
-            take the place of SDXL's first. original, overlap:NAME and chunks:NAME are for images only: the SDXL
-            checkpoint's own; and NAME, an encoder of 77 positions, that reads long prompts in overlapping chunks, or in
-            others, instead of cutting them.
+            take the place of SDXL's first; original, the SDXL checkpoint's own, is for images only. Of images, named
+            cut:NAME and separate:NAME, prompts are cut at 77 tokens and read in separate chunks; other evaluations have
+            each encoder once.
         output: Folder for the results, and for report.html. What is finished there is not done again.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/test, scenes of the toy world.
@@ -430,25 +429,28 @@ class AllConfig:
     output: str = "runs/evaluation"
     data: str = "toy/test"
     images: str | None = None
-    limit: int | None = 1000
+    limit: PositiveInt | None = 1000
     held_out: bool = False
-    drawn: int | Literal["auto"] = "auto"
+    drawn: PositiveInt | Literal["auto"] = "auto"
     base: str | None = "auto"
     inception_weights: str | None = None
     dino: str | None = None
     own_features: str | None = None
     clip_score: str | None = None
-    classification: str | None = None
+    classification: Classification | None = None
     classification_data: str | None = None
     cola: str | None = None
     cola_images: str | None = None
     dpg_bench: str | None = None
     vqa: str | None = None
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     device: str | None = None
 
     def __post_init__(self):
-        check_settings(self, of_images=True)
+        super().__post_init__()
+        check_output(self.output)
+        shipped(self.base or "")
+        self.specs = parse_encoders(self.encoders)
         for pair in (("classification", "classification_data"), ("cola", "cola_images"), ("dpg_bench", "vqa")):
             given = [getattr(self, name) for name in pair]
             if given.count(None) == 1:
@@ -457,25 +459,21 @@ class AllConfig:
             raise UserError("dpg_bench needs --base, the SDXL checkpoint that generates its images.")
         if not self.for_texts:
             raise UserError(
-                f"encoders={self.encoders} has none for texts: {ORIGINAL!r}, and names that begin with "
-                f"{' or '.join(map(repr, READINGS))}, are for images only. Name another one, or run "
-                "`evaluate generation` alone."
+                f"encoders={self.encoders} has none for texts: {ORIGINAL!r} is for images only. Name another one, or "
+                "run `evaluate generation` alone."
             )
-        if self.drawn != "auto" and self.drawn < 1:
-            raise UserError(f"drawn={self.drawn} is not allowed. Give a number from 1, or --base null to draw none.")
 
     @property
     def for_texts(self) -> list[str]:
-        """The encoders that read texts without SDXL."""
-        return [name for name in self.encoders if name != ORIGINAL and not split_reading(name)[0]]
+        """The encoders that read texts without SDXL, each once, however it reads prompts."""
+        return list(dict.fromkeys(spec.name for spec in self.specs if spec.kind is not Kind.ORIGINAL))
 
     @property
     def for_images(self) -> list[str]:
         """The encoders for SDXL; toy/clip in toy/sdxl is the checkpoint's own."""
         if self.sdxl != TOY_BASE:
             return self.encoders
-        split = [split_reading(name) for name in self.encoders]
-        return list(dict.fromkeys(reading + (ORIGINAL if model == TOY_CLIP else model) for reading, model in split))
+        return list(dict.fromkeys(re.sub(f"(^|:){TOY_CLIP}$", rf"\1{ORIGINAL}", name) for name in self.encoders))
 
     @property
     def is_toy(self) -> bool:
@@ -502,7 +500,7 @@ class AllConfig:
 
 
 @dataclass
-class ReportConfig:
+class ReportConfig(Checked):
     """Settings of a report.
 
     Attributes:

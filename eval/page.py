@@ -156,6 +156,7 @@ def merged(group: Sequence[Result]) -> dict:
 def _data_name(report: dict) -> str:
     settings = report["settings"]
     data = settings.get("dataset") or settings.get("data")
+    data = data[0] if isinstance(data, list) else data  # of retrieval, a report has one benchmark
     return Path(data).name if data and not data.startswith("toy/") else data or "one prompt"
 
 

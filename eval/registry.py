@@ -82,7 +82,7 @@ EVALUATIONS = {
         "images.generation",
         "GenerationConfig",
         "text encoder",
-        f"{TOY} --base toy/sdxl",
+        "--encoders cut:toy/clip toy/debias-clip --data toy/test --base toy/sdxl --output scores",
         saved=("examples.png",),
     ),
     "dpg_bench": Evaluation(
@@ -91,7 +91,7 @@ EVALUATIONS = {
         "images.dpg_bench",
         "DpgBenchConfig",
         "text encoder",
-        "--data dpg_bench --vqa blip-vqa-base --base sdxl --encoders original runs/a --output scores",
+        "--data dpg_bench --vqa blip-vqa-base --base sdxl --encoders cut:original runs/a --output scores",
     ),
     "classification": Evaluation(
         "Zero-shot classification",

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from debias_diffusion.data.retrieval_sets import find_root
-from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
@@ -58,7 +57,7 @@ class PairSession(Session):
         self.pairs = read_source(config)
         super().__init__(name, config, self.pairs.digest, self.pairs.bad)
         # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
-        bad = () if config.dataset is None else self.pairs.bad
+        bad = self.pairs.bad if config.dataset else ()
         self._images = ImageFeatures(self, self.pairs.records, self.pairs.images, bad)
 
     def read(self, encoder: TwoTower) -> Readable:
@@ -217,18 +216,15 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
         benchmarks {name: content}.
 
     Raises:
-        UserError: the data or an encoder cannot be used, or a benchmark is named twice.
+        UserError: the data or an encoder cannot be used.
     """
-    names = [name.strip() for name in config.dataset.split(",")] if config.dataset else []
-    if len(names) < 2:
+    if len(config.dataset) < 2:
         return _evaluate(config)
-    if len(set(names)) < len(names):
-        raise UserError(f"dataset is {config.dataset!r}. Name no benchmark twice.")
-    roots = {name: str(find_root(name, config.root)) for name in names}  # before the first takes its time
+    roots = {name: str(find_root(name, config.root)) for name in config.dataset}  # before the first takes its time
     reports = {}
     for name, root in roots.items():
         print(f"\n{name}")
-        reports[name] = _evaluate(replace(config, dataset=name, root=root, output=str(Path(config.output) / name)))
+        reports[name] = _evaluate(replace(config, dataset=[name], root=root, output=str(Path(config.output) / name)))
     print(f"\n{_overview(reports)}")
     return reports
 

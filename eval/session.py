@@ -13,12 +13,11 @@ from matplotlib.figure import Figure
 
 from debias_diffusion.data import BadRecord
 from debias_diffusion.devices import pick_device
-from debias_diffusion.encoders import EncoderSpec, load_two_tower
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.files import json_digest, write_json
 from debias_diffusion.models.backbone import Backbone
 
 from .cache import ResultCache
-from .encoder_names import labels
 from .registry import EVALUATIONS
 from .report import show, versions
 
@@ -30,21 +29,19 @@ class TwoTower:
     """An encoder with its image tower.
 
     Attributes:
-        name: as the settings have it.
         label: short, and unique among the encoders of one evaluation.
         backbone: in evaluation mode, on its device.
         digest: of its weights and of replaced attention.
     """
 
-    name: str
     label: str
     backbone: Backbone
     digest: str
 
     @classmethod
-    def load(cls, name: str, label: str, device: torch.device) -> "TwoTower":
-        backbone = load_two_tower(name).to(device)
-        return cls(name, label, backbone, backbone.digest())
+    def load(cls, spec: EncoderSpec, label: str, device: torch.device) -> "TwoTower":
+        backbone = spec.load_two_tower().to(device)
+        return cls(label, backbone, backbone.digest())
 
     @cached_property
     def depends(self) -> dict:
@@ -75,7 +72,7 @@ class Session:
         device: where to run; by default as the settings say.
 
     Attributes:
-        encoders: {label: name}.
+        encoders: by label.
         cache: of results.
         digests: for the report: "data" and, of the encoders so far, "encoders" by label.
         left_out: the bad records so far.
@@ -90,7 +87,7 @@ class Session:
         device: torch.device | None = None,
     ):
         self.name, self.config, self.device = name, config, device or pick_device(config.device)
-        self.encoders = dict(zip(labels(config.encoders), config.encoders, strict=True))
+        self.encoders: dict[str, EncoderSpec] = config.labelled
         self.cache = ResultCache(config.output)
         self.digests: dict[str, Any] = {"data": data, "encoders": {}}
         self.left_out = list(bad)
@@ -98,24 +95,23 @@ class Session:
     def of_each(
         self,
         evaluate: Callable[[Any], Result],
-        load: Callable[[str, str, torch.device], Any] = TwoTower.load,
+        load: Callable[[EncoderSpec, str, torch.device], Any] = TwoTower.load,
     ) -> dict[str, Result]:
         """The result of `evaluate` for each encoder, by label. One encoder at a time is in memory.
 
         Args:
-            load: (name, label, device) -> encoder
+            load: (spec, label, device) -> encoder
 
         Raises:
             UserError: an encoder cannot be loaded.
         """
 
-        def of_one(label: str, name: str) -> Result:
-            encoder = load(name, label, self.device)
-            is_two_tower = isinstance(encoder, TwoTower)
-            self.digests["encoders"][label] = encoder.digest if is_two_tower else EncoderSpec.parse(name).digest
+        def of_one(label: str, spec: EncoderSpec) -> Result:
+            encoder = load(spec, label, self.device)
+            self.digests["encoders"][label] = encoder.digest if isinstance(encoder, TwoTower) else spec.digest
             return evaluate(encoder)
 
-        return {label: of_one(label, name) for label, name in self.encoders.items()}
+        return {label: of_one(label, spec) for label, spec in self.encoders.items()}
 
     def report(
         self,

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .encoder_names import CUT, OVERLAP, OWN, READINGS
+from debias_diffusion.encoders import ORIGINAL_LABEL, READINGS
+
 from .images.objects import BY_SENTENCE, LATE
 from .images.rendered import FOLDER, folder_names
 from .report import Table, cell
@@ -12,7 +13,7 @@ from .story_examples import EXAMPLES, examples
 
 SCENES, SHORT_PROMPTS = "toy/", "toy/short-"  # data of long captions and of short prompts
 SHORT_FOLDER = "short-prompts"  # of images of short prompts, in the folder of the other results
-OWN_CUT, OWN_WHOLE = f"{OWN}, {CUT}", f"{OWN}, {READINGS[OVERLAP]}"
+OWN_CUT, OWN_WHOLE = (f"{ORIGINAL_LABEL}, {READINGS[reading]}" for reading in ("cut", "overlap"))
 LONG, DEBIAS, SDXL = "Long-CLIP", "DeBias-CLIP", "DeBias-CLIP for SDXL"
 # By the last part of a label. In retrieval the base model stands for SDXL's own text encoder, which it is.
 NAMES = {"clip": OWN_CUT, "long-clip": LONG, "debias-clip": DEBIAS, "debias-clip-sdxl": SDXL}

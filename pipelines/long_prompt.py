@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from diffusers import DiffusionPipeline
@@ -17,7 +17,8 @@ from diffusers.loaders import (
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from debias_diffusion.chunks import Tokens, fast_tokenizer, positions_for, split_text
+from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, fast_tokenizer, positions_for, split_text
+from debias_diffusion.encoders import Reading
 from debias_diffusion.reading import context_length, encode_texts, penultimate_states, tokenize_parts
 
 from .weighting import parse_weights
@@ -34,7 +35,7 @@ class LongPromptOptions(NamedTuple):
     negative_clip_skip: bool = False
     strict: bool = False
     weighting: bool = False
-    overlap: bool = True
+    reading: Reading = "overlap"
 
 
 class PromptLayout(NamedTuple):
@@ -63,7 +64,7 @@ class LongPromptMixin:
         negative_clip_skip: bool = False,
         strict: bool = False,
         weighting: bool = False,
-        overlap: bool = True,
+        reading: Reading = "overlap",
     ):
         """Sets how long prompts are read; every option that is not passed returns to its default.
 
@@ -73,14 +74,17 @@ class LongPromptMixin:
             weighting: read `(word:1.3)`, `word++`, `[word]` and BREAK as A1111's interface and compel do, see
                 `parse_weights`; a weight moves a token's hidden states away from those of the empty prompt, as in
                 ComfyUI.
-            overlap: read each chunk but the first together with the end of the text before it (`split_overlapping`), so
-                that "it" finds what it means. Costs the text encoders up to twice the chunks. False reads each chunk by
-                itself, as other programs do.
+            reading: of texts longer than the context length. "overlap" reads each chunk but the first together with
+                the end of the text before it (`split_overlapping`), so that "it" finds what it means; costs the text
+                encoders up to twice the chunks. "separate" reads each chunk by itself, as other programs do. "cut" cuts
+                at 77 tokens, as diffusers does.
 
         Returns:
             the pipeline itself
         """
-        self._long_prompt = LongPromptOptions(negative_clip_skip, strict, weighting, overlap)
+        if reading not in get_args(Reading):
+            raise ValueError(f"reading is {reading!r}, but must be {' or '.join(get_args(Reading))}.")
+        self._long_prompt = LongPromptOptions(negative_clip_skip, strict, weighting, reading)
         return self
 
     @classmethod
@@ -115,12 +119,13 @@ class LongPromptMixin:
         """Hidden states [rows, positions, width] for the UNet, and pooled embeddings [rows, width] or None."""
         raise NotImplementedError
 
+    @property
+    def _overlap(self) -> bool:
+        return self._long_prompt.reading != "separate"
+
     def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
         chunks = tuple(
-            max(
-                len(split_text(text, context_length(encoder, positions) - 2, self._long_prompt.overlap))
-                for text in batch
-            )
+            max(len(split_text(text, context_length(encoder, positions) - 2, self._overlap)) for text in batch)
             for (_, encoder), batch in zip(self._text_encoders(), texts, strict=False)
         )
         return PromptLayout(_longest(texts), positions, chunks)
@@ -166,6 +171,9 @@ class LongPromptMixin:
             if converts:
                 parts = [[(self.maybe_convert_prompt(run, quiet), weight) for run, weight in part] for part in parts]
             tokens.append(tokenize_parts(parts, tokenizer))
+        if self._long_prompt.reading == "cut":
+            length = min(TRAINED_POSITIONS, *(context_length(encoder) for _, encoder in self._text_encoders()))
+            return [Tokens(*(column[: length - 2] for column in text)) for text in tokens]
         return tokens
 
     def _shared_length(
@@ -208,7 +216,7 @@ class LongPromptMixin:
         embeds, pooled = [], None
         for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
             embedded, pooled = encode_texts(
-                encoder, tokenizer, batch, length, overlap=self._long_prompt.overlap, states=states, device=device
+                encoder, tokenizer, batch, length, overlap=self._overlap, states=states, device=device
             )
             embeds.append(embedded)
         return torch.concat(embeds, dim=-1), pooled

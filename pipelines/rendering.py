@@ -452,7 +452,7 @@ class Renderer:
             lengths = {part.config.max_position_embeddings for part in (pipe.text_encoder, pipe.text_encoder_2)}
             if len(lengths) == 1 and max(lengths) <= TRAINED_POSITIONS:
                 return replace_encoder(pipe, pipe.text_encoder, pipe.tokenizer, StableDiffusionXLPipeline)
-        return pipe.set_long_prompt(overlap=encoder.reading != "separate", weighting=self.weighting)
+        return pipe.set_long_prompt(reading=encoder.reading, weighting=self.weighting)
 
     def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
         """How a prompt is read. Raises UserError for weights that cannot be used."""

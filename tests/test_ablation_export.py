@@ -20,7 +20,7 @@ from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text_hea
 from debias_diffusion.ablation.saved import write_ablation
 from debias_diffusion.app.export.command import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
-from debias_diffusion.encoders import load_text_encoder, load_two_tower
+from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_reader
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
@@ -301,7 +301,7 @@ def test_attention_is_not_measured_as_if_no_head_were_suppressed(folders, tmp_pa
     for name in ("soft", "text"):
         load_two_tower(getattr(folders, name)).save(tmp_path / name)
     with pytest.raises(UserError, match="Head 1-2 of the text tower"):
-        load_reader(str(tmp_path / "soft"), torch.device("cpu"))
-    encoder = load_reader(str(tmp_path / "text"), torch.device("cpu")).encoder
+        load_reader(EncoderSpec.parse(str(tmp_path / "soft")), torch.device("cpu"))
+    encoder = load_reader(EncoderSpec.parse(str(tmp_path / "text")), torch.device("cpu")).encoder
     assert encoder.text_attention is None
     close(features(encoder)[1], features(load_two_tower(folders.text))[1])

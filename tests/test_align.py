@@ -309,7 +309,7 @@ def test_the_plan_says_what_is_fitted_and_what_it_takes(settings, models, tmp_pa
     align(settings(tmp_path, encoder="original", encoder_2="stretch", max_steps=1))
     plan = capsys.readouterr().out
     for part in (
-        "original (in chunks that overlap, 77 positions) and stretch (in one piece, 248 positions)",
+        "original (in overlapping chunks, 77 positions) and stretch (in one piece, 248 positions)",
         "images of 64 x 64 pixels",
         "denoising 10, states 1, features 10",
         "20 to train on; 4 held out",

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.eval.images.drift import Moments, Reader
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode
@@ -62,6 +63,8 @@ def test_unchanged_states_are_those_that_the_pipeline_reads(drift):
     prompts, name = [ImagePrompt(text) for text in texts], "toy/debias-clip"
     base, drifted = (encode(load_pipeline(drift.BASE, encoder, CPU), prompts, sampling) for encoder in (None, name))
     maps = drift.Maps(lambda: Moments(128))
-    changed = drift.changed(base["prompt_embeds"], texts, Reader.load(name, CPU), maps, drift.States.unchanged)
+    changed = drift.changed(
+        base["prompt_embeds"], texts, Reader.load(EncoderSpec.parse(name), CPU), maps, drift.States.unchanged
+    )
     torch.testing.assert_close(changed, drifted["prompt_embeds"], rtol=0, atol=1e-5)
     assert not torch.allclose(changed, base["prompt_embeds"], atol=0.1)

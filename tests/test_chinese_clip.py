@@ -159,7 +159,7 @@ def test_ablate_searches_and_its_result_is_loaded_and_evaluated(folder, theirs, 
     coco_cn(tmp_path, ("test",))
     encoders = [folder, str(output)]
     report = evaluate_retrieval(
-        RetrievalConfig(encoders, str(tmp_path / "out"), dataset="coco-cn-all", root=str(tmp_path))
+        RetrievalConfig(encoders, str(tmp_path / "out"), dataset=["coco-cn-all"], root=str(tmp_path))
     )
     assert (report["images"], report["captions"], len(report["encoders"])) == (5, 7, 2)
     with pytest.raises(UserError, match="text tower of a Chinese-CLIP has no causal mask. Ablate its image tower"):

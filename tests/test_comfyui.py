@@ -174,20 +174,20 @@ def tokenizing(load):
     return make(encoders(*widths, window=77))
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("reading", ["overlap", "separate"])
 @pytest.mark.parametrize("prompt", [SHORT, LONG, LONGER, WEIGHTED, ""], ids=["short", "long", "longer", "weighted", ""])
-def test_conditioning_is_that_of_our_pipeline(sdxl, prompt, overlap):
+def test_conditioning_is_that_of_our_pipeline(sdxl, prompt, reading):
     clip, pipe = sdxl
-    pipe.set_long_prompt(weighting=True, overlap=overlap)
+    pipe.set_long_prompt(weighting=True, reading=reading)
     plain = prompt.replace("(and birds)", "\\(and birds\\)")
     # ComfyUI's inner weight replaces the outer one, and ours multiply
     embeds, _, pooled, _ = pipe.encode_prompt(plain.replace("(small:1)", f"(small:{1 / 1.3})"), negative_prompt="")
     node = NODE_CLASS_MAPPINGS["DebiasLongPromptEncode"]()
-    (conditioning,) = getattr(node, node.FUNCTION)(clip, plain, overlap)
+    (conditioning,) = getattr(node, node.FUNCTION)(clip, plain, reading == "overlap")
     assert embeds.std() > 0.1
     assert difference(conditioning, embeds, pooled) < 1e-4
     if prompt == WEIGHTED:
-        pipe.set_long_prompt(overlap=overlap)
+        pipe.set_long_prompt(reading=reading)
         unweighted = pipe.encode_prompt(re.sub(r"[()]|:[\d.]+", "", plain), negative_prompt="")[0]
         assert difference(conditioning, unweighted) > 0.01
 

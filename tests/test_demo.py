@@ -26,6 +26,7 @@ from debias_diffusion.app.demo.settings import check, from_png, without_weights
 from debias_diffusion.app.demo.toy import Marks, mark, random_scene
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.encoders import READINGS
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_reader, look_at_prompt
 from debias_diffusion.pipelines.checkpoints import load_pipeline
@@ -40,7 +41,6 @@ CPU = torch.device("cpu")
 TOYS = ("toy/clip", "toy/long-clip", "toy/debias-clip")
 SCENE = random_scene(3)
 PROMPT = SCENE.caption  # of 93 tokens in 9 sentences
-READINGS = ("overlap", "separate", "cut")
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +99,10 @@ def test_encoders_share_all_other_models(toy, tiny):
 
 
 def test_names_say_how_an_encoder_reads(toy, tmp_path):
-    models = DemoModels("toy/sdxl", ["toy/clip", "overlap:toy/clip", "chunks:toy/clip"], CPU)
-    assert models.labels == ["toy/clip", "toy/clip, overlapping chunks", "toy/clip, separate chunks"]
+    models = DemoModels("toy/sdxl", ["toy/clip", *(f"{reading}:toy/clip" for reading in READINGS)], CPU)
+    assert models.labels == ["toy/clip", *(f"toy/clip, {words.format(77)}" for words in READINGS.values())]
     assert len({id(encoder.model) for encoder in models.encoders.values()}) == 1  # loaded once
-    named = dict(zip(("cut", "overlap", "separate"), models.labels, strict=True))
+    named = dict(zip(READINGS, models.labels[1:], strict=True))
     for reading in READINGS:
         for label, encoder in models.encoders.items():
             assert models.reading(label, ask(models, reading=reading)) == (encoder.reading or reading)
@@ -110,7 +110,7 @@ def test_names_say_how_an_encoder_reads(toy, tmp_path):
         (by_name,) = images(models, encoders=(named[reading],))
         assert same(chosen.image, by_name.image) and chosen.read == by_name.read
         assert from_png(chosen.save(tmp_path), toy).request.reading == reading
-    assert [toy.reading(label, ask(toy)) for label in TOYS] == ["cut", "overlap", "overlap"]
+    assert [toy.reading(label, ask(toy)) for label in TOYS] == ["overlap"] * 3
 
 
 def test_original_is_the_checkpoints_own(folders, tiny):
@@ -126,8 +126,8 @@ def test_original_is_the_checkpoints_own(folders, tiny):
     [
         ("base", [], "at least one"),
         ("base", ["short"] * 2, "none twice"),
-        ("base", ["original", "overlap:original", "chunks:original", "short", "long", "wide"], "at most 5"),
-        ("base", ["overlaps:original"], "There is no encoder 'overlaps:original'"),
+        ("base", ["original", "overlap:original", "separate:original", "short", "long", "wide"], "at most 5"),
+        ("base", ["overlaps:original"], "Unknown model 'overlaps' in 'overlaps:original'. Did you mean overlap"),
         ("base", ["wide"], "has width 64; the UNet of .* reads 32 of its first encoder"),
         ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
         ("toy/sdxl", ["toy/clipp"], "Did you mean toy/clip"),
@@ -163,7 +163,7 @@ def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
             base="toy/sdxl",
             encoder=encoder,
             negative_prompt=request.negative_prompt or None,
-            overlap=request.reading != "separate",
+            reading=request.reading,
             output=str(tmp_path / "image.png"),
             device="cpu",
             **{name: getattr(request, name) for name in names},
@@ -180,7 +180,7 @@ def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
     assert restored.request == replace(request, encoders=(encoder,), reading=reading) and not restored.notes
 
 
-@pytest.mark.parametrize("label, reading", [("toy/clip", "auto"), ("toy/debias-clip", "cut")])
+@pytest.mark.parametrize("label, reading", [("toy/clip", "cut"), ("toy/debias-clip", "cut")])
 @pytest.mark.parametrize("negative", ["", PROMPT + " No objects."])
 def test_cut_prompts_are_read_as_stock_sdxl_reads_them(toy, label, reading, negative):
     parts = dict(toy.pipeline(label, ask(toy)).components)
@@ -280,7 +280,7 @@ def test_errors_reach_the_caller_and_free_the_device(folders, monkeypatch):
         ({"encoders": ("orignal",)}, "no encoder 'orignal'. Did you mean original"),
         ({"encoders": ("long", "long")}, "named twice"),
         ({"scheduler": "euler"}, "no scheduler 'euler'. Did you mean Euler"),
-        ({"reading": "all"}, "no reading 'all'.* Choose one of: auto, overlap, separate, cut"),
+        ({"reading": "all"}, "no reading 'all'.* Choose one of: overlap, separate, cut"),
         ({"weighting": True, "prompt": f"(a:{'9' * 400})"}, "weights cannot be read"),
         ({"weighting": True, "negative_prompt": f"(a:{'9' * 400})"}, "weights cannot be read"),
     ],
@@ -428,13 +428,14 @@ def test_colours_follow_the_encoders_and_how_they_read(toy):
     def read_by(**changes) -> list[str]:
         return [who for _, who in count_tokens(toy, ask(toy, prompt=" ".join(["red"] * 300), **changes)).tokens]
 
-    assert read_by() == ["all"] * 75 + ["some"] * 225
-    assert read_by(encoders=("toy/clip",)) == ["all"] * 75 + ["none"] * 225
+    models = DemoModels("toy/sdxl", ["cut:toy/clip", "toy/clip"], CPU)
+    tokens = count_tokens(models, ask(models, prompt=" ".join(["red"] * 300))).tokens
+    assert [who for _, who in tokens] == ["all"] * 75 + ["some"] * 225
     assert read_by(reading="overlap") == read_by(reading="separate") == read_by(encoders=TOYS[1:]) == ["all"] * 300
     assert read_by(reading="cut") == ["all"] * 75 + ["none"] * 225
 
 
-@pytest.mark.parametrize("reading", ["auto", *READINGS])
+@pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize(
     "prompt, weighting", [(f"{PROMPT} {PROMPT} {PROMPT}", False), (f"A (red:1.3) ring BREAK {PROMPT} [cross]", True)]
 )
@@ -460,7 +461,8 @@ def test_readings_in_words(toy):
     def words(**changes) -> list[str]:
         return [reading.in_words() for reading in count_tokens(toy, ask(toy, **changes)).readings.values()]
 
-    assert words() == ["reads the first 75 of 93 tokens", *["reads all 93 tokens at once"] * 2]
+    assert words(reading="cut") == ["reads the first 75 of 93 tokens"] * 3
+    assert words()[1:] == ["reads all 93 tokens at once"] * 2
     long = words(reading="overlap", prompt=f"{PROMPT} {PROMPT} {PROMPT}")
     assert [text.partition(":")[0] for text in long] == [
         f"reads all 279 tokens in {count} overlapping chunks" for count in (8, 2, 2)

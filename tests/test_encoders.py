@@ -201,7 +201,7 @@ def test_labels_are_short_and_unique_and_say_how_prompts_are_read(tmp_path):
         "SDXL's own, overlapping chunks", "SDXL's own, cut at 77 tokens", "toy/clip, separate chunks"
     ]  # fmt: skip
     assert labelled("toy/long-clip", "separate:toy/debias-clip", "cut:toy/long-clip") == [
-        "toy/long-clip", "toy/debias-clip, separate chunks", "toy/long-clip, cut at 248 tokens"
+        "toy/long-clip", "toy/debias-clip, separate chunks", "toy/long-clip, cut at 77 tokens"
     ]  # fmt: skip
     assert labelled("~/a/best", "toy/clip", readings=False) == ["best", "toy/clip"]
     assert labelled("~/a/best", "~/b/best", "~/_mine", readings=False) == ["a/best", "b/best", f"{tmp_path.name}/_mine"]

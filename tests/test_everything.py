@@ -27,13 +27,13 @@ def results(output: Path) -> dict[str, dict]:
 
 def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):
     assert AllConfig().encoders == [
+        "cut:toy/clip",
         "toy/clip",
-        "overlap:toy/clip",
         "toy/long-clip",
         "toy/debias-clip",
         "toy/debias-clip-sdxl",
     ]
-    encoders = ["toy/clip", "overlap:toy/clip", "toy/debias-clip"]
+    encoders = ["cut:toy/clip", "toy/clip", "toy/debias-clip"]
     config = AllConfig(encoders=encoders, output=str(tmp_path), limit=4, drawn=2)
     assert evaluate_all(config) == tmp_path / "report.html"
     printed = capsys.readouterr().out
@@ -104,20 +104,14 @@ def test_the_docs_list_the_evaluations():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"drawn": 0}, "drawn=0"),
         ({"classification": "cifar-10"}, "classification_data None"),
         ({"classification_data": "cifar"}, "Give both"),
         ({"encoders": ["toy/clap"]}, "Did you mean"),
-        (
-            {"encoders": ["chunks:toy/clip"]},
-            "for texts: 'original', and names that begin with 'chunks:' or 'overlap:', are for images only",
-        ),
-        ({"encoders": ["overlap:toy/clip", "original"]}, "has none for texts"),
+        ({"encoders": ["cut:original", "original"]}, "has none for texts: 'original' is for images only"),
         ({"output": ""}, "There is no output"),
         ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"dino": "no/such/folder"}, "no/such/folder"),
         ({"inception_weights": "x.pth"}, "x.pth"),
-        ({"classification": "cifar-11", "classification_data": "cifar"}, "Did you mean cifar-10"),
         ({"data": "nowhere.json"}, "nowhere.json"),
     ],
 )
@@ -144,8 +138,10 @@ def test_sdxls_own_encoder_is_for_images_alone(tmp_path, sdxl_folder):
     given = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir, "base": str(sdxl_folder)}
     given["own_features"] = "toy/features"
     clip = save_tiny_clip(tmp_path / "clip")
-    settings = everything.settings_of_all(AllConfig(["original", "overlap:original", clip], str(tmp_path), **given))
-    assert settings["generation"].encoders == ["original", "overlap:original", clip]
+    settings = everything.settings_of_all(
+        AllConfig(["cut:original", "original", f"separate:{clip}"], str(tmp_path), **given)
+    )
+    assert settings["generation"].encoders == ["cut:original", "original", f"separate:{clip}"]
     assert all(config.encoders == [clip] for name, config in settings.items() if name != "generation")
 
 

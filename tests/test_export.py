@@ -325,7 +325,7 @@ def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
     score = {"dino_score": {"value": 0.25, "low": 0.125, "high": 0.5}}
     encoder = {"scores": score, "cut_at": None, "prompts_cut": 0, "seconds": 2.0}
     settings = {
-        "encoders": ["/private/enc", "toy/clip"],
+        "encoders": ["separate:/private/enc", "toy/clip"],
         "base": "stabilityai/x",
         "data": "/private/data.json",
         "seed": 3,
@@ -346,7 +346,7 @@ def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
     card = (tmp_path / "x" / "README.md").read_text()
     assert "| 7 images, with 95% intervals | enc |" in card and "/private" not in card
     assert "0.25" in card and "- biased upwards" in card
-    assert "evaluate generation --encoders enc toy/clip --base stabilityai/x --seed 3 --data data.json" in card
+    assert "evaluate generation --encoders separate:enc toy/clip --base stabilityai/x --seed 3 --data data.json" in card
 
 
 def test_the_card_tells_the_base_model_only_where_it_is_known(tmp_path):

@@ -11,7 +11,7 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from helpers import tiny_sdxl
 from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
@@ -692,16 +692,22 @@ def test_a_second_encoder_that_does_not_fit(base, tmp_path, monkeypatch):
             load_pipeline(base, None, torch.device("cpu"), encoder_2=folder)
 
 
-def test_overlap(tmp_path):
-    plain, overlap = (draw(tmp_path, encoder=None, overlap=value, name=f"{value}.png") for value in (False, True))
+def test_long_prompts_are_read_as_asked(tmp_path):
+    readings = ("overlap", "separate", "cut")
+    overlap, plain, cut = (draw(tmp_path, encoder=None, reading=name, name=f"{name}.png") for name in readings)
     pipe = load_pipeline(TOY["base"], None, torch.device("cpu"))
     assert np.asarray(drawn_by(pipe, LONG)).tobytes() == np.asarray(Image.open(overlap)).tobytes()
-    assert Image.open(plain).tobytes() != Image.open(overlap).tobytes()
-    assert [read_settings(path)["reading"] for path in (plain, overlap)] == ["separate", "overlap"]
-    several = draw(tmp_path, name="several", encoder=None, images_per_prompt=2, overlap=False)
+    assert len({Image.open(path).tobytes() for path in (overlap, plain, cut)}) == 3
+    assert [read_settings(path)["reading"] for path in (plain, overlap, cut)] == ["separate", "overlap", "cut"]
+    stock = StableDiffusionXLPipeline(**pipe.components)
+    assert np.asarray(drawn_by(stock, LONG)).tobytes() == np.asarray(Image.open(cut)).tobytes()
+    with pytest.raises(UserError, match="encoder is 'cut:original' and reading 'separate', but both say how prompts"):
+        draw(tmp_path, encoder="cut:original", reading="separate")
+    assert draw(tmp_path, encoder="cut:original", name="cut.png") == cut  # the same settings
+    several = draw(tmp_path, name="several", encoder=None, images_per_prompt=2, reading="separate")
     assert plain.read_bytes() in pictures(several).values()
-    short = [Image.open(draw(tmp_path, "a star", encoder=None, overlap=value)).tobytes() for value in (False, True)]
-    assert short[0] == short[1]
+    short = {Image.open(draw(tmp_path, "a star", encoder=None, reading=name)).tobytes() for name in readings}
+    assert len(short) == 1
 
 
 def test_weighting(tmp_path):

@@ -1,6 +1,7 @@
 """Evaluation of generated images as a whole: several encoders, finished work, kills, bad data, the toy world."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,7 @@ def encoder(tmp_path_factory) -> str:
 
 def settings(tmp_path, base, **changes) -> dict:
     return {
-        "encoders": ["original"], "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "base": base,
+        "encoders": ["cut:original"], "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "base": base,
         "output": str(tmp_path / "out"), "limit": 3, "steps": 1, "batch_size": 2, "device": "cpu",
     } | changes  # fmt: skip
 
@@ -59,7 +60,7 @@ def finished(base, encoder, dino, tmp_path_factory) -> dict:
     data = folder / "data.json"
     data.write_text(json.dumps([entries[0], dict(entries[1], image="no-such.png"), *entries[1:]]))
     networks = {"dino": dino, "own_features": dino, "clip_score": "toy/clip"}
-    config = settings(folder, base, encoders=["original", encoder], data=str(data), limit=4, **networks)
+    config = settings(folder, base, encoders=["cut:original", encoder], data=str(data), limit=4, **networks)
     evaluate_generation(GenerationConfig(**config))
     return config
 
@@ -165,19 +166,12 @@ def test_what_is_finished_is_not_done_again(finished, tmp_path, monkeypatch):
         ({"dino": None}, "None of inception_weights, .*is given.*--dino facebook/dino-vits16"),
         ({"output": ""}, "There is no output"),
         ({"encoders": []}, r"encoders=\[\]"),
-        ({"encoders": ["original", "original"]}, "none twice"),
+        ({"encoders": ["original", "overlap:original"]}, "none twice"),
         ({"encoders": ["original", "nowhere"]}, "'nowhere' is not there"),
         ({"encoders": ["toy/nothing"]}, "Unknown toy model 'toy/nothing'"),
-        ({"encoders": ["chunks:toy/clp"]}, "Unknown toy model 'toy/clp'. Did you mean toy/clip"),
-        ({"encoders": ["chunk:toy/clip"]}, "There is no encoder 'chunk:toy/clip'. Give 'chunks:toy/clip'"),
-        ({"encoders": ["overlaps:toy/clip"]}, "'overlap:toy/clip' to read long prompts in overlapping chunks"),
-        ({"encoders": ["chunks:overlap:toy/clip"]}, "There is no encoder 'chunks:overlap:toy/clip'"),
-        ({"encoders": ["chunks:"]}, "There is no encoder 'chunks:'. Give 'chunks:NAME'"),
-        ({"encoders": ["chunks:toy/debias-clip"]}, "has width"),
-        ({"steps": 0}, "steps=0"),
-        ({"images_at_once": 0}, "images_at_once=0"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"max_bad": 2.0}, "max_bad is 2.0"),
+        ({"encoders": ["separate:toy/clp"]}, "Unknown toy model 'toy/clp'. Did you mean toy/clip"),
+        ({"encoders": ["overlaps:toy/clip"]}, "how an encoder reads long prompts: overlap, separate, cut"),
+        ({"encoders": ["separate:toy/debias-clip"]}, "has width"),
         ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"images": "."}, "0 of 3 pairs"),
         ({"limit": 1, "own_features": "toy/features"}, "1 of 1 pairs.*at least 2"),
@@ -218,7 +212,7 @@ def test_the_generator_and_the_networks_are_not_in_memory_together(tmp_path, bas
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> dict:
-    encoders, output = ["toy/clip", "toy/debias-clip"], str(tmp_path_factory.mktemp("toy"))
+    encoders, output = ["cut:toy/clip", "toy/debias-clip"], str(tmp_path_factory.mktemp("toy"))
     config = GenerationConfig(encoders, output, base="toy/sdxl", data="toy/test", limit=6, steps=2, device="cpu")
     return evaluate_generation(config)
 
@@ -229,7 +223,7 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
     told = [toy_scene(record)[1].first_mentions() for record in records]
     assert toy["drawing"] | {"steps": 2, "guidance_scale": 3.0, "images_at_once": 20} == toy["drawing"]
     for label, its in toy["encoders"].items():
-        folder = Path(toy["settings"]["output"], "images", label.replace("/", "-"))
+        folder = Path(toy["settings"]["output"], "images", re.sub(r"[/, ]+", "-", label))
         comparisons = compare_images([folder / f"{index:06}.png" for index in range(6)], scenes)
         by_sentence = {}
         for seen, sentences in zip(comparisons, told, strict=True):
@@ -253,7 +247,7 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
     assert {line["score"] for line in toy["compared"]} == scores.keys() == set(SCORES)
     shown, by_sentence, compared = map(str, tables(toy))
     for title in SCORES.values():
-        assert title in shown and f"toy/debias-clip - toy/clip, {title}" in compared
+        assert title in shown and f"toy/debias-clip - toy/clip, cut at 77 tokens, {title}" in compared
     last = {label: its["scores"]["objects_right_by_sentence"][-1] for label, its in toy["encoders"].items()}
     for line in last.values():
         numbers = [line["value"]] + [line[name] and line[name]["value"] for name in ("precision", "f1")]
@@ -264,7 +258,7 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
 
 @pytest.mark.usefixtures("blank_figures")
 def test_captions_that_refer_back_are_scored_by_how_objects_are_told(tmp_path):
-    encoders = ["toy/clip", "chunks:toy/clip", "toy/debias-clip"]
+    encoders = ["cut:toy/clip", "separate:toy/clip", "toy/debias-clip"]
     of_toy = {"base": "toy/sdxl", "data": "toy/referring-test"}
     config = GenerationConfig(encoders, str(tmp_path), **of_toy, limit=4, steps=1, device="cpu")
     report = evaluate_generation(config)
@@ -290,7 +284,7 @@ def test_captions_that_refer_back_are_scored_by_how_objects_are_told(tmp_path):
 
 
 def test_examples_show_toy_pictures_with_their_pixels(toy, tmp_path):
-    folder = Path(toy["settings"]["output"], "images", "toy-clip")
+    folder = Path(toy["settings"]["output"], "images", "toy-clip-cut-at-77-tokens")
     figure = generation.plot_examples(
         ["Two $ and $ a <b>."], [Image.open(folder / "000000.png")], {"a": [folder / "000001.png"]}
     )

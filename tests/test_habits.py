@@ -257,7 +257,7 @@ def test_up_to_225_tokens_are_laid_out_as_kohya_trains(loaded, count):
     Its windows end at every 75th token, and so do ours, if they do not overlap, where no sentence or clause ends in a
     window's second half.
     """
-    pipe = ours(loaded).set_long_prompt(overlap=False)
+    pipe = ours(loaded).set_long_prompt(reading="separate")
     text = " ".join((WORDS * 33)[:count])
     ids = pipe.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     assert len(ids) == count
@@ -300,7 +300,7 @@ def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
     # in a long prompt all four vectors stand in one window, at the same places of both encoders
     group = list(range(SIZE, SIZE + 4))
     for before, overlap in itertools.product(range(70, 76), (True, False)):
-        pipe.set_long_prompt(overlap=overlap)
+        pipe.set_long_prompt(reading="overlap" if overlap else "separate")
         prompt = f"{' '.join(['cat'] * before)} <style> {' '.join(['dog'] * 20)}"
         seen = []
         hooks = [

@@ -23,7 +23,7 @@ from debias_diffusion.retrieval import encode_images
 
 def two_tower(seed: int) -> TwoTower:
     backbone = tiny_clip(seed).eval()
-    return TwoTower(f"tiny-{seed}", f"tiny-{seed}", backbone, weights_digest(backbone))
+    return TwoTower(f"tiny-{seed}", backbone, weights_digest(backbone))
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ LAYERS = (
     ("head_search",),
     ("toymodels",),
     ("pipelines",),
-    ("eval.registry", "eval.encoder_names", "eval.intervals", "eval.report", "eval.processes"),
+    ("eval.registry", "eval.intervals", "eval.report", "eval.processes"),
     ("eval.cache", "eval.inputs", "eval.session", "eval.image_features", "eval.images.rendered"),
     ("eval.options",),
     ("eval.retrieval", "eval.retrieval_examples", "eval.robustness", "eval.attention"),

@@ -256,7 +256,7 @@ TOKENS = st.lists(st.sampled_from([" cat", " red", " sky", ",", ".", ";", "!", '
     overlap=st.booleans(),
 )
 def test_layout_is_the_literal_one(pipe_of_lengths, lengths, texts, repeat, overlap):
-    pipe = pipe_of_lengths[lengths].set_long_prompt(overlap=overlap)
+    pipe = pipe_of_lengths[lengths].set_long_prompt(reading="overlap" if overlap else "separate")
     texts = ["".join(text * repeat)[:900] for text in texts]
     embeds, negatives, pooled, _ = pipe.encode_prompt(texts, negative_prompt="grey")
     tokens = pipe._tokenize(texts, None)
@@ -285,7 +285,7 @@ def test_short_and_long_prompts_in_clips_own_vocabulary():
     tokens = pipe._tokenize(text, None)
     assert len(parts["tokenizer"]) == 49408 and 180 < len(tokens[0][0].ids) < 225
     for overlap in (True, False):
-        embeds = pipe.set_long_prompt(overlap=overlap).encode_prompt(text)[0][0]
+        embeds = pipe.set_long_prompt(reading="overlap" if overlap else "separate").encode_prompt(text)[0][0]
         assert len(embeds) == 227
         halves = [
             layout_by_hand(tokenizer, encoder, tokens[i][0], 227, -2, overlap)
@@ -443,7 +443,7 @@ def test_nothing_is_read_across_a_break(ours):
 def test_overlap_changes_nothing_within_one_chunk_and_the_late_states_of_several(ours):
     pipe = type(ours)(**ours.components)
     short, long = [pipe.encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
-    plain = [pipe.set_long_prompt(overlap=False).encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
+    plain = [pipe.set_long_prompt(reading="separate").encode_prompt(text)[0] for text in (SHORT, words(120, "."))]
     assert torch.equal(short, plain[0]) and torch.equal(long[:, :76], plain[1][:, :76])
     assert long.shape == plain[1].shape and not torch.allclose(long[:, 80:120], plain[1][:, 80:120], atol=1e-3)
     assert pipe.prompt_layout(words(120, ".")).chunks == (2, 2)

@@ -92,11 +92,13 @@ def test_a_finished_run_does_nothing_again(finished, setup, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("train", ["debias-clip-sdxl", "all"])
-def test_the_other_encoders_are_those_of_the_package(tmp_path, train):
+def test_the_other_encoders_are_those_of_the_package(tmp_path, train, monkeypatch):
     steps = app._steps(QuickstartConfig(str(tmp_path), train=train), Setup())
-    (drawn,) = [step.args[0] for title, step in steps if title.startswith("draw 100 long prompts")]
+    (draw,) = [step for title, step in steps if title.startswith("draw 100 long prompts")]
+    monkeypatch.setattr(app, "GenerationConfig", dict)
+    monkeypatch.setattr(app, "evaluate_generation", lambda settings: settings)
     trained = RECIPES if train == "all" else ["debias-clip-sdxl"]
-    assert drawn.encoders == ["original", "overlap:original"] + [
+    assert draw()["encoders"] == ["cut:original", "original"] + [
         str(tmp_path / "training" / recipe) if recipe in trained else f"toy/{recipe}" for recipe in RECIPES
     ]
     assert [title for title, _ in steps if title.startswith("train")] == [f"train {recipe}" for recipe in trained]

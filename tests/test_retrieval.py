@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from debias_diffusion.data import ImageFolder, read_sharegpt4v
+from debias_diffusion.encoders import EncoderSpec, labels
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features, retrieval
-from debias_diffusion.eval.encoder_names import labels
 from debias_diffusion.eval.options import check_output
 from debias_diffusion.eval.report import Table, table
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
@@ -292,7 +292,7 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, anothe
     assert sum("no-such.png" in line for line in printed.splitlines()) == 1 and "text to image" in printed
     files = {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("items-")}
     assert files == {"retrieval.json", "retrieval.png", "cache", "job.json"}
-    first, second = labels([tiny_clip, another_clip])
+    first, second = labels([EncoderSpec.parse(name) for name in (tiny_clip, another_clip)], readings=False)
     assert list(report["encoders"]) == [first, second] == list(report["digests"]["encoders"])
     # against features computed one by one, as the library's user would
     for name, label in ((tiny_clip, first), (another_clip, second)):
@@ -455,8 +455,6 @@ def test_the_figure_shows_the_numbers(tiny_clip, another_clip, squares, tmp_path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"limit": 0}, "limit=0"),
-        ({"batch_size": 0}, "batch_size=0"),
         ({"images": "nowhere"}, "nowhere"),
         ({"data": "nowhere.json"}, "nowhere.json"),
         ({"images": "."}, "None of the 3 images"),
@@ -465,11 +463,7 @@ def test_the_figure_shows_the_numbers(tiny_clip, another_clip, squares, tmp_path
         ({"encoders": []}, "at least one encoder"),
         ({"encoders": ["toy/clip", "toy/clip"]}, "none twice"),
         ({"encoders": ["toy/clap"]}, "Did you mean"),
-        (
-            {"encoders": ["chunks:toy/clip"]},
-            "'chunks:toy/clip' reads prompts in separate chunks, which only.*Give 'toy/clip'",
-        ),
-        ({"encoders": ["overlap:toy/clip"]}, "'overlap:toy/clip' reads prompts in overlapping chunks, which only"),
+        ({"encoders": ["toy/clip", "cut:toy/clip"]}, "none twice"),
     ],
 )
 def test_unusable_settings_are_refused(tiny_clip, tmp_path, monkeypatch, change, message):
@@ -481,11 +475,9 @@ def test_unusable_settings_are_refused(tiny_clip, tmp_path, monkeypatch, change,
 
 
 def test_settings_check_themselves_before_anything_is_read():
-    with pytest.raises(UserError, match="batch_size=0"):
-        RetrievalConfig(["toy/clip"], "out", data="nowhere.json", batch_size=0)
     config = RetrievalConfig(["toy/clip"], "out", data="nowhere.json")
     with pytest.raises(UserError, match="The benchmark 'coco' needs the folder"):
-        replace(config, data=None, dataset="coco")
+        replace(config, data=None, dataset=["coco"])
 
 
 def test_an_output_that_cannot_be_a_folder_is_told_first(tiny_clip, tmp_path):
@@ -495,24 +487,6 @@ def test_an_output_that_cannot_be_a_folder_is_told_first(tiny_clip, tmp_path):
             evaluate_retrieval(settings_of(tmp_path, tiny_clip, output=str(tmp_path / output)))
     check_output(str(tmp_path / "not" / "there" / "yet"))
     assert not (tmp_path / "not").exists()
-
-
-def test_labels_are_short_and_unique(tmp_path):
-    for name in ("a/best", "b/best"):
-        (tmp_path / name).mkdir(parents=True)
-    assert labels(["toy/clip", str(tmp_path / "a" / "best")]) == ["toy/clip", "best"]
-    assert labels([str(tmp_path / "a" / "best"), str(tmp_path / "b" / "best")]) == ["a/best", "b/best"]
-    (tmp_path / "_mine").mkdir()
-    assert labels(["chunks:toy/clip", str(tmp_path / "a" / "best"), "chunks:" + str(tmp_path / "b" / "best")]) == [
-        "toy/clip, separate chunks", "a/best", "b/best, separate chunks"
-    ]  # fmt: skip
-    assert labels(["toy/clip", "chunks:toy/clip", "overlap:toy/clip"]) == [
-        "toy/clip", "toy/clip, separate chunks", "toy/clip, overlapping chunks"
-    ]  # fmt: skip
-    assert labels(["original", "chunks:original", "overlap:original", "toy/clip"]) == [
-        "SDXL's own, cut at 77 tokens", "SDXL's own, separate chunks", "SDXL's own, overlapping chunks", "toy/clip"
-    ]  # fmt: skip
-    assert labels([str(tmp_path / "_mine"), str(tmp_path / "a" / "best")]) == ["./_mine", "best"]  # legends show both
 
 
 def test_digests_tell_contents_apart(tmp_path):

@@ -98,6 +98,5 @@ def test_without_examples_there_is_no_page_and_with_one_encoder_an_error(evaluat
     report = evaluate_retrieval(RetrievalConfig(evaluated.encoders, str(tmp_path / "out"), **settings))
     assert not (tmp_path / "out" / "retrieval_examples.html").exists()
     assert report["encoders"] == evaluated.report["encoders"]
-    for encoders, count in ((evaluated.encoders[:1], 3), (evaluated.encoders, -1)):
-        with pytest.raises(UserError, match=f"examples is {count} with {len(encoders)} encoders"):
-            RetrievalConfig(encoders, str(tmp_path / "out"), examples=count, **settings)
+    with pytest.raises(UserError, match="examples is 3 with 1 encoder"):
+        RetrievalConfig(evaluated.encoders[:1], str(tmp_path / "out"), examples=3, **settings)

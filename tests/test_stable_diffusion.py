@@ -100,7 +100,7 @@ def test_a_long_prompt_in_chunks_and_at_once(ours, long):
     ids = torch.tensor([[BOS, *tokens.ids, EOS, *[EOS] * 27]])
     torch.testing.assert_close(embeds, long.text_encoder(ids)[0], rtol=1e-5, atol=1e-5)
     assert negatives.shape == embeds.shape
-    separate = type(ours)(**ours.components).set_long_prompt(overlap=False)
+    separate = type(ours)(**ours.components).set_long_prompt(reading="separate")
     assert separate.prompt_layout(LONG) == (123, 152, (2,))
     embeds, _ = encode(separate, LONG)
     first, second = (

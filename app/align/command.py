@@ -77,7 +77,7 @@ class Alignment(Run):
         self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
         first, self.two_tower = first_slot(config.encoder, pipe, config.base, dtype)
         second = second_slot(config.encoder_2, pipe, config.base)
-        self.slots = tuple(replace(slot, overlap=config.overlap) for slot in (first, second))
+        self.slots = tuple(replace(slot, overlap=config.reading == "overlap") for slot in (first, second))
         fitted = {name: slot.encoder for name, slot in zip((FIRST, SECOND), self.slots, strict=True) if slot.encoder}
         self.model = nn.ModuleDict(fitted).to(device).train()
         pipe.unet.requires_grad_(False)

@@ -6,7 +6,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
-from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
+from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.text_encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
@@ -14,8 +14,6 @@ from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.pipelines.checkpoints import STRETCH, Checkpoint
 
 from .objective import Frozen, Slot
-
-ORIGINAL = "original"  # the checkpoint's own encoder
 
 
 def encoder_digest(name: str | None) -> str | None:
@@ -63,7 +61,7 @@ def second_slot(name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: s
         if name == STRETCH:
             encoder, tokenizer = stretch_text_encoder(encoder, tokenizer)
     else:
-        encoder, tokenizer = load_text_encoder(name)
+        encoder, tokenizer = EncoderSpec.parse(name).load_text_encoder()
         _check("text_encoder_2", name, encoder, tokenizer, base, checkpoint)
     tokenizer.pad_token = base.tokenizer.pad_token  # the one that the UNet was trained with
     return Slot(base, encoder.float().requires_grad_(True), tokenizer, base)
@@ -71,10 +69,11 @@ def second_slot(name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: s
 
 def _load(name: str) -> tuple[Backbone | None, TextEncoder, CLIPTokenizer]:
     """An encoder with its projection if it is known, and the two-tower that it belongs to, if there is one."""
+    spec = EncoderSpec.parse(name)
     try:
-        backbone = load_two_tower(name)
+        backbone = spec.load_two_tower()
     except UserError:
-        return None, *load_text_encoder(name)
+        return None, *spec.load_text_encoder()
     return backbone, *to_transformers(backbone, projection=backbone.pooling == "eot")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from debias_diffusion.encoders import READINGS
 from debias_diffusion.training.plan import GB, check_disk, duration, free_memory
 
 PROBE = 2  # pairs that the estimate is measured on
@@ -70,7 +71,7 @@ def print_plan(run, start: int) -> None:
     memory, free = frozen_bytes + 4 * fitted_bytes + activations, free_memory(accelerator.device)
     free_disk = check_disk(Path(config.output), disk := 3 * fitted_bytes * (config.keep + 1) + fitted_bytes)
     left = batches.total_steps - start
-    chunks = "in chunks that overlap" if config.overlap else "in chunks"
+    chunks = f"in {READINGS[config.reading]}"
     encoders = " and ".join(
         f"{name} ({'in one piece' if slot.reads_on else chunks}, {slot.context_length} positions)"
         for name, slot in zip((config.encoder, config.encoder_2), run.slots, strict=True)

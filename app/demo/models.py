@@ -1,21 +1,20 @@
 """The demo's models: one SDXL checkpoint, and up to five text encoders that take turns in it."""
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from diffusers import SchedulerMixin
 from transformers import CLIPTokenizer
 
 from debias_diffusion.chunks import Tokens
-from debias_diffusion.encoders import load_text_encoder
+from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, Reading, labels
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.attention import Reader
-from debias_diffusion.eval.encoder_names import CHUNKS, ORIGINAL, OVERLAP, check_encoders, labels, split_reading
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
@@ -32,14 +31,7 @@ from .request import Request
 
 TOY = "toy/sdxl"
 MOST_ENCODERS = 5
-Reading = Literal["overlap", "separate", "cut"]
 _SCHEDULERS = {SAMPLERS[cls]: cls for cls in SCHEDULERS}  # by their names in a request
-
-
-def parse_name(name: str) -> tuple[Reading | None, str]:
-    """A name as in `evaluate generation`: how the encoder reads long prompts, if a prefix says so, and its model."""
-    prefix, model = split_reading(name)
-    return {OVERLAP: "overlap", CHUNKS: "separate"}.get(prefix), model
 
 
 @dataclass(frozen=True)
@@ -85,7 +77,7 @@ class DemoModels:
     Args:
         base: SDXL checkpoint, see `Checkpoint.parse`.
         encoders: replacements of the first text encoder, each anything `load_text_encoder` takes, or "original" for
-            the checkpoint's own; see `parse_name` for how they read.
+            the checkpoint's own; "cut:", "separate:" or "overlap:" before a name says how it reads.
         device: device of all models.
         dtype: dtype of all models; `default_dtype(device)` if None.
 
@@ -105,21 +97,23 @@ class DemoModels:
     def __init__(self, base: str, encoders: Sequence[str], device: torch.device, dtype: torch.dtype | None = None):
         if len(encoders) > MOST_ENCODERS:
             raise UserError(f"encoders={list(encoders)} are {len(encoders)} encoders. Name at most {MOST_ENCODERS}.")
-        check_encoders(encoders, of_images=True)
+        specs = {name: EncoderSpec.parse(name) for name in encoders}
         checkpoint = Checkpoint.parse(base)
         checkpoint.check_kind()
         self.device, self.dtype = device, dtype or default_dtype(device)
-        self.is_toy, self.size, (self.base,) = base == TOY, checkpoint.size, labels([checkpoint.weights])
-        parsed = [parse_name(name) for name in encoders]
-        loaded = {name: load_text_encoder(name) for name in {name: None for _, name in parsed} if name != ORIGINAL}
+        self.is_toy, self.size, self.base = base == TOY, checkpoint.size, os.path.basename(checkpoint.weights)
+        by_model = {spec.name: spec for spec in specs.values()}
+        loaded = {name: spec.load_text_encoder() for name, spec in by_model.items() if spec.kind is not Kind.ORIGINAL}
         pipe = load_pipeline(base, None, device, self.dtype)
         for name, (model, _) in loaded.items():
             checkpoint.check_fits("text_encoder", model, name)
         loaded[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
+        short = dict(zip(by_model, labels(list(by_model.values()), readings=False), strict=True))
+        named = dict(zip(specs, labels(list(specs.values())), strict=True))
         self.encoders: dict[str, Encoder] = {}
-        for name, label, (reading, model_name) in zip(encoders, labels(encoders), parsed, strict=True):
-            label = ORIGINAL if name == ORIGINAL else label  # as requests and images name it
-            model, tokenizer = loaded[model_name]
+        for name, spec in specs.items():
+            label, reading = (short[name], None) if name == spec.name else (named[name], spec.reading)
+            model, tokenizer = loaded[spec.name]
             self.encoders[label] = Encoder(label, model.to(device, self.dtype).eval(), tokenizer, reading)
         pipe.register_modules(text_encoder=None, tokenizer=None)  # an encoder that nobody asked for takes no memory
         self._shared, self._free = pipe, threading.Lock()
@@ -177,31 +171,20 @@ class DemoModels:
     def reading(self, label: str, request: Request) -> Reading:
         """How this encoder reads a long prompt of this request."""
         encoder = self.encoders[label]
-        if encoder.reading is not None or request.reading != "auto":
-            return encoder.reading or request.reading
-        return "cut" if encoder.context_length <= self.stock_context else "overlap"
+        return encoder.reading or request.reading
 
     def pipeline(self, label: str, request: Request) -> StableDiffusionXLLongPromptPipeline:
         """A pipeline for one request: the shared models with this encoder, and a new scheduler."""
-        encoder, reading = self.encoders[label], self.reading(label, request)
-        cls = _CutPipeline if reading == "cut" else StableDiffusionXLLongPromptPipeline
+        encoder, cls = self.encoders[label], StableDiffusionXLLongPromptPipeline
         scheduler = self.make_scheduler(request.scheduler)
         pipe = replace_encoder(self._shared, encoder.model, encoder.tokenizer, cls, scheduler=scheduler)
-        return pipe.set_long_prompt(weighting=request.weighting, overlap=reading != "separate")
+        return pipe.set_long_prompt(weighting=request.weighting, reading=self.reading(label, request))
 
     def make_scheduler(self, name: str) -> SchedulerMixin:
         """A new scheduler by a name in `schedulers`, with the checkpoint's configuration."""
         if name == self.schedulers[0]:
             return type(self._shared.scheduler).from_config(self._shared.scheduler.config)
         return make_scheduler(self._shared, _SCHEDULERS[name])
-
-
-class _CutPipeline(StableDiffusionXLLongPromptPipeline):
-    """Cuts prompts to the shorter context length of the two encoders, as stock SDXL does; weights are read too."""
-
-    def _tokens(self, texts, tokenizer):
-        length = min(encoder.config.max_position_embeddings for encoder in (self.text_encoder, self.text_encoder_2))
-        return [first_tokens(text, length) for text in super()._tokens(texts, tokenizer)]
 
 
 def first_tokens(tokens: Tokens, context_length: int) -> Tokens:

@@ -11,13 +11,14 @@ from typing import Any
 import gradio as gr
 from PIL import Image
 
+from debias_diffusion.encoders import Reading
 from debias_diffusion.errors import UserError
 
 from .drawing import Drawn, draw
 from .examples import examples
 from .models import DemoModels
 from .reading import attention, count_tokens, movement
-from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request, RequestReading
+from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request
 from .settings import from_png
 from .toy import MOST_SCENES, mark, random_scene
 
@@ -27,7 +28,6 @@ KEPT = (300, 3600)  # seconds: every 300, files older than an hour are deleted
 READ_BY = {"all": "read by every encoder", "some": "read by some encoders", "none": "read by no encoder"}
 COLOURS = dict(zip(READ_BY.values(), ("#5eead4", "#fcd34d", "#fb7185"), strict=True))
 READINGS = [
-    ("auto: encoders of 77 tokens cut the prompt, longer ones overlap", "auto"),
     ("overlap: chunks, each read with the end of the text before it", "overlap"),
     ("separate: chunks, each read by itself", "separate"),
     ("cut: the first 77 tokens alone", "cut"),
@@ -140,7 +140,7 @@ class _Page:
             parts["scheduler"] = gr.Dropdown(self.models.schedulers, value=defaults.scheduler, label="Scheduler")
             parts["weighting"] = gr.Checkbox(False, label="Read weights: (word:1.3), [word], BREAK")
             hint = "An encoder whose name says how it reads always reads so."
-            parts["reading"] = gr.Radio(READINGS, value="auto", label="Reading of long prompts", info=hint)
+            parts["reading"] = gr.Radio(READINGS, value="overlap", label="Reading of long prompts", info=hint)
         self.settings = parts  # by the fields of a request
         self.png = gr.UploadButton("Restore settings from a PNG", file_types=[".png"], size="sm")
 
@@ -206,7 +206,7 @@ class _Page:
         finally:
             drawing.close()
 
-    def count(self, prompt: str, encoders: list[str], weighting: bool, reading: RequestReading) -> tuple:
+    def count(self, prompt: str, encoders: list[str], weighting: bool, reading: Reading) -> tuple:
         """Counts a prompt's tokens with the encoders' tokenizer: each with who reads it, and how each encoder reads."""
         # Without any encoder, as all read it.
         request = Request(prompt, tuple(encoders or self.models.labels), weighting=weighting, reading=reading)
@@ -219,7 +219,7 @@ class _Page:
         lines = [f"- **{escape(label)}** {each.in_words()}" for label, each in counted.readings.items()]
         return gr.HighlightedText(tokens, label=title), "\n".join(lines if tokens else [])
 
-    def look(self, prompt: str, encoders: list[str], weighting: bool, reading: RequestReading) -> list:
+    def look(self, prompt: str, encoders: list[str], weighting: bool, reading: Reading) -> list:
         """What each encoder reads of a prompt: how much the end token attends to each word in the last layer, for each
         encoder, and 1 - cosine of each encoder's embedding before and after an edit of the prompt."""
         request = Request(prompt, tuple(encoders), weighting=weighting, reading=reading)

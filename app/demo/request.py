@@ -1,9 +1,9 @@
 """A request to the demo: every setting that decides its images."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-RequestReading = Literal["auto", "overlap", "separate", "cut"]
+from debias_diffusion.encoders import Reading
+
 MOST_STEPS = 100
 MOST_GUIDANCE = 30.0
 MOST_IMAGES = 8
@@ -26,8 +26,7 @@ class Request:
         scheduler: one of `DemoModels.schedulers`.
         weighting: read (word:1.3), [word], word++ and BREAK as weights.
         reading: how long prompts are read: "overlap", in overlapping chunks; "separate", in chunks that do not overlap;
-            "cut", the first 77 positions, as stock SDXL does; "auto", encoders of 77 positions cut and longer ones
-            overlap. Encoders whose name says how they read always read so.
+            "cut", the first 77 positions, as stock SDXL does. Encoders whose name says how they read always read so.
         scene: number of the toy world's scene that has the prompt as its caption, below MOST_SCENES. It changes no
             image; what an image shows of it is told.
     """
@@ -43,5 +42,5 @@ class Request:
     images: int = 1
     scheduler: str = "Euler"
     weighting: bool = False
-    reading: RequestReading = "auto"
+    reading: Reading = "overlap"
     scene: int | None = None

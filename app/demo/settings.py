@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from PIL import Image
 
+from debias_diffusion.encoders import Reading
 from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.limits import check_side
 from debias_diffusion.pipelines import PromptLayout, parse_weights
@@ -16,7 +17,7 @@ from debias_diffusion.pipelines.rendering import runtime_settings
 
 from ..prompts import check_last_seed, check_prompt, check_text, parse_seed
 from .models import DemoModels
-from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request, RequestReading
+from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request
 from .toy import MOST_SCENES, random_scene
 
 # Settings of a PNG that have the same name and meaning in a request.
@@ -65,7 +66,7 @@ def check_text_settings(request: Request, models: DemoModels) -> None:
         _check_one_of("encoder", label, models.labels)
     if len(set(request.encoders)) < len(request.encoders):
         raise UserError(f"An encoder is named twice in {list(request.encoders)}. Name each once.")
-    _check_one_of("reading", request.reading, get_args(RequestReading))
+    _check_one_of("reading", request.reading, get_args(Reading))
 
 
 def without_weights(text: str, weighting: bool) -> str:
@@ -133,7 +134,6 @@ def to_settings(models: DemoModels, request: Request, label: str, number: int, l
         "encoder": label,
         "encoders": list(request.encoders),
         "encoder_2": None,
-        "overlap": reading != "separate",
         "reading": reading,
         "chosen_reading": request.reading,
         **runtime_settings(models.device, models.dtype),
@@ -184,7 +184,7 @@ def from_png(path: str | Path, models: DemoModels) -> Restored:
 
 def _restored(settings: dict, models: DemoModels) -> Restored:
     notes, values = [], {name: settings[name] for name in _SHARED if name in settings}
-    reading = settings.get("reading", "overlap" if settings.get("overlap") else "separate")
+    reading = settings.get("reading", "overlap")
     values["reading"] = settings.get("chosen_reading", reading)
     values["negative_prompt"] = settings.get("negative_prompt") or ""
     number, seed = int(settings.get("image", 1)), parse_seed(settings.get("seed", 0))

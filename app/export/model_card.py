@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.ablation.saved import is_ablation, read_ablation
-from debias_diffusion.encoders import MODELS_OF_RUN, EncoderSpec, open_clip_models
+from debias_diffusion.encoders import MODELS_OF_RUN, READINGS, EncoderSpec, open_clip_models
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_json_object
 from debias_diffusion.jobs import Job
@@ -310,7 +310,7 @@ def _command(program: str, settings: Mapping, options: type) -> str:
     words = [program]
     for field in dataclasses.fields(options):
         value = settings.get(field.name)
-        if value is None or field.name in ("output", "workers", "device") or field.name not in settings:
+        if value in (None, []) or field.name in ("output", "workers", "device") or field.name not in settings:
             continue
         if field.default is not dataclasses.MISSING and value in (field.default, _plain(field.default)):
             continue
@@ -348,6 +348,9 @@ def _hub_repository(model: str | None, pretrained: str | None) -> str | None:
 
 def _public(name: str) -> str:
     """A name or path without the folders of this machine."""
+    prefix, colon, model = str(name).partition(":")
+    if colon and prefix in READINGS:
+        return f"{prefix}:{_public(model)}"
     path = Path(name)
     if not path.is_absolute():
         return str(name)

@@ -34,13 +34,18 @@ def missing_parts(world: World, root: Path, models: Iterable[Model], columns: It
 
 def _missing_data(world: World, root: Path, settings: dict) -> list[str]:
     lines = []
-    if settings.get("dataset"):
+    for name in _benchmarks(settings):
         try:
-            find_root(settings["dataset"], fill(settings.get("root", "{root}"), root, 0))
+            find_root(name, fill(settings.get("root", "{root}"), root, 0))
         except UserError as error:
             lines.append(str(error))
     named = [part for part in settings.values() if isinstance(part, str) and part.startswith("{root}/")]
     return lines + _missing_files(world, root, named)
+
+
+def _benchmarks(settings: dict) -> list[str]:
+    dataset = settings.get("dataset") or []
+    return [dataset] if isinstance(dataset, str) else dataset
 
 
 def _missing_files(world: World, root: Path, places: Iterable[str]) -> list[str]:

@@ -32,6 +32,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from harness import CPU, publish, read_options
 
 from debias_diffusion.app.quickstart import Setup
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.eval.images.drift import Moments, Reader
 from debias_diffusion.eval.images.objects import compare_images, compare_objects, objects_numbers
 from debias_diffusion.eval.images.scores import ImageNumbers, ImageScores, References, compare
@@ -186,7 +187,7 @@ class Images:
         self.split, self.count, self.folder = split, count, folder
         self.captions = [caption(split, index) for index in range(count)]
         self.prompts = [ImagePrompt(clean(text.text), seed) for seed, text in enumerate(self.captions)]
-        self.base = Reader.load(BASE, CPU)
+        self.base = Reader.load(EncoderSpec.parse(BASE), CPU)
         self.scores = ImageScores(dino=FEATURES, own_features=FEATURES, batch_size=100, device=CPU)
 
     @cached_property
@@ -203,14 +204,14 @@ class Images:
         return [self.folder / re.sub(r"[^\w]+", "-", row) / f"{index:06}.png" for index in range(self.count)]
 
     def draw(
-        self, row: str, change: Callable | None = None, guidance_scale: float = GUIDANCE_SCALE, overlap: bool = True
+        self, row: str, change: Callable | None = None, guidance_scale: float = GUIDANCE_SCALE, reading: str = "overlap"
     ) -> None:
         """Draws what is missing; `change` makes other `prompt_embeds` of the original's and the texts."""
         files = self.files(row)
         wanted = [index for index, file in enumerate(files) if not file.exists()]
         if not wanted:
             return
-        pipe = self.pipe.set_long_prompt(overlap=overlap)
+        pipe = self.pipe.set_long_prompt(reading=reading)
         sampling = Sampling(STEPS, guidance_scale)
         layouts = {index: read_layout(pipe, prompt, sampling) for index, prompt in enumerate(self.prompts)}
         for batch in tqdm(plan_batches(self.prompts, layouts, _AT_ONCE, wanted), desc=row):
@@ -231,13 +232,13 @@ class Images:
 
 def rows_of(images: Images, encoders: dict[str, str], fitted_on: int) -> list[str]:
     """Draws all rows, and returns their names."""
-    images.draw(IN_CHUNKS, overlap=False)
+    images.draw(IN_CHUNKS, reading="separate")
     images.draw(ORIGINAL)
     images.draw(f"{ORIGINAL}, no guidance", guidance_scale=1)
     rows = [IN_CHUNKS, ORIGINAL, f"{ORIGINAL}, no guidance"]
     captions = [caption(FITTED_ON, index).text for index in range(fitted_on)]
     for title, name in encoders.items():
-        reader = Reader.load(name, CPU)
+        reader = Reader.load(EncoderSpec.parse(name), CPU)
         maps = Maps(partial(fit_moments, reader, images.base, captions))
         changes = CHANGES if title in DRIFTED else {AS_THEY_ARE: CHANGES[AS_THEY_ARE]}
         for change, of_states in changes.items():

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import CLIPTokenizer
 
 from debias_diffusion.chunks import Tokens, tokenize_text
-from debias_diffusion.encoders import load_text_encoder
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
 from debias_diffusion.interchange.text_encoders import TextEncoder
@@ -40,7 +40,7 @@ class Reader:
     """A text encoder as the pipelines read it.
 
     Attributes:
-        name: as the settings have it.
+        name: as typed.
         encoder: in evaluation mode, on its device.
         digest: of the encoder's weights.
     """
@@ -51,10 +51,10 @@ class Reader:
     digest: str
 
     @classmethod
-    def load(cls, name: str, device: torch.device) -> "Reader":
-        encoder, tokenizer = load_text_encoder(name)
+    def load(cls, spec: EncoderSpec, device: torch.device) -> "Reader":
+        encoder, tokenizer = spec.load_text_encoder()
         encoder = encoder.float().to(device)
-        return cls(name, encoder, tokenizer, weights_digest(encoder))
+        return cls(spec.name, encoder, tokenizer, weights_digest(encoder))
 
     def tokens(self, captions: Sequence[str]) -> list[Tokens]:
         return [tokenize_text(clean(caption), self.tokenizer)[0] for caption in captions]
@@ -198,7 +198,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
     """
     pairs = read_source(config, only_captions=True)
     session = Session("drift", config, pairs.digest, pairs.bad)
-    base = Reader.load(config.base, session.device)
+    base = Reader.load(EncoderSpec.parse(config.base), session.device)
     numbers = [number for number, text in enumerate(base.tokens(pairs.captions)) if text.ids]
     if not numbers:
         raise UserError("No caption holds any text. Give other data.")
@@ -211,7 +211,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
         compute = partial(measure_drift, reader, base, captions, config.batch_size, label)
         return session.cache.result("drift", depends, compute)
 
-    results = session.of_each(evaluate, lambda name, label, device: (label, Reader.load(name, device)))
+    results = session.of_each(evaluate, lambda spec, label, device: (label, Reader.load(spec, device)))
     session.digests["base"] = base.digest
     groups = np.unique(image_of, return_inverse=True)[1]
     return session.report(

@@ -97,7 +97,7 @@ class _Generation:
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
         self.pairs = read_pairs(
             *(config.data, config.images, config.limit, config.max_bad),
-            unseen_by=config.encoders if config.held_out else (),
+            unseen_by=config.specs if config.held_out else (),
         )
         records, images = self.pairs.records, self.pairs.images
         good, self.unreadable = _with_readable_reference(records, images)

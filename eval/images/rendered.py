@@ -9,12 +9,11 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from debias_diffusion.encoders import EncoderSpec, Kind
-from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job
-from debias_diffusion.limits import Layer, check_guidance, check_pixels, check_seeds, check_side, check_steps
+from debias_diffusion.limits import check_pixels, check_seeds
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering import (
@@ -28,7 +27,6 @@ from debias_diffusion.pipelines.rendering import (
     render_into,
 )
 
-from ..encoder_names import labels, spec_of
 from ..processes import Processes
 
 FOLDER = "images"  # in an evaluation's output
@@ -50,16 +48,8 @@ def rendering_settings(config: Any) -> dict:
     is_toy = config.base != shipped(config.base)
     settings = {name: getattr(config, name) for name in _SETTINGS}
     settings |= {name: values[is_toy] for name, values in _AUTO.items() if settings[name] == "auto"}
-    if settings["images_at_once"] < 1:
-        raise UserError(f"images_at_once={settings['images_at_once']} is not allowed. Give a whole number from 1.")
-    check_steps(settings["steps"])
-    check_guidance(settings["guidance_scale"])
-    if settings["layer"] not in get_args(Layer):
-        raise UserError(f"layer={settings['layer']!r} is not allowed. Give {' or '.join(get_args(Layer))}.")
     if settings["scheduler"] is not None:
         check_scheduler(settings["scheduler"])
-    for name in ("height", "width"):
-        check_side(name, settings[name])
     checkpoint = Checkpoint.parse(config.base)
     checkpoint.check_kind()
     height, width = checkpoint.size
@@ -113,7 +103,7 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
         scheduler=config.scheduler,
         batch=settings["images_at_once"],
     )
-    encoders = dict(zip(labels(config.encoders), map(spec_of, config.encoders), strict=True))
+    encoders = config.labelled
     folders = {label: Path(config.output, FOLDER, name) for label, name in folder_names(list(encoders)).items()}
 
     def check() -> dict[str, tuple[dict, dict]]:

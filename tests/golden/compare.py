@@ -80,38 +80,47 @@ _RECIPES = {
     "long-clip": (3, "--data toy/train-2 --recipe long-clip"),
     "debias-clip": (3, _PAIRS + "--recipe debias-clip"),
     "debias-clip-sdxl": (3, _PAIRS + "--recipe debias-clip-sdxl --chunk 4"),
-    "fix-clip": (0, _PAIRS + "--recipe fix-clip --prompts 3 --groups 3 --first-group 2"),
+    "fix-clip": (
+        *(0, _PAIRS + "--recipe fix-clip --prompts 3 --groups 3 --first-group 2"),
+        _PAIRS + "--recipe fix-clip --method.prompts 3 --method.groups 3 --method.first_group 2",
+    ),
     "frozen": (3, _PAIRS + "--recipe debias-clip --freeze-image-tower"),
 }
 _GENERATE = "generate --prompts {prompts} --base toy/sdxl --output {out} --steps 3 --guidance-scale 3 --batch 2 "
 _IMAGES = ("0*.png",)  # without contact sheets
 _EVALUATE = "--data toy/test --output {out} --limit "
+_RENDER = (
+    "--base toy/sdxl --own-features toy/features --clip-score toy/clip --steps 2 --images-at-once 2 " + _EVALUATE + "4"
+)
 
 CASES = {
     **{
         f"train-{name}{'-resumed' if stop else ''}": Case(
-            _TRAIN.format(components=components) + rest, ("last/*.safetensors", "log.jsonl"), stop=stop
+            _TRAIN.format(components=components) + rest,
+            ("last/*.safetensors", "log.jsonl"),
+            *(_TRAIN.format(components=components) + other for other in renamed),
+            stop=stop,
         )
-        for name, (components, rest) in _RECIPES.items()
+        for name, (components, rest, *renamed) in _RECIPES.items()
         for stop in (0, 4)
     },
     "generate": Case(_GENERATE, _IMAGES),
     "generate-separate": Case(
-        _GENERATE + "--overlap false --weighting", _IMAGES, _GENERATE + "--no-overlap --weighting"
+        _GENERATE + "--overlap false --weighting", _IMAGES, _GENERATE + "--reading separate --weighting"
     ),
     "generate-debias-clip": Case(_GENERATE + "--encoder toy/debias-clip", _IMAGES),
     "generate-stretch": Case(_GENERATE + "--encoder toy/debias-clip --encoder-2 stretch --low-memory", _IMAGES),
     "retrieval": Case(
-        f"evaluate retrieval --encoders toy/clip toy/debias-clip {_EVALUATE}40 --batch 16", ("retrieval.json",)
+        f"evaluate retrieval --encoders toy/clip toy/debias-clip {_EVALUATE}40 --batch-size 16", ("retrieval.json",)
     ),
     "robustness": Case(f"evaluate robustness --encoders toy/clip toy/debias-clip {_EVALUATE}20", ("robustness.json",)),
     "attention": Case(
         f"evaluate attention --encoders toy/clip toy/debias-clip --prompt '{SHORT}' {_EVALUATE}10", ("attention.json",)
     ),
     "generation": Case(
-        "evaluate generation --encoders original overlap:original chunks:toy/clip toy/debias-clip --base toy/sdxl "
-        f"--own-features toy/features --clip-score toy/clip --steps 2 --images-at-once 2 {_EVALUATE}4",
+        f"evaluate generation --encoders original overlap:original chunks:toy/clip toy/debias-clip {_RENDER}",
         ("generation.json", "*/**/*.png"),
+        f"evaluate generation --encoders cut:original original separate:toy/clip toy/debias-clip {_RENDER}",
         renames={
             "^pictures/": "images/",
             "encoders/original/": "encoders/SDXL's own, cut at 77 tokens/",

@@ -23,7 +23,6 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from debias_diffusion.app.demo import page as demo_page
 from debias_diffusion.app.demo.drawing import Step, draw
-from debias_diffusion.eval.encoder_names import labels
 from debias_diffusion.eval.options import TOYS
 from debias_diffusion.pipelines.png import read_settings
 
@@ -31,7 +30,7 @@ require_chromium()
 expect.set_options(timeout=60_000)  # a busy machine takes more than the usual 5 seconds
 
 HOSTILE = "<img src=x onerror=window.hacked=1> ![a](http://elsewhere.example/a.png)"
-LABELS = labels(TOYS)
+LABELS = ["toy/clip, cut at 77 tokens", *TOYS[1:]]  # as on the page
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1300, "height": 1000}
 

@@ -73,8 +73,11 @@ def test_programs_get_the_page_s_images(client, models):
 def test_tokens_and_attention(client):
     tokens, readings = client.predict(LONG, api_name="/tokens")
     assert tokens["label"] == "Tokens: 93, sentences: 9" and len(tokens["value"]) == 93
-    assert readings.splitlines()[0] == "- **toy/clip** reads the first 75 of 93 tokens" and readings.count("\n") == 4
-    *shares, movement = client.predict(LONG, encoders=["toy/clip"], api_name="/attention")
+    assert (
+        readings.splitlines()[0] == "- **toy/clip, cut at 77 tokens** reads the first 75 of 93 tokens"
+        and readings.count("\n") == 4
+    )
+    *shares, movement = client.predict(LONG, encoders=["toy/clip"], reading="cut", api_name="/attention")
     assert shares[0]["label"] == "toy/clip reads the first 75 of 93 tokens" and not shares[1]["visible"]
     assert movement["value"]["headers"] == ["1 - cosine after", "toy/clip"] and len(movement["value"]["data"]) == 10
 
