@@ -146,9 +146,3 @@ def check_seeds(first: int, last: int) -> None:
             f"Seeds from {first} to {last} are needed, and a generator takes those from -2^63 to 2^64 - 1. Give a "
             "smaller seed."
         )
-
-
-def check_max_bad(max_bad: float) -> None:
-    """Raises UserError unless `max_bad` is a share from 0 to 1."""
-    if not 0 <= max_bad <= 1:
-        raise UserError(f"max_bad is {max_bad}, but must be in [0, 1].")
