@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fuzzing import rounds
 from helpers import tiny_sdxl
+from helpers.processes import as_options
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import make_tiny_data
 from processes import PATIENCE, files, finish, start
@@ -90,7 +91,7 @@ def test_a_damaged_run_ends_with_the_same_weights_or_is_refused(frozen, tmp_path
 
     def arguments(output):
         own = {name: output / value if name == "feature_cache" else value for name, value in settings.items()}
-        return ["train", f"--output={output / 'run'}", *(f"--{name}={value}" for name, value in own.items())]
+        return ["train", f"--output={output / 'run'}", *as_options(own)]
 
     def weights(output):
         return load_file(output / "run" / "last" / "open_clip_model.safetensors")

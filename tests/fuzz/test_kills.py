@@ -16,6 +16,7 @@ import psutil
 import pytest
 from fuzzing import rounds
 from helpers import tiny_sdxl
+from helpers.processes import as_options
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import make_tiny_data
 from processes import PATIENCE, files, finish, start
@@ -62,17 +63,17 @@ def training(world, output, **options) -> list[str]:
     settings = dict(model=world["model"], data=world["data"], images=world["images"], output=output)
     settings |= dict(validation=6, batch=8, components=3, epochs=99, max_steps=24, warmup=2, learning_rate=1e-3)
     settings |= dict(keep_best=4, eval_every=7, checkpoint_every=3, log_every=1) | options
-    return ["train", *(f"--{name}={value}" for name, value in settings.items())]
+    return ["train", *as_options(settings)]
 
 
 def generating(world, output) -> list[str]:
     options = dict(prompts=world["prompts"], base=world["sdxl"], output=output, steps=2, images_per_prompt=2)
-    return ["generate", *(f"--{name}={value}" for name, value in options.items())]
+    return ["generate", *as_options(options)]
 
 
 def sharding(world, output) -> list[str]:
     options = dict(data=world["data"], images=world["images"], output=output, per_shard=7, size=16, workers=1)
-    return ["shards", *(f"--{name}={value}" for name, value in options.items())]
+    return ["shards", *as_options(options)]
 
 
 def trained(output: Path) -> dict:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+from helpers.processes import as_options
 from helpers.tiny_data import make_tiny_data
 from safetensors.torch import load_file
 
@@ -104,8 +105,7 @@ COMMAND_LINE = ("-m", "debias_diffusion.app.cli")
 
 
 def command_of_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> list[str]:
-    names = [name for name in settings.__dataclass_fields__ if getattr(settings, name) is not None and name != "betas"]
-    options = [f"--{name}={getattr(settings, name)}" for name in names]
+    options = as_options({name: getattr(settings, name) for name in settings.__dataclass_fields__ if name != "betas"})
     # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     return [*launch, *program, "train", *options]

@@ -198,7 +198,7 @@ def test_a_page_of_another_site_starts_nothing(demo, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(demo_page, "draw", lambda *arguments: started.append(arguments) or iter(()))
     context, url = demo
-    data = '{"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", false, "auto"], "fn_index": 3}'
+    data = '{"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", false, "overlap"], "fn_index": 3}'
     (tmp_path / "index.html").write_text(f"""<script>
       window.read = (path, type) => fetch("{url}" + path, {{
         method: "POST", body: `{data}`, headers: {{"Content-Type": type}},

@@ -45,7 +45,7 @@ def server(tmp_path_factory):
 
 def call(http: httpx.Client, prompt: str, seed: int) -> str:
     """Asks for one image in one step; the number of the request, "" where the queue is full."""
-    rest = ["", str(seed), 1, 3.0, 48, 48, 1, "Euler", False, "auto"]
+    rest = ["", str(seed), 1, 3.0, 48, 48, 1, "Euler", False, "cut"]
     response = http.post("gradio_api/call/generate", json={"data": [prompt, ["toy/clip"], *rest]})
     return response.json()["event_id"] if response.is_success else ""
 

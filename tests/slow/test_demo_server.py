@@ -94,7 +94,7 @@ def test_a_png_restores_its_settings_and_the_marks_of_its_scene(models, client, 
         handle_file(_scene_png(models, scene, tmp_path)), api_name="/settings"
     )
     assert status == "All settings are restored." and prompt == LONG and encoders == ["toy/clip"]
-    assert settings == ["", "0", 1, 3, 48, 48, 1, "Euler", False, "auto"]
+    assert settings == ["", "0", 1, 3, 48, 48, 1, "Euler", False, "overlap"]
     assert images[0]["caption"] == caption and "objects right" in images[1]["caption"]
 
 
@@ -126,7 +126,7 @@ def test_errors_say_what_was_given_and_what_is_allowed(client, name, values, mes
 def test_the_login_is_asked_for(url):
     paths = ("config", "gradio_api/info", "gradio_api/queue/data?session_hash=a", "gradio_api/file=/etc/passwd")
     assert [httpx.get(f"{url}{path}").status_code for path in paths] == [401] * 4
-    body = {"data": ["a", ["toy/clip"], False, "auto"]}
+    body = {"data": ["a", ["toy/clip"], False, "overlap"]}
     assert httpx.post(f"{url}gradio_api/call/tokens", json=body).status_code == 401
     assert httpx.post(f"{url}login", data={"username": "ann", "password": "guess"}).status_code == 400
 
@@ -184,7 +184,7 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(url, client, monk
         yield from ()
 
     monkeypatch.setattr("debias_diffusion.app.demo.page.draw", waiting)
-    body = {"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", False, "auto"]}
+    body = {"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", False, "overlap"]}
     with visitor(url) as http:
         try:
             assert http.post("gradio_api/call/generate", json=body).is_success
@@ -193,7 +193,7 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(url, client, monk
             assert [answer.status_code for answer in asked] == [200] * WAITING + [503]
             assert "Queue is full" in asked[-1].text
             # As the page counts.
-            counted = http.post("gradio_api/run/tokens", json={"data": [LONG, ["toy/clip"], False, "auto"]})
+            counted = http.post("gradio_api/run/tokens", json={"data": [LONG, ["toy/clip"], False, "overlap"]})
             assert counted.json()["data"][0]["label"] == "Tokens: 93, sentences: 9"
         finally:
             free.set()

@@ -1,30 +1,26 @@
 """Commands killed in the middle of their work: begun again, they leave what an undisturbed run leaves."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from itertools import count
 from pathlib import Path
 
 import pytest
 from helpers import tiny_llava
-from helpers.processes import start_ranks
+from helpers.processes import as_options, start_ranks
 from helpers.stops import stopped_at
 from PIL import Image
 from test_jobs import check_that_it_continues, work
-from torch.utils.data import DataLoader
 
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig, SynthesizeConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.app.synthesize.command import synthesize
-from debias_diffusion.data import ImageFolder, Record, open_data
-from debias_diffusion.data.bad_records import read_or_bad
+from debias_diffusion.data import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job
 
@@ -90,7 +86,7 @@ def test_generate(tmp_path):
     options |= {"prompts": str(tmp_path / "prompts.txt"), "images_per_prompt": 3}
     generate(GenerateConfig(None, **options, output=str(tmp_path / "whole")))
     folder = tmp_path / "killed"
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    arguments = as_options(options)
     killed(["generate", *arguments, f"--output={folder}"], ".png", 5)
     before = stamps(folder.glob("[0-9]*.png"))
     assert len(before) == 5 and not (folder / "index.jsonl").exists()
@@ -110,7 +106,7 @@ def test_shards(tmp_path):
     options = {"data": str(tmp_path / "data.jsonl"), "images": str(images), "size": 32, "per_shard": 2, "workers": 0}
     write_shards(ShardsConfig(**options, output=str(tmp_path / "whole")))
     output = tmp_path / "killed"
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    arguments = as_options(options)
     killed(["shards", *arguments, f"--output={output}"], ".tar", 3)
     before = stamps(output.glob("*.tar"))
     assert len(before) == 3
@@ -130,7 +126,7 @@ def test_synthesize_in_two_processes(tmp_path):
     options = {"model": model, "images": str(images), "per_part": 2, "batch": 2, "workers": 0}
     synthesize(SynthesizeConfig(**options, device="cpu", output=str(tmp_path / "whole")))
     shared = tmp_path / "shared"
-    arguments = ["synthesize", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+    arguments = ["synthesize", *as_options(options)]
     arguments.append(f"--output={shared}")
 
     def run_two(ending: str, count: int) -> list[tuple[int, str]]:
@@ -152,55 +148,3 @@ def test_synthesize_in_two_processes(tmp_path):
 
 
 # Workers that wait for a pipe
-
-
-class Pipes:
-    """A data set whose every image is a pipe."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.images = folder, ImageFolder(folder)
-
-    def __len__(self):
-        return 1000
-
-    def __getitem__(self, index):
-        (self.folder / f"reading-{os.getpid()}").touch()
-        return read_or_bad(Record("a", "pipe.png", "A."), self.images.open)
-
-
-def load_pipes(folder: Path) -> None:
-    batches = iter(DataLoader(Pipes(folder), batch_size=1, num_workers=2, collate_fn=list))
-    time.sleep(600)
-    next(batches)
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to look for processes in")
-def test_no_worker_outlives_a_killed_run_because_of_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "pipe.png")
-    run = multiprocessing.get_context("fork").Process(target=load_pipes, args=(tmp_path,))
-    run.start()
-    try:
-        wait_until(lambda: len(list(tmp_path.glob("reading-*"))) == 2)
-        pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("reading-*")]
-    finally:
-        run.kill()
-        run.join()
-    try:
-        wait_until(lambda: not any(map(running, pids)))
-    finally:
-        for pid in filter(running, pids):
-            os.kill(pid, 9)
-
-
-def wait_until(done) -> None:
-    end = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from helpers.processes import run_in_processes
+from helpers.processes import as_options, run_in_processes
 from helpers.training_runs import (
     checkpoint,
     config,
@@ -88,7 +88,7 @@ def test_two_processes_align_as_one(world, sdxl_folder, long_clip_folder, tmp_pa
     settings |= dict(validation=4, batch=4, epochs=9, max_steps=4, learning_rate=1e-3, warmup=1, workers=0, eps=EPS)
     settings |= dict(checkpoint_every=2, eval_every=4, log_every=1, latent_cache=str(tmp_path / "latents"))
     align(AlignConfig(output=str(tmp_path / "alone"), **settings))
-    options = [f"--{name}={value}" for name, value in (settings | {"output": tmp_path / "run"}).items()]
+    options = as_options(settings | {"output": tmp_path / "run"})
     output = run_in_processes(2, "-m", "debias_diffusion.app.cli", "align", *options)
     assert "2 x cpu" in output
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
