@@ -145,6 +145,3 @@ def test_synthesize_in_two_processes(tmp_path):
     names = ("captions.jsonl", "removed.jsonl", "report.html")
     assert all((shared / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
     assert (shared / "captions.jsonl").read_text()
-
-
-# Workers that wait for a pipe
