@@ -66,7 +66,7 @@ def check_source(config: Any) -> None:
     pairs = "captions.json --images images" if hasattr(config, "images") else "captions.json"
     raise UserError(
         f"{fault}. Give either --data, such as --data toy/test or --data {pairs}, or a benchmark, such as "
-        "--dataset docci --root docci."
+        f"--dataset docci --root docci{', or --prompt' if hasattr(config, 'prompt') else ''}."
     )
 
 

@@ -3,8 +3,10 @@
 import ast
 import inspect
 from pathlib import Path
+from typing import get_args
 
 from debias_diffusion import chunks, reading
+from debias_diffusion.encoders import Reading
 
 from . import long_prompt, weighting
 from .classes import StableDiffusionXLLongPromptPipeline
@@ -27,7 +29,10 @@ def write_custom_pipeline(path: str | Path) -> Path:
     # diffusers wants exactly one pipeline class in the file, so of the last module only that class.
     parts = [_body(module) for module in (chunks, reading, weighting, long_prompt)]
     imports = [line for lines, _ in parts for line in lines] + ["from diffusers import StableDiffusionXLPipeline"]
-    bodies = [body for _, body in parts] + [inspect.getsource(StableDiffusionXLLongPromptPipeline)]
+    imports.append("from typing import Literal")
+    readings = ", ".join(f'"{reading}"' for reading in get_args(Reading))
+    bodies = [f"Reading = Literal[{readings}]", *(body for _, body in parts)]
+    bodies.append(inspect.getsource(StableDiffusionXLLongPromptPipeline))
     source = "\n".join([f'"""{long_prompt.__doc__}"""', "", *dict.fromkeys(imports), "\n\n", "\n\n\n".join(bodies)])
     path.write_text(source.rstrip() + "\n", encoding="utf-8")
     return path

@@ -30,6 +30,7 @@ from debias_diffusion.eval.intervals import mean_interval
 from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
+from debias_diffusion.jobs import JOB
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
 CAPTIONS = [
@@ -479,7 +480,7 @@ def test_words_of_several_tokens():
     ("settings", "message"),
     [
         ({"encoders": ["toy/klip"]}, "Did you mean toy/clip"),
-        ({"prompt": None}, "nothing to read"),
+        ({"prompt": None}, "There is no data and no benchmark. Give either --data, .* docci, or --prompt"),
         ({"prompt": "  \n"}, "holds no words"),
         ({"data": "nowhere.json"}, "are not there"),
         ({"dataset": "docci"}, "'docci' needs the folder that it lies in. Give either --data"),
@@ -494,7 +495,7 @@ def test_what_cannot_be_used_is_told(encoders, tmp_path, settings, message):
     given = {"encoders": encoders[1:], "output": str(tmp_path), "prompt": "a cat"} | settings
     with pytest.raises(UserError, match=message):
         evaluate_attention(AttentionConfig(**given))
-    assert not list(tmp_path.iterdir())
+    assert not [path for path in tmp_path.iterdir() if path.name != JOB]
 
 
 def test_a_siglip_folder_is_refused_with_its_reason(tmp_path):

@@ -26,7 +26,7 @@ from debias_diffusion.app.demo.settings import check, from_png, without_weights
 from debias_diffusion.app.demo.toy import Marks, mark, random_scene
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
-from debias_diffusion.encoders import READINGS
+from debias_diffusion.encoders import READINGS, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_reader, look_at_prompt
 from debias_diffusion.pipelines.checkpoints import load_pipeline
@@ -99,10 +99,10 @@ def test_encoders_share_all_other_models(toy, tiny):
 
 
 def test_names_say_how_an_encoder_reads(toy, tmp_path):
-    models = DemoModels("toy/sdxl", ["toy/clip", *(f"{reading}:toy/clip" for reading in READINGS)], CPU)
-    assert models.labels == ["toy/clip", *(f"toy/clip, {words.format(77)}" for words in READINGS.values())]
+    models = DemoModels("toy/sdxl", ["toy/clip", "separate:toy/clip", "cut:toy/clip"], CPU)
+    assert models.labels == ["toy/clip", "toy/clip, separate chunks", "toy/clip, cut at 77 tokens"]
     assert len({id(encoder.model) for encoder in models.encoders.values()}) == 1  # loaded once
-    named = dict(zip(READINGS, models.labels[1:], strict=True))
+    named = dict(zip(READINGS, models.labels, strict=True))
     for reading in READINGS:
         for label, encoder in models.encoders.items():
             assert models.reading(label, ask(models, reading=reading)) == (encoder.reading or reading)
@@ -357,7 +357,7 @@ def test_a_png_gives_back_what_was_asked(tiny, tmp_path):
     )
     assert from_png(images(tiny, **vars(request))[0].save(tmp_path), tiny).request == request
     least = from_png(settings_with(tmp_path / "least.png"), tiny)
-    assert least.request == replace(tiny.defaults, prompt="a cat", encoders=("long",), reading="separate")
+    assert least.request == replace(tiny.defaults, prompt="a cat", encoders=("long",))
     assert not least.notes
 
 
@@ -396,7 +396,7 @@ def test_what_is_not_here_is_left_out_and_noted(toy, tiny, tmp_path):
     changes = {"encoders": ["/home/me/long", "gone"], "base": "other", "scheduler": "PLMS", "prompt_2": "a dog"}
     restored = from_png(settings_with(tmp_path / "a.png", **changes), tiny)
     request, notes = restored.request, " ".join(restored.notes)
-    assert (request.encoders, request.scheduler, request.reading) == (("long",), "Euler", "separate")
+    assert (request.encoders, request.scheduler, request.reading) == (("long",), "Euler", "overlap")
     for words in ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2 is not used"):
         assert words in notes
     restored = from_png(settings_with(tmp_path / "b.png", height=1024, width=768), toy)
@@ -481,7 +481,9 @@ def test_attention_is_that_of_the_evaluation(toy):
             words = chunk["words"]
             assert words[0]["position"] == chunk["first"] + 1
             assert words[-1]["position"] + words[-1]["tokens"] == chunk["end"] + 1
-            expected = look_at_prompt(load_reader("toy/clip", CPU), " ".join(word["word"] for word in words))
+            expected = look_at_prompt(
+                load_reader(EncoderSpec.parse("toy/clip"), CPU), " ".join(word["word"] for word in words)
+            )
             values, reference = ([word["after_softmax"] for word in each["words"]] for each in (chunk, expected))
             assert values == pytest.approx(reference, abs=1e-6)
     plain, weighted = ask(toy, prompt="A red ring."), ask(toy, prompt="A (red:1.3) ring.", weighting=True)

@@ -15,6 +15,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval import all as everything
 from debias_diffusion.eval.all import AllConfig, evaluate_all
 from debias_diffusion.eval.registry import EVALUATIONS
+from debias_diffusion.jobs import JOB
 from debias_diffusion.models.backbone import Backbone
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
@@ -22,7 +23,7 @@ PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 
 
 def results(output: Path) -> dict[str, dict]:
-    return {file.stem: json.loads(file.read_text()) for file in output.glob("*.json")}
+    return {file.stem: json.loads(file.read_text()) for file in output.glob("*.json") if file.name != JOB}
 
 
 def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):

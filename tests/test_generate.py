@@ -353,7 +353,7 @@ def test_what_is_missing_is_drawn_in_the_batches_it_would_have_been_in(many):
     ("lines", "changes", "message"),
     [
         (LINES, {"steps": 3}, "other settings .steps: 2 there, 3 here"),
-        (LINES, {"overlap": False}, "other settings .reading: 'overlap' there, 'separate' here"),
+        (LINES, {"reading": "separate"}, "other settings .reading: 'overlap' there, 'separate' here"),
         (LINES, {"encoder": None}, "The encoder is another one, by its contents: .* there, None here"),
         (
             ["a circle", *LINES[1:]],

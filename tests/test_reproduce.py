@@ -100,7 +100,7 @@ def test_a_result_is_named_by_all_that_decides_it(papers, tmp_path):
 
     world = read_world(papers, "toy")
     real = {"docci": world.evaluations["docci"] | {"data": "{root}/docci.json"}}
-    plain, others = named(evaluations=real), [named("other", evaluations=real), named(base="toy/long-clip")]
+    plain, others = named(evaluations=real), [named("other", evaluations=real), named(base="ViT-B-32:none")]
     assert named(evaluations=real) == plain and all(not set(plain) & set(other) for other in others)
     pairs = named(pairs=8), named(held_out=3), named()
     assert len({of[1] for of in pairs}) == 3 and len({of[0] for of in pairs}) == 1  # of the training alone
@@ -153,7 +153,7 @@ def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, 
     [
         ({"target": ["table-S14"]}, "There is no 'table-S14'. Did you mean table-S4"),
         ({"target": ["figure-S4"]}, "figure-S4 cannot be reproduced here: TULIP's"),
-        ({"target": ["table-S4"], "papers": "configs/paperz"}, "'configs/paperz' holds no claims.yaml"),
+        ({"target": ["table-S4"], "papers": "configs/paperz"}, "'configs/paperz' holds no world-"),
         ({"target": ["table-S4"], "world": "tiy"}, "There is no world 'tiy'. Did you mean toy"),
         (
             {"target": ["table-S4"], "world": "real", "root": "nowhere"},

@@ -12,7 +12,7 @@ from diffusers import SchedulerMixin
 from transformers import CLIPTokenizer
 
 from debias_diffusion.chunks import Tokens
-from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, Reading, labels
+from debias_diffusion.encoders import ORIGINAL, Kind, Reading, labels, parse_encoders
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.attention import Reader
 from debias_diffusion.interchange.text_encoders import TextEncoder
@@ -97,11 +97,11 @@ class DemoModels:
     def __init__(self, base: str, encoders: Sequence[str], device: torch.device, dtype: torch.dtype | None = None):
         if len(encoders) > MOST_ENCODERS:
             raise UserError(f"encoders={list(encoders)} are {len(encoders)} encoders. Name at most {MOST_ENCODERS}.")
-        specs = {name: EncoderSpec.parse(name) for name in encoders}
+        specs = dict(zip(encoders, parse_encoders(encoders), strict=True))
         checkpoint = Checkpoint.parse(base)
         checkpoint.check_kind()
         self.device, self.dtype = device, dtype or default_dtype(device)
-        self.is_toy, self.size, self.base = base == TOY, checkpoint.size, os.path.basename(checkpoint.weights)
+        self.is_toy, self.size, self.base = base == TOY, checkpoint.size, _short(checkpoint.weights)
         by_model = {spec.name: spec for spec in specs.values()}
         loaded = {name: spec.load_text_encoder() for name, spec in by_model.items() if spec.kind is not Kind.ORIGINAL}
         pipe = load_pipeline(base, None, device, self.dtype)
@@ -109,7 +109,9 @@ class DemoModels:
             checkpoint.check_fits("text_encoder", model, name)
         loaded[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
         short = dict(zip(by_model, labels(list(by_model.values()), readings=False), strict=True))
-        named = dict(zip(specs, labels(list(specs.values())), strict=True))
+        short[ORIGINAL] = ORIGINAL  # as requests and images name it
+        named = {name: spec for name, spec in specs.items() if name != spec.name}
+        named = dict(zip(named, labels(list(named.values())), strict=True))
         self.encoders: dict[str, Encoder] = {}
         for name, spec in specs.items():
             label, reading = (short[name], None) if name == spec.name else (named[name], spec.reading)
@@ -185,6 +187,11 @@ class DemoModels:
         if name == self.schedulers[0]:
             return type(self._shared.scheduler).from_config(self._shared.scheduler.config)
         return make_scheduler(self._shared, _SCHEDULERS[name])
+
+
+def _short(checkpoint: str) -> str:
+    """A path's last part; other names as they are."""
+    return os.path.basename(checkpoint) if os.path.exists(checkpoint) else checkpoint
 
 
 def first_tokens(tokens: Tokens, context_length: int) -> Tokens:

@@ -54,6 +54,6 @@ def finish(arguments: list[str], screen: Path) -> None:
 
 
 def files(output: Path) -> dict[str, bytes]:
-    """The content of a folder's files by name, without its lock."""
-    paths = (path for path in sorted(output.rglob("*")) if path.is_file() and path.name != ".lock")
+    """The content of a folder's files by name, without its lock and the job's lines, which hold times."""
+    paths = (path for path in sorted(output.rglob("*")) if path.is_file() and path.name not in (".lock", "items.jsonl"))
     return {str(path.relative_to(output)): path.read_bytes() for path in paths}
