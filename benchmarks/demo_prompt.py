@@ -25,13 +25,16 @@ from debias_diffusion.files import read_json_object, write_json
 from debias_diffusion.toyworld.scenes import PLACES
 
 
-def scores(models: DemoModels, number: int) -> dict[str, list[float]]:
-    """By label, the share of the scene's objects that are right, and of its empty places that are filled."""
+def scores(models: DemoModels, number: int, names: list[str]) -> dict[str, list[float]]:
+    """By name, in the order of the demo's encoders, the share of the scene's objects that are right, and of its empty places that are filled."""
     scene = random_scene(number)
     drawing = draw(models, replace(models.defaults, prompt=scene.caption))
     marks = {item.label: mark(scene, item.image) for item in drawing if isinstance(item, Drawn)}
     empty = len(PLACES) - len(scene.objects)
-    return {label: [len(each.right) / len(scene.objects), len(each.invented) / empty] for label, each in marks.items()}
+    shares = [
+        [len(each.right) / len(scene.objects), len(each.invented) / empty] for each in map(marks.get, models.labels)
+    ]
+    return dict(zip(names, shares, strict=True))
 
 
 def main() -> None:
@@ -41,7 +44,7 @@ def main() -> None:
     missing = [number for number in scenes if str(number) not in by_scene]
     models = DemoModels(config.base, config.encoders, pick_device("cpu")) if missing else None
     for number in tqdm(missing):
-        by_scene[str(number)] = scores(models, number)
+        by_scene[str(number)] = scores(models, number, names)
         write_json(file, {"scenes": by_scene})
     table = np.array([[by_scene[str(number)][name] for name in names] for number in scenes])
     means = table.mean(axis=0)  # [encoders, 2]
