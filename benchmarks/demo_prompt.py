@@ -26,7 +26,7 @@ from debias_diffusion.toyworld.scenes import PLACES
 
 
 def scores(models: DemoModels, number: int, names: list[str]) -> dict[str, list[float]]:
-    """By name, in the order of the demo's encoders, the share of the scene's objects that are right, and of its empty places that are filled."""
+    """By name, in the demo's order, the share of the objects that are right, and of the empty places filled."""
     scene = random_scene(number)
     drawing = draw(models, replace(models.defaults, prompt=scene.caption))
     marks = {item.label: mark(scene, item.image) for item in drawing if isinstance(item, Drawn)}
