@@ -48,7 +48,7 @@ def test_links_out_of_the_docs_lead_to_pages_of_the_site():
         "[d](https://example.org/README.md)"
     )
     assert rewrite("[e](docs/faq.md) [f](eval/page.html.j2) [g](app/cli.py)", "README.md") == (
-        "[e](../faq.md) [f](eval/page.html.j2) [g](app/cli.py.md)"
+        "[e](../faq.md) [f](eval/page.html.j2.md) [g](app/cli.py.md)"
     )
     assert rewrite("[h](../generate.py)", "benchmarks/results/policies.md") == "[h](../generate.py.md)"
     assert rewrite('<img src="docs/drift.png">', "README.md") == '<img src="../drift.png">'
