@@ -109,20 +109,6 @@ def _allowed(hint: Any) -> str:
     return _WORDS.get(hint, "names with values")
 
 
-def check_steps(steps: int) -> None:
-    """Raises UserError for a number of denoising steps outside of 1 to 1,000."""
-    if not 1 <= steps <= MOST_STEPS:
-        raise UserError(f"steps={steps} is not allowed. Give a whole number from 1 to {MOST_STEPS}.")
-
-
-def check_guidance(guidance_scale: float) -> None:
-    """Raises UserError for a guidance scale that is no number, or so large that nothing but noise can come of it."""
-    if not -MOST_GUIDANCE <= guidance_scale <= MOST_GUIDANCE:  # NaN is neither
-        raise UserError(
-            f"The guidance scale must be a number up to {MOST_GUIDANCE:g}, got {guidance_scale}. 7 is usual."
-        )
-
-
 def check_pixels(height: int, width: int) -> None:
     """Raises UserError for a picture of more pixels than Pillow opens without a warning."""
     if height * width > MOST_PIXELS:
