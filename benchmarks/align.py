@@ -94,7 +94,14 @@ def time_toy(repeats: int) -> dict:
             name = f"{title}{' with the UNet' if denoising else ''}"
             output = str(Path(folder) / name)
             config = AlignConfig(
-                "toy/sdxl", str(data), output, str(images), **given, denoising=denoising, batch=PAIRS, validation=0
+                base="toy/sdxl",
+                data=str(data),
+                output=output,
+                images=str(images),
+                **given,
+                denoising=denoising,
+                batch=PAIRS,
+                validation=0,
             )
             accelerator = make_accelerator(config)
             run = Alignment(config, accelerator)

@@ -123,11 +123,11 @@ def _alignments(
     """By row, the alignment with the UNet of `base`, on captions of both styles."""
     data, images = write_pairs(folder.parent / "pairs", VALIDATION, setup.pairs, styles=STYLES)
     settings = AlignConfig(
-        base,
-        str(data),
-        str(folder),
-        str(images),
-        encoder,
+        base=base,
+        data=str(data),
+        output=str(folder),
+        images=str(images),
+        encoder=encoder,
         batch=min(48, setup.training.get("batch", 128)),
         epochs=steps,  # more than enough; max_steps ends the run
         max_steps=steps,
