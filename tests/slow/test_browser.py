@@ -112,7 +112,7 @@ def test_tokens_are_counted_while_typing(page):
     # They follow the chosen encoders and how these read.
     page.get_by_role("button", name="Advanced settings").click()
     page.get_by_label("cut: the first 77 tokens alone").check()
-    expect(page.get_by_text("reads the first 75 of 93 tokens")).to_have_count(4)
+    expect(page.get_by_text("reads the first 75 of 93 tokens")).to_have_count(5)
 
 
 def test_a_scene_is_generated_by_all_encoders_and_marked(page, tmp_path):

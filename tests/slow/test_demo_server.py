@@ -22,6 +22,7 @@ from debias_diffusion.pipelines.png import read_settings
 LOGIN = ("ann", "secret")
 WAITING = 3  # places in the queue
 HOSTILE = "<img src=x onerror=alert(1)>"
+CUT = "toy/clip, cut at 77 tokens"  # the first of the encoders
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +53,9 @@ def visitor(url: str):
 
 
 def test_programs_get_the_page_s_images(client, models):
-    images = client.predict(LONG, steps=2, encoders=["toy/clip", "toy/debias-clip"], seed="7", api_name="/generate")
+    images = client.predict(LONG, steps=2, encoders=[CUT, "toy/debias-clip"], seed="7", api_name="/generate")
     assert [image["caption"] for image in images] == [
-        "toy/clip, seed 7: reads the first 75 of 93 tokens",
+        f"{CUT}, seed 7: reads the first 75 of 93 tokens",
         "toy/debias-clip, seed 7: reads all 93 tokens at once",
     ]
     request = from_png(images[1]["image"], models).request
@@ -62,7 +63,7 @@ def test_programs_get_the_page_s_images(client, models):
         LONG,
         2,
         7,
-        ("toy/clip", "toy/debias-clip"),
+        (CUT, "toy/debias-clip"),
     )
     alone = [item for item in drawing.draw(models, request) if isinstance(item, drawing.Drawn)]
     for image, item in zip(images, alone, strict=True):
@@ -73,13 +74,10 @@ def test_programs_get_the_page_s_images(client, models):
 def test_tokens_and_attention(client):
     tokens, readings = client.predict(LONG, api_name="/tokens")
     assert tokens["label"] == "Tokens: 93, sentences: 9" and len(tokens["value"]) == 93
-    assert (
-        readings.splitlines()[0] == "- **toy/clip, cut at 77 tokens** reads the first 75 of 93 tokens"
-        and readings.count("\n") == 4
-    )
-    *shares, movement = client.predict(LONG, encoders=["toy/clip"], reading="cut", api_name="/attention")
-    assert shares[0]["label"] == "toy/clip reads the first 75 of 93 tokens" and not shares[1]["visible"]
-    assert movement["value"]["headers"] == ["1 - cosine after", "toy/clip"] and len(movement["value"]["data"]) == 10
+    assert readings.splitlines()[0] == f"- **{CUT}** reads the first 75 of 93 tokens" and readings.count("\n") == 4
+    *shares, movement = client.predict(LONG, encoders=[CUT], api_name="/attention")
+    assert shares[0]["label"] == f"{CUT} reads the first 75 of 93 tokens" and not shares[1]["visible"]
+    assert movement["value"]["headers"] == ["1 - cosine after", CUT] and len(movement["value"]["data"]) == 10
 
 
 def test_a_png_restores_its_settings_and_the_marks_of_its_scene(models, client, tmp_path):
