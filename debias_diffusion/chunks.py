@@ -37,6 +37,10 @@ class Tokens(NamedTuple):
     cuts: list[Cut]
     weights: list[float]
 
+    def first(self, count: int) -> "Tokens":
+        """The first `count` tokens."""
+        return Tokens(*(column[:count] for column in self))
+
 
 class Chunk(NamedTuple):
     """A part of a text that is read at once, by token indices.

@@ -173,7 +173,7 @@ class LongPromptMixin:
             tokens.append(tokenize_parts(parts, tokenizer))
         if self._long_prompt.reading == "cut":
             length = min(TRAINED_POSITIONS, *(context_length(encoder) for _, encoder in self._text_encoders()))
-            return [Tokens(*(column[: length - 2] for column in text)) for text in tokens]
+            return [text.first(length - 2) for text in tokens]
         return tokens
 
     def _shared_length(

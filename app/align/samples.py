@@ -121,7 +121,7 @@ class AlignDataset(RecordDataset):
         """The first chunk of a text."""
         texts = self._tokenize(text)
         ends = [split_chunks(tokens, TRAINED_POSITIONS - 2)[0].stop for tokens in texts]
-        return tuple(Tokens(*(column[:end] for column in tokens)) for tokens, end in zip(texts, ends, strict=True))
+        return tuple(tokens.first(end) for tokens, end in zip(texts, ends, strict=True))
 
 
 def _some(sentences: Sequence[str], rng: random.Random) -> str:

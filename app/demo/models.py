@@ -11,7 +11,6 @@ import torch
 from diffusers import SchedulerMixin
 from transformers import CLIPTokenizer
 
-from debias_diffusion.chunks import Tokens
 from debias_diffusion.encoders import ORIGINAL, Kind, Reading, labels, parse_encoders
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.attention import Reader
@@ -192,8 +191,3 @@ class DemoModels:
 def _short(checkpoint: str) -> str:
     """A path's last part; other names as they are."""
     return os.path.basename(checkpoint) if os.path.exists(checkpoint) else checkpoint
-
-
-def first_tokens(tokens: Tokens, context_length: int) -> Tokens:
-    """The tokens of a text that fit a context length together with BOS and EOS."""
-    return Tokens(*(column[: context_length - 2] for column in tokens))

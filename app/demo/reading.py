@@ -20,7 +20,7 @@ from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import clean
 
 from ..prompts import check_prompt
-from .models import DemoModels, Encoder, first_tokens
+from .models import DemoModels, Encoder
 from .request import Request
 from .settings import check_text_settings, without_weights
 
@@ -83,7 +83,7 @@ def tokenize_prompt(prompt: str, tokenizer: CLIPTokenizer, weighting: bool) -> T
 def read_prompt(models: DemoModels, label: str, request: Request, tokens: Tokens) -> PromptReading:
     """How an encoder reads the tokens of a prompt; `tokens` by a tokenizer of its vocabulary."""
     reading, context_length = models.reading(label, request), models.encoders[label].context_length
-    read = first_tokens(tokens, min(context_length, models.stock_context)) if reading == "cut" else tokens
+    read = tokens.first(min(context_length, models.stock_context) - 2) if reading == "cut" else tokens
     return PromptReading(len(tokens.ids), tuple(split_text(read, context_length - 2, overlap=reading != "separate")))
 
 

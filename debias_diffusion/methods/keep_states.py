@@ -176,7 +176,7 @@ def _draw_text(caption: str, tokenizer: CaptionTokenizer, rng: random.Random) ->
     tokens, _ = tokenize_text(tokenizer.cleaning(caption), tokenizer.tokenizer)
     if is_part:
         first = split_chunks(tokens, TRAINED_POSITIONS - 2)[0]
-        tokens = Tokens(*(column[: first.stop] for column in tokens))
+        tokens = tokens.first(first.stop)
     return tokens
 
 
