@@ -18,11 +18,12 @@ class Rule(NamedTuple):
 
     text: str
     holds: Callable[[float], bool]
+    most: float = math.inf  # named only to those who gave more
 
 
 def at_least(kind: type, least: float) -> Any:
-    """The type of finite numbers of a kind (int or float) from `least` on."""
-    return Annotated[kind, Rule(f"at least {least}", lambda value: least <= value < math.inf)]
+    """The type of numbers of a kind (int or float) from `least` on, up to what can only be a mistake."""
+    return Annotated[kind, Rule(f"at least {least}", lambda value: least <= value, MOST)]
 
 
 def between(kind: type, least: float, most: float) -> Any:
@@ -36,22 +37,22 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 KEEP = 20  # Long-CLIP: the first 20 positions are well trained and are kept
 FACTOR = 4  # positions that each of the others is stretched to
 
+MOST = 10**9  # of counts, rates and weights
 MOST_STEPS = 1000  # the noise levels that models are trained with
 MOST_GUIDANCE = 1000.0
 MOST_PIXELS = 89_478_485  # Pillow's own limit, above which it warns of a picture that it opens
-# What torch's generators take as they are.
-LEAST_SEED, GREATEST_SEED = -(2**63), 2**64 - 1
 
 PositiveInt = at_least(int, 1)
 NonNegativeInt = at_least(int, 0)
 NonNegativeFloat = at_least(float, 0)
-PositiveFloat = Annotated[float, Rule("above 0", lambda value: 0 < value < math.inf)]
+PositiveFloat = Annotated[float, Rule("above 0", lambda value: value > 0, MOST)]
 Share = between(float, 0, 1)
 BelowOne = Annotated[float, Rule("at least 0 and below 1", lambda value: 0 <= value < 1)]
 Steps = between(int, 1, MOST_STEPS)
 Guidance = between(float, -MOST_GUIDANCE, MOST_GUIDANCE)
 Side = Annotated[int, Rule("a positive multiple of 8", lambda pixels: pixels > 0 and pixels % 8 == 0)]
-Seed = Annotated[int, Rule("from -2^63 to 2^64 - 1", lambda seed: LEAST_SEED <= seed <= GREATEST_SEED)]
+# What torch's generators take as they are.
+Seed = Annotated[int, Rule("from -2^63 to 2^64 - 1", lambda seed: -(2**63) <= seed < 2**64)]
 
 _KINDS = {int: Integral, float: Real}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
@@ -67,22 +68,26 @@ class Checked:
         """Raises UserError for a value that its annotation does not allow."""
         hints = get_type_hints(type(self), include_extras=True)
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not _fits(value, hints[field.name]):
-                raise UserError(refusal(field.name, value, hints[field.name]))
+            check_value(field.name, getattr(self, field.name), hints[field.name])
+
+
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Raises UserError for a value that an annotation does not allow."""
+    if not _fits(value, hint):
+        raise UserError(refusal(name, value, hint))
 
 
 def refusal(name: str, value: Any, hint: Any) -> str:
     """What was given for an option, and what its annotation allows."""
     shown = repr(value) if len(repr(value)) <= 100 else f"{repr(value)[:100]}..."
-    return f"{name} is {shown}, but must be {_allowed(hint)}."
+    return f"{name} is {shown}, but must be {_allowed(hint, value)}."
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether an annotation allows a value."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _fits(value, parts[0]) and parts[1].holds(value)
+        return _fits(value, parts[0]) and parts[1].holds(value) and value <= parts[1].most
     if origin in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
     if origin is Literal:
@@ -94,18 +99,20 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, origin or _KINDS.get(hint, hint))
 
 
-def _allowed(hint: Any) -> str:
-    """An annotation in words."""
+def _allowed(hint: Any, value: Any) -> str:
+    """An annotation in words, for who gave `value`."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return f"{_WORDS[parts[0]]}, {parts[1].text}"
+        rule = parts[1]
+        most = f", at most {rule.most:,}" if isinstance(value, Real) and value > rule.most else ""
+        return f"{_WORDS[parts[0]]}, {rule.text}{most}"
     if origin in (Union, UnionType):
-        return ", or ".join(map(_allowed, parts))
+        return ", or ".join(_allowed(part, value) for part in parts)
     if origin is Literal:
         return " or ".join(map(str, parts))
     if origin in (list, tuple):
         number = "" if origin is list else f"{len(parts)} "
-        return f"{number}values, each {_allowed(parts[0])}"
+        return f"{number}values, each {_allowed(parts[0], value)}"
     return _WORDS.get(hint, "names with values")
 
 
@@ -115,20 +122,4 @@ def check_pixels(height: int, width: int) -> None:
         raise UserError(
             f"A picture of {height} x {width} pixels has {height * width:,}; at most {MOST_PIXELS:,} can be drawn. "
             "Give a smaller height or width."
-        )
-
-
-def check_side(name: str, pixels: int | None) -> None:
-    """Raises UserError for a height or width, as `name` says, that is no positive multiple of 8; None is allowed."""
-    if pixels is not None and (pixels <= 0 or pixels % 8):
-        nearest = max(8, round(pixels / 8) * 8)
-        raise UserError(f"The {name} must be a positive multiple of 8 pixels, got {pixels}. Take {nearest}.")
-
-
-def check_seeds(first: int, last: int) -> None:
-    """Raises UserError where the seeds `first` to `last` leave the range of torch's generators."""
-    if first < LEAST_SEED or last > GREATEST_SEED:
-        raise UserError(
-            f"Seeds from {first} to {last} are needed, and a generator takes those from -2^63 to 2^64 - 1. Give a "
-            "smaller seed."
         )

@@ -273,7 +273,7 @@ def test_errors_reach_the_caller_and_free_the_device(folders, monkeypatch):
         ({"steps": math.nan}, "steps must be a whole number"),
         ({"images": 9}, "images must be a whole number from 1 to 8, got 9"),
         ({"guidance_scale": math.nan}, "guidance scale must be a number from 0 to 30, got nan"),
-        ({"height": 100}, "height must be a positive multiple of 8 pixels, got 100"),
+        ({"height": 100}, "height is 100, but must be a whole number, a positive multiple of 8"),
         ({"width": 10**400}, "width must be a number"),
         ({"height": 96, "width": 96}, "96 x 96 are 9,216 pixels; at most 8,192"),
         ({"encoders": ()}, "No encoder is chosen. Choose at least one of: original, long"),

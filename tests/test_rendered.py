@@ -186,7 +186,7 @@ def test_an_encoder_of_another_width_is_refused_before_anything_is_rendered(long
 
 @pytest.mark.parametrize("seed", [2**64 - 4])
 def test_seeds_out_of_range_are_refused(base, tmp_path, seed):
-    with pytest.raises(UserError, match=r"Seeds from .* a generator takes those from -2\^63 to 2\^64 - 1"):
+    with pytest.raises(UserError, match=r"seed is .*, but must be a whole number, from -2\^63 to 2\^64 - 1"):
         rendered(tmp_path / "out", base, seed=seed)
     assert not (tmp_path / "out").exists()
 

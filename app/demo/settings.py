@@ -10,7 +10,7 @@ from PIL import Image
 
 from debias_diffusion.encoders import Reading
 from debias_diffusion.errors import UserError, near_matches, reason
-from debias_diffusion.limits import check_side
+from debias_diffusion.limits import Side, check_value
 from debias_diffusion.pipelines import PromptLayout, parse_weights
 from debias_diffusion.pipelines.png import SETTINGS_KEY
 from debias_diffusion.pipelines.rendering import runtime_settings
@@ -96,7 +96,7 @@ def _size(request: Request, models: DemoModels) -> dict[str, int]:
     for (name, value), native in zip(sides.items(), models.size, strict=True):
         if models.is_toy and value != native:
             raise UserError(f"The {name} of {models.base} is {native} pixels and cannot change, got {value}.")
-        check_side(name, int(_in_range(name, value, 8, most)))
+        check_value(name, int(_in_range(name, value, 8, most)), Side)
     if math.prod(sides.values()) > most:
         raise UserError(
             f"{sides['height']} x {sides['width']} are {math.prod(sides.values()):,} pixels; at most {most:,} are "

@@ -84,7 +84,7 @@ class Backprop:
         return {"alpha": self.alpha.detach().clone()} | self.adamw.state[self.alpha]
 
     def _batches(self, epoch: int) -> Iterator[Tensor]:
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.texts))
+        order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.texts))
         return iter(torch.from_numpy(order).to(self.problem.embedded.device).split(self.batch))
 
     def _restore(self, state: dict[str, Tensor]) -> None:
