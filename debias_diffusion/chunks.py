@@ -135,56 +135,33 @@ def rate_cuts(text: str, spans: list[tuple[int, int]], added_tokens: list[str | 
     return cuts + [Cut.SENTENCE] * (len(spans) > 0)
 
 
-def split_chunks(tokens: Tokens, slots: int) -> list[range]:
-    """Splits a text into chunks of at most `slots` tokens, cut at the best places.
+def split_text(tokens: Tokens, slots: int, overlap: bool = True) -> list[Chunk]:
+    """The chunks of at most `slots` tokens in which a text is read, cut at the best places.
 
     `Cut.BREAK` always ends a chunk. Any other cut leaves at most half of the chunk unused; among the remaining places
     the best kind wins (end of a sentence, then comma, word, token), and among equals the last. The vectors of one
     textual inversion stay together, even if more than half stays unused; only an inversion of more than `slots` vectors
     is cut.
 
-    Returns:
-        the token indices of each chunk, at least one chunk; an empty text is one empty chunk.
-    """
-    ends = [at + 1 for at, cut in enumerate(tokens.cuts) if cut == Cut.BREAK]
-    chunks, start = [], 0
-    for end in [*ends, len(tokens.ids)]:
-        while end - start > slots:
-            best = _best_end(tokens.cuts, start, slots)
-            chunks.append(range(start, best))
-            start = best
-        chunks.append(range(start, end))
-        start = end
-    return chunks
-
-
-def split_overlapping(tokens: Tokens, slots: int) -> list[Chunk]:
-    """Chunks of at most `slots` tokens, each but the first read together with the end of the text before it.
-
-    At most half of a chunk is new, and at least a quarter is read again, from the earliest beginning of a sentence that
-    fits (else after a comma, a word, a token). So no token is read as if the text began with it, but where it does and
-    after `Cut.BREAK`.
+    Args:
+        overlap: read each chunk but the first together with the end of the text before it. At most half of a chunk is
+            then new, and at least a quarter is read again, from the earliest beginning of a sentence that fits (else
+            after a comma, a word, a token). So no token is read as if the text began with it, but where it does and
+            after `Cut.BREAK`.
 
     Returns:
-        at least one chunk; the kept parts make up the text, in order.
+        at least one chunk, which may be empty; the kept parts make up the text, in order.
     """
-    chunks, start, new = [], 0, max(1, slots // 2)
+    chunks, start, new = [], 0, max(1, slots // 2) if overlap else slots
     for end in [*(at + 1 for at, cut in enumerate(tokens.cuts) if cut == Cut.BREAK), len(tokens.ids)]:
         stop = end if end - start <= slots else _best_end(tokens.cuts, start, slots)
         chunks.append(Chunk(range(start, stop), range(start, stop)))
         while stop < end:
             kept, stop = stop, end if end - stop <= new else _best_end(tokens.cuts, stop, new)
-            read = _best_start(tokens.cuts, start, stop - slots, kept - slots // 4)
+            read = _best_start(tokens.cuts, start, stop - slots, kept - slots // 4) if overlap else kept
             chunks.append(Chunk(range(read, stop), range(kept, stop)))
         start = end
     return chunks
-
-
-def split_text(tokens: Tokens, slots: int, overlap: bool) -> list[Chunk]:
-    """The chunks of at most `slots` tokens that an encoder reads, with or without the end of the text before each."""
-    if overlap:
-        return split_overlapping(tokens, slots)
-    return [Chunk(chunk, chunk) for chunk in split_chunks(tokens, slots)]
 
 
 def _best_start(cuts: Sequence[Cut], first: int, least: int, most: int) -> int:

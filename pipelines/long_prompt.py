@@ -75,7 +75,7 @@ class LongPromptMixin:
                 `parse_weights`; a weight moves a token's hidden states away from those of the empty prompt, as in
                 ComfyUI.
             reading: of texts longer than the context length. "overlap" reads each chunk but the first together with
-                the end of the text before it (`split_overlapping`), so that "it" finds what it means; costs the text
+                the end of the text before it (`split_text`), so that "it" finds what it means; costs the text
                 encoders up to twice the chunks. "separate" reads each chunk by itself, as other programs do. "cut" cuts
                 at 77 tokens, as diffusers does.
 
@@ -303,7 +303,7 @@ class SDXLLongPromptMixin(LongPromptMixin):
     diffusers, bit for bit. A longer one is encoded at the shortest of 152, 227 and 248 positions that holds it (without
     a 248-token encoder: 152, 227, 302, ...), beyond that at whole chunks more, see `positions_for`. Prompt, negative
     prompt and the other prompts of a batch share the longest length that any of them needs. An encoder of a shorter
-    context length reads the text in several chunks (`split_chunks`, `join_chunks`). Nothing is ever truncated.
+    context length reads the text in several chunks (`split_text`, `join_chunks`). Nothing is ever truncated.
     """
 
     _last_encoder = "text_encoder_2"

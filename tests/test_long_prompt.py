@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
 
-from debias_diffusion.chunks import Cut, positions_for, split_chunks, split_overlapping
+from debias_diffusion.chunks import Cut, positions_for, split_text
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.tokens import clip_tokenizer
 
@@ -61,7 +61,7 @@ def texts_of(pipe, text):
 
 def chunks_of(tokens, slots):
     """The ids of each chunk."""
-    return [[tokens.ids[at] for at in piece] for piece in split_chunks(tokens, slots)]
+    return [[tokens.ids[at] for at in piece.read] for piece in split_text(tokens, slots, overlap=False)]
 
 
 # ---- prompts that fit: diffusers' own results, bit for bit
@@ -214,8 +214,8 @@ def layout_by_hand(tokenizer, encoder, tokens, length, layer, overlap=False):
     states = []
     pieces = chunks_of(tokens, window - 2)
     if overlap:
-        pieces = [[tokens.ids[at] for at in chunk.read] for chunk in split_overlapping(tokens, window - 2)]
-        new = [len(chunk.kept) for chunk in split_overlapping(tokens, window - 2)]
+        pieces = [[tokens.ids[at] for at in chunk.read] for chunk in split_text(tokens, window - 2)]
+        new = [len(chunk.kept) for chunk in split_text(tokens, window - 2)]
     for number, piece in enumerate(pieces):
         out = run(piece)
         again = len(piece) - new[number] if overlap else 0
@@ -416,10 +416,10 @@ def test_any_text_is_cut_without_loss_or_waste(ours, text, slots):
 @given(text=st.text(alphabet=st.sampled_from("ab c,.;!? 3\n。é😀<|>"), max_size=300), slots=st.integers(1, 20))
 def test_overlapping_chunks_keep_every_token_once_and_know_what_came_before(ours, text, slots):
     tokens = texts_of(ours, text)[0]
-    chunks = split_overlapping(tokens, slots)
+    chunks = split_text(tokens, slots)
     assert [at for chunk in chunks for at in chunk.kept] == list(range(len(tokens.ids)))
     assert all(chunk.read.stop == chunk.kept.stop and len(chunk.read) <= slots for chunk in chunks)
-    assert chunks[0].again == 0 and chunks[0].kept == split_chunks(tokens, slots)[0]
+    assert chunks[0].again == 0 and chunks[0].kept == split_text(tokens, slots, overlap=False)[0].kept
     for chunk in chunks[1:]:
         assert 0 < len(chunk.kept) <= max(1, slots // 2) and chunk.again >= slots // 4
         # It begins at the best place of those where it may, and at the first of them.
@@ -435,7 +435,7 @@ def test_overlapping_chunks_keep_every_token_once_and_know_what_came_before(ours
 def test_nothing_is_read_across_a_break(ours):
     pipe = type(ours)(**ours.components).set_long_prompt(weighting=True)
     tokens = pipe._tokenize(f"{words(100)} BREAK {words(100)}", None)[0][0]
-    chunks = split_overlapping(tokens, 75)
+    chunks = split_text(tokens, 75)
     second = next(number for number, chunk in enumerate(chunks) if chunk.kept.start == 100)
     assert chunks[second].read.start == 100 and [chunk.again > 0 for chunk in chunks] == [False, True, False, True]
 

@@ -8,7 +8,7 @@ from helpers.tiny_sdxl import assemble
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.chunks import split_chunks
+from debias_diffusion.chunks import split_text
 from debias_diffusion.eval.images.references import (
     ACROSS,
     ALL,
@@ -62,7 +62,7 @@ def test_chunks_are_those_of_the_pipeline(pipe, seed, style):
     ]
     chunks = sentences_by_chunk(caption, lambda text: len(pipe.tokenizer(text, add_special_tokens=False)["input_ids"]))
     tokens = pipe._tokenize(clean(caption.text), None)[0][0]
-    expected = [[tokens.ids[at] for at in chunk] for chunk in split_chunks(tokens, SLOTS)]
+    expected = [[tokens.ids[at] for at in chunk.read] for chunk in split_text(tokens, SLOTS, overlap=False)]
     assert [[token for number in chunk for token in ids_of[number]] for chunk in chunks] == expected
     read = truncated(caption, lambda text: len(pipe.tokenizer(text, add_special_tokens=False)["input_ids"]))
     whole = [token for number in read for token in ids_of[number]]

@@ -9,7 +9,7 @@ from helpers.vocabulary import BOS, EOS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from debias_diffusion.chunks import split_overlapping, tokenize_text
+from debias_diffusion.chunks import split_text, tokenize_text
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, parse_weights
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -168,7 +168,7 @@ def test_states_move_away_from_the_empty_prompt(pipe, weighting, weight, length)
         window = min(encoder.config.max_position_embeddings, plain.shape[1])
         pads = [tokenizer.pad_token_id] * (window - 2)
         empty = encoder(torch.tensor([[BOS, EOS, *pads]]), output_hidden_states=True).hidden_states[-2][0]
-        chunks = split_overlapping(tokenize_text(f"{before}cat{after}", tokenizer)[0], window - 2)
+        chunks = split_text(tokenize_text(f"{before}cat{after}", tokenizer)[0], window - 2)
         begin = next(chunk.read.start for chunk in chunks if at - 1 in chunk.kept)
         empty_states.append(empty[at - begin])
     empty = torch.cat(empty_states)

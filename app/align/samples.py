@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, split_chunks, tokenize_text
+from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, split_text, tokenize_text
 from debias_diffusion.data import BadRecord
 from debias_diffusion.data.dataset import RecordDataset
 from debias_diffusion.methods.base import Key
@@ -120,7 +120,7 @@ class AlignDataset(RecordDataset):
     def _one_chunk(self, text: str) -> Text:
         """The first chunk of a text."""
         texts = self._tokenize(text)
-        ends = [split_chunks(tokens, TRAINED_POSITIONS - 2)[0].stop for tokens in texts]
+        ends = [split_text(tokens, TRAINED_POSITIONS - 2, overlap=False)[0].kept.stop for tokens in texts]
         return tuple(tokens.first(end) for tokens, end in zip(texts, ends, strict=True))
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks, split_overlapping, tokenize_text
+from ..chunks import TRAINED_POSITIONS, Cut, Tokens, split_text, tokenize_text
 from ..errors import UserError
 from ..models.backbone import Backbone
 from ..models.text_tower import TextTower
@@ -54,7 +54,7 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def forward(self, texts: Sequence[Tokens], tokenizer: CaptionTokenizer) -> tuple[Tensor, Tensor]:
         """Penultimate states of SOT [1, width], and of all texts' tokens [tokens, width], in chunks that overlap."""
-        chunks = [(text, chunk) for text in texts for chunk in split_overlapping(text, self.positions - 2)]
+        chunks = [(text, chunk) for text in texts for chunk in split_text(text, self.positions - 2)]
         rows = without_eot([[text.ids[at] for at in chunk.read] for text, chunk in chunks], tokenizer)
         sot, states = TextTower(self).token_states(rows.to(self.positional_embedding.device))
         parts = zip(states.split(rows.lengths.tolist()), chunks, strict=True)
@@ -175,7 +175,7 @@ def _draw_text(caption: str, tokenizer: CaptionTokenizer, rng: random.Random) ->
         caption = join_sentences([sentences[number] for number in numbers])
     tokens, _ = tokenize_text(tokenizer.cleaning(caption), tokenizer.tokenizer)
     if is_part:
-        first = split_chunks(tokens, TRAINED_POSITIONS - 2)[0]
+        first = split_text(tokens, TRAINED_POSITIONS - 2, overlap=False)[0].kept
         tokens = tokens.first(first.stop)
     return tokens
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks, split_overlapping
+from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.references import resolve_apart
@@ -85,7 +85,7 @@ def sentences_by_chunk(caption: Caption, count_tokens: Callable[[str], int], ove
     cuts = [cut for n in lengths for cut in [Cut.TOKEN] * (n - 1) + [Cut.SENTENCE]]
     number_of = [number for number, n in enumerate(lengths) for _ in range(n)]
     tokens, slots = Tokens(number_of, cuts, []), TRAINED_POSITIONS - 2
-    chunks = [chunk.read for chunk in split_overlapping(tokens, slots)] if overlap else split_chunks(tokens, slots)
+    chunks = [chunk.read for chunk in split_text(tokens, slots, overlap)]
     numbers = [[number_of[at] for at in chunk] for chunk in chunks]
     return [[number for number in dict.fromkeys(chunk) if chunk.count(number) == lengths[number]] for chunk in numbers]
 
