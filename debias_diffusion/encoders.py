@@ -29,13 +29,10 @@ Reading = Literal["overlap", "separate", "cut"]
 ORIGINAL, ORIGINAL_LABEL = "original", "SDXL's own"  # name of the encoder in an SDXL checkpoint, and its label
 CLIP_CONTEXT = 77  # context length of SDXL's own encoders
 READINGS = {"overlap": "overlapping chunks", "separate": "separate chunks", "cut": f"cut at {CLIP_CONTEXT} tokens"}
-
-# Folders that `train` writes models to, the result first.
-MODELS_OF_RUN = ("last", "best")
-# Folders that `align` writes encoders to, as `export` would.
-FIRST, SECOND = "encoder", "encoder_2"
-
+MODELS_OF_RUN = ("last", "best")  # folders that `train` writes models to, the result first
+FIRST, SECOND = "encoder", "encoder_2"  # folders that `align` writes encoders to, as `export` would
 _CHINESE_CLIPS = "OFA-Sys/chinese-clip"  # how hub ids of the published ones begin
+_CONFIGS = ("open_clip_config.json", "text_encoder/config.json", "config.json")
 
 
 class Kind(Enum):
@@ -125,41 +122,56 @@ class EncoderSpec:
 
     @cached_property
     def context_length(self) -> int:
-        """In tokens, BOS and EOS included. Where no configuration says it, the weights are loaded."""
+        """In tokens, BOS and EOS included: of the configuration; where there is none, of the weights."""
         if self.kind is Kind.ORIGINAL:
             return CLIP_CONTEXT
-        configs = ("open_clip_config.json", "text_encoder/config.json", "config.json")
-        config = next(filter(None, (read_json_object(Path(self.place, file)) for file in configs)), {})
+        config = self._config()
         text = config.get("model_cfg", config)
         text = text.get("text_cfg") or text.get("text_config") or text
         length = text.get("context_length") or text.get("max_position_embeddings")
         return length or self.load_text_encoder()[0].config.max_position_embeddings
 
+    def _config(self) -> dict:
+        """The model's configuration; empty where only its weights say what it is."""
+        if self.kind is Kind.OPEN_CLIP and self.place in open_clip_models():
+            import open_clip
+
+            known = {"context_length": CLIP_CONTEXT} | open_clip.get_model_config(self.place)["text_cfg"]
+            return {} if os.path.exists(self.weights or "") else known
+        from .models.model_files import find_file
+
+        source = Path(self.place) if os.path.exists(self.place) else self.place.removeprefix("hf-hub:")
+        files = filter(None, (find_file(source, file) for file in _CONFIGS))
+        return next(filter(None, map(read_json_object, files)), {})
+
+    def _source(self) -> Path | str:
+        """The file or folder, downloaded where it is a hub's one file of weights; else the hub id."""
+        if self.kind is not Kind.HUB:
+            return Path(self.place) if os.path.exists(self.place) else self.place
+        from .interchange.hub import find_hub_file
+
+        return find_hub_file(self.place) or self.place
+
     def load_text_encoder(self) -> tuple["TextEncoder", "CLIPTokenizer"]:
         """See the function of this name."""
-        from .interchange.hub import find_hub_file
         from .interchange.single_file import read_file
         from .interchange.transformers_folder import read_text_encoder
         from .models.model_files import explain_failure
 
         with explain_failure(f"The text encoder {self.name!r} could not be loaded"):
-            match self.kind:
-                case Kind.FILE:
-                    return read_file(Path(self.place))
-                case Kind.TRANSFORMERS:
-                    return read_text_encoder(Path(self.place))
-                case Kind.HUB:
-                    if file := find_hub_file(self.place):
-                        return read_file(file)
-                    try:
-                        return read_text_encoder(self.place)
-                    except UserError as error:
-                        raise UserError(
-                            f"{self.name!r} is not a folder or file here, and as a hub id it gives no text encoder. "
-                            f"{error}"
-                        ) from error
-                case Kind.CHINESE_CLIP | Kind.ORIGINAL:
-                    raise self.refusal()
+            if self.kind in (Kind.CHINESE_CLIP, Kind.ORIGINAL):
+                raise self.refusal()
+            source = self._source()
+            if self.kind is Kind.TRANSFORMERS:
+                return read_text_encoder(source)
+            if os.path.isfile(source):
+                return read_file(source)
+            if self.kind is Kind.HUB:
+                try:
+                    return read_text_encoder(source)
+                except UserError as error:
+                    problem = "is not a folder or file here, and as a hub id it gives no text encoder."
+                    raise UserError(f"{self.name!r} {problem} {error}") from error
             from .ablation.heads import fold_text_heads  # open_clip is optional
             from .interchange.text_encoders import keeps_projection, to_transformers
 
@@ -172,7 +184,7 @@ class EncoderSpec:
         from .models.model_files import explain_failure
 
         with explain_failure(f"The model {self.name!r} could not be loaded"):
-            backbone = self._two_tower()
+            backbone = self._read_two_tower()
             if backbone.random_weights:
                 raise UserError(f"{self.name!r} has no weights, and results of random ones mean nothing.")
             from .ablation.heads import apply_saved  # open_clip is optional
@@ -181,32 +193,26 @@ class EncoderSpec:
             apply_saved(backbone)
             return backbone
 
-    def _two_tower(self) -> "Backbone":
+    def _read_two_tower(self) -> "Backbone":
         from .interchange.chinese_clip_model import read_chinese_clip
         from .interchange.clip_model import read_clip_model
-        from .interchange.hub import find_hub_file
         from .interchange.two_tower_file import read_two_tower
         from .models.loading import load_backbone
         from .models.weight_difference import load_fine_tuned
 
-        place = Path(self.place)
+        source = self._source()
         match self.kind:
             case Kind.OPEN_CLIP:
                 return load_backbone(self.place, self.weights)
             case Kind.ABLATION:
-                return _load_ablated(place)
+                return _load_ablated(source)
             case Kind.DIFFERENCE:
-                return load_fine_tuned(place)
-            case Kind.TRANSFORMERS:
-                return read_clip_model(place)
+                return load_fine_tuned(source)
             case Kind.CHINESE_CLIP:
-                return read_chinese_clip(place if place.exists() else self.place)
-            case Kind.FILE:
-                return read_two_tower(place)
-            case Kind.HUB:
-                file = find_hub_file(self.place)
-                return read_two_tower(file) if file else read_clip_model(self.place)
-        raise self.refusal()
+                return read_chinese_clip(source)
+            case Kind.ORIGINAL:
+                raise self.refusal()
+        return read_two_tower(source) if os.path.isfile(source) else read_clip_model(source)
 
     def refusal(self) -> UserError:
         """The error for SDXL's own encoder and for a Chinese-CLIP, which is only evaluated."""
@@ -227,8 +233,8 @@ def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPToke
             - a training run (its model after the last step), or an open_clip folder;
             - what `ablate` has left: its base model's text encoder, suppressed text heads as ordinary weights;
             - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-L-14-quickgelu:openai";
-            - a folder written by `debias-diffusion export`, any transformers folder of a CLIPTextModel, its tokenizer
-              beside or in it, or of a CLIPModel, whose text half is taken;
+            - a transformers folder, as `export` writes it: of a CLIPTextModel, its tokenizer beside or in it, or of a
+              CLIPModel, whose text half is taken;
             - a file of weights (safetensors, or a torch file without code): open_clip's or OpenAI's two-tower,
               Long-CLIP's `.pt`, ComfyUI's `clip_l` and `clip_g`, a Stable Diffusion checkpoint. A rule decides the
               activation if the file does not name it (see `single_file`);
@@ -238,8 +244,8 @@ def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPToke
 
     Returns:
         (text_encoder, tokenizer): a CLIPTextModel, or a CLIPTextModelWithProjection if a folder's configuration names
-        it and for bigG (32 blocks), SDXL's second encoder; in eval mode; in float32, or in the dtype that a
-        transformers folder names. The tokenizer's `model_max_length` is the encoder's context length.
+        it and for bigG (32 blocks), SDXL's second encoder; in eval mode, in float32 or the dtype that a transformers
+        folder names. The tokenizer's `model_max_length` is the encoder's context length.
 
     Raises:
         UserError: there is no text encoder; the message names what is there instead, if known.
@@ -251,10 +257,9 @@ def load_two_tower(name: str | os.PathLike) -> "Backbone":
     """Loads a CLIP, SigLIP or Chinese-CLIP with both its towers, as retrieval and classification need it.
 
     Args:
-        name: as for `load_text_encoder`, of a model with both towers: a run, an open_clip folder, `MODEL:WEIGHTS`, a
-            CLIPModel's folder (such as `export --to clip` writes) or hub id; what `ablate` has left, with heads
-            suppressed; a file of both towers, if open_clip has a model of these sizes; or the folder or hub id of a
-            ChineseCLIPModel ("OFA-Sys/chinese-clip-vit-base-patch16"), which is not trained here.
+        name: as for `load_text_encoder`, of a model with both towers; of a file, if open_clip has a model of its sizes;
+            or the folder or hub id of a ChineseCLIPModel ("OFA-Sys/chinese-clip-vit-base-patch16"), which is not
+            trained here. What `ablate` has left has its heads suppressed.
 
     Returns:
         The model in eval mode and float32, with no random weights.
@@ -288,17 +293,15 @@ def labels(specs: Sequence[EncoderSpec], readings: bool = True) -> list[str]:
     """
     names = list(dict.fromkeys(spec.name for spec in specs))
     short = dict(zip(names, _short(names), strict=True))
-    short |= {spec.name: ORIGINAL_LABEL for spec in specs if spec.kind is Kind.ORIGINAL}
-    ends = [_describe_reading(spec) if readings else "" for spec in specs]
-    labelled = [", ".join(filter(None, (short[spec.name], end))) for spec, end in zip(specs, ends, strict=True)]
+
+    def label(spec: EncoderSpec) -> str:
+        name = ORIGINAL_LABEL if spec.kind is Kind.ORIGINAL else short[spec.name]
+        if not readings or (spec.reading == "overlap" and spec.context_length > CLIP_CONTEXT):
+            return name
+        return f"{name}, {READINGS[spec.reading]}"
+
+    labelled = [label(spec) for spec in specs]
     return labelled if len(set(labelled)) == len(specs) else [f"{spec.reading}:{spec.name}" for spec in specs]
-
-
-def _describe_reading(spec: EncoderSpec) -> str:
-    """How an encoder reads long prompts; empty for a long one that reads them as by default."""
-    if spec.reading == "overlap" and spec.context_length > CLIP_CONTEXT:
-        return ""
-    return READINGS[spec.reading]
 
 
 def _short(names: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ import sys
 import open_clip
 import pytest
 from helpers.text_encoders import hub_repository, long_clip
-from helpers.tiny_clip import tiny_clip
+from helpers.tiny_clip import registered, tiny_clip
 from huggingface_hub import ModelInfo, constants
 
 from debias_diffusion import encoders
@@ -178,15 +178,30 @@ def test_an_alignment_has_a_second_encoder(here):
     assert parse("run").fitted_second is parse("ViT-B-16:openai").fitted_second is None
 
 
-def test_the_context_length_is_read_from_a_configuration_or_the_weights(tmp_path):
+def test_the_context_length_is_read_from_a_configuration(tmp_path, monkeypatch):
+    """A comparison of hub ids labels them before it downloads gigabytes."""
     backbone = long_clip()
     backbone.save(tmp_path / "open_clip")
     export_text_encoder(backbone, tmp_path / "exported")
+    clip, of_248 = (
+        {"text_config": {"max_position_embeddings": 77}},
+        {"model_cfg": {"text_cfg": {"context_length": 248}}},
+    )
     (tmp_path / "ours").mkdir()
-    (tmp_path / "ours" / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 77}}))
-    for name, length in (("open_clip", 248), ("exported", 248), ("exported/text_encoder", 248), ("ours", 77)):
-        assert parse(tmp_path / name).context_length == length
-    assert parse("toy/clip").context_length == parse("original").context_length == 77
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(clip))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    (hub_repository(tmp_path / "cache", "some/clip") / "config.json").write_text(json.dumps(clip))
+    (hub_repository(tmp_path / "cache", "some/long") / "open_clip_config.json").write_text(json.dumps(of_248))
+    monkeypatch.setattr(EncoderSpec, "load_text_encoder", None)
+    lengths = {"open_clip": 248, "exported": 248, "exported/text_encoder": 248, "ours": 77}
+    names = {str(tmp_path / name): length for name, length in lengths.items()}
+    names |= {"toy/clip": 77, "original": 77, "some/clip": 77, "hf-hub:some/long": 248}
+    with registered(tmp_path / "configs", long={"embed_dim": 8, "vision_cfg": {}, "text_cfg": {"context_length": 248}}):
+        names |= {"ViT-L-14-quickgelu:openai": 77, "long:none": 248}
+        assert {name: parse(name).context_length for name in names} == names
+
+
+def test_the_context_length_is_read_from_weights_alone():
     assert parse("toy/long-clip").context_length == 248
 
 
