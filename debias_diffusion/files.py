@@ -8,21 +8,21 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import psutil
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from .errors import UserError
+from .errors import UserError, reason
 
 MACHINE = platform.node()[:32].replace(os.sep, "-")  # machines may share folders
-_TEMPORARY = re.compile(rf"\..+\.{re.escape(MACHINE)}-(\d+)\.tmp", re.DOTALL)  # a file that `atomic_file` is writing
-_LONGEST_NAME = 255  # bytes of a file's name, on every common file system
+# What a process is writing (`.tmp`), and the folder that it replaces (`.old`).
+_UNFINISHED = re.compile(r"\.([0-9a-f]{16})\.(.+)-(\d{1,9})\.(tmp|old)", re.DOTALL)
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
@@ -35,7 +35,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     # Checked on the open file, because another one may have replaced it at `path` in the meantime.
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "not a regular file, but a FIFO or device", os.fspath(path))
+        raise OSError(errno.EPERM, "not a regular file, but a FIFO or device", os.fspath(path))
     return file
 
 
@@ -54,24 +54,76 @@ def bytes_digest(parts: Iterable) -> str:
 
 def sha256(path: str | os.PathLike) -> str:
     """sha256, in hexadecimal, of a file."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return bytes_digest(iter(lambda: file.read(1 << 20), b""))
 
 
 def path_digest(path: str | os.PathLike) -> str:
     """sha256, in hexadecimal, of a file, or of the names and contents of a folder's files, except hidden ones."""
     path = Path(path)
-    if path.is_file():
+    if not path.is_dir():
         return sha256(path)
-    files = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*"))
-    visible = ((name, file) for name, file in files if not re.search(r"(^|/)\.", name) and file.is_file())
-    return bytes_digest(f"{name}\0{sha256(file)}\n".encode() for name, file in visible)
+    files = sorted((file.relative_to(path).as_posix(), file) for file in _visible_files(path))
+    return bytes_digest(f"{name}\0{sha256(file)}\n".encode() for name, file in files)
+
+
+def _visible_files(folder: Path, above: frozenset = frozenset()) -> Iterator[Path]:
+    """The files in a folder, and in those that it links to, as caches of a hub do; a link back up is left out."""
+    status = folder.stat()
+    inside = above | {(status.st_dev, status.st_ino)}
+    if inside == above:
+        return
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from _visible_files(path, inside)
+        elif path.is_file():
+            yield path
 
 
 def json_digest(values: dict) -> str:
     """sha256, in hexadecimal, of JSON values in any order. A value named "sha256" does not count."""
     values = {name: value for name, value in values.items() if name != "sha256"}
     return bytes_digest([json.dumps(values, sort_keys=True).encode()])
+
+
+def file_stamp(path: str | os.PathLike) -> tuple[int, int, int]:
+    """What changes whenever a file does: its size, and the times when its content and anything of it last changed.
+
+    Copies and changed permissions have another one, too: where stamps differ, contents decide. Raises OSError.
+    """
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def read_json(path: str | os.PathLike, shape: type = dict, advice: str = "") -> Any:
+    """The content of a JSON file.
+
+    Args:
+        shape: the Python type that it must have.
+        advice: a sentence on what to do otherwise.
+
+    Raises:
+        UserError: the file cannot be read, is no JSON, or holds something else.
+    """
+    try:
+        with open_regular(path) as file:
+            content = json.loads(file.read().decode("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{str(path)!r} cannot be read as JSON: {reason(error)}. {advice}".rstrip()) from error
+    if not isinstance(content, shape):
+        kinds = f"a {type(content).__name__}, not a {shape.__name__}"
+        raise UserError(f"{str(path)!r} holds {kinds}. {advice}".rstrip())
+    return content
+
+
+def read_json_object(path: str | os.PathLike) -> dict:
+    """The JSON object in a file; empty if there is no readable one."""
+    try:
+        return read_json(path)
+    except UserError:
+        return {}
 
 
 def write_json(path: str | os.PathLike, content) -> None:
@@ -91,90 +143,21 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 @contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Gives a temporary file to write, which replaces `path` once it is complete and on the disk.
+    """Gives a temporary path for a file, which replaces `path` once it is complete and on the disk.
 
-    After a failure or a kill `path` is as it was. The first write to a folder removes what killed processes left there.
+    After a failure or a kill `path` is as it was. A link or FIFO at `path` is replaced, and never written through. The
+    first write to a folder removes what killed processes left there.
+
+    Raises:
+        UserError: a folder is in its place.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path.parent.absolute())
-    temporary = hidden_sibling(path, f".{MACHINE}-{os.getpid()}.tmp")
-    new_file(temporary).close()
-    try:
+    _recover_once(path.parent.absolute())
+    if path.is_dir() and not path.is_symlink():
+        raise UserError(f"{str(path)!r} is a folder, in the place of a file. Move it away, or give another place.")
+    with replacing(path.parent, path.name) as temporary:
         yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@lru_cache(maxsize=1024)  # once a process, because listing a folder of many images before each write would be quadratic
-def _remove_leftovers(folder: Path) -> None:
-    """Removes the temporary files of this machine's dead processes. Others may be writing there right now."""
-    for name in os.listdir(folder):
-        temporary = _TEMPORARY.fullmatch(name)
-        if temporary and not psutil.pid_exists(int(temporary[1][:9])):
-            (folder / name).unlink(missing_ok=True)
-
-
-def hidden_sibling(path: Path, suffix: str) -> Path:
-    """The hidden file `.NAME` + `suffix` beside `path`; a name too long for the suffix is replaced by its digest."""
-    name = f".{path.name}{suffix}"
-    if len(os.fsencode(name)) > _LONGEST_NAME:
-        name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:32]}{suffix}"
-    return path.with_name(name)
-
-
-def new_file(path: Path) -> BinaryIO:
-    """Creates a file and opens it for writing.
-
-    Whatever has its name, as a killed run may leave it, is removed first and never written through: a symbolic link
-    under a name that can be guessed could lead to any file.
-    """
-    path.unlink(missing_ok=True)
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), "wb")
-
-
-def read_json_object(path: str | os.PathLike) -> dict:
-    """The JSON object in a file; empty if there is no readable one."""
-    try:
-        with open_regular(path) as file:
-            content = json.loads(file.read().decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def describe_changes(before: dict, now: dict) -> str:
-    """The settings that differ, by name, in words: "size was 256, now 384; ..."."""
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    return "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
-
-
-@contextmanager
-def folder_lock(folder: Path, by_another: str) -> Iterator[None]:
-    """Locks a folder for this process.
-
-    Raises:
-        UserError: another process has the lock (`by_another` is the message), or `.lock` is no regular file.
-    """
-    file = folder / ".lock"
-    if file.is_symlink() or (file.exists() and not file.is_file()):
-        raise UserError(f"The lock {str(file)!r} is no regular file. Remove it, or give another folder.")
-    lock = FileLock(file, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise UserError(by_another) from None
-    except OSError as error:
-        raise UserError(
-            f"The lock {str(file)!r} cannot be taken ({error.strerror}). Remove it, or give another folder."
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -185,18 +168,70 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = hidden_sibling(path, ".tmp"), hidden_sibling(path, ".old")
-    if old.exists() and not path.exists():
-        os.replace(old, path)
-    for leftover in (temporary, old):
-        remove_path(leftover)
-    temporary.mkdir()
+    recover(path.parent, [path.name])
+    with replacing(path.parent, path.name) as temporary:
+        temporary.mkdir()
+        yield temporary
+
+
+@contextmanager
+def replacing(folder: Path, name: str, record: Callable[[Path], None] = lambda temporary: None) -> Iterator[Path]:
+    """Gives a temporary path in `folder` for a file or a folder, which replaces `folder / name` once it is on the disk.
+
+    Args:
+        record: is called when it is on the disk, and before it has its name.
+    """
+    path, (temporary, old) = folder / name, (unfinished(folder, name, kind) for kind in ("tmp", "old"))
+    remove_path(temporary)
     try:
         yield temporary
-        sync_path(temporary)
-        replace_path(temporary, path, old)
+        for part in (*temporary.rglob("*"), temporary) if temporary.is_dir() else [temporary]:
+            _sync(part)
+        record(temporary)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(path) and (path.is_dir() or temporary.is_dir()):
+            remove_path(old)
+            os.replace(path, old)
+        os.replace(temporary, path)
+        if os.path.lexists(old):
+            _sync(path.parent)  # else a power failure could undo the renames, and not the removal
+            remove_path(old)
     finally:
         remove_path(temporary)
+
+
+def unfinished(folder: Path, name: str, kind: str) -> Path:
+    """Where this process writes `name` before it is complete ("tmp"), or keeps the folder that it replaces ("old")."""
+    return folder / f".{short_digest(name)}.{MACHINE}-{os.getpid()}.{kind}"
+
+
+def short_digest(name: str) -> str:
+    """Of a name of any length, what fits into the name of a file."""
+    return bytes_digest([os.fsencode(name)])[:16]
+
+
+def recover(folder: Path, names: Iterable[str] = (), alone: bool = False) -> None:
+    """Puts back folders of these names that ended processes were replacing, and removes what they were writing.
+
+    Args:
+        alone: whether nobody else writes there. Otherwise what living processes and other machines write is left.
+    """
+    left = [match for match in map(_UNFINISHED.fullmatch, os.listdir(folder)) if match and (alone or _has_ended(match))]
+    name_of = {short_digest(name): name for name in names} if left else {}
+    for match in left:
+        name = name_of.get(match[1])
+        if match[4] == "tmp" or (name and os.path.lexists(folder / name)):
+            remove_path(folder / match[0])
+        elif name:
+            os.replace(folder / match[0], folder / name)
+
+
+# Once a process, because listing a folder of many images before each write would be quadratic.
+_recover_once = lru_cache(maxsize=1024)(recover)
+
+
+def _has_ended(match: re.Match) -> bool:
+    return match[2] == MACHINE and not psutil.pid_exists(int(match[3]))
 
 
 def append(path: Path, line: str, sync: bool = False) -> None:
@@ -208,36 +243,19 @@ def append(path: Path, line: str, sync: bool = False) -> None:
     Raises:
         UserError: what lies there is no regular file, or a link.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
-        descriptor = _open_at_once(path, flags)
+        with open(path, "ab+", opener=lambda path, flags: _open_at_once(path, flags | os.O_NOFOLLOW)) as file:
+            if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+                line = f"\n{line}"
+            file.write(f"{line}\n".encode())
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR):
-            raise _not_regular(path) from error
-        raise
-    with open(descriptor, "wb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _not_regular(path)
-        size = os.fstat(descriptor).st_size
-        cut = size and os.pread(descriptor, 1, size - 1) != b"\n"
-        file.write(b"\n" * bool(cut) + line.encode() + b"\n")
-        file.flush()
-        if sync:
-            os.fsync(descriptor)
-
-
-def _not_regular(path: Path) -> UserError:
-    return UserError(f"{str(path)!r} is no regular file. Nothing is written through it: remove it.")
-
-
-def replace_path(new: Path, path: Path, old: Path) -> None:
-    """Renames a file or folder to `path`. What lies there goes; a folder becomes `old` first."""
-    if os.path.lexists(path) and (path.is_dir() or new.is_dir()):
-        os.replace(path, old)
-    os.replace(new, path)
-    if os.path.lexists(old):
-        sync_path(path.parent, deep=False)  # else a power failure could undo the renames, and not the removal
-        remove_path(old)
+        if error.errno not in (errno.ELOOP, errno.EISDIR, None):  # a link, a folder; None: what has no end, as a FIFO
+            raise
+        problem = f"{str(path)!r} is no regular file."
+        raise UserError(f"{problem} Nothing is written through it: remove it.") from error
 
 
 def remove_path(path: Path) -> None:
@@ -248,14 +266,37 @@ def remove_path(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sync_path(path: Path, deep: bool = True) -> None:
-    """Waits until a file, or a folder and all that is in it, is on the disk."""
-    for part in (*(path.rglob("*") if deep and path.is_dir() else ()), path):
-        descriptor = os.open(part, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _sync(path: Path) -> None:
+    """Waits until a file, or the list of a folder's files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def folder_lock(folder: Path, by_another: str) -> Iterator[None]:
+    """Locks a folder for this process.
+
+    Raises:
+        UserError: another process has the lock (`by_another` is the message), or `.lock` is no regular file.
+    """
+    file = folder / ".lock"
+    lock = FileLock(file, timeout=0)
+    try:
+        if file.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link")
+        lock.acquire()
+    except Timeout:
+        raise UserError(by_another) from None
+    except OSError as error:
+        problem = f"The lock {str(file)!r} cannot be taken ({error.strerror})."
+        raise UserError(f"{problem} Remove it, or give another folder.") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

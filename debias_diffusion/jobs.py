@@ -7,27 +7,27 @@ any two of these leaves the old item or the new one.
 
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import psutil
 from filelock import FileLock, Timeout
 
 from .errors import UserError, reason
 from .files import (
     MACHINE,
     append,
-    bytes_digest,
     folder_lock,
     json_digest,
     open_regular,
     path_digest,
+    read_json,
+    recover,
     remove_path,
-    replace_path,
-    sync_path,
+    replacing,
+    short_digest,
+    unfinished,
     write_json,
 )
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 JOB = "job.json"
 _LINES = "items*.jsonl"
-# What a process of this machine is writing; `.old` is a folder that is being replaced.
-_UNFINISHED = re.compile(rf"\..+\.{re.escape(MACHINE)}-(\d+)\.(?:tmp|old)", re.DOTALL)
 
 
 class Job:
@@ -45,7 +43,7 @@ class Job:
 
     `job.json` holds the command, the settings that decide the result and the digests of the inputs, with a checksum.
     `items.jsonl`, or `items-WRITER.jsonl` of each process of a shared job, has a line for each finished item: name,
-    sha256, bytes and notes, with a checksum.
+    sha256 and notes, with a checksum.
 
     Attributes:
         folder: where the items lie, by their names.
@@ -98,13 +96,13 @@ class Job:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"The output folder {str(folder)!r} cannot be made: {error.strerror}.") from error
-        job = cls(folder, f"items-{_writer()}.jsonl" if shared else "items.jsonl")
+        job = cls(folder, f"items-{MACHINE}-{os.getpid()}.jsonl" if shared else "items.jsonl")
         taken = f"Another process works in {str(folder)!r}. Wait for it, or give another folder."
         with nullcontext() if shared or process else folder_lock(folder, taken):
             job._read_items()
             job._alone = not shared and process == 0
             if process == 0:
-                job._remove_unfinished(shared)
+                recover(folder, job._items, alone=not shared)
             now = {"command": command, "settings": dict(settings or {}), "inputs": dict(inputs or {})}
             job._begin(json.loads(json.dumps(now)), may_change, process == 0)
             yield job
@@ -148,27 +146,19 @@ class Job:
         Raises:
             UserError: what lies there is not of this job.
         """
-        path, temporary = self.folder / name, self._unfinished(name, "tmp")
+        path = self.folder / name
         if os.path.lexists(path) and name not in self:
             raise UserError(
                 f"{str(path)!r} is in the place of a result and was not made by this job. Move it away, or give "
                 "another output folder."
             )
-        remove_path(temporary)
-        try:
-            yield temporary
-            sync_path(temporary)
-            line = {"name": name, "sha256": path_digest(temporary), "bytes": _size(temporary), "notes": notes}
-            self._append(line)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_path(temporary, path, self._unfinished(name, "old"))
-            self._verified[name] = line
-        finally:
-            remove_path(temporary)
+        with replacing(self.folder, name, lambda temporary: self._append(name, path_digest(temporary), notes)) as item:
+            yield item
+        self._verified[name] = self._items[name][-1]
 
     def note(self, name: str, **notes) -> None:
         """An item without a file."""
-        self._append({"name": name, "sha256": None, "bytes": 0, "notes": notes})
+        self._append(name, None, notes)
 
     def path(self, name: str, damaged: Literal["refuse", "absent"] = "refuse") -> Path | None:
         """Where an item lies, its checksum compared once; None if it is not there.
@@ -194,7 +184,7 @@ class Job:
     def remove(self, name: str) -> None:
         """Removes an item's file or folder. A kill leaves all of it or nothing."""
         if self._is_there(name):
-            temporary = self._unfinished(name, "tmp")
+            temporary = unfinished(self.folder, name, "tmp")
             os.replace(self.folder / name, temporary)
             remove_path(temporary)
         self._verified.pop(name, None)
@@ -211,13 +201,13 @@ class Job:
 
     def tensors(self, name: str, compute: Callable[[], dict[str, "Tensor"]]) -> dict[str, "Tensor"]:
         """The tensors of an item, a safetensors file, computed if it is not there or damaged."""
-        from safetensors.torch import load_file, save_file  # not for help, which loads no torch
+        from safetensors.torch import load_file, save  # not for help, which loads no torch
 
         path = self.path(name, damaged="absent")
         if path is None:
             content = {key: tensor.contiguous() for key, tensor in compute().items()}
             with self.write(name) as temporary:
-                save_file(content, temporary)
+                temporary.write_bytes(save(content))  # `save_file` would let only the owner read it
             path = self.folder / name
         return load_file(path)
 
@@ -229,7 +219,7 @@ class Job:
     @contextmanager
     def claim(self, name: str) -> Iterator[bool]:
         """Whether an item of a shared job is to be made here: it is not finished, and nobody else is making it."""
-        lock = FileLock(self.folder / f".{_short(name)}.lock", timeout=0)
+        lock = FileLock(self.folder / f".{short_digest(name)}.lock", timeout=0)
         try:
             lock.acquire()
         except Timeout:
@@ -245,14 +235,18 @@ class Job:
     def _read_items(self) -> None:
         """Reads the lines that were added since the last time."""
         for file in () if self._alone else sorted(self.folder.glob(_LINES)):
-            with open_regular(file) as opened:
-                opened.seek(self._read_to.get(file, 0))
-                whole, _, _ = opened.read().rpartition(b"\n")  # another process may be writing the rest
+            try:
+                with open_regular(file) as opened:
+                    opened.seek(self._read_to.get(file, 0))
+                    whole, _, _ = opened.read().rpartition(b"\n")  # another process may be writing the rest
+            except OSError as error:
+                raise UserError(f"The finished items of a run cannot be read: {reason(error)}. Remove it.") from error
             self._read_to[file] = self._read_to.get(file, 0) + len(whole)
             for line in filter(None, map(_parsed, whole.splitlines())):
                 self._add(line)
 
-    def _append(self, line: dict) -> None:
+    def _append(self, name: str, digest: str | None, notes: dict) -> None:
+        line = {"name": name, "sha256": digest, "notes": notes}
         record = {"item": line}
         append(self._lines, json.dumps(record | {"sha256": json_digest(record)}), sync=True)
         self._add(line)
@@ -280,22 +274,6 @@ class Job:
                 self._read_items()
         return False
 
-    # ---- files that are not finished
-
-    def _unfinished(self, name: str, kind: str) -> Path:
-        return self.folder / f".{_short(name)}.{_writer()}.{kind}"
-
-    def _remove_unfinished(self, shared: bool) -> None:
-        """Puts back folders that were being replaced, and removes temporary files: of a shared job, of the dead."""
-        unfinished = [p for p in self.folder.iterdir() if p.name.startswith(".") and p.suffix in (".tmp", ".old")]
-        dead = [path for path in unfinished if not shared or _is_of_the_dead(path)]
-        replaced = {path.name.split(".")[1]: path for path in dead if path.suffix == ".old"}
-        for name in self._items if replaced else ():
-            if _short(name) in replaced and not os.path.lexists(self.folder / name):
-                os.replace(replaced[_short(name)], self.folder / name)
-        for path in dead:
-            remove_path(path)
-
     # ---- settings
 
     def _record(self) -> dict | None:
@@ -303,19 +281,15 @@ class Job:
         path = self.folder / JOB
         if not os.path.lexists(path):  # nor in a file, or what is no name of a folder at all
             return None
-        try:
-            with open_regular(path) as file:
-                record = json.loads(file.read().decode("utf-8"))
-            if record.pop("sha256") == json_digest(record) and record.keys() == {"command", "settings", "inputs"}:
-                return record
-            problem = "it and its checksum do not agree; it was changed or is damaged"
-        except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-            problem = reason(error)
-        raise UserError(
-            f"{str(path)!r}, the settings of what lies there, cannot be read: {problem}. Put a copy in its place, or "
-            "give another folder. If you are sure that the settings were those you give now, remove the file: the work "
-            "continues, and nothing compares them."
+        advice = (
+            "It holds the settings of what lies there. Put a copy in its place, or give another folder. If you are "
+            "sure that the settings were those you give now, remove the file: the work continues, and nothing compares "
+            "them."
         )
+        record = read_json(path, advice=advice)
+        if record.pop("sha256", None) == json_digest(record) and record.keys() == {"command", "settings", "inputs"}:
+            return record
+        raise UserError(f"{str(path)!r} and its checksum do not agree: it was changed or is damaged. {advice}")
 
     def _begin(self, now: dict, may_change: Collection[str], writes: bool) -> None:
         """Compares the job with what began here, and writes it down."""
@@ -332,40 +306,22 @@ class Job:
             raise UserError(
                 f"{place} of `{before['command']}`, and not of `{now['command']}`. Give another output folder."
             )
-        settings = (before["settings"], now["settings"])
-        differing = [key for key in now["settings"] | before["settings"] if _differ(*settings, key, may_change)]
+        there, here = before["settings"], now["settings"]
         changes = "; ".join(
-            f"{key}: {settings[0].get(key)!r} there, {settings[1].get(key)!r} here" for key in differing
+            f"{name}: {there.get(name)!r} there, {here.get(name)!r} here"
+            for name in here | there
+            if name not in may_change and there.get(name) != here.get(name)
         )
-        inputs = [name for name, digest in now["inputs"].items() if before["inputs"].get(name) != digest]
         replaced = "".join(
-            f" The {name} is another one, by its contents: {before['inputs'].get(name)} there, "
-            f"{now['inputs'][name]} here."
-            for name in inputs
+            f" The {name} is another one, by its contents: {before['inputs'].get(name)} there, {digest} here."
+            for name, digest in now["inputs"].items()
+            if before["inputs"].get(name) != digest
         )
-        if differing or inputs:
+        if changes or replaced:
             raise UserError(
                 f"{place} with other settings{f' ({changes})' if changes else ''}.{replaced} Give another "
                 "output folder, or the same settings to continue there."
             )
-
-
-def _differ(before: dict, now: dict, key: str, may_change: Collection[str]) -> bool:
-    return key not in may_change and before.get(key) != now.get(key)
-
-
-def _writer() -> str:
-    return f"{MACHINE}-{os.getpid()}"
-
-
-def _is_of_the_dead(path: Path) -> bool:
-    writer = _UNFINISHED.fullmatch(path.name)
-    return bool(writer) and not psutil.pid_exists(int(writer[1][:9]))
-
-
-def _short(name: str) -> str:
-    """Of any name, what fits into the name of a file."""
-    return bytes_digest([name.encode()])[:16]
 
 
 def _parsed(line: bytes) -> dict | None:
@@ -375,8 +331,3 @@ def _parsed(line: bytes) -> dict | None:
         return record["item"] if record["sha256"] == json_digest(record) else None
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
-
-
-def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -178,7 +179,7 @@ def encode_images(
     images: ImageSource,
     batch_size: int,
     device: torch.device | str,
-    progress: bool | str = True,
+    progress: str | Literal[False] = "images",
     read: Callable | None = None,
     encode: Callable[[Tensor], Tensor] | None = None,
     require_any: bool = True,
@@ -188,7 +189,7 @@ def encode_images(
     Threads read the next batch while one is encoded.
 
     Args:
-        progress: whether to show a progress bar, or its title.
+        progress: title of the progress bar; False shows none.
         read: turns an opened image into the input of `encode`; None: `backbone.preprocess`.
         encode: a batch of these to features [batch, D]; None: `backbone.encode_image`.
         require_any: False gives features [0, 0] where none of the images can be read.
@@ -205,7 +206,7 @@ def encode_images(
     starts = range(0, len(records), batch_size)
     with ThreadPoolExecutor(READERS) as readers:
         ahead = deque()  # at most two batches, which bounds the memory
-        for start in tqdm(starts, desc=_title(progress, "images"), disable=not progress):
+        for start in tqdm(starts, desc=progress or None, disable=not progress):
             while len(ahead) < 2 and (upcoming := start + len(ahead) * batch_size) < len(records):
                 ahead.append([readers.submit(load, record) for record in records[upcoming : upcoming + batch_size]])
             loaded = [future.result() for future in ahead.popleft()]
@@ -227,26 +228,22 @@ def none_readable(records: Sequence[Record], images: ImageSource, bad: Sequence[
     )
 
 
-def _title(progress: bool | str, otherwise: str) -> str:
-    return progress if isinstance(progress, str) else otherwise
-
-
 @torch.inference_mode()
 def encode_texts(
     backbone: Backbone,
     captions: Sequence[str],
     batch_size: int,
     device: torch.device | str,
-    progress: bool | str = True,
+    progress: str | Literal[False] = "captions",
 ) -> Tensor:
     """The text features [N, D] of `captions`, on the CPU. Captions are cut to the model's context length.
 
     Args:
-        progress: whether to show a progress bar, or its title.
+        progress: title of the progress bar; False shows none.
     """
     features = []
     starts = range(0, len(captions), batch_size)
-    for start in tqdm(starts, desc=_title(progress, "captions"), disable=not progress):
+    for start in tqdm(starts, desc=progress or None, disable=not progress):
         tokens = backbone.tokenize(list(captions[start : start + batch_size])).to(device)
         features.append(backbone.encode_text(tokens).float().cpu())
     return torch.cat(features)

@@ -20,8 +20,6 @@ PAD = 0  # the id that pads CLIP's training captions, before the text and after 
 
 # What a tokenizer would read as a special token: transformers' names and open_clip's.
 _SPECIAL = re.compile(r"<(\|startoftext\||\|endoftext\||start_of_text|end_of_text)>", re.IGNORECASE)
-
-
 _MERGES = Path(__file__).parent / "clip_merges.txt.gz"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from debias_diffusion.files import atomic_file, describe_changes
+from debias_diffusion.files import atomic_file
 
 SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
 PARAMETERS_KEY = "parameters"  # for viewers that read the chunk of A1111's interface
@@ -78,7 +78,7 @@ def first_difference(before: dict, wanted: dict) -> str:
         same = next((i for i, (a, b) in enumerate(zip(*values, strict=False)) if a != b), min(map(len, values)))
         begin = max(0, same - 20)
         values = ["…" * (begin > 0) + value[begin : begin + 60] + "…" * (len(value) > begin + 60) for value in values]
-    return describe_changes({name: values[0]}, {name: values[1]})
+    return f"{name} was {values[0]!r}, now {values[1]!r}"
 
 
 def parameters(settings: dict, scheduler: str) -> str:

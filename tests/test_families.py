@@ -131,7 +131,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
     clip_tokenizer(64).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(UserError, match=r"tokenizer\) cannot be used: the tokenizer has 49408 ids, the text tower 44"):
         load_backbone(str(tmp_path))
-    with pytest.raises(ValueError, match="must have an EOS and a PAD, this one has 1 and None"):
+    with pytest.raises(ValueError, match=r"must have eos_token_id, pad_token_id, this one has \[1, None\]"):
         backbone = tiny_siglip()
         backbone.tokenizer.tokenizer.pad_token = None
         backbone.family.caption_tokenizer(backbone.tokenizer.tokenizer, backbone.config["model_cfg"]["text_cfg"])

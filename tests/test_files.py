@@ -1,41 +1,53 @@
-"""Files and folders that are written whole, whatever stands where they are written."""
+"""Files and folders that are written whole, whatever stands where they are written; digests; locks."""
 
 import hashlib
 import json
 import os
+import shutil
+import stat
 
 import pytest
 
 from debias_diffusion import files
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import (
+    append,
     atomic_file,
     atomic_folder,
+    file_stamp,
     folder_lock,
-    hidden_sibling,
     json_digest,
-    new_file,
     path_digest,
+    read_json,
     read_json_object,
     sha256,
+    unfinished,
     write_json,
 )
 
 
-def unfinished_of(path, process):
-    """Where a process of this machine writes a file before it is complete."""
-    return hidden_sibling(path, f".{files.MACHINE}-{process}.tmp")
+@pytest.fixture
+def ended():
+    """The id of a process that has ended."""
+    process = os.fork() or os._exit(0)
+    os.waitpid(process, 0)
+    return process
 
 
-def test_what_killed_processes_left_goes_when_their_folder_is_written_again_and_is_listed_once(tmp_path, monkeypatch):
-    ended = os.fork() or os._exit(0)
-    os.waitpid(ended, 0)
-    left = [unfinished_of(tmp_path / name, ended) for name in ("a.json", "b\n.json", "x" * 255)]
+def of_process(path, process):
+    """What another process of this machine would have left of `path`."""
+    return path.with_name(path.name.replace(f"-{os.getpid()}.", f"-{process}."))
+
+
+def test_what_killed_processes_left_goes_when_their_folder_is_written_again(tmp_path, monkeypatch, ended):
+    left = [of_process(unfinished(tmp_path, name, "tmp"), ended) for name in ("a.json", "b\n.json", "x" * 255)]
+    mine = unfinished(tmp_path, "a.json", "tmp").name
     kept = [
-        unfinished_of(tmp_path / "a.json", os.getppid()),  # which lives, and may be writing it
-        tmp_path / f".a.json.another-machine-{ended}.tmp",
-        unfinished_of(tmp_path / "a.json", "x"),
-        tmp_path / f"a.json.{files.MACHINE}-{ended}.tmp",  # of the user, because it is not hidden
+        of_process(tmp_path / mine, os.getppid()),  # which lives, and may be writing it
+        of_process(tmp_path / mine.replace(files.MACHINE, "another-machine"), ended),
+        of_process(tmp_path / mine, "x"),
+        of_process(tmp_path / mine[1:], ended),  # of the user, because it is not hidden
+        of_process(unfinished(tmp_path, "best", "old"), ended),  # a folder that its own writer puts back
     ]
     for file in (*left, *kept):
         file.write_text("half")
@@ -43,8 +55,18 @@ def test_what_killed_processes_left_goes_when_their_folder_is_written_again_and_
     monkeypatch.setattr(os, "listdir", lambda folder: listed.append(folder) or listdir(folder))
     for name in ("a.json", "b.json", "a.json"):
         write_json(tmp_path / name, [1])
-    assert listed == [tmp_path]
+    assert listed == [tmp_path]  # once, because a folder may hold many files
     assert sorted(listdir(tmp_path)) == sorted(["a.json", "b.json", *(file.name for file in kept)])
+
+
+def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path, ended):
+    old = of_process(unfinished(tmp_path, "best", "old"), ended)
+    old.mkdir()
+    (old / "file").write_text("old")
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "best"):
+        raise RuntimeError
+    assert (tmp_path / "best" / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["best"]
 
 
 @pytest.fixture
@@ -87,6 +109,45 @@ def test_all_that_is_in_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path,
         synced_and_renamed.clear()
 
 
+def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "file").write_text("precious")
+    out = tmp_path / "out"
+    for kind in ("file", ".", "nowhere", "pipe"):  # links to these, and a pipe
+        for place in (out / "a.json", unfinished(out, "a.json", "tmp")):
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
+            os.mkfifo(place) if kind == "pipe" else place.symlink_to(mine / kind)
+            write_json(out / "a.json", [1])
+            assert json.loads((out / "a.json").read_text()) == [1] and os.listdir(out) == ["a.json"]
+            assert stat.S_ISREG((out / "a.json").lstat().st_mode)
+        for place in (out / "a", unfinished(out, "a", "tmp"), unfinished(out, "a", "old")):
+            shutil.rmtree(out)
+            out.mkdir()
+            os.mkfifo(place) if kind == "pipe" else place.symlink_to(mine / kind)
+            for content in ("1", "2"):
+                with atomic_folder(out / "a") as folder:
+                    (folder / "x").write_text(content)
+                assert (out / "a" / "x").read_text() == content and os.listdir(out) == ["a"]
+        place = out / "log.jsonl"
+        os.mkfifo(place) if kind == "pipe" else place.symlink_to(mine / kind)
+        with pytest.raises(UserError, match="log.jsonl' is no regular file. Nothing is written through it"):
+            append(place, "{}")
+    assert os.listdir(mine) == ["file"] and (mine / "file").read_text() == "precious"
+    with pytest.raises(UserError, match="out' is a folder, in the place of a file. Move it away"):
+        write_json(out, [1])
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ä" * 127])
+def test_the_longest_names_leave_room(tmp_path, name):
+    with atomic_file(tmp_path / name) as temporary:
+        temporary.write_text("1")
+    with atomic_folder(tmp_path / name[::-1].replace("x", "y")) as folder:
+        (folder / "a").touch()
+    assert unfinished(tmp_path, f"{name[:-1]}z", "tmp") != unfinished(tmp_path, name, "tmp")
+
+
 def test_digests_are_of_names_and_contents_but_not_of_hidden_files(tmp_path):
     for name, content in {"a": b"1", "b/c": b"2", "b.d": b"3", ".hidden": b"4", "b/.e/f": b"5"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -98,45 +159,33 @@ def test_digests_are_of_names_and_contents_but_not_of_hidden_files(tmp_path):
     assert json_digest(values) == hashlib.sha256(rb'{"a": "\u00e4", "b": [1, null]}').hexdigest()
 
 
-def test_nothing_is_written_through_a_link(tmp_path):
-    (tmp_path / "mine").write_text("precious")
-    file, unfinished = tmp_path / "a.json", unfinished_of(tmp_path / "a.json", os.getpid())
-    unfinished.symlink_to(tmp_path / "mine")
-    file.symlink_to(tmp_path / "mine")
-    write_json(file, [1])
-    assert json.loads(file.read_text()) == [1] and not file.is_symlink()
-    assert (tmp_path / "mine").read_text() == "precious"
-    assert sorted(os.listdir(tmp_path)) == ["a.json", "mine"]
-    unfinished.symlink_to(tmp_path / "nowhere")
-    new_file(unfinished).close()
-    assert not (tmp_path / "nowhere").exists()
+def test_digests_follow_links_to_folders_and_end_in_circles(tmp_path):
+    blob = tmp_path / "blobs" / "unet"
+    (blob / "deep").mkdir(parents=True)
+    (blob / "deep" / "weights").write_bytes(b"1")
+    for model, make in (("linked", lambda unet: unet.symlink_to(blob)), ("copied", lambda u: shutil.copytree(blob, u))):
+        (tmp_path / model).mkdir()
+        make(tmp_path / model / "unet")
+    before = path_digest(tmp_path / "linked")
+    assert before == path_digest(tmp_path / "copied")
+    (blob / "deep" / "weights").write_bytes(b"2")
+    assert path_digest(tmp_path / "linked") != before
+    (tmp_path / "copied" / "up").symlink_to(tmp_path / "copied")
+    (blob / "deep" / "up").symlink_to(tmp_path / "copied")
+    assert path_digest(tmp_path / "copied") == before
 
 
-def test_a_folder_is_filled_through_no_link(tmp_path):
-    (tmp_path / "mine").mkdir()
-    for name in (".a.tmp", ".a.old"):
-        (tmp_path / name).symlink_to(tmp_path / "mine")
-    for content in ("1", "2"):
-        with atomic_folder(tmp_path / "a") as folder:
-            (folder / "x").write_text(content)
-        assert (tmp_path / "a" / "x").read_text() == content
-    assert os.listdir(tmp_path / "mine") == [] and sorted(os.listdir(tmp_path)) == ["a", "mine"]
-    (tmp_path / ".a.tmp").write_text("a file")
-    with atomic_folder(tmp_path / "a"):
-        pass
-    assert sorted(os.listdir(tmp_path)) == ["a", "mine"]
-
-
-@pytest.mark.parametrize("name", ["x" * 255, "ä" * 127, "x" * 250])
-def test_the_longest_names_leave_room(tmp_path, name):
-    with atomic_file(tmp_path / name) as unfinished:
-        unfinished.write_text("1")
-    assert os.listdir(tmp_path) == [name]
-    with atomic_folder(tmp_path / name[::-1].replace("x", "y")) as folder:
-        (folder / "a").touch()
-    other = f"{name[:-1]}z"
-    assert hidden_sibling(tmp_path / other, ".tmp") != hidden_sibling(tmp_path / name, ".tmp")
-    assert hidden_sibling(tmp_path / "a", ".tmp").name == ".a.tmp"
+def test_a_stamp_changes_with_size_and_either_time(tmp_path):
+    file = tmp_path / "a"
+    file.write_bytes(b"1")
+    stamp = file_stamp(file)
+    assert file_stamp(file) == stamp
+    os.utime(file, ns=(0, 0))
+    earlier = file_stamp(file)
+    file.write_bytes(b"2")  # of the same size, and the time of its content is set back, as copies do
+    os.utime(file, ns=(0, 0))
+    file.chmod(0o600)
+    assert file_stamp(file)[:2] == earlier[:2] and file_stamp(file) != earlier != stamp
 
 
 def test_a_lock_that_is_none_is_named(tmp_path):
@@ -144,29 +193,32 @@ def test_a_lock_that_is_none_is_named(tmp_path):
     (tmp_path / "link").mkdir()
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "link" / ".lock").symlink_to(tmp_path / "mine")
-    for name in ("folder", "link"):
+    for name in ("folder", "link", "mine"):
         with (
-            pytest.raises(UserError, match=r"The lock '.*/.lock' is no regular file"),
+            pytest.raises(UserError, match=r"The lock '.*/.lock' cannot be taken \(.*Remove it, or give another"),
             folder_lock(tmp_path / name, "taken"),
         ):
             pass
     assert (tmp_path / "mine").read_text() == "precious"
-    with pytest.raises(UserError, match=r"The lock .* cannot be taken \("), folder_lock(tmp_path / "mine", "taken"):
-        pass
     with folder_lock(tmp_path, "taken"), pytest.raises(UserError, match="^taken$"), folder_lock(tmp_path, "taken"):
         pass
 
 
-def test_deep_json_is_no_object(tmp_path):
-    for content in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, "{}x", "3"):
-        (tmp_path / "a.json").write_text(content)
-        assert read_json_object(tmp_path / "a.json") == {}
-
-
-def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):
-    (tmp_path / ".best.old").mkdir()
-    (tmp_path / ".best.old" / "file").write_text("old")
-    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "best"):
-        raise RuntimeError
-    assert (tmp_path / "best" / "file").read_text() == "old"
-    assert os.listdir(tmp_path) == ["best"]
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read as JSON: .*not a regular file"),
+        ("[" * 100_000, "cannot be read as JSON: "),
+        ('{"a":' * 100_000, "cannot be read as JSON: "),
+        ("9" * 5000, "cannot be read as JSON: "),
+        ("{}x", "cannot be read as JSON: Extra data"),
+        ("[1, 2]", "holds a list, not a dict. Get it again."),
+        ("null", "holds a NoneType, not a dict. Get it again."),
+    ],
+)
+def test_what_is_no_json_object_is_named_or_empty(tmp_path, content, message):
+    file = tmp_path / "a.json"
+    os.mkfifo(file) if content is None else file.write_text(content)
+    assert read_json_object(file) == {}
+    with pytest.raises(UserError, match=f"a.json' {message}"):
+        read_json(file, advice="Get it again.")

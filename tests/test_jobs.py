@@ -11,9 +11,9 @@ from helpers.ranks import forked
 from helpers.stops import Stopped, stopped_at
 from safetensors.torch import save_file
 
-from debias_diffusion import jobs
+from debias_diffusion import files
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import append, explain_full_disk
+from debias_diffusion.files import explain_full_disk, unfinished
 from debias_diffusion.jobs import Job
 
 SETTINGS, INPUTS = {"seed": 0, "betas": (0.9, 0.99), "data": "a.json"}, {"data": "d1", "base model": None}
@@ -169,14 +169,12 @@ def test_damaged_and_changed_settings_are_named_and_not_overwritten(tmp_path):
         write(job, "a.txt", "1")
     file = tmp_path / "job.json"
     changed = file.read_bytes().replace(b'"seed": 0', b'"seed": 1')
-    for content in (b"{", b"\xff\xfe", b"[]", b"null", b"{}", b"[" * 100_000, changed):
-        file.write_bytes(content)
-        with (
-            pytest.raises(UserError, match=r"job.json', the settings .* cannot be read: .*Put a copy"),
-            opened(tmp_path),
-        ):
+    for content in (b"{", b"\xff\xfe", b"[1, 2]", b"null", b"{}", b"[" * 100_000, changed, None):
+        file.unlink()
+        file.write_bytes(content) if content is not None else os.mkfifo(file)
+        with pytest.raises(UserError, match=r"job.json' .*settings of what lies there. Put a copy"), opened(tmp_path):
             pass
-        assert file.read_bytes() == content
+        assert content is None or file.read_bytes() == content
     file.unlink()
     with opened(tmp_path) as job:
         assert read(job, "a.txt") == "1"
@@ -201,23 +199,39 @@ def test_what_a_job_did_not_make_is_not_replaced_nor_written_through(tmp_path):
         with pytest.raises(UserError, match=r"a.txt' is in the place of a result and was not made by this job"):
             write(job, "a.txt", "1")
         assert (job.folder / "a.txt").read_text() == "mine"
-        write(job, "b.txt", "1")
-        (job.folder / "b.txt").unlink()
-        (job.folder / "b.txt").symlink_to(tmp_path / "mine")  # of an item, and still not followed
-        job._unfinished("b.txt", "tmp").symlink_to(tmp_path / "mine")
-        write(job, "b.txt", "2")
-        assert read(job, "b.txt") == "2" and not (job.folder / "b.txt").is_symlink()
-    (job.folder / "items.jsonl").unlink()
-    for made in ((job.folder / "items.jsonl").symlink_to, None):
-        made(tmp_path / "mine") if made else os.mkfifo(job.folder / "log.jsonl")
-        with pytest.raises(UserError, match="is no regular file"):
-            append(job.folder / ("items.jsonl" if made else "log.jsonl"), "{}")
-    assert (tmp_path / "mine").read_text() == "precious"
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with opened(tmp_path / "link") as job:  # a folder that is a link is the folder it names
         write(job, "a.txt", "1")
     assert (tmp_path / "elsewhere" / "a.txt").read_text() == "1"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "last"])
+def test_an_item_that_became_a_link_or_a_pipe_is_replaced_and_what_it_names_stays(tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("precious")
+    with opened(tmp_path / "job") as job:
+        for target in ("mine/file", "mine", "nowhere", None):
+            for place in (job.folder / name, unfinished(job.folder, name, "tmp"), unfinished(job.folder, name, "old")):
+                write(job, name, "1")
+                files.remove_path(place)
+                place.symlink_to(tmp_path / target) if target else os.mkfifo(place)
+                again = Job.read(job.folder)
+                assert place != job.folder / name or again.path(name, damaged="absent") is None
+                write(job, name, "2")
+                assert read(job, name) == "2" and not (job.folder / name).is_symlink()
+            files.remove_path(job.folder / name)
+            (job.folder / name).symlink_to(tmp_path / "mine")
+            job.remove(name)
+            assert not os.path.lexists(job.folder / name)
+    assert os.listdir(tmp_path / "mine") == ["file"] and (tmp_path / "mine" / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
+def test_lines_that_are_no_file_are_named(tmp_path, make):
+    make(tmp_path / "items.jsonl")
+    with pytest.raises(UserError, match="items.jsonl.*(R|r)emove it"), opened(tmp_path) as job:
+        write(job, "a.txt", "1")
 
 
 def test_a_failed_item_leaves_the_old_one_and_nothing_else(tmp_path):
@@ -277,6 +291,9 @@ def test_values_are_computed_once_and_again_when_damaged(tmp_path):
                 assert job.json("a.json", lambda: calls.append(1) or {"x": 1}) == {"x": 1}
                 assert job.tensors("a.safetensors", compute)["a"].tolist() == [2, 1, 0]
     assert len(calls) == 4
+    os.umask(umask := os.umask(0))
+    modes = {(tmp_path / name).stat().st_mode & 0o777 for name in ("a.json", "a.safetensors")}
+    assert modes == {0o666 & ~umask}  # as of any other file
     keys = [Job.key("recall", depends) for depends in ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1, "b": 3})]
     assert keys[0] == keys[1] != keys[2] and keys[0].startswith("recall-")
 
@@ -304,7 +321,7 @@ def test_a_shared_job_keeps_what_living_processes_write_and_removes_what_dead_on
     with Job.open(tmp_path, "cache", shared=True) as job, job.write("a.txt") as alive:
         alive.write_text("1")
         dead = alive.with_name(alive.name.replace(f"-{os.getpid()}.", "-999999999."))
-        foreign = alive.with_name(alive.name.replace(jobs.MACHINE, "another-machine"))
+        foreign = alive.with_name(alive.name.replace(files.MACHINE, "another-machine"))
         dead.write_text("half")
         foreign.write_text("half")
         with Job.open(tmp_path, "cache", shared=True):

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from ..errors import UserError, reason
+from ..files import file_stamp
 
 # Formats of photographs and pictures that Pillow decodes from the file's own bytes. Of its others EPS starts
 # Ghostscript, IPTC opens whatever lies inside (an EPS too), WMF, GRIB, HDF5 and BUFR need handlers from elsewhere, and
@@ -152,12 +153,10 @@ class ImageFolder:
         return os.path.isfile(self.root / image)
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the root, the path, the file's size and its time of change.
+        """16 bytes of the root, the path, and the file's size and times of change.
 
         Raises:
             OSError, ValueError: there is no such file.
         """
-        stat = (self.root / image).stat()
-        # The root, because two may hold other images of the same names, sizes and times. Inode or time of creation
-        # would serve images that were moved, but differ between machines that each have a copy.
-        return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns)
+        # The root, because two may hold other images of the same names, sizes and times.
+        return digest_of(self.root, image, *file_stamp(self.root / image))

@@ -18,7 +18,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..errors import UserError
-from ..files import open_regular
+from ..files import file_stamp, open_regular
 from ..jobs import Job
 from .bad_records import BadRecord, refused
 from .captions import Captions, caption_of, folded, is_text, short_of, utf8
@@ -78,16 +78,16 @@ class ShardImages:
             return False
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the shard's path, size and time of change, and of the image's name and place in it.
+        """16 bytes of the shard's path, size and times of change, and of the image's name and place in it.
 
         Raises:
             OSError, ValueError: there is no such image.
         """
         shard, offset, size = _locate(image)
-        stat = (self.root / shard).stat()
-        if stat.st_size < offset + size:
+        stamp = file_stamp(self.root / shard)
+        if stamp[0] < offset + size:
             raise OSError(f"{shard!r} ends before the image")
-        return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns)
+        return digest_of(self.root, image, *stamp)
 
 
 def file_ending(image: str) -> str:

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from ..errors import UserError
-from ..models.model_files import CONFIG_FILE, check_finite, explain_failure, find_file, load_pretrained, read_config
+from ..files import read_json
+from ..models.model_files import CONFIG_FILE, check_finite, explain_failure, find_file, load_pretrained
 from ..models.weight_files import save_tensors
 from ..tokens import count_ids, save_tokenizer
 from .modeling_ablated_clip import AblatedCLIPConfig
@@ -126,7 +127,7 @@ def read_model_config(source: str | Path, subfolder: str = "") -> dict:
     file = find_file(source, "config.json", subfolder)
     if file is None:
         raise UserError(f"{os.fspath(source)!r} has no readable {os.path.join(subfolder, 'config.json')}.")
-    return read_config(file)
+    return read_json(file)
 
 
 # The files of weights of a transformers model, in transformers' order of search.

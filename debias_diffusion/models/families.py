@@ -4,6 +4,7 @@ open_clip's model configuration has sizes, parts and activations. A family adds 
 which slots of the row a state depends on, and which loss the features were trained for.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,17 +53,15 @@ class Family:
         vocabulary, context_length = text_cfg["vocab_size"], text_cfg["context_length"]
         if (ids := count_ids(tokenizer)) > vocabulary + (_SENTINELS if self.hub_tokenizer else 0):
             raise ValueError(f"the tokenizer has {ids} ids, the text tower {vocabulary}")
-        if self.name == CHINESE_CLIP:
-            ids = (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
-            if None in ids:
-                raise ValueError(f"a {self.name} tokenizer must have a CLS, a SEP and a PAD, this one has {ids}")
-            return CaptionTokenizer(tokenizer, context_length, Markers(*ids), self.cleaning)
-        if self.sot:
+        if self.causal:
             return CaptionTokenizer(tokenizer, context_length, cleaning=self.cleaning)
-        eot, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-        if eot is None or pad is None:
-            raise ValueError(f"a {self.name} tokenizer must have an EOS and a PAD, this one has {eot} and {pad}")
-        return CaptionTokenizer(tokenizer, context_length, Markers(None, eot, pad), self.cleaning)
+        names = ("cls_token_id", "sep_token_id", "pad_token_id") if self.sot else ("eos_token_id", "pad_token_id")
+        ids = [getattr(tokenizer, name) for name in names]
+        if None in ids:
+            raise ValueError(f"a {self.name} tokenizer must have {', '.join(names)}, this one has {ids}")
+        return CaptionTokenizer(
+            tokenizer, context_length, Markers(ids[0] if self.sot else None, *ids[-2:]), self.cleaning
+        )
 
     def load_tokenizer(self, model: str, folder: Path | None, text_cfg: dict) -> CaptionTokenizer:
         """The tokenizer in `folder` or its `tokenizer/`, else the family's. No code from a folder or hub is run.
@@ -125,10 +124,7 @@ def clean_chinese(caption: str) -> str:
     A literal special token ("[SEP]") is then in lower case and read as text.
     """
     return " ".join(
-        caption.lower()
-        .replace("\N{LEFT DOUBLE QUOTATION MARK}", '"')
-        .replace("\N{RIGHT DOUBLE QUOTATION MARK}", '"')
-        .split()
+        re.sub("[\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}]", '"', caption.lower()).split()
     )
 
 

@@ -142,7 +142,8 @@ class ImageTower:
             features [batch, embed_dim] of the whole images, and of the masked view or None; states of CLS in the whole
             images after the blocks, [batch, len(blocks), width].
         """
-        patches, batch = self._patch_embeddings(images), len(images)
+        # [batch, patches, width], before positions are added
+        patches, batch = self.visual.conv1(images).flatten(2).transpose(1, 2), len(images)
         if masked is None:
             hidden_states, states = self._run(self._with_cls(patches), blocks, cls_alone=True)
             return self.project(hidden_states), None, states
@@ -162,10 +163,6 @@ class ImageTower:
             torch.compile(part, dynamic=True, **options)
             for part in (before_attention, _before_attention_of_cls, after_attention)
         )
-
-    def _patch_embeddings(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, patches, width], before positions are added."""
-        return self.visual.conv1(images).flatten(2).transpose(1, 2)
 
     def _with_cls(self, patches: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
         """Patch embeddings -> the blocks' input [batch, 1 + patches, width]; `kept` [batch, visible] leaves out others.
@@ -190,7 +187,9 @@ class ImageTower:
         transformer = self.visual.transformer
         numbers, cls_states = block_numbers(transformer, blocks), {}
         for block in range(self.depth):
-            parts = self._parts(last=block == self.depth - 1) if cls_alone else {}
+            parts = {"before": self._before, "after": self._after} if cls_alone else {}
+            if cls_alone and block == self.depth - 1:
+                parts = {"before": self._before_cls, "after": partial(_after_attention_of_cls, self._after)}
             hidden_states = run_block(transformer, block, hidden_states, self._attention(block), **parts)
             if block in numbers:
                 cls_states[block] = hidden_states[:, 0]
@@ -204,12 +203,6 @@ class ImageTower:
         if self.prompts:
             return self.prompts.attention(self.visual.transformer.resblocks[block], block)
         return self.attends.get(block, full_attention)
-
-    def _parts(self, last: bool) -> dict[str, Callable]:
-        """The parts of a block of `encode_with_masked`; of the last one, those for CLS alone."""
-        if last:
-            return {"before": self._before_cls, "after": partial(_after_attention_of_cls, self._after)}
-        return {"before": self._before, "after": self._after}
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Features [batch, embed_dim], not normalised."""

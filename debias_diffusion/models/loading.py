@@ -12,19 +12,12 @@ from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
 
 from ..errors import UserError, near_matches
+from ..files import read_json
 from ..tokens import CaptionTokenizer
 from .backbone import SHORT_POSITIONS_FILE, Backbone
 from .families import Family, find_family
 from .image_tower import add_prompts
-from .model_files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    check_finite,
-    explain_failure,
-    find_file,
-    quiet_logging,
-    read_config,
-)
+from .model_files import CONFIG_FILE, WEIGHTS_FILE, check_finite, explain_failure, find_file, quiet_logging
 from .positions import FACTOR, KEEP, stretched_length
 from .regional_prompts import PromptSettings
 from .shipped import shipped
@@ -39,6 +32,8 @@ from .weight_files import (
     read_state,
     table_names,
 )
+
+_BIG_VISION = (".npz", ".npy")  # which only open_clip reads, and refuses where a shape differs
 
 
 def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
@@ -69,10 +64,11 @@ def load_tokenizer(model: str, pretrained: str | None, keep: int, factor: int) -
         model = shipped(model)
         config, source, family = _find(model, pretrained)
         file = Path(pretrained) if pretrained and os.path.isfile(pretrained) else None
-        tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
+        folder = Path(source.removeprefix("local-dir:")) if (source or "").startswith("local-dir:") else None
+        tokenizer = family.load_tokenizer(model, folder or (file and file.parent), config["model_cfg"]["text_cfg"])
         if "keep" in config.get("debias_diffusion", {}):
             return tokenizer
-        if file and is_long_clip(_read_state(file)):
+        if file and file.suffix not in _BIG_VISION and is_long_clip(read_state(file)):
             keep, factor = KEEP, FACTOR
         return tokenizer.with_context_length(stretched_length(tokenizer.context_length, keep, factor))
 
@@ -91,7 +87,7 @@ def _find(model: str, pretrained: str | None) -> tuple[dict, str | None, Family]
 def _load(model: str, pretrained: str | None) -> Backbone:
     config, source, family = _find(model, pretrained)
     file = find_weights(model, source, pretrained)
-    tokenizer = family.load_tokenizer(model, _folder(source, file), config["model_cfg"]["text_cfg"])
+    tokenizer = family.load_tokenizer(model, file and file.parent, config["model_cfg"]["text_cfg"])
     clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
     blocks = getattr(clip, "text", clip).transformer.resblocks if family.causal else ()
     if not all(type(block) is ResidualAttentionBlock for block in blocks):
@@ -154,12 +150,12 @@ def _hub_config(model: str) -> dict:
     with explain_failure(f"{model!r} could not be fetched from the Hugging Face hub", advice):
         config = {"model_cfg": open_clip.get_model_config(model)}
         file = find_file(model.removeprefix("hf-hub:"), CONFIG_FILE)  # open_clip keeps only its part of it
-        extra = (read_config(file) if file else {}).get("debias_diffusion")
+        extra = read_json(file).get("debias_diffusion") if file else None
     return config | ({"debias_diffusion": extra} if extra else {})
 
 
 def _read_config(file: Path) -> dict:
-    config = read_config(file)
+    config = read_json(file)
     model_cfg = config.get("model_cfg")
     parts = [model_cfg.get(name) for name in ("vision_cfg", "text_cfg")] if isinstance(model_cfg, dict) else [None]
     extra = config.get("debias_diffusion", {})
@@ -188,16 +184,6 @@ def _check_pretrained(model: str, pretrained: str | None) -> None:
             f"The weights {pretrained!r} were trained {'with' if quick else 'without'} QuickGELU, which {model!r} "
             f"{'lacks' if quick else 'has'}. Use --model {other}."
         )
-
-
-def _folder(source: str | None, file: Path | None) -> Path | None:
-    """The folder beside the weights that may hold a tokenizer."""
-    if source is not None and source.startswith("local-dir:"):
-        return Path(source.removeprefix("local-dir:"))
-    return file and file.parent
-
-
-# ---- weights
 
 
 def find_weights(model: str, source: str | None, pretrained: str | None) -> Path | None:
@@ -235,7 +221,7 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
         UserError: the file has another context length, or is Long-CLIP's and of another model. Errors of the libraries
             for broken or hostile files and other sizes pass through.
     """
-    state = _read_state(file)
+    state = {} if file.suffix in _BIG_VISION else read_state(file)
     if is_long_clip(state):
         return _load_long_clip(clip, state, file, model, quick_gelu)
     table = state.get(POSITIONS, state.get(TEXT + POSITIONS))
@@ -251,11 +237,6 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
     else:
         open_clip.load_checkpoint(clip, str(file), weights_only=True)
     return None
-
-
-def _read_state(file: Path) -> dict[str, torch.Tensor]:
-    """`read_state`; empty for big_vision's npz, which only open_clip reads, and refuses where a shape differs."""
-    return {} if file.suffix in (".npz", ".npy") else read_state(file)
 
 
 def _load_long_clip(

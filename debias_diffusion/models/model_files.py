@@ -1,6 +1,5 @@
 """Model files from anywhere, and a UserError for every fault in them."""
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,12 +12,8 @@ from transformers.utils import cached_file
 
 from ..errors import UserError, reason
 
-# In folders of two-towers: open_clip's configuration and weights; the difference from a base model.
-CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"
-DIFFERENCE = "difference.safetensors"
-
-# Larger weights overflow after a few layers. Published ones stay below some thousands.
-LARGEST_WEIGHT = 1e6
+CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"  # in open_clip's folders
+LARGEST_WEIGHT = 1e6  # larger ones overflow after a few layers; published ones stay below some thousands
 
 
 @contextmanager
@@ -51,22 +46,6 @@ def loading_reason(error: Exception) -> str:
         f"it is damaged, not a file of weights, or a pickle with more in it than tensors{name}, which can be code. It "
         "is refused. Get the weights as .safetensors"
     )
-
-
-def read_config(file: Path) -> dict:
-    """The JSON object in a model's configuration.
-
-    Raises:
-        UserError: it cannot be read, or holds no JSON object.
-    """
-    label = repr(str(file))
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{label} is not readable JSON: {reason(error)}.") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{label} is not a configuration: it must hold a JSON object, not a {type(content).__name__}.")
-    return content
 
 
 def find_file(source: str | Path, name: str, subfolder: str = "") -> Path | None:

@@ -78,11 +78,6 @@ class TextTower:
         """[positions, width] the table of captions that `TokenBatch.is_short` marks; None: they cannot be read."""
         return getattr(self.tower, _SHORT_POSITIONS, None)
 
-    def _positions(self, tokens: TokenBatch) -> torch.Tensor:
-        """The tables of positions that a batch reads, end to end: see `Layout.positions`."""
-        table = self.tower.positional_embedding
-        return table if tokens.is_short is None else torch.cat([table, self.short_positions.to(table.dtype)])
-
     def __call__(self, tokens: TokenBatch) -> torch.Tensor:
         """[batch, embed_dim] features of the captions, projected, not normalised."""
         return self.encode(tokens)[0]
@@ -140,8 +135,10 @@ class TextTower:
 
     def _embed(self, tokens: TokenBatch, layout: Layout) -> torch.Tensor:
         """[longest prefix + sum of lengths, width] the blocks' input"""
-        ids = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]])
-        return self.tower.token_embedding(ids) + self._positions(tokens)[layout.positions]
+        ids, table = torch.cat([tokens.prefix_ids, tokens.ids[layout.ids]]), self.tower.positional_embedding
+        if tokens.is_short is not None:
+            table = torch.cat([table, self.short_positions.to(table.dtype)])
+        return self.tower.token_embedding(ids) + table[layout.positions]
 
     def penultimate_states(self, tokens: TokenBatch, pad: int) -> torch.Tensor:
         """`hidden_states[-2]` of transformers' CLIPTextModel, as SDXL's UNet reads it: of every token, pads included.

@@ -8,9 +8,10 @@ import torch
 
 from .backbone import Backbone
 from .loading import load_backbone
-from .model_files import DIFFERENCE, check_finite, explain_failure
+from .model_files import check_finite, explain_failure
 from .weight_files import read_state, save_tensors
 
+DIFFERENCE = "difference.safetensors"
 _STEPS = "steps"
 _MOST = 127  # of 8 bits with a sign
 

@@ -1,7 +1,7 @@
 """On-disk cache of image features: computed once, used in every epoch and by every run that can share them.
 
 The cache is a shared job whose items are of up to `ITEM` images. An image's features are found by its stamp (path, size
-and time of change); where only that is new, as after a copy, by a digest of its pixels.
+and times of change); where only that is new, as after a copy, by a digest of its pixels.
 """
 
 import hashlib
