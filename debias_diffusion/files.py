@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -276,27 +276,30 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def folder_lock(folder: Path, by_another: str) -> Iterator[None]:
-    """Locks a folder for this process.
-
-    Raises:
-        UserError: another process has the lock (`by_another` is the message), or `.lock` is no regular file.
-    """
-    file = folder / ".lock"
+def file_lock(file: Path) -> Iterator[bool]:
+    """Takes a lock, if no other process has it: whether it did. Raises UserError where the file cannot be one."""
     lock = FileLock(file, timeout=0)
     try:
         if file.is_symlink():
             raise OSError(errno.ELOOP, "it is a link")
-        lock.acquire()
-    except Timeout:
-        raise UserError(by_another) from None
+        with suppress(Timeout):
+            lock.acquire()
     except OSError as error:
         problem = f"The lock {str(file)!r} cannot be taken ({error.strerror})."
         raise UserError(f"{problem} Remove it, or give another folder.") from error
     try:
-        yield
+        yield lock.is_locked
     finally:
         lock.release()
+
+
+@contextmanager
+def folder_lock(folder: Path, by_another: str) -> Iterator[None]:
+    """Locks a folder for this process. Raises UserError where another has the lock, with this message."""
+    with file_lock(folder / ".lock") as is_mine:
+        if not is_mine:
+            raise UserError(by_another)
+        yield
 
 
 @contextmanager

@@ -12,12 +12,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from filelock import FileLock, Timeout
-
 from .errors import UserError, reason
 from .files import (
     MACHINE,
     append,
+    file_lock,
     folder_lock,
     json_digest,
     open_regular,
@@ -219,16 +218,8 @@ class Job:
     @contextmanager
     def claim(self, name: str) -> Iterator[bool]:
         """Whether an item of a shared job is to be made here: it is not finished, and nobody else is making it."""
-        lock = FileLock(self.folder / f".{short_digest(name)}.lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            yield False
-            return
-        try:
-            yield name not in self
-        finally:
-            lock.release()
+        with file_lock(self.folder / f".{short_digest(name)}.lock") as is_mine:
+            yield is_mine and name not in self
 
     # ---- lines
 
@@ -252,7 +243,7 @@ class Job:
         self._add(line)
 
     def _add(self, line: dict) -> None:
-        before = [other for other in self._items.pop(line["name"], []) if other != line]
+        before = [earlier for earlier in self._items.pop(line["name"], []) if earlier != line]
         self._items[line["name"]] = [*before, line]  # the last to be finished is the last
 
     def _is_there(self, name: str) -> bool:

@@ -53,15 +53,15 @@ def encode_texts(
     # The pads of one empty chunk serve all texts whose last chunk has too few.
     lacking = any(lacks_pads(parts, context, length) for parts in split)
     ids = _chunk_ids(rows + [[]] * (lacking or weighted), context, tokenizer)
-    of_rows, pooled = states(encoder, ids.to(device))
-    of_chunks, empty = of_rows[: len(rows)].to(device), of_rows[-1].to(device) if lacking or weighted else None
+    row_states, pooled = states(encoder, ids.to(device))
+    chunk_states, empty = row_states[: len(rows)].to(device), row_states[-1].to(device) if lacking or weighted else None
     if weighted:
         padded = [[1.0, *row] + [1.0] * (context - 1 - len(row)) for row in weights]
-        of_chunks = weigh(of_chunks, torch.tensor(padded), empty)
+        chunk_states = weigh(chunk_states, torch.tensor(padded), empty)
     counts = [len(parts) for parts in split]
     joined = [
-        join_chunks(of_text, parts, empty, length)
-        for of_text, parts in zip(of_chunks.split(counts), split, strict=True)
+        join_chunks(text_states, parts, empty, length)
+        for text_states, parts in zip(chunk_states.split(counts), split, strict=True)
     ]
     first_chunks = list(itertools.accumulate([0, *counts[:-1]]))
     return torch.stack(joined), None if pooled is None else pooled[first_chunks]
@@ -85,8 +85,8 @@ def tokenize_parts(parts: Sequence[Sequence[tuple[str, float]]], tokenizer: PreT
 def _part_tokens(runs: Sequence[tuple[str, float]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """The tokens of weighted runs of text, tokenized as one text."""
     tokens, spans = tokenize_text("".join(run for run, _ in runs), tokenizer)
-    of_characters = [weight for run, weight in runs for _ in run]
-    return tokens._replace(weights=[of_characters[start] for start, _ in spans])
+    character_weights = [weight for run, weight in runs for _ in run]
+    return tokens._replace(weights=[character_weights[start] for start, _ in spans])
 
 
 def _chunk_ids(rows: list[list[int]], length: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

@@ -24,6 +24,7 @@ from debias_diffusion.files import (
     unfinished,
     write_json,
 )
+from debias_diffusion.training.logs import cut_log
 
 
 @pytest.fixture
@@ -186,6 +187,13 @@ def test_a_stamp_changes_with_size_and_either_time(tmp_path):
     os.utime(file, ns=(0, 0))
     file.chmod(0o600)
     assert file_stamp(file)[:2] == earlier[:2] and file_stamp(file) != earlier != stamp
+
+
+def test_a_pipe_in_the_place_of_a_file_that_is_read_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "log.jsonl")
+    for read in (sha256, path_digest, lambda file: cut_log(file, 1)):
+        with pytest.raises(OSError, match="not a regular file, but a FIFO or device"):
+            read(tmp_path / "log.jsonl")
 
 
 def test_a_lock_that_is_none_is_named(tmp_path):

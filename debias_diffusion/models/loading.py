@@ -94,7 +94,7 @@ def _load(model: str, pretrained: str | None) -> Backbone:
         raise UserError(f"The text tower of {model!r} has unusual blocks; only plain CLIP blocks can be used.")
     if (prompts := config.get("debias_diffusion", {}).get("regional_prompts")) is not None:
         with explain_failure(f"The regional prompts of {model!r} cannot be used"):
-            add_prompts(clip.visual, PromptSettings.of_config(prompts))
+            add_prompts(clip.visual, PromptSettings.from_config(prompts))
     stretched = file and load_weights(clip, file, model, bool(config["model_cfg"].get("quick_gelu")))
     if file:
         check_finite(clip.state_dict().items(), f"{str(file)!r}")

@@ -59,22 +59,22 @@ class Ragged:
             longest: rows of the prefix, which are the first of the packed batch.
             last: only each caption's last row is a query.
         """
-        of_prefix = 0 if last else longest  # the keys before the captions'
+        prefix_keys = 0 if last else longest  # the keys before the captions'
         keys = n_prefix + lengths
-        key_starts, row_starts = of_prefix + keys.cumsum(0) - keys, longest + lengths.cumsum(0) - lengths
-        within = torch.arange(int(keys.sum())) - (key_starts - of_prefix).repeat_interleave(keys)
+        key_starts, row_starts = prefix_keys + keys.cumsum(0) - keys, longest + lengths.cumsum(0) - lengths
+        within = torch.arange(int(keys.sum())) - (key_starts - prefix_keys).repeat_interleave(keys)
         seen = n_prefix.repeat_interleave(keys)
         rows = torch.where(within < seen, within, within - seen + row_starts.repeat_interleave(keys))
-        none = of_prefix + len(rows)
-        itself = torch.arange(longest) if of_prefix else torch.full((longest,), none)
+        none = prefix_keys + len(rows)
+        itself = torch.arange(longest) if prefix_keys else torch.full((longest,), none)
         slots = torch.arange(longest)
         copies = torch.where(slots < n_prefix[:, None], key_starts[:, None] + slots, none)
         queries = torch.ones_like(lengths) if last else lengths
-        first = torch.tensor([of_prefix] * bool(of_prefix), dtype=torch.long)
+        first = torch.tensor([prefix_keys] * bool(prefix_keys), dtype=torch.long)
         query_lengths, key_lengths = torch.cat([first, queries]), torch.cat([first, keys])
         return cls(
-            torch.cat([torch.arange(of_prefix), rows]),
-            torch.cat([itself, of_prefix + (within >= seen).nonzero().flatten()]),
+            torch.cat([torch.arange(prefix_keys), rows]),
+            torch.cat([itself, prefix_keys + (within >= seen).nonzero().flatten()]),
             copies,
             *(torch.cat([part.new_zeros(1), part.cumsum(0)]).int() for part in (query_lengths, key_lengths)),
             int(query_lengths.max()),
@@ -114,9 +114,9 @@ class _WithCopies(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor):
         places, copies = ctx.saved_tensors
         gradient = torch.cat([gradient, gradient.new_zeros(1, *gradient.shape[1:])])  # of "none"
-        of_rows = gradient.index_select(0, places)
-        of_rows[: copies.shape[1]] += gradient.index_select(0, copies.flatten()).unflatten(0, copies.shape).sum(0)
-        return of_rows, None, None, None
+        row_gradients = gradient.index_select(0, places)
+        row_gradients[: copies.shape[1]] += gradient.index_select(0, copies.flatten()).unflatten(0, copies.shape).sum(0)
+        return row_gradients, None, None, None
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

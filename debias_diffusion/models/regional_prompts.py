@@ -51,7 +51,7 @@ class PromptSettings:
                 raise UserError(f"prompt_{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
 
     @classmethod
-    def of_config(cls, config: Mapping) -> "PromptSettings":
+    def from_config(cls, config: Mapping) -> "PromptSettings":
         """The settings that `description` wrote. Raises UserError for other ones."""
         known = {field.name for field in fields(cls)}
         if not isinstance(config, Mapping) or set(config) != known:
@@ -91,8 +91,8 @@ class RegionalPrompts(nn.Module):
 
     def _attend(self, module: ResidualAttentionBlock, prompts: torch.Tensor, query, key, value) -> torch.Tensor:
         """Of CLS and patches, [batch, 1 + patches, heads, head_dim] each; prompts [count, width]."""
-        _, *of_prompts = before_attention(module, prompts)
-        behind = (part.to(key.dtype).expand(len(key), *part.shape) for part in of_prompts)
+        _, *prompt_key_value = before_attention(module, prompts)
+        behind = (part.to(key.dtype).expand(len(key), *part.shape) for part in prompt_key_value)
         everything = [torch.cat(parts, dim=1) for parts in zip((key, value), behind, strict=True)]
         if self.settings.mask in ("none", "p2r"):
             return full_attention(query, *everything)
