@@ -7,7 +7,9 @@ import tarfile
 from functools import cache
 
 import pytest
-from fuzzing import examples, fuzz, no_hang
+from helpers.fuzzing import fuzz, no_hang
+from helpers.mutations import damaged_bytes
+from helpers.vocabulary import tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -15,57 +17,34 @@ from PIL import Image
 from debias_diffusion.data import ImageFolder, open_data
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.methods import find_method
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.tokens import CaptionTokenizer
 
 MODES = ("RGB", "L", "P", "1", "RGBA", "LA", "CMYK", "I;16", "I", "F")
 ENDINGS = ("jpg", "png", "webp", "gif", "tif", "eps", "avif", "dat")
 
 
 @cache
-def tokenizer() -> CaptionTokenizer:
-    return CaptionTokenizer(clip_tokenizer(77), 77)
-
-
-@cache
 def encoded() -> list[bytes]:
-    """A small image in every format and mode that Pillow writes."""
+    """A small image in every format and mode that Pillow writes, PNG first."""
     Image.init()
     files = []
-    for name in sorted(Image.SAVE):
+    for name in sorted(Image.SAVE, key=lambda name: (name != "PNG", name)):
         for mode in MODES:
             buffer = io.BytesIO()
-            picture = Image.linear_gradient("L").resize((24, 20))
             try:
-                (picture if mode == "L" else picture.convert(mode)).save(buffer, name)
+                Image.linear_gradient("L").resize((24, 20)).convert(mode).save(buffer, name)
             except Exception:  # this format has no such mode, or its library is not installed
                 continue
             files.append(buffer.getvalue())
     return files
 
 
-def whole_png() -> bytes:
-    return next(file for file in encoded() if file.startswith(b"\x89PNG"))
-
-
 @st.composite
 def damaged(draw) -> bytes:
-    """One of the files: whole, with some bytes changed, cut short, with another's beginning, or with bytes added."""
-    content = bytearray(draw(st.sampled_from(encoded())))
-    for _ in range(draw(st.integers(0, 3))):
-        at = draw(st.integers(0, max(0, min(len(content), 512) - 1)) | st.integers(0, max(0, len(content) - 1)))
-        kind = draw(st.sampled_from(("flip", "cut", "begin", "add", "huge")))
-        if kind == "flip" and content:
-            content[at] ^= draw(st.integers(1, 255))
-        elif kind == "cut":
-            del content[at:]
-        elif kind == "begin":
-            begin = draw(st.sampled_from(encoded()))[: draw(st.integers(1, 64))]
-            content[: len(begin)] = begin
-        elif kind == "add":
-            content[at:at] = draw(st.binary(max_size=64))
-        else:
-            content[at : at + 4] = draw(st.sampled_from((b"\xff\xff\xff\x7f", b"\x7f\xff\xff\xff", b"\0\0\0\0")))
-    return bytes(content)
+    """One of the files: whole, damaged, or with another's beginning."""
+    content, other = (draw(st.sampled_from(encoded())) for _ in range(2))
+    content = draw(st.sampled_from((content, other[: draw(st.integers(0, 64))] + content)))
+    return draw(st.just(content) | damaged_bytes(content))
 
 
 @pytest.fixture(autouse=True)
@@ -79,55 +58,42 @@ def no_program(monkeypatch):
 
 
 def sample(captions, source, index: int, stand_in: int):
-    """A record through the data set that training reads, with another to replace it: (sample, modes and sizes seen)."""
-    seen = []
-
-    def preprocess(image):
-        seen.append((image.mode, image.size))
-        return image
-
-    dataset = CaptionDataset(
-        captions.records, source, preprocess, tokenizer(), find_method("debias-clip"), 0, lambda epoch: [stand_in]
-    )
+    """A record as training reads it, with another to replace it, and the modes of the images that were opened."""
+    tokenizer, method, modes = CaptionTokenizer(tiny_tokenizer(77), 77), find_method("debias-clip"), []
+    preprocess = lambda image: modes.append(image.mode) or image  # noqa: E731
+    dataset = CaptionDataset(captions.records, source, preprocess, tokenizer, method, 0, lambda epoch: [stand_in])
     with no_hang():
-        return dataset[0, index, 0], seen
+        return dataset[0, index, 0], modes
 
 
 def test_an_image_of_a_folder_opens_or_is_a_bad_record(tmp_path):
-    (tmp_path / "whole.png").write_bytes(whole_png())
-    opened, refused = 0, 0
+    (tmp_path / "whole.png").write_bytes(encoded()[0])
+    counts = {"opened": 0, "refused": 0}
 
-    @examples(200)
     @given(damaged(), st.sampled_from(ENDINGS))
     def search(content, ending):
-        nonlocal opened, refused
         (tmp_path / f"image.{ending}").write_bytes(content)
         rows = "".join(f'{{"image": "{name}", "caption": "A. B."}}\n' for name in (f"image.{ending}", "whole.png"))
         (tmp_path / "data.jsonl").write_text(rows)
-        read, seen = sample(*open_data(tmp_path / "data.jsonl", tmp_path), index=0, stand_in=1)
-        assert [mode for mode, _ in seen] == ["RGB"]
-        if read.sample_id == "whole.png":
-            (bad,) = read.bad
-            assert bad.where == f"image.{ending}" and bad.detail
-            refused += 1
-        else:
-            assert read.bad == []
-            opened += 1
+        read, modes = sample(*open_data(tmp_path / "data.jsonl", tmp_path), index=0, stand_in=1)
+        assert modes == ["RGB"]
+        refused = read.sample_id == "whole.png"
+        assert [(bad.where, bool(bad.detail)) for bad in read.bad] == [(f"image.{ending}", True)] * refused
+        counts["refused" if refused else "opened"] += 1
 
     fuzz(search, seconds=25)
-    assert opened and refused
-    print(f"{opened} images opened, {refused} refused")
+    print(counts)
+    assert all(counts.values())
 
 
 def test_a_shard_is_read_as_far_as_it_can_be(tmp_path):
     """Damaged members, and a damaged tar around them."""
 
-    @examples(100)
     @given(st.lists(damaged(), min_size=1, max_size=4), st.integers(0, 2), st.data())
     def search(contents, flips, data):
         buffer, first = io.BytesIO(), 0
         with tarfile.open(fileobj=buffer, mode="w") as tar:
-            for number, content in enumerate([whole_png(), *contents]):
+            for number, content in enumerate([encoded()[0], *contents]):
                 for name, part in ((f"{number}.png", content), (f"{number}.txt", b"A. B.")):
                     member = tarfile.TarInfo(name)
                     member.size = len(part)
@@ -145,21 +111,16 @@ def test_a_shard_is_read_as_far_as_it_can_be(tmp_path):
             read, _ = sample(captions, images, index, stand_in=0)
             assert read.sample_id in (record.sample_id, "a/0") and len(read.bad) == (read.sample_id != record.sample_id)
 
-    fuzz(search, seconds=10)
+    fuzz(search, seconds=10, count=100)
 
 
 def test_every_path_in_a_folder_opens_or_is_a_bad_record(tmp_path):
     """What is no image: loops of links, folders, names that cannot be."""
-    inside = tmp_path / "images"
-    inside.mkdir()
-    (inside / "loop").symlink_to("loop")
-    (inside / "first").symlink_to("second")
-    (inside / "second").symlink_to("first")
-    (inside / "folder").mkdir()
-    (inside / "empty").write_bytes(b"")
-    source = ImageFolder(inside)
-    names = [*(path.name for path in inside.iterdir()), "x" * 300, "a/" * 2000, "nul\0", "."]
-    for name in names:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").write_bytes(b"")
+    source = ImageFolder(tmp_path)
+    for name in ("loop", "folder", "empty", "x" * 300, "a/" * 2000, "nul\0", "."):
         with no_hang(), pytest.raises((OSError, ValueError)):
             source.open(name)
         assert source.is_there(name) in (True, False)

@@ -18,13 +18,14 @@ from accelerate.state import AcceleratorState
 PATIENCE = 60  # seconds, for what takes a few
 
 
-def forked(count: int, work: Callable[[int], Any], group: bool = True) -> list[Any]:
+def forked(count: int, work: Callable[[int], Any], group: bool = True, patience: float = PATIENCE) -> list[Any]:
     """What `work(rank)` returns in each of `count` forked processes, as `torch.load(weights_only=True)` reads it.
 
     A process that fails ends the others; its traceback is in the AssertionError.
 
     Args:
         group: the processes form one group over gloo, as a launcher's do.
+        patience: seconds until they are killed.
 
     torch must have had one thread from its first operation on (conftest.py), or a child hangs.
     """
@@ -35,7 +36,7 @@ def forked(count: int, work: Callable[[int], Any], group: bool = True) -> list[A
         try:
             for rank in range(count):
                 children.append(_fork(rank, count, work, folder, group))
-            ends = time.monotonic() + PATIENCE
+            ends = time.monotonic() + patience
             while len(status) < count and time.monotonic() < ends and not any(status.values()):
                 for child in set(children) - status.keys():
                     if (ended := os.waitpid(child, os.WNOHANG))[0]:
@@ -46,7 +47,7 @@ def forked(count: int, work: Callable[[int], Any], group: bool = True) -> list[A
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
         failed = "\n".join(file.read_text() for file in sorted(Path(folder).glob("*.txt")))
-        codes = [status.get(child, f"ended after {PATIENCE} s, or because another had failed") for child in children]
+        codes = [status.get(child, f"ended after {patience} s, or because another had failed") for child in children]
         assert codes == [0] * count, f"exit codes {codes}\n{failed}"
         return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(count)]
 

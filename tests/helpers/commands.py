@@ -1,7 +1,4 @@
-"""Commands as processes that can be killed, each forked from one that has imported everything.
-
-So a kill costs a second and not ten.
-"""
+"""Commands as processes that can be killed, each forked from one that has imported everything: a second and not ten."""
 
 import multiprocessing
 import os
@@ -10,17 +7,12 @@ from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    [
-        "debias_diffusion.training",
-        "debias_diffusion.app.generate",
-        "debias_diffusion.app.shards",
-        "jsonargparse",
-    ]
+    ["debias_diffusion.training.loop", "debias_diffusion.app.generate", "debias_diffusion.app.shards", "jsonargparse"]
 )
 PATIENCE = 300  # seconds, for what takes a few
 
 
-def command(arguments: list[str], output: str, begun) -> None:
+def _run(arguments: list[str], output: str, begun) -> None:
     """The body of a process: one command, at the head of a group of its own."""
     os.setsid()
     screen = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -41,19 +33,17 @@ def command(arguments: list[str], output: str, begun) -> None:
 def start(arguments: list[str], screen: Path):
     """A process in which the command has just begun."""
     begun = FORKS.Event()
-    process = FORKS.Process(target=command, args=(arguments, str(screen), begun))
+    process = FORKS.Process(target=_run, args=(arguments, str(screen), begun))
     process.start()
     assert begun.wait(PATIENCE), "a process did not start"
     return process
 
 
-def finish(arguments: list[str], screen: Path) -> None:
+def finish(arguments: list[str], screen: Path, exit_codes=(0,)) -> int:
+    """Runs a command to its end, without a traceback: the exit code."""
     process = start(arguments, screen)
     process.join(PATIENCE)
-    assert process.exitcode == 0, screen.read_text()[-3000:]
-
-
-def files(output: Path) -> dict[str, bytes]:
-    """The content of a folder's files by name, without its lock and the job's lines, which hold times."""
-    paths = (path for path in sorted(output.rglob("*")) if path.is_file() and path.name not in (".lock", "items.jsonl"))
-    return {str(path.relative_to(output)): path.read_bytes() for path in paths}
+    shown = screen.read_text()
+    assert process.exitcode in exit_codes and "Traceback" not in shown, f"{process.exitcode}\n{shown[-3000:]}"
+    assert process.exitcode == 0 or "error: " in shown
+    return process.exitcode
