@@ -5,18 +5,25 @@ import sys
 
 import open_clip
 import pytest
+import torch
+from helpers.released import CAPTIONS, released
 from helpers.text_encoders import hub_repository, long_clip
 from helpers.tiny_clip import registered, tiny_clip
+from helpers.tiny_sdxl import build_tiny_sdxl
 from huggingface_hub import ModelInfo, constants
 
 from debias_diffusion import encoders
+from debias_diffusion.app.export.command import export
+from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.encoders import EncoderSpec, Kind, labels, load_text_encoder, load_two_tower, may_be_hub_id
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest
 from debias_diffusion.interchange import hub
+from debias_diffusion.interchange.hub import find_hub_file
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.shipped import WEIGHTS
+from debias_diffusion.pipelines.checkpoints import load_pipeline
 
 parse = EncoderSpec.parse
 
@@ -47,6 +54,13 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "chinese").mkdir()
     (tmp_path / "chinese" / "config.json").write_text('{"model_type": "chinese_clip"}')
     return tmp_path
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The hub's cache on this machine; the hub itself cannot be reached."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.mark.parametrize(
@@ -157,8 +171,7 @@ def test_a_digest_is_of_the_files_that_are_loaded(here, monkeypatch):
         assert parse("weights.pt").digest
 
 
-def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cache, monkeypatch):
     asked = []
 
     def model_info(_, name, revision, timeout):
@@ -169,7 +182,7 @@ def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(tmp
     before = parse("some/encoder").digest
     assert parse("hf-hub:some/clip@v1").digest == "hf-hub:some/clip@v1@" + "0" * 40
     assert asked == [("some/encoder", None), ("some/clip", "v1")]
-    hub_repository(tmp_path, "some/encoder")
+    hub_repository(cache, "some/encoder")
     assert parse("some/encoder").digest == before == "some/encoder@" + "0" * 40 and len(asked) == 2
 
 
@@ -178,7 +191,7 @@ def test_an_alignment_has_a_second_encoder(here):
     assert parse("run").fitted_second is parse("ViT-B-16:openai").fitted_second is None
 
 
-def test_the_context_length_is_read_from_a_configuration(tmp_path, monkeypatch):
+def test_the_context_length_is_read_from_a_configuration(cache, tmp_path, monkeypatch):
     """A comparison of hub ids labels them before it downloads gigabytes."""
     backbone = long_clip()
     backbone.save(tmp_path / "open_clip")
@@ -189,9 +202,8 @@ def test_the_context_length_is_read_from_a_configuration(tmp_path, monkeypatch):
     )
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "config.json").write_text(json.dumps(clip))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    (hub_repository(tmp_path / "cache", "some/clip") / "config.json").write_text(json.dumps(clip))
-    (hub_repository(tmp_path / "cache", "some/long") / "open_clip_config.json").write_text(json.dumps(of_248))
+    (hub_repository(cache, "some/clip") / "config.json").write_text(json.dumps(clip))
+    (hub_repository(cache, "some/long") / "open_clip_config.json").write_text(json.dumps(of_248))
     monkeypatch.setattr(EncoderSpec, "load_text_encoder", None)
     lengths = {"open_clip": 248, "exported": 248, "exported/text_encoder": 248, "ours": 77}
     names = {str(tmp_path / name): length for name, length in lengths.items()}
@@ -221,3 +233,67 @@ def test_labels_are_short_and_unique_and_say_how_prompts_are_read(tmp_path):
     assert labelled("~/a/best", "toy/clip", readings=False) == ["best", "toy/clip"]
     assert labelled("~/a/best", "~/b/best", "~/_mine", readings=False) == ["a/best", "b/best", f"{tmp_path.name}/_mine"]
     assert labelled("~/_mine", readings=False) == ["./_mine"]
+
+
+# ---- hub repositories of one file of weights, laid out as Long-CLIP's is: `longclip-L.pt` and a README
+
+NAME = "SomeOne/LongCLIP-tiny"
+
+
+def test_a_repositorys_one_file_is_loaded_wherever_a_hub_id_is_taken(known, cache, tmp_path):
+    file, features = released(tmp_path, "")
+    folder = hub_repository(cache, NAME)
+    file.rename(folder / "longclip-tiny.pt")
+    (folder / "README.md").write_text("# Long-CLIP\n")
+    two_tower = load_two_tower(NAME)
+    torch.testing.assert_close(two_tower.encode_text(two_tower.tokenize(CAPTIONS)), features, rtol=0, atol=1e-4)
+    encoder, tokenizer = load_text_encoder(NAME)
+    assert (encoder.config.max_position_embeddings, tokenizer.model_max_length) == (248, 248)
+    ids = tokenizer(CAPTIONS, padding="max_length", truncation=True, return_tensors="pt").input_ids
+    pooled = encoder(ids).pooler_output @ two_tower.model.text_projection
+    torch.testing.assert_close(pooled, features, rtol=0, atol=1e-4)
+    for to, output in (("transformers", "folder"), ("comfyui", "clip_l.safetensors"), ("clip", "both")):
+        export(ExportConfig(NAME, str(tmp_path / output), to))
+    exported = {"folder": load_text_encoder(tmp_path / "folder")[0]}
+    exported |= {name: load_text_encoder(tmp_path / name)[0] for name in ("clip_l.safetensors", "both")}
+    for name, other in exported.items():
+        assert torch.equal(other(ids).last_hidden_state, encoder(ids).last_hidden_state), name
+    base = build_tiny_sdxl(tmp_path / "sdxl", text_width=64)
+    pipe = load_pipeline(base, NAME, torch.device("cpu"))
+    assert torch.equal(pipe.text_encoder(ids).last_hidden_state, encoder(ids).last_hidden_state)
+
+
+def test_a_repository_with_a_folder_to_load_is_not_searched_for_files(cache):
+    export_text_encoder(long_clip(), folder := hub_repository(cache, "some/encoder"))
+    (folder / "longclip.pt").write_bytes(b"not read")
+    assert find_hub_file("some/encoder") is None and find_hub_file("some/missing") is None
+    encoder, _ = load_text_encoder("some/encoder")
+    assert encoder.config.max_position_embeddings == 248
+    for kept in ("open_clip_config.json", "pytorch_model.bin"):
+        (folder := hub_repository(cache, f"some/{kept}")).joinpath(kept).write_text("{}")
+        (folder / "other.pt").write_bytes(b"not read")
+        assert find_hub_file(f"some/{kept}") is None
+
+
+def test_the_hub_is_asked_for_the_list_and_the_one_file(tmp_path, monkeypatch):
+    """In place of the network: what huggingface_hub answers."""
+    asked, listed = [], ["longclip-L.pt", "README.md", ".gitattributes", "images/a.bin"]
+
+    def model_info(_, name, timeout):
+        return ModelInfo(id=name, siblings=[{"rfilename": file} for file in listed])
+
+    monkeypatch.setattr(hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *names: asked.append(names) or str(tmp_path / names[1]))
+    assert find_hub_file("BeichenZhang/LongCLIP-L") == tmp_path / "longclip-L.pt"
+    assert asked == [("BeichenZhang/LongCLIP-L", "longclip-L.pt")]
+    listed.append("a-smaller-one.safetensors")
+    with pytest.raises(UserError, match="holds 2 files of weights and no .*: a-smaller-one.safetensors, longclip-L.pt"):
+        load_text_encoder("some/files")
+
+    def broken(*_):
+        raise OSError("the connection broke")
+
+    monkeypatch.setattr(hub, "hf_hub_download", broken)
+    listed.remove("longclip-L.pt")
+    with pytest.raises(UserError, match="'a-smaller-one.safetensors' of .* cannot be downloaded: the connection broke"):
+        load_two_tower("some/files")

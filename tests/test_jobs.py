@@ -277,20 +277,25 @@ def test_all_is_on_the_disk_before_its_line_and_its_line_before_its_name(tmp_pat
 def test_values_are_computed_once_and_again_when_damaged(tmp_path):
     calls = []
 
-    def compute():
-        calls.append(1)
-        return {"a": torch.arange(3).float().flip(0)}
-
-    for damage in (False, False, True):
-        if damage:
-            for name in ("a.json", "a.safetensors"):
-                (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1] + b"?")
-                assert Job.read(tmp_path).path(name, damaged="absent") is None
+    def values():
         with Job.open(tmp_path, "cache", shared=True) as job:
-            for _ in range(2):
-                assert job.json("a.json", lambda: calls.append(1) or {"x": 1}) == {"x": 1}
-                assert job.tensors("a.safetensors", compute)["a"].tolist() == [2, 1, 0]
-    assert len(calls) == 4
+            assert job.json("a.json", lambda: calls.append(1) or {"x": 1}) == {"x": 1}
+            tensors = job.tensors("a.safetensors", lambda: calls.append(1) or {"a": torch.arange(3.0).flip(0)})
+            assert tensors["a"].tolist() == [2, 1, 0]
+
+    for damage in (
+        None,
+        lambda whole: whole[:-1] + b"?",
+        lambda whole: whole[:9],
+        lambda _: b"[1, 2]",
+        lambda _: b"null",
+    ):
+        for name in ("a.json", "a.safetensors") if damage else ():
+            (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
+            assert Job.read(tmp_path).path(name, damaged="absent") is None
+        calls.clear()
+        values(), values()
+        assert len(calls) == 2
     os.umask(umask := os.umask(0))
     modes = {(tmp_path / name).stat().st_mode & 0o777 for name in ("a.json", "a.safetensors")}
     assert modes == {0o666 & ~umask}  # as of any other file
