@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from .errors import UserError, reason
 
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # not every system has it
 MACHINE = platform.node()[:32].replace(os.sep, "-")  # machines may share folders
 # What a process is writing (`.tmp`), and the folder that it replaces (`.old`).
 _UNFINISHED = re.compile(r"\.([0-9a-f]{16})\.(.+)-(\d{1,9})\.(tmp|old)", re.DOTALL)
@@ -244,7 +245,7 @@ def append(path: Path, line: str, sync: bool = False) -> None:
         UserError: what lies there is no regular file, or a link.
     """
     try:
-        with open(path, "ab+", opener=lambda path, flags: _open_at_once(path, flags | os.O_NOFOLLOW)) as file:
+        with open(path, "ab+", opener=lambda path, flags: _open_at_once(path, flags | _NO_LINK)) as file:
             if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
                 line = f"\n{line}"
             file.write(f"{line}\n".encode())
