@@ -1,14 +1,11 @@
-"""How toy captions tell their objects: chunks against the pipeline's own, ceilings against closed forms."""
+"""How toy captions tell their objects: chunks against those of a reading, ceilings against closed forms."""
 
 import random
 
-import pytest
-from helpers import tiny_sdxl
-from helpers.tiny_sdxl import assemble
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.chunks import split_text
+from debias_diffusion.chunks import split_text, tokenize_text
 from debias_diffusion.eval.images.references import (
     ACROSS,
     ALL,
@@ -24,7 +21,6 @@ from debias_diffusion.eval.images.references import (
     truncated,
     ways_told,
 )
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.tokens import clean, clip_tokenizer
 from debias_diffusion.toyworld.grammar import STYLES, Caption, Sentence, long_caption
 from debias_diffusion.toyworld.references import Claim, Reference
@@ -44,32 +40,27 @@ def words(text: str) -> int:
 
 # ---- where a text is cut
 
+TOKENIZER = clip_tokenizer(77)  # CLIP's own, of which every toy sentence has fewer tokens than a chunk
 
-@pytest.fixture(scope="module")
-def pipe():
-    """With CLIP's own vocabulary, of which every toy sentence has fewer tokens than a chunk."""
-    return assemble(
-        StableDiffusionXLLongPromptPipeline, tiny_sdxl.sdxl_parts(vocabulary=clip_tokenizer)
-    )  # sentences fit a chunk
+
+def tokens(text: str) -> int:
+    return len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**40), style=st.sampled_from(STYLES))
-def test_chunks_are_those_of_the_pipeline(pipe, seed, style):
+def test_chunks_are_those_that_an_encoder_reads(seed, style):
     caption = referring(seed, style)
-    ids_of = [
-        pipe.tokenizer(clean(sentence.text), add_special_tokens=False)["input_ids"] for sentence in caption.sentences
-    ]
-    chunks = sentences_by_chunk(caption, lambda text: len(pipe.tokenizer(text, add_special_tokens=False)["input_ids"]))
-    tokens = pipe._tokenize(clean(caption.text), None)[0][0]
-    expected = [[tokens.ids[at] for at in chunk.read] for chunk in split_text(tokens, SLOTS, overlap=False)]
-    assert [[token for number in chunk for token in ids_of[number]] for chunk in chunks] == expected
-    read = truncated(caption, lambda text: len(pipe.tokenizer(text, add_special_tokens=False)["input_ids"]))
-    whole = [token for number in read for token in ids_of[number]]
-    assert read == list(range(len(read))) and whole == tokens.ids[: len(whole)]
-    assert len(whole) <= SLOTS
-    if len(read) < len(ids_of):
-        assert len(expected) > 1 and len(whole) + len(ids_of[len(read)]) > SLOTS
+    ids = [TOKENIZER(clean(part.text), add_special_tokens=False)["input_ids"] for part in caption.sentences]
+    text, _ = tokenize_text(clean(caption.text), TOKENIZER)
+    expected = [[text.ids[at] for at in chunk.read] for chunk in split_text(text, SLOTS, overlap=False)]
+    chunks = sentences_by_chunk(caption, tokens)
+    assert [[token for number in chunk for token in ids[number]] for chunk in chunks] == expected
+    read = truncated(caption, tokens)
+    whole = [token for number in read for token in ids[number]]
+    assert read == list(range(len(read))) and whole == text.ids[: len(whole)] and len(whole) <= SLOTS
+    if len(read) < len(ids):
+        assert len(expected) > 1 and len(whole) + len(ids[len(read)]) > SLOTS
 
 
 def test_a_sentence_that_is_cut_stands_whole_in_no_chunk():
