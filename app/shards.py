@@ -12,9 +12,12 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from debias_diffusion.data import BadRecord, Captions, ImageSource, Record, data_digest, open_data
-from debias_diffusion.data.bad_records import BAD_RECORDS, check_share, read_or_bad, report_bad
+from debias_diffusion.data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad
+from debias_diffusion.data.captions import Captions
+from debias_diffusion.data.images import ImageSource
+from debias_diffusion.data.records import Record
 from debias_diffusion.data.shards import FINISHED
+from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from helpers.tiny_clip import siglip_tokenizer
 
-from debias_diffusion.data import open_data
 from debias_diffusion.data.caption_statistics import begins_with_pronoun, caption_statistics, is_summary_first
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, Markers, clip_tokenizer
 

@@ -15,8 +15,7 @@ from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_features import save_dino
 from PIL import Image
 
-from debias_diffusion.data import toy_scene
-from debias_diffusion.data.toy_scenes import read_toy_scenes
+from debias_diffusion.data.toy_scenes import read_toy_scenes, toy_scene
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import generation
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation, figures, tables

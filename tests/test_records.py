@@ -16,18 +16,12 @@ import pytest
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from debias_diffusion.data import (
-    PackedRecords,
-    Record,
-    data_digest,
-    json_files,
-    read_captions,
-    read_jsonl,
-    read_sharegpt4v,
-)
+from debias_diffusion.data import json_files
 from debias_diffusion.data.captions import LONGEST_CAPTION
-from debias_diffusion.data.json_files import BrokenList, read_entries
+from debias_diffusion.data.json_files import BrokenList, read_entries, read_jsonl, read_sharegpt4v
+from debias_diffusion.data.records import PackedRecords, Record
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
+from debias_diffusion.data.sources import data_digest, read_captions
 from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job
 from debias_diffusion.training.config import TrainConfig

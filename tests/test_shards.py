@@ -22,9 +22,10 @@ from torchvision.transforms import Compose, PILToTensor, Resize
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, shrink, write_shards
-from debias_diffusion.data import ShardImages, data_digest, open_data, read_shards, verify_shards
 from debias_diffusion.data.bad_records import unreadable
 from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.data.shards import ShardImages, read_shards, verify_shards
+from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.methods.dual_caption import RECIPES

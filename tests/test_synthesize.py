@@ -22,7 +22,9 @@ from debias_diffusion.app.synthesize.cleaning import fault
 from debias_diffusion.app.synthesize.command import synthesize
 from debias_diffusion.app.synthesize.instructions import LONG, SHORT, draw_instruction
 from debias_diffusion.app.synthesize.parts import Outcome, Parts
-from debias_diffusion.data import BadRecord, open_data, verify_shards
+from debias_diffusion.data.bad_records import BadRecord
+from debias_diffusion.data.shards import verify_shards
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job
 from debias_diffusion.sentences import split_sentences

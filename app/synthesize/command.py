@@ -13,27 +13,14 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from debias_diffusion.app.shards import add_file
-from debias_diffusion.data import (
-    BadRecord,
-    ImageSource,
-    PackedRecords,
-    Record,
-    ShardImages,
-    data_digest,
-    is_shards,
-    open_data,
-)
-from debias_diffusion.data.bad_records import (
-    BAD_RECORDS,
-    check_share,
-    read_or_bad,
-    report_bad,
-    unreadable,
-)
+from debias_diffusion.data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad, unreadable
 from debias_diffusion.data.caption_statistics import summarise
 from debias_diffusion.data.captions import fold
 from debias_diffusion.data.image_folder import list_images
-from debias_diffusion.data.shards import FINISHED, file_ending
+from debias_diffusion.data.images import ImageSource
+from debias_diffusion.data.records import PackedRecords, Record
+from debias_diffusion.data.shards import FINISHED, ShardImages, file_ending
+from debias_diffusion.data.sources import data_digest, is_shards, open_data
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.devices import pick_precision
 from debias_diffusion.errors import UserError

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from debias_diffusion.data import BadRecord
+from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.data.captions import is_text
 from debias_diffusion.jobs import Job
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from debias_diffusion.app.shards import shrink
-from debias_diffusion.data import BadRecord, ImageSource, Record
-from debias_diffusion.data.bad_records import printable, read_or_bad
+from debias_diffusion.data.bad_records import BadRecord, printable, read_or_bad
 from debias_diffusion.data.caption_statistics import CaptionMeasure, CaptionStatistics, measure_caption
+from debias_diffusion.data.images import ImageSource
+from debias_diffusion.data.records import Record
 from debias_diffusion.eval.report import write_page
 from debias_diffusion.tokens import CaptionTokenizer
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data import BadRecord, data_digest, open_data
-from ..data.bad_records import FEWEST, BadRecordsFile, check_count, check_share, printable, report_bad
+from ..data.bad_records import FEWEST, BadRecord, BadRecordsFile, check_count, check_share, printable, report_bad
+from ..data.sources import data_digest, open_data
 from ..data.workers import load_batches
 from ..devices import pick_precision
 from ..errors import UserError
