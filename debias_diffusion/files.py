@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import psutil
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from .errors import UserError
+from .errors import UserError, reason
 
 MACHINE = platform.node()[:32].replace(os.sep, "-")  # machines may share folders
 _TEMPORARY = re.compile(rf"\..+\.{re.escape(MACHINE)}-(\d+)\.tmp", re.DOTALL)  # a file that `atomic_file` is writing
@@ -72,6 +72,44 @@ def json_digest(values: dict) -> str:
     """sha256, in hexadecimal, of JSON values in any order. A value named "sha256" does not count."""
     values = {name: value for name, value in values.items() if name != "sha256"}
     return bytes_digest([json.dumps(values, sort_keys=True).encode()])
+
+
+def file_stamp(path: str | os.PathLike) -> tuple[int, int, int]:
+    """What changes whenever a file does: its size, and the times when its content and anything of it last changed.
+
+    Copies and changed permissions have another one, too: where stamps differ, contents decide. Raises OSError.
+    """
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def read_json(path: str | os.PathLike, shape: type = dict, advice: str = "") -> Any:
+    """The content of a JSON file.
+
+    Args:
+        shape: the Python type that it must have.
+        advice: a sentence on what to do otherwise.
+
+    Raises:
+        UserError: the file cannot be read, is no JSON, or holds something else.
+    """
+    try:
+        with open_regular(path) as file:
+            content = json.loads(file.read().decode("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{str(path)!r} cannot be read as JSON: {reason(error)}. {advice}".rstrip()) from error
+    if not isinstance(content, shape):
+        kind = type(content).__name__
+        raise UserError(f"{str(path)!r} holds a {kind}, and must hold a {shape.__name__}. {advice}".rstrip())
+    return content
+
+
+def read_json_object(path: str | os.PathLike) -> dict:
+    """The JSON object in a file; empty if there is no readable one."""
+    try:
+        return read_json(path)
+    except UserError:
+        return {}
 
 
 def write_json(path: str | os.PathLike, content) -> None:
@@ -134,16 +172,6 @@ def new_file(path: Path) -> BinaryIO:
     """
     path.unlink(missing_ok=True)
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), "wb")
-
-
-def read_json_object(path: str | os.PathLike) -> dict:
-    """The JSON object in a file; empty if there is no readable one."""
-    try:
-        with open_regular(path) as file:
-            content = json.loads(file.read().decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def describe_changes(before: dict, now: dict) -> str:

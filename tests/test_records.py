@@ -112,6 +112,9 @@ def test_damaged_text_is_refused_or_its_entry_named_as_the_json_module_would_ref
         assert faults if whole is None else repr(values) == repr(whole)
 
 
+CONTROL = {chr(code) for code in (*range(32), 127, *range(0xD800, 0xE000))} - set("\t\n\v\f\r\x1c\x1d\x1e\x1f")
+
+
 def plain(content):
     """The records of a data file as one would read them first."""
     records, bad = [], []
@@ -119,7 +122,7 @@ def plain(content):
         caption = part.get("caption") if isinstance(part, dict) else None
         image = part.get("image") if isinstance(part, dict) else None
         good = isinstance(caption, str) and caption.strip() and isinstance(image, str) and image
-        if good and not any("\ud800" <= letter <= "\udfff" for letter in image):
+        if good and not any("\ud800" <= letter <= "\udfff" for letter in image) and not CONTROL & set(caption):
             records.append(Record(image, image, " ".join(caption.split())))
         else:
             bad.append(f"entry {index}")

@@ -5,6 +5,7 @@ import pickle
 import random
 import tarfile
 import tempfile
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ from torchvision.transforms import Compose, PILToTensor, Resize
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, shrink, write_shards
-from debias_diffusion.data.bad_records import unreadable
+from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.data.shards import ShardImages, read_shards, verify_shards
 from debias_diffusion.data.sources import data_digest, open_data
@@ -152,7 +153,7 @@ def test_shrinking_keeps_the_shorter_side_exactly():
 
 
 @hypothesis.settings(max_examples=25)
-@hypothesis.given(st.lists(st.text(min_size=1), min_size=1, max_size=4))
+@hypothesis.given(st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1), min_size=1, max_size=4))
 def test_any_caption_comes_back_as_the_folder_gives_it(captions):
     hypothesis.assume(any(text.strip() for text in captions))
     with tempfile.TemporaryDirectory() as there:
@@ -196,9 +197,9 @@ def test_unusable_pairs_are_left_out_counted_and_named(folder, tmp_path, capsys)
     assert "Wrote 3 of 7 pairs" in capsys.readouterr().out
 
 
-def test_a_wrong_image_folder_is_noticed_after_one_shard(folder, tmp_path):
+def test_a_wrong_image_folder_is_noticed_before_anything_is_written(folder, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"None of the first 3 images can be read.*empty.* the folder"):
+    with pytest.raises(UserError, match=r"empty' holds none of the images, .*Give the folder"):
         written((folder[0], str(tmp_path / "empty")), tmp_path / "shards")
 
 
@@ -449,15 +450,12 @@ def test_a_shard_cut_after_it_was_indexed_is_noticed(tmp_path):
         images.stamp(captions.records[0].image)
 
 
-def test_absurdly_large_images_and_those_of_other_kinds_than_their_names_are_refused(tmp_path):
-    members = [("a.png", bomb()), ("a.txt", b"A."), ("b.jpg", encoded(picture(0), "TIFF")), ("b.txt", b"B.")]
+def test_absurdly_large_images_and_those_of_unknown_formats_are_bad_records(tmp_path):
+    members = [("a.png", bomb()), ("a.txt", b"A."), ("b.jpg", encoded(picture(0), "EPS")), ("b.txt", b"B.")]
     captions, images = read_shards(tar(tmp_path / "s.tar", [*members, *pair("c")]))
-    with pytest.raises(Image.DecompressionBombError) as error:
-        images.open(captions.records[0].image)
-    assert unreadable(captions.records[0], error.value).kind == "absurdly large image"
-    with pytest.raises(OSError, match="cannot identify"):
-        images.open(captions.records[1].image)
-    images.open(captions.records[2].image)
+    opened = [read_or_bad(record, images.open) for record in captions.records]
+    assert opened[0].kind == "absurdly large image" and "cannot identify" in opened[1].detail
+    assert opened[2].size == (24, 24)
 
 
 def test_few_shards_are_open_at_once_and_none_after_pickling(tmp_path):
@@ -495,13 +493,12 @@ def test_stamps_change_with_the_files(folder, tmp_path):
         assert one != other and len(one) == len(other) == 16
         assert one == images.stamp(captions.records[0].image)
         assert images.is_there(captions.records[0].image)
-        content, stat = path.read_bytes(), path.stat()
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-        later = images.stamp(captions.records[0].image)
-        path.write_bytes(content + b"x")
+        stat = path.stat()
+        time.sleep(0.02)  # the clock of a file system ticks some hundred times a second
+        path.write_bytes(path.read_bytes()[::-1])  # another file of the same size and time
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        longer = images.stamp(captions.records[0].image)
-        assert len({one, later, longer}) == 3
+        assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+        assert images.stamp(captions.records[0].image) != one
         path.unlink()
         assert not images.is_there(captions.records[0].image)
         with pytest.raises(OSError):

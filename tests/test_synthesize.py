@@ -17,16 +17,14 @@ from transformers import CLIPConfig, CLIPModel
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.options import SynthesizeConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
+from debias_diffusion.app.synthesize import command
 from debias_diffusion.app.synthesize.captioner import Asked, Captioner
 from debias_diffusion.app.synthesize.cleaning import fault
 from debias_diffusion.app.synthesize.command import synthesize
 from debias_diffusion.app.synthesize.instructions import LONG, SHORT, draw_instruction
-from debias_diffusion.app.synthesize.parts import Outcome, Parts
-from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.data.shards import verify_shards
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.jobs import Job
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train
@@ -158,13 +156,35 @@ def test_a_random_models_captions_are_all_removed_and_counted(models, scenes, tm
 
 def test_an_existing_caption_becomes_the_short_one(models, scenes, tmp_path):
     images, data, learned = scenes
-    broken = Path(data).read_text().replace("A photo of part1/1.png.", "Half an emoji: \\ud83d.")
-    (tmp_path / "pairs.jsonl").write_text(broken)
-    synthesize(config(models["taught"], tmp_path / "out", images=images, data=str(tmp_path / "pairs.jsonl")))
+    synthesize(config(models["taught"], tmp_path / "out", images=images, data=data))
     rows = {row["image"]: row for row in lines(tmp_path / "out" / "captions.jsonl")}
     assert {name: row["caption"] for name, row in rows.items()} == learned
-    assert rows.pop("part1/1.png")["short_caption"] == "Half an emoji: \ud83d."
-    assert len(rows) == 3 and all(row["short_caption"] == f"A photo of {name}." for name, row in rows.items())
+    assert all(row["short_caption"] == f"A photo of {name}." for name, row in rows.items())
+
+
+UNUSABLE = ("Half an emoji: \ud83d.", "A \x00 cat.", "A \x1b[31mred cat.", "A \x7f cat.")
+
+
+@pytest.mark.parametrize("unusable", UNUSABLE)
+def test_what_train_refuses_is_neither_read_nor_kept(models, scenes, tmp_path, monkeypatch, unusable):
+    images, data, learned = scenes
+    bad = [json.dumps({"image": "part0/0.png", "caption": unusable}), Path(data).read_text()]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(bad))
+    (fault,) = open_data(str(tmp_path / "pairs.jsonl"), images)[0].bad
+    assert fault.where == "line 1" and fault.kind.endswith("in a caption")
+
+    def written(self, asked):
+        texts = list(learned.values())
+        return [(one.index, texts[one.index] + f" {unusable}" * (one.index == 2)) for one in asked]
+
+    monkeypatch.setattr(Captioner, "captions", written)
+    synthesize(config(models["random"], tmp_path / "out", images=images, data=str(tmp_path / "pairs.jsonl")))
+    counts = json.loads((tmp_path / "out" / "synthesize.json").read_text())["counts"]
+    assert counts == {"images": 5, "kept": 3, "removed": {"meaningless": 1}, "unreadable": 1}
+    (removed,) = lines(tmp_path / "out" / "removed.jsonl")
+    assert removed["reason"] == f"meaningless: {fault.kind}"
+    captions, _ = open_data(str(tmp_path / "out" / "captions.jsonl"), images)
+    assert len(captions.records) == 3 and captions.bad == [] and all(record.short for record in captions.records)
 
 
 def test_kind_short_writes_the_short_caption_beside_the_long_one(models, scenes, tmp_path):
@@ -180,7 +200,7 @@ def test_kind_short_writes_the_short_caption_beside_the_long_one(models, scenes,
     assert not any("short_caption" in row for row in rows)
 
 
-def test_pair_folders_and_shards(models, scenes, tmp_path, capsys, monkeypatch):
+def test_pair_folders_and_shards(models, scenes, tmp_path, capsys):
     images, data, learned = scenes
     write_shards(ShardsConfig(data=data, images=images, output=str(tmp_path / "shards"), size=64, workers=0))
     settings = config(models["taught"], tmp_path / "out", data=str(tmp_path / "shards"), per_part=3)
@@ -196,13 +216,10 @@ def test_pair_folders_and_shards(models, scenes, tmp_path, capsys, monkeypatch):
         assert fault(record.caption) is None and not record.caption.startswith("A photo")
     assert len(list((tmp_path / "out").glob("*.tar"))) == 2 and not (tmp_path / "out" / "captions.jsonl").exists()
     files = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.tar")}
-    read, parts = Parts.read, []
-    monkeypatch.setattr(Parts, "read", lambda self, number: parts.append(number) or read(self, number))
     (tmp_path / "out" / "shard-000001.tar").unlink()
     assert [bad.kind for bad in open_data(str(tmp_path / "out"))[0].bad] == ["missing shard"]
     synthesize(settings)
     assert files == {path: path.read_bytes() for path in files}
-    assert parts == [0, 1]  # each is parsed once, however much is counted
     folder = tmp_path / "pairs"
     shutil.copytree(images, folder)
     for name in learned:
@@ -234,8 +251,8 @@ def test_unreadable_images_are_named_and_too_many_stop_the_run(models, scenes, t
     assert content(tmp_path / "out") == content(tmp_path / "strict")
     for name in scenes[2]:
         (images / name).write_bytes(b"no image")
-    with pytest.raises(UserError, match="None of the first 4 images can be read"):
-        synthesize(replace(settings, max_bad=1, output=str(tmp_path / "none")))
+    synthesize(replace(settings, max_bad=1, output=str(tmp_path / "none")))
+    assert "Kept 0 captions of 5 images" in capsys.readouterr().out
 
 
 def test_models_that_cannot_write_captions_are_refused(models, scenes, tmp_path):
@@ -246,8 +263,8 @@ def test_models_that_cannot_write_captions_are_refused(models, scenes, tmp_path)
 
     tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     CLIPModel(CLIPConfig(text_config=tower, vision_config=tower)).save_pretrained(tmp_path / "clip")
-    refused(tmp_path / "clip", "is a clip, and transformers has no image-text-to-text model of that.*llava-hf")
-    refused(tmp_path / "nowhere", "cannot be read: it is not there")
+    refused(tmp_path / "clip", "it is a clip, and transformers has no image-text-to-text model of that.*llava-hf")
+    refused(tmp_path / "nowhere", "cannot be used: it is not there")
     unknown = tmp_path / "unknown"
     shutil.copytree(models["random"], unknown)
     (unknown / "chat_template.jinja").unlink()
@@ -289,14 +306,25 @@ def test_settings_and_folders_that_do_not_fit_are_refused(models, scenes, tmp_pa
     assert not (tmp_path / "new").exists()
 
 
-def test_a_damaged_part_is_written_again(tmp_path):
-    outcomes = [Outcome("a", "p", caption="A\u2028b."), Outcome("b", bad=BadRecord("b", "unreadable image", "b: no"))]
-    with Job.open(tmp_path, "synthesize", shared=True) as job:
-        Parts(job, images=4, per_part=2).write(0, outcomes)
-    parts = Parts(Job.read(tmp_path), images=4, per_part=2)
-    assert parts.read(0) == outcomes and parts.is_whole(0) and not parts.is_whole(1)
-    (tmp_path / "parts" / "part-000000.jsonl").write_text('{"image": 3}\n')
-    assert not Parts(Job.read(tmp_path), images=4, per_part=2).is_whole(0)
+def test_edited_and_swapped_captions_are_not_published(models, scenes, tmp_path, monkeypatch):
+    settings = config(models["taught"], tmp_path / "out", images=scenes[0], per_part=2)
+    synthesize(settings)
+    before, (first, second) = content(tmp_path / "out"), sorted((tmp_path / "out" / "parts").iterdir())
+    first.write_bytes(first.read_bytes().replace(b"caption", b"no", 1))
+    synthesize(settings)
+    assert content(tmp_path / "out") == before
+    swapped = second.read_bytes(), first.read_bytes()
+    first.write_bytes(swapped[0]), second.write_bytes(swapped[1])
+    synthesize(settings)
+    assert content(tmp_path / "out") == before
+
+    def edit(*_):  # while the rest is written
+        first.write_bytes(second.read_bytes())
+
+    monkeypatch.setattr(command._Synthesis, "_write", edit)
+    with pytest.raises(UserError, match="part-000000.jsonl' is damaged"):
+        synthesize(settings)
+    assert content(tmp_path / "out") == before
 
 
 # ---- as it is started

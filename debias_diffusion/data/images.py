@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -10,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from ..errors import UserError, reason
+from ..files import file_stamp
 
 # Formats of photographs and pictures that Pillow decodes from the file's own bytes. Of its others EPS starts
 # Ghostscript, IPTC opens whatever lies inside (an EPS too), WMF, GRIB, HDF5 and BUFR need handlers from elsewhere, and
@@ -55,32 +55,27 @@ def open_image(path: str | os.PathLike) -> Image.Image:
     try:
         with open(path, "rb") as file:
             return decode_image(file)
-    except UnreadableImage:
-        raise
     except Exception as error:  # a damaged file makes a decoder raise almost anything
         raise as_unreadable(error) from error
 
 
-def decode_image(file: BinaryIO, formats: Sequence[str] = FORMATS) -> Image.Image:
+def decode_image(file: BinaryIO) -> Image.Image:
     """The RGB image in an open file, of several the first.
 
     Grey of 16 bits keeps its upper 8, as Pillow keeps those of 16-bit colours. Transparency is left out, as
     `Image.convert("RGB")` does: a pixel keeps its colour however transparent it is. EXIF rotation is not applied.
 
-    Args:
-        formats: of `FORMATS`.
-
     Raises:
-        UnreadableImage: it is of another format, has pixels that cannot become RGB faithfully (floating point numbers,
-            integers of 32 bits, LAB), or is so lopsided that resizing its shorter side to what a model reads would make
-            the other enormous.
+        UnreadableImage: it is of none of `FORMATS`, has pixels that cannot become RGB faithfully (floating point
+            numbers, integers of 32 bits, LAB), or is so lopsided that resizing its shorter side to what a model reads
+            would make the other enormous.
         Exception: Pillow cannot decode it, or it has more pixels than Pillow decodes.
     """
     Image.init()  # or formats of plugins that nothing has needed so far would be missing
     try:
-        image = Image.open(file, formats=[name for name in formats if name in Image.OPEN])
+        image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
     except Image.UnidentifiedImageError:
-        raise UnreadableImage(f"cannot identify it as {', '.join(formats)}") from None
+        raise UnreadableImage(f"cannot identify it as {', '.join(FORMATS)}") from None
     with image:
         if max(*image.size, 1) > _MOST_LOPSIDED * min(image.size):
             raise UnreadableImage(f"{image.width} x {image.height} pixels are no picture")
@@ -113,7 +108,7 @@ class ImageSource(Protocol):
         """Whether the image could be opened, as far as that can be told without reading it."""
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes that change when the image's file could have changed.
+        """16 bytes that change when the image's file could have changed, as `files.file_stamp` tells.
 
         Raises:
             OSError, ValueError: there is no such image.
@@ -144,20 +139,11 @@ class ImageFolder:
             )
 
     def open(self, image: str) -> Image.Image:
-        """The decoded RGB image. Raises UnreadableImage when it cannot be had."""
         return open_image(self.root / image)
 
     def is_there(self, image: str) -> bool:
-        """Whether there is such a file."""
         return os.path.isfile(self.root / image)
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the root, the path, the file's size and its time of change.
-
-        Raises:
-            OSError, ValueError: there is no such file.
-        """
-        stat = (self.root / image).stat()
-        # The root, because two may hold other images of the same names, sizes and times. Inode or time of creation
-        # would serve images that were moved, but differ between machines that each have a copy.
-        return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns)
+        # With the root, because two may hold other images of the same names, sizes and times.
+        return digest_of(self.root, image, *file_stamp(self.root / image))

@@ -32,8 +32,8 @@ Parts = Iterable[tuple[int, int, int, object]]
 def read_sharegpt4v(path: str | os.PathLike) -> Captions:
     """Reads a JSON list in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`).
 
-    Runs of white space in captions become one space. An entry is bad if it has no image path, no caption, one of more
-    than 32,768 characters, or is not UTF-8.
+    Runs of white space in captions become one space. An entry is bad if it has no image path, no caption that
+    `check_caption` accepts, or is not UTF-8.
 
     A large file stays on the disk. Its records are read from it when they are needed, and it must not change meanwhile.
 
@@ -58,7 +58,7 @@ def read_jsonl(path: str | os.PathLike) -> Captions:
 
 def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]) -> Captions:
     """Reads a data file: `parts` parses it, `label` names a part in messages."""
-    places, bad = array("q"), []
+    places, bad, shape = array("q"), [], f"It must have the shape {shape}"
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -66,8 +66,6 @@ def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]
             with tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=not is_large) as bar:
                 for number, start, end, value in parts(file):
                     try:
-                        if isinstance(value, ValueError):
-                            raise value
                         _fields(value)
                         places.extend((start, end))
                     except ValueError as error:
@@ -75,19 +73,15 @@ def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]
                     bar.update(end - bar.n)
         content = InFile(path) if is_large else path.read_bytes()
     except OSError as error:
-        raise UserError(
-            f"Data file {str(path)!r} cannot be read ({error.strerror}). It must have the shape {shape}"
-        ) from error
+        raise UserError(f"Data file {str(path)!r} cannot be read ({error.strerror}). {shape}") from error
     except BrokenList as error:
+        count = len(places) // 2 + len(bad)
         raise UserError(
-            f"Data file {str(path)!r} is not a JSON list ({error}, after {len(places) // 2 + len(bad)} whole entries). "
-            f"It must have the shape {shape}"
+            f"Data file {str(path)!r} is not a JSON list ({error}, after {count} whole entries). {shape}"
         ) from None
     if not places:
         first = f" The first fault: {bad[0]}." if bad else ""
-        raise UserError(
-            f"Data file {str(path)!r} has {len(bad)} entries and none is usable.{first} It must have the shape {shape}"
-        )
+        raise UserError(f"Data file {str(path)!r} has {len(bad)} entries and none is usable.{first} {shape}")
     return Captions(PackedRecords.at(content, as_places(places), _record_at), bad)
 
 
@@ -171,13 +165,14 @@ def _record_at(raw: bytes | bytearray) -> Record:
 
 
 def _fields(entry) -> tuple[str, str]:
-    """(image, caption before folding) of an entry. Raises ValueError("kind: detail") if it has another shape."""
+    """(image, caption before folding) of an entry. Raises ValueError("kind: detail") for another shape."""
+    if isinstance(entry, ValueError):
+        raise entry
     if not isinstance(entry, dict):
         raise ValueError(f"not an object: found {type(entry).__name__}")
     image = entry.get("image")
     if not is_text(image):
         raise ValueError(f"no image path: found {image!r}")
-    where = f"image {image}"
-    caption = caption_of(entry, where)
-    check_caption(caption, where)
+    caption = caption_of(entry, f"image {image}")
+    check_caption(caption, f"image {image}")
     return image, caption
