@@ -83,7 +83,7 @@ def mixed():
 def test_batches_give_what_single_images_give(models, mixed):
     batched = Captioner(models["taught"], torch.device("cpu"), "fp32", 20, batch=3)
     single = Captioner(models["taught"], torch.device("cpu"), "fp32", 20, batch=1)
-    assert len({batched.shapes(asked.image) for asked in mixed}) == 2
+    assert len({batched.shapes(asked.image.size) for asked in mixed}) == 2
     answers = dict(batched.captions(mixed))
     assert answers == dict(single.captions(mixed)) and len(answers) == len(mixed) and len(set(answers.values())) > 1
     order = [index for index, _ in batched.captions(mixed)]
@@ -92,7 +92,7 @@ def test_batches_give_what_single_images_give(models, mixed):
 
 def test_pads_on_the_right_would_change_answers(models, mixed):
     captioner = Captioner(models["taught"], torch.device("cpu"), "fp32", 20, batch=4)
-    alike = [asked for asked in mixed if captioner.shapes(asked.image) == captioner.shapes(mixed[0].image)]
+    alike = [asked for asked in mixed if captioner.shapes(asked.image.size) == captioner.shapes(mixed[0].image.size)]
     answers = dict(captioner.captions(alike))
     captioner.pipeline.tokenizer.padding_side = "right"  # as this tokenizer is saved
     assert dict(captioner.captions(alike)) != answers
@@ -263,7 +263,7 @@ def test_models_that_cannot_write_captions_are_refused(models, scenes, tmp_path)
 
     tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     CLIPModel(CLIPConfig(text_config=tower, vision_config=tower)).save_pretrained(tmp_path / "clip")
-    refused(tmp_path / "clip", "it is a clip, and transformers has no image-text-to-text model of that.*llava-hf")
+    refused(tmp_path / "clip", "no image-text-to-text model of its kind, clip. Give .*llava-hf")
     refused(tmp_path / "nowhere", "cannot be used: it is not there")
     unknown = tmp_path / "unknown"
     shutil.copytree(models["random"], unknown)

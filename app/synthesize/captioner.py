@@ -16,11 +16,6 @@ from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
 
-# The example is Fix-CLIP's captioner (section 3.1).
-_ADVICE = (
-    "Give --model a folder or hub id of an image-text-to-text model that transformers knows, such as "
-    "llava-hf/llama3-llava-next-8b-hf. Code that comes with a model is not run."
-)
 _SIZES = 4096  # of images, whose shapes are remembered
 
 
@@ -46,9 +41,7 @@ def model_digest(model: str) -> str:
             raise ValueError("it is not there")
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-            raise ValueError(
-                f"it is a {config.model_type}, and transformers has no image-text-to-text model of that kind"
-            )
+            raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")
     return path_digest(model) if local else f"{model}@{getattr(config, '_commit_hash', None)}"
 
 
@@ -58,7 +51,11 @@ def _explain(model: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UserError(f"The model {model!r} cannot be used: {reason(error)}. {_ADVICE}") from error
+        raise UserError(
+            f"The model {model!r} cannot be used: {reason(error)}. Give --model a folder or hub id of an "
+            "image-text-to-text model that transformers knows, such as llava-hf/llama3-llava-next-8b-hf (Fix-CLIP's). "
+            "Code that comes with a model is not run."
+        ) from error
 
 
 class Captioner:
@@ -69,6 +66,11 @@ class Captioner:
         precision: "fp32", "bf16" or "fp16".
         max_new_tokens: where an answer is cut.
         batch: images that are asked about at once.
+
+    Attributes:
+        shapes: of a size of images, the shapes, without the first axis, of what the processor makes of them: alike for
+            a batch. LLaVA-NeXT cuts an image into tiles, more or fewer as its sides demand, and the library's pipeline
+            concatenates images along the first axis only. Raises whatever the processor raises for this size.
 
     Raises:
         UserError: the model cannot be loaded, lacks weights, or has no chat template.
@@ -92,7 +94,7 @@ class Captioner:
             tokenizer.pad_token = tokenizer.eos_token
         self.pipeline = pipeline("image-text-to-text", model=loaded.eval(), processor=processor, device=device)
         self.batch, self.max_new_tokens = batch, max_new_tokens
-        self._shapes = lru_cache(_SIZES)(self._processed_shapes)
+        self.shapes = lru_cache(_SIZES)(self._shapes)
 
     def captions(self, asked: Iterable[Asked]) -> Iterator[tuple[int, str]]:
         """(index, answer) of each image, batch by batch and therefore in another order.
@@ -105,7 +107,7 @@ class Captioner:
         """
         waiting: dict[tuple, list[Asked]] = {}
         for one in asked:
-            group = waiting.setdefault(self.shapes(one.image), [])
+            group = waiting.setdefault(self.shapes(one.image.size), [])
             group.append(one)
             if len(group) == self.batch:
                 yield from self._answers(group)
@@ -113,15 +115,7 @@ class Captioner:
         for group in filter(None, waiting.values()):
             yield from self._answers(group)
 
-    def shapes(self, image: Image.Image) -> tuple:
-        """The shapes, without the first axis, of what the processor makes of an image: alike for a batch.
-
-        LLaVA-NeXT cuts an image into tiles, more or fewer as its sides demand, and the library's pipeline concatenates
-        images along the first axis only. Raises whatever the processor raises for an image that it cannot read.
-        """
-        return self._shapes(image.size)
-
-    def _processed_shapes(self, size: tuple[int, int]) -> tuple:
+    def _shapes(self, size: tuple[int, int]) -> tuple:
         processed = self.image_processor(Image.new("RGB", size), return_tensors="pt")
         tensors = {name: tensor for name, tensor in processed.items() if isinstance(tensor, torch.Tensor)}
         return tuple(sorted((name, tuple(tensor.shape[1:])) for name, tensor in tensors.items()))

@@ -72,7 +72,8 @@ class _Synthesis:
     def run(self) -> Path:
         processes = self.processes
         with processes.only_main_prints():
-            model = processes.from_main(self._check)
+            processes.from_main(lambda: check_free(self.output))
+            model = processes.from_main(lambda: model_digest(self.config.model))
             inputs = {"data": self._read(), "model": model}
             self.parts = divide(len(self.records), self.config.per_part, "parts/part-{:06}.jsonl")
             names = ("kind", "max_new_tokens", "seed", "per_part")
@@ -84,11 +85,6 @@ class _Synthesis:
                 processes.gathered([])  # all have written
                 processes.from_main(lambda: self._finish(settings | inputs))
         return self.output
-
-    def _check(self) -> str:
-        """The digest of the model, once the output can be used."""
-        check_free(self.output)
-        return model_digest(self.config.model)
 
     def _read(self) -> str:
         """Reads the data. Returns their digest."""
@@ -114,7 +110,7 @@ class _Synthesis:
         return [part for part in self.parts if part not in whole]
 
     def _write(self, missing: Sequence[str]) -> None:
-        """Writes this process's share of the missing parts. Raises UserError if too many images are unreadable."""
+        """Writes this process's share of the missing parts."""
         mine, config, count = missing[self.processes.index :: self.processes.count], self.config, self.processes.count
         if not mine:
             return
@@ -122,7 +118,6 @@ class _Synthesis:
         indices = [index for part in mine for index in self.parts[part]]
         shared = f", each of {count} processes" if count > 1 else ""
         bar = {"desc": f"writing captions{shared}", "total": len(indices), "disable": not self.processes.is_main}
-        bad = list(self.bad)
         with read_images(self.records, self.images.open, indices, config.workers, **bar) as opened:
             for part in mine:
                 rows = self._rows(captioner, self.parts[part], opened)
@@ -130,8 +125,6 @@ class _Synthesis:
                     self._write_shard(part, rows)
                 with self.job.write(part, kept=sum("caption" in row for row in rows)) as temporary:
                     temporary.write_bytes(b"".join(map(_line, rows)))
-                bad += [BadRecord(**row) for row in rows if "where" in row]
-                self._check_share(bad)
 
     def _rows(self, captioner: Captioner, part: range, opened: Iterator[Image.Image | BadRecord]) -> list[Row]:
         """What becomes of the images of a part, in order."""
@@ -141,7 +134,7 @@ class _Synthesis:
             for index, image in zip(part, islice(opened, len(part)), strict=True):
                 record, shapes = self.records[index], image
                 if not isinstance(image, BadRecord):  # the processor refuses some, such as one of a single pixel
-                    shapes = read_or_bad(record, lambda _, image=image: captioner.shapes(image))
+                    shapes = read_or_bad(record, lambda _, size=image.size: captioner.shapes(size))
                 if isinstance(shapes, BadRecord):
                     rows[index] = asdict(shapes)
                 else:
@@ -179,10 +172,6 @@ class _Synthesis:
                     add_file(tar, f"{index:09}{ending}", self.images.read(image))
                     add_file(tar, f"{index:09}.json", _line(row))
 
-    def _check_share(self, bad: Sequence[BadRecord]) -> None:
-        advice = f"{str(self.output / BAD_RECORDS)!r} names them at the end; raise --max-bad to go on without them."
-        check_share(bad, len(self.records) + len(self.bad), self.config.max_bad, advice)
-
     def _finish(self, settings: dict) -> None:
         """Joins the parts and writes the report.
 
@@ -190,7 +179,7 @@ class _Synthesis:
             UserError: too many images are unreadable, or a part was changed since it was written.
         """
         job = Job.read(self.output)  # with what the others wrote; and every checksum is compared now
-        kept = {part: job.notes(part)["kept"] for part in self.parts}
+        kept, total = {part: job.notes(part)["kept"] for part in self.parts}, len(self.records) + len(self.bad)
         tokenizer = CaptionTokenizer(clip_tokenizer(_CONTEXT_LENGTH), _CONTEXT_LENGTH)
         bad, sheet = list(self.bad), Sheet(sum(kept.values()), tokenizer, self.images)
         (self.output / BAD_RECORDS).unlink(missing_ok=True)
@@ -209,11 +198,12 @@ class _Synthesis:
                     if file := files.get(REMOVED if "reason" in row else CAPTIONS):
                         file.write(line)
             report_bad(bad, self.output)
-            self._check_share(bad)
+            advice = f"All are named in {str(self.output / BAD_RECORDS)!r}; raise --max-bad to go on without them."
+            check_share(bad, total, self.config.max_bad, advice)
         if self.into_shards:
             self.job.note(FINISHED, samples={_shard(part): count for part, count in kept.items()})
         counts = {
-            "images": len(self.records) + len(self.bad),
+            "images": total,
             "kept": len(sheet.measures),
             "removed": dict(sorted(sheet.removed.items())),
             "unreadable": len(bad),

@@ -20,7 +20,6 @@ LINE_SHAPE = '{"image": "a/b.jpg", "caption": "caption"}'
 
 _IN_MEMORY = 64 << 20  # bytes: a larger data file stays on the disk
 _CHUNK = 4 << 20  # bytes read at once
-_LARGEST_ENTRY = 64 << 20  # bytes, so that one quotation mark too few does not read the whole file into memory
 _DECODER = json.JSONDecoder(strict=False)  # control characters in strings are allowed
 _OPENING = re.compile(r"(?:\xef\xbb\xbf)?[ \t\n\r]*\[")  # after the mark of UTF-8, if there is one
 _SPACE, _COMMA, _CLOSING = (re.compile(rf"[ \t\n\r]*{mark}") for mark in ("", r",[ \t\n\r]*", r"\]"))
@@ -115,7 +114,7 @@ def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
         except (ValueError, RecursionError) as error:  # broken, or cut by the chunk
             fault = BrokenList(getattr(error, "msg", str(error)), base + getattr(error, "pos", start))
         is_cut = fault or end + len("e+1") > len(text)  # a number may go on
-        if is_cut and len(text) - at <= _LARGEST_ENTRY and (more := file.read(max(_CHUNK, len(text) - at))):
+        if is_cut and (more := file.read(max(_CHUNK, len(text) - at))):
             base, text, at = base + at, text[at:] + more.decode("latin-1"), 0
             continue
         if fault:
