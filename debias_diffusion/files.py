@@ -99,8 +99,8 @@ def read_json(path: str | os.PathLike, shape: type = dict, advice: str = "") -> 
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{str(path)!r} cannot be read as JSON: {reason(error)}. {advice}".rstrip()) from error
     if not isinstance(content, shape):
-        kind = type(content).__name__
-        raise UserError(f"{str(path)!r} holds a {kind}, and must hold a {shape.__name__}. {advice}".rstrip())
+        kinds = f"a {type(content).__name__}, not a {shape.__name__}"
+        raise UserError(f"{str(path)!r} holds {kinds}. {advice}".rstrip())
     return content
 
 

@@ -299,7 +299,7 @@ FAULTS = [
     ("iiw", replace("DCI_Test/data.jsonl", '"IIW"', '"no"'), r"DCI_Test/.*line 1.*no caption"),
     ("iiw", replace("DCI_Test/data.jsonl", '"image"', '"no"'), "DCI_Test/.*line 1.*no image"),
     ("sharegpt4v-1k", remove("sam/images/sa_2.jpg"), r"sa_2.jpg', of share-.*entry 2"),
-    ("sharegpt4v-1k", overwrite(retrieval_layouts.SHAREGPT4V_FILE, "{}"), "holds a dict, and must hold a list"),
+    ("sharegpt4v-1k", overwrite(retrieval_layouts.SHAREGPT4V_FILE, "{}"), "holds a dict, not a list"),
     ("coco", remove("val2017/000000037777.jpg"), "1 of the 2 images.*image 37777"),
     ("coco", overwrite("annotations/captions_val2017.json", '{"images": []}'), "'annotations'"),
     ("flickr30k", remove("flickr30k-images/10002456.jpg"), "10002456.jpg', of res.*line 6"),

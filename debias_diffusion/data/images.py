@@ -120,6 +120,11 @@ def digest_of(*parts: str | int | Path) -> bytes:
     return hashlib.blake2b("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
+def pixels_digest(image: Image.Image) -> bytes:
+    """16 bytes that stand for an image's size and pixels."""
+    return hashlib.blake2b(b"%d %d " % image.size + image.tobytes(), digest_size=16).digest()
+
+
 class ImageFolder:
     """Opens the images of a data set by their paths: absolute, or relative to one root. Links are followed.
 
