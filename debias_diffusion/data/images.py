@@ -55,6 +55,8 @@ def open_image(path: str | os.PathLike) -> Image.Image:
     try:
         with open(path, "rb") as file:
             return decode_image(file)
+    except UnreadableImage:
+        raise
     except Exception as error:  # a damaged file makes a decoder raise almost anything
         raise as_unreadable(error) from error
 
