@@ -3,21 +3,24 @@
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from debias_diffusion.data import BadRecord, Captions, ImageSource, Record, data_digest, open_data
-from debias_diffusion.data.bad_records import BAD_RECORDS, check_share, read_or_bad, report_bad
+from debias_diffusion.data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad
+from debias_diffusion.data.images import ImageSource
+from debias_diffusion.data.records import Record
 from debias_diffusion.data.shards import FINISHED
+from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.data.workers import load_batches
-from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job
+from debias_diffusion.training.check import look_for_images
 
 from .options import ShardsConfig
 
@@ -32,13 +35,65 @@ def write_shards(config: ShardsConfig) -> Path:
         UserError: the data cannot be used, too many records are bad, or the output has other content.
     """
     captions, images = open_data(config.data, config.images)
+    records, pairs = captions.records, len(captions.records) + len(captions.bad)
+    look_for_images(records, images, config.max_bad)
     settings = {name: getattr(config, name) for name in ("size", "per_shard", "quality")}
     with Job.open(config.output, "shards", settings, {"data": data_digest(config.data, captions)}) as job:
-        writer = _Writer(config, job, captions, images)
-        writer.write()
-        writer.finish()
+        shards = divide(len(records), config.per_shard, "shard-{:06}.tar")
+        missing = {name: part for name, part in shards.items() if job.path(name, damaged="absent") is None}
+        indices = [index for part in missing.values() for index in part]
+        read = partial(_read_small, images, config.size, config.quality)
+        bar = {"desc": "writing shards", "total": len(records), "initial": len(records) - len(indices)}
+        with read_images(records, read, indices, config.workers, **bar) as small:
+            for name, part in missing.items():
+                _write_shard(job, name, part, records, small)
+        left_out = {name: [BadRecord(**bad) for bad in job.notes(name)["left_out"]] for name in shards}
+        bad = sum(left_out.values(), start=captions.bad)
+        (job.folder / BAD_RECORDS).unlink(missing_ok=True)
+        report_bad(bad, job.folder)
+        advice = (
+            f"All are named in {str(job.folder / BAD_RECORDS)!r}. Mend them and give a new output, or raise --max-bad "
+            "to keep the shards that are written."
+        )
+        check_share(bad, pairs, config.max_bad, advice)
+        job.note(FINISHED, samples={name: len(part) - len(left_out[name]) for name, part in shards.items()})
+    size = sum((job.folder / name).stat().st_size for name in shards)
+    written = f"{pairs - len(bad)} of {pairs} pairs in {len(shards)} shards"
+    print(f"Wrote {written}, {size / 1e6:,.1f} MB, to {job.folder}")
     print(f"Next: debias-diffusion train --data {job.folder}, without --images")
     return job.folder
+
+
+def divide(count: int, size: int, name: str) -> dict[str, range]:
+    """{name with its number: positions} of the parts of `count` records, `size` in each but the last."""
+    starts = range(0, count, size)
+    return {name.format(number): range(start, min(start + size, count)) for number, start in enumerate(starts)}
+
+
+@dataclass
+class _Read(Dataset):
+    """What `read` makes of each record's image, or a BadRecord."""
+
+    records: Sequence[Record]
+    read: Callable[[str], object]
+
+    def __getitem__(self, index: int):
+        return read_or_bad(self.records[index], self.read)
+
+
+@contextmanager
+def read_images(
+    records: Sequence[Record], read: Callable[[str], object], indices: Sequence[int], workers: int, **bar
+) -> Iterator[Iterator]:
+    """What `read` makes of the images at `indices`, or BadRecords, in order. `bar`: options of the progress bar."""
+    # Results come in the sampler's order, whichever worker is ready first.
+    loader = DataLoader(_Read(records, read), batch_size=None, sampler=indices, num_workers=workers)
+    with load_batches(loader) as results, tqdm(results, unit=" images", **bar) as shown:
+        yield iter(shown)
+
+
+def _read_small(images: ImageSource, size: int, quality: int, image: str) -> bytes:
+    return shrink(images.open(image), size, quality)
 
 
 def shrink(image: Image.Image, size: int, quality: int) -> bytes:
@@ -52,107 +107,26 @@ def shrink(image: Image.Image, size: int, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-class _Shrunk(Dataset):
-    """Each record's image as a small JPEG, or a BadRecord."""
-
-    def __init__(self, records: Sequence[Record], images: ImageSource, config: ShardsConfig):
-        self.records, self.images, self.config = records, images, config
-
-    def __getitem__(self, index: int) -> bytes | BadRecord:
-        return read_or_bad(self.records[index], self._shrink)
-
-    def _shrink(self, image: str) -> bytes:
-        return shrink(self.images.open(image), self.config.size, self.config.quality)
-
-
-class _Writer:
-    """One run: the shards to write, and those already written.
-
-    Attributes:
-        bad: records without a usable caption.
-        parts: {name: positions of its records} of all shards.
-    """
-
-    def __init__(self, config: ShardsConfig, job: Job, captions: Captions, images: ImageSource):
-        self.config, self.job = config, job
-        self.bad, self.records = captions.bad, captions.records
-        self.dataset = _Shrunk(self.records, images, config)
-        starts = range(0, len(self.records), config.per_shard)
-        self.parts = {
-            f"shard-{number:06}.tar": range(start, min(start + config.per_shard, len(self.records)))
-            for number, start in enumerate(starts)
-        }
-
-    def write(self) -> None:
-        """Writes the missing shards."""
-        missing = {name: part for name, part in self.parts.items() if self.job.path(name, damaged="absent") is None}
-        indices = [index for part in missing.values() for index in part]
-        # Results come in the sampler's order, whichever worker is ready first.
-        loader = DataLoader(self.dataset, batch_size=None, sampler=indices, num_workers=self.config.workers)
-        done = len(self.records) - len(indices)
-        bar = tqdm(desc="writing shards", total=len(self.records), initial=done, unit=" pairs")
-        with bar, load_batches(loader) as batches:
-            images = _counted(batches, bar)
-            for name, part in missing.items():
-                self._write_shard(name, part, images)
-                self._require_any()
-
-    def _write_shard(self, name: str, part: range, images: Iterator[bytes | BadRecord]) -> None:
-        """Writes one shard. A sample's key is its position in the data."""
-        left_out: list[dict] = []  # noted when the shard is written
-        with (
-            self.job.write(name, left_out=left_out) as temporary,
-            tarfile.open(temporary, mode="w", format=tarfile.USTAR_FORMAT) as tar,
-        ):
-            for index in part:
-                image, record = next(images), self.records[index]
-                if isinstance(image, BadRecord):
-                    left_out.append(asdict(image))
-                    continue
-                caption = {"id": record.sample_id, "caption": record.caption}
-                caption |= {} if record.short is None else {"short_caption": record.short}
-                add_file(tar, f"{index:09}.jpg", image)
-                add_file(tar, f"{index:09}.json", json.dumps(caption).encode())
-
-    def _left_out(self) -> dict[str, list[BadRecord]]:
-        """The bad records of each shard that is written."""
-        notes = {name: self.job.notes(name)["left_out"] for name in self.parts if name in self.job}
-        return {name: [BadRecord(**record) for record in left_out] for name, left_out in notes.items()}
-
-    def _require_any(self) -> None:
-        """Raises UserError if no image could be read so far: the image folder is wrong."""
-        left_out = self._left_out()
-        if all(len(bad) == len(self.parts[name]) for name, bad in left_out.items()):
-            first = next(iter(left_out.values()))[0]
-            tried = min(self.config.per_shard, len(self.records))
-            raise UserError(
-                f"None of the first {tried} images can be read, for example {first.detail}. Is "
-                f"{str(self.dataset.images.root)!r} the folder that the image paths start from?"
-            )
-
-    def finish(self) -> None:
-        """Reports bad records and notes that the shards are finished. Raises UserError if too many records are bad."""
-        output, left_out = self.job.folder, self._left_out()
-        bad = [*self.bad, *chain(*left_out.values())]
-        (output / BAD_RECORDS).unlink(missing_ok=True)
-        report_bad(bad, output)
-        pairs = len(self.records) + len(self.bad)
-        advice = (
-            f"All are named in {str(output / BAD_RECORDS)!r}. Mend them and give a new output, or raise --max-bad "
-            "to keep the shards that are written."
-        )
-        check_share(bad, pairs, self.config.max_bad, advice)
-        samples = {name: len(part) - len(left_out[name]) for name, part in self.parts.items()}
-        self.job.note(FINISHED, samples=samples)
-        size = sum((output / name).stat().st_size for name in samples)
-        written = f"{sum(samples.values())} of {pairs} pairs in {len(samples)} shards"
-        print(f"Wrote {written}, {size / 1e6:,.1f} MB, to {output}")
+def _write_shard(
+    job: Job, name: str, part: range, records: Sequence[Record], images: Iterator[bytes | BadRecord]
+) -> None:
+    """Writes one shard. A sample's key is its position in the data; bad records are noted when it is written."""
+    left_out: list[dict] = []
+    with job.write(name, left_out=left_out) as temporary, open_tar(temporary) as tar:
+        for index in part:
+            image, record = next(images), records[index]
+            if isinstance(image, BadRecord):
+                left_out.append(asdict(image))
+                continue
+            caption = {"id": record.sample_id, "caption": record.caption}
+            caption |= {} if record.short is None else {"short_caption": record.short}
+            add_file(tar, f"{index:09}.jpg", image)
+            add_file(tar, f"{index:09}.json", json.dumps(caption).encode())
 
 
-def _counted(images: Iterable, bar: tqdm) -> Iterator:
-    for image in images:
-        bar.update()
-        yield image
+def open_tar(path: Path) -> tarfile.TarFile:
+    """A new tar in the format that all programs read."""
+    return tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT)
 
 
 def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -28,7 +28,7 @@ from harness import publish, read_options
 from debias_diffusion.ablation.heads import ABLATED, Ablation
 from debias_diffusion.ablation.saved import is_ablation, read_ablation, write_ablation
 from debias_diffusion.app.ablate.command import AblateConfig, ablate
-from debias_diffusion.data import open_data
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.intervals import paired_difference

@@ -41,8 +41,11 @@ from torchvision import transforms
 from tqdm import tqdm
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data import ImageFolder, Record, open_data, read_sharegpt4v
 from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.json_files import read_sharegpt4v
+from debias_diffusion.data.records import Record
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.eval.report import Table
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.loading import load_backbone

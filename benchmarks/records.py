@@ -32,7 +32,8 @@ from machine import PeakMemory
 from PIL import Image
 from tqdm import tqdm
 
-from debias_diffusion.data import Record, read_sharegpt4v
+from debias_diffusion.data.json_files import read_sharegpt4v
+from debias_diffusion.data.records import Record
 from debias_diffusion.eval.report import Table
 from debias_diffusion.sentences import split_sentences
 

@@ -17,7 +17,8 @@ from harness import CPU, by_turns, publish, read_options
 from machine import PeakMemory, machine, seconds
 from PIL import Image, ImageFilter
 
-from debias_diffusion.data import ImageFolder, Record
+from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.records import Record
 from debias_diffusion.devices import pick_device
 from debias_diffusion.eval.report import Table
 from debias_diffusion.models.loading import load_backbone

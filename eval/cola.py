@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
-from debias_diffusion.data import BadRecord, ImageFolder, Record
-from debias_diffusion.data.bad_records import check_share, print_left_out, refused
+from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, refused
 from debias_diffusion.data.captions import check_caption, fold
-from debias_diffusion.data.retrieval_layouts import load_json
+from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.records import Record
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import sha256
+from debias_diffusion.files import read_json, sha256
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from .image_features import ImageFeatures
@@ -67,7 +67,7 @@ def read_cola(file: str | Path) -> Cola:
         UserError: the file is none of Cola's, or has no record that can be used.
     """
     file = Path(file)
-    classes, entries = _classes_and_entries(load_json(file, object))
+    classes, entries = _classes_and_entries(read_json(file, object))
     if not isinstance(entries, list) or not (classes is None or _are_names(classes)):
         raise UserError(
             f"{str(file)!r} is none of Cola's files: a list of [image, caption, image, caption], or labels, a list of "

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data, read_captions
-from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
+from debias_diffusion.data.images import ImageSource
+from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
+from debias_diffusion.data.sources import data_digest, open_data, read_captions
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job

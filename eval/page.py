@@ -8,8 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from debias_diffusion.data import BadRecord
-from debias_diffusion.data.bad_records import print_left_out
+from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import atomic_file, write_text
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from matplotlib.figure import Figure
 
-from debias_diffusion.data import BadRecord
+from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.files import json_digest, write_json

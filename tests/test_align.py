@@ -25,7 +25,7 @@ from debias_diffusion.app.align.latents import FrozenVAE
 from debias_diffusion.app.align.samples import PART, Sample
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
-from debias_diffusion.data import Record
+from debias_diffusion.data.records import Record
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all

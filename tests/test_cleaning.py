@@ -9,7 +9,7 @@ import pytest
 
 from debias_diffusion.app.synthesize.cleaning import drop_unfinished, fault
 from debias_diffusion.app.synthesize.instructions import LONG, SHORT, draw_instruction
-from debias_diffusion.data import open_data
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.tokens import clip_tokenizer
 

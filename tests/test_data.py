@@ -7,9 +7,12 @@ from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from debias_diffusion.data import ImageFolder, Record, open_data, read_jsonl, read_sharegpt4v
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.json_files import read_jsonl, read_sharegpt4v
+from debias_diffusion.data.records import Record
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.tokens import CaptionTokenizer

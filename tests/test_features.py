@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from debias_diffusion.data import open_data
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job
 from debias_diffusion.training import feature_cache

@@ -36,7 +36,7 @@ from safetensors.torch import load_file
 from debias_diffusion.app.ablate.command import AblateConfig, ablate
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data import open_data
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS, find_method

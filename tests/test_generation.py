@@ -15,8 +15,7 @@ from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_features import save_dino
 from PIL import Image
 
-from debias_diffusion.data import toy_scene
-from debias_diffusion.data.toy_scenes import read_toy_scenes
+from debias_diffusion.data.toy_scenes import read_toy_scenes, toy_scene
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import generation
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation, figures, tables
@@ -236,7 +235,7 @@ def test_the_toy_world_tells_which_objects_are_right(toy):
         for line in lines:
             values = by_sentence[line["sentence"]]
             assert (line["objects"], line["value"]) == (len(values), pytest.approx(np.mean(values)))
-        filled, right = (sum(map(len, (s.drawn for s in comparisons))), sum(map(np.sum, by_sentence.values())) / 100)
+        filled, right = (sum(map(len, (s.filled for s in comparisons))), sum(map(np.sum, by_sentence.values())) / 100)
         scores = {name: number["value"] for name, number in its["scores"].items() if isinstance(number, dict)}
         assert scores["objects_precision"] == pytest.approx(100 * right / filled)
         assert scores["objects_f1"] == pytest.approx(200 * right / (filled + len(every)))

@@ -11,7 +11,8 @@ from helpers.tiny_clip import tiny_clip, tiny_siglip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 
-from debias_diffusion.data import ImageFolder, Record
+from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.records import Record
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features
 from debias_diffusion.eval.image_features import Encoded, ImageFeatures

@@ -14,8 +14,11 @@ from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import EpsImagePlugin, Image, features
 
-from debias_diffusion.data import ImageFolder, Record, ShardImages, open_data, read_shards
 from debias_diffusion.data.dataset import CaptionDataset
+from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.records import Record
+from debias_diffusion.data.shards import ShardImages, read_shards
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import dpg_answers
 from debias_diffusion.eval.images import networks as feature_networks

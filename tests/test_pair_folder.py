@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
 
-from debias_diffusion.data import Record, data_digest, open_data, read_captions
+from debias_diffusion.data.records import Record
+from debias_diffusion.data.sources import data_digest, open_data, read_captions
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train

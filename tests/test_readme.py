@@ -10,7 +10,8 @@ import yaml
 from skimage import data_dir
 
 from debias_diffusion.app.options import AblateConfig, AlignConfig
-from debias_diffusion.data import ImageFolder, read_sharegpt4v
+from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.json_files import read_sharegpt4v
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.training.config import TrainConfig
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from debias_diffusion.data import ImageFolder, read_sharegpt4v
+from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.json_files import read_sharegpt4v
 from debias_diffusion.encoders import EncoderSpec, labels
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features, retrieval

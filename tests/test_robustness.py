@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from debias_diffusion.data import read_sharegpt4v
+from debias_diffusion.data.json_files import read_sharegpt4v
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.retrieval import DIRECTIONS, RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import (

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from debias_diffusion.data import Record, data_digest, open_data, read_captions, toy_scene, toy_scenes
+from debias_diffusion.data import toy_scenes
+from debias_diffusion.data.records import Record
+from debias_diffusion.data.sources import data_digest, open_data, read_captions
+from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
 from debias_diffusion.toyworld import grammar, scenes

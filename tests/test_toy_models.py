@@ -59,7 +59,7 @@ def test_a_comparison_sees_what_nobody_asked_for_and_the_background():
     drawn = (Thing("star", "red", "large", "top"), Thing("cross", "pink", "small", "bottom"))
     comparison = compare(render(Scene("black", drawn), SIZE), asked)
     assert comparison.correct == {"top": True, "left": False} and comparison.sizes == {"top": False, "left": False}
-    assert comparison.drawn == ("top", "bottom") and comparison.invented == ("bottom",)
+    assert comparison.filled == ("top", "bottom") and comparison.invented == ("bottom",)
     assert not comparison.background and compare(render(asked, 96), asked).background
 
 

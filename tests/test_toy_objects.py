@@ -135,7 +135,7 @@ def test_scores_are_brute_force_counts(drawn):
     comparisons, mentions = drawn
     places = [
         # (number of the sentence, None where nothing should be; right, wrong, or None where nothing is)
-        (of_image.get(place), seen.correct.get(place, False) if place in seen.drawn else None)
+        (of_image.get(place), seen.correct.get(place, False) if place in seen.filled else None)
         for seen, of_image in zip(comparisons, mentions, strict=True)
         for place in PLACES
     ]

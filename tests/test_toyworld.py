@@ -12,7 +12,7 @@ from scipy import ndimage
 from torch import nn
 from transformers import CLIPTokenizer
 
-from debias_diffusion.data import read_sharegpt4v
+from debias_diffusion.data.json_files import read_sharegpt4v
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer

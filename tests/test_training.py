@@ -33,8 +33,8 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data import open_data
 from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.dual_caption import RECIPES

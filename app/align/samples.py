@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, split_text, tokenize_text
-from debias_diffusion.data import BadRecord
+from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.data.dataset import RecordDataset
 from debias_diffusion.methods.base import Key
 from debias_diffusion.methods.sampling import draw_generator

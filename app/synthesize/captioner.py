@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
 
-EXAMPLE = "llava-hf/llama3-llava-next-8b-hf"  # Fix-CLIP's captioner (section 3.1)
 _SIZES = 4096  # of images, whose shapes are remembered
 
 
@@ -36,27 +36,26 @@ def model_digest(model: str) -> str:
         UserError: there is no such model, or it is no image-text-to-text one.
     """
     local = os.path.isdir(model)
-    try:
+    with _explain(model):
         if not local and not may_be_hub_id(model):
             raise ValueError("it is not there")
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # whatever a wrong folder or a failed download raises
-        raise UserError(
-            f"The configuration of the model {model!r} cannot be read: {reason(error)}. {_advice()}"
-        ) from error
-    if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        raise UserError(
-            f"The model {model!r} is a {config.model_type}, and transformers has no image-text-to-text model of that "
-            f"kind. {_advice()}"
-        )
+        if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")
     return path_digest(model) if local else f"{model}@{getattr(config, '_commit_hash', None)}"
 
 
-def _advice() -> str:
-    return (
-        f"Give --model a folder or hub id of an image-text-to-text model that transformers knows, such as {EXAMPLE}. "
-        "Code that comes with a model is not run."
-    )
+@contextmanager
+def _explain(model: str) -> Iterator[None]:
+    """Raises UserError for whatever a wrong folder or a failed download raises."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"The model {model!r} cannot be used: {reason(error)}. Give --model a folder or hub id of an "
+            "image-text-to-text model that transformers knows, such as llava-hf/llama3-llava-next-8b-hf (Fix-CLIP's). "
+            "Code that comes with a model is not run."
+        ) from error
 
 
 class Captioner:
@@ -68,33 +67,34 @@ class Captioner:
         max_new_tokens: where an answer is cut.
         batch: images that are asked about at once.
 
+    Attributes:
+        shapes: of a size of images, the shapes, without the first axis, of what the processor makes of them: alike for
+            a batch. LLaVA-NeXT cuts an image into tiles, more or fewer as its sides demand, and the library's pipeline
+            concatenates images along the first axis only. Raises whatever the processor raises for this size.
+
     Raises:
         UserError: the model cannot be loaded, lacks weights, or has no chat template.
     """
 
     def __init__(self, model: str, device: torch.device, precision: str, max_new_tokens: int, batch: int):
-        try:
+        with _explain(model):
             processor = AutoProcessor.from_pretrained(model, trust_remote_code=False)
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModelForImageTextToText.from_pretrained(
                 model, dtype=DTYPES[precision], trust_remote_code=False, output_loading_info=True
             )
-            if info["missing_keys"]:
-                missing = sorted(info["missing_keys"])
+            if missing := sorted(info["missing_keys"]):
                 raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
             if not getattr(processor, "chat_template", None):
                 raise ValueError("it has no chat template, so it cannot be asked")
             tokenizer, self.image_processor = processor.tokenizer, processor.image_processor
-        except Exception as error:  # whatever a wrong folder or a failed download raises
-            raise UserError(f"The model {model!r} cannot be loaded: {reason(error)}. {_advice()}") from error
         # Answers continue the last position of a row, so the pads must stand on the left.
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.pipeline = pipeline("image-text-to-text", model=loaded.eval(), processor=processor, device=device)
-        self.batch = batch
-        self.settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens}
-        self._shapes = lru_cache(_SIZES)(self._processed_shapes)
+        self.batch, self.max_new_tokens = batch, max_new_tokens
+        self.shapes = lru_cache(_SIZES)(self._shapes)
 
     def captions(self, asked: Iterable[Asked]) -> Iterator[tuple[int, str]]:
         """(index, answer) of each image, batch by batch and therefore in another order.
@@ -107,44 +107,28 @@ class Captioner:
         """
         waiting: dict[tuple, list[Asked]] = {}
         for one in asked:
-            group = waiting.setdefault(self.shapes(one.image), [])
+            group = waiting.setdefault(self.shapes(one.image.size), [])
             group.append(one)
             if len(group) == self.batch:
                 yield from self._answers(group)
                 group.clear()
-        for group in waiting.values():
-            if group:
-                yield from self._answers(group)
+        for group in filter(None, waiting.values()):
+            yield from self._answers(group)
 
-    def shapes(self, image: Image.Image) -> tuple:
-        """The shapes, without the first axis, of what the processor makes of an image: alike for a batch.
-
-        LLaVA-NeXT cuts an image into tiles, more or fewer as its sides demand, and the library's pipeline concatenates
-        images along the first axis only.
-
-        Raises:
-            Exception: whatever the processor raises for an image that it cannot read.
-        """
-        return self._shapes(image.size)
-
-    def _processed_shapes(self, size: tuple[int, int]) -> tuple:
+    def _shapes(self, size: tuple[int, int]) -> tuple:
         processed = self.image_processor(Image.new("RGB", size), return_tensors="pt")
         tensors = {name: tensor for name, tensor in processed.items() if isinstance(tensor, torch.Tensor)}
         return tuple(sorted((name, tuple(tensor.shape[1:])) for name, tensor in tensors.items()))
 
     def _answers(self, group: list[Asked]) -> list[tuple[int, str]]:
-        chats = [
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "image", "image": one.image}, {"type": "text", "text": one.prompt}],
-                }
-            ]
-            for one in group
-        ]
+        contents = [[{"type": "image", "image": one.image}, {"type": "text", "text": one.prompt}] for one in group]
+        settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": self.max_new_tokens}
         try:
             answers = self.pipeline(
-                text=chats, batch_size=len(chats), return_full_text=False, generate_kwargs=dict(self.settings)
+                text=[[{"role": "user", "content": content}] for content in contents],
+                batch_size=len(group),
+                return_full_text=False,
+                generate_kwargs=settings,
             )
         except torch.OutOfMemoryError as error:
             raise UserError(

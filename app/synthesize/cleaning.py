@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from debias_diffusion.data.captions import check_caption
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 
@@ -69,8 +70,11 @@ def fault(text: str, kind: str = "long") -> str | None:
         kind: "long" or "short": what the model was asked for.
     """
     words = [word.lower() for word in _WORD.findall(text)]
-    checks = (lambda: _repeated(text, words), lambda: _meaningless(text, words), lambda: _short(text, words, kind))
-    return next(filter(None, (check() for check in checks)), None)
+    try:
+        check_caption(text or "empty", "")  # what `train` refuses, but an empty caption is short
+    except ValueError as error:
+        return f"meaningless: {str(error).partition(':')[0]}"
+    return _repeated(text, words) or _meaningless(text, words) or _short(text, words, kind)
 
 
 def _repeated(text: str, words: Sequence[str]) -> str | None:

@@ -1,70 +1,51 @@
 """`debias-diffusion synthesize`: captions for images, written by a multimodal model and cleaned."""
 
-import tarfile
+import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
 
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
-from debias_diffusion.app.shards import add_file
-from debias_diffusion.data import (
-    BadRecord,
-    ImageSource,
-    PackedRecords,
-    Record,
-    ShardImages,
-    data_digest,
-    is_shards,
-    open_data,
-)
-from debias_diffusion.data.bad_records import (
-    BAD_RECORDS,
-    check_share,
-    read_or_bad,
-    report_bad,
-    unreadable,
-)
-from debias_diffusion.data.caption_statistics import summarise
+from debias_diffusion.app.shards import add_file, divide, open_tar, read_images
+from debias_diffusion.data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad
+from debias_diffusion.data.caption_statistics import CaptionStatistics, summarise
 from debias_diffusion.data.captions import fold
 from debias_diffusion.data.image_folder import list_images
-from debias_diffusion.data.shards import FINISHED, file_ending
-from debias_diffusion.data.workers import load_batches
+from debias_diffusion.data.records import PackedRecords, Record
+from debias_diffusion.data.shards import FINISHED
+from debias_diffusion.data.sources import data_digest, is_shards, open_data
 from debias_diffusion.devices import pick_precision
-from debias_diffusion.errors import UserError
 from debias_diffusion.eval.processes import Processes
 from debias_diffusion.eval.report import versions
-from debias_diffusion.files import (
-    atomic_file,
-    bytes_digest,
-    write_json,
-)
+from debias_diffusion.files import atomic_file, bytes_digest, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.training.check import look_for_images
 
 from ..options import SynthesizeConfig
 from ..written_folder import check_free
 from .captioner import Asked, Captioner, model_digest
 from .cleaning import drop_unfinished, fault
 from .instructions import draw_instruction
-from .parts import Outcome, Parts, json_line
-from .sheet import Summary, write_sheet
+from .sheet import Sheet
 
 CAPTIONS, REMOVED, SETTINGS, REPORT = "captions.jsonl", "removed.jsonl", "synthesize.json", "report.html"
 _CONTEXT_LENGTH = 248  # of the tokenizer that counts for the report
+
+# What became of one image: as captions.jsonl, removed.jsonl or bad-records.jsonl has it.
+Row = dict[str, str]
 
 
 def synthesize(config: SynthesizeConfig) -> Path:
     """Captions all images and writes what is kept and what is removed. Returns the output folder.
 
-    Started by `accelerate launch`, the processes share the parts. A killed run continues with the missing parts, and
-    the same command gives the same files, whatever the number of processes.
+    The images are divided into parts, each an item of the job: its rows, and for shards its shard too. Started by
+    `accelerate launch`, the processes share the parts. A killed run continues with the missing parts, and the same
+    command gives the same files, whatever the number of processes.
 
     Raises:
         UserError: the model or the data cannot be used, there are no images, too many are unreadable, or the output
@@ -73,22 +54,13 @@ def synthesize(config: SynthesizeConfig) -> Path:
     return _Synthesis(config).run()
 
 
-class _Opened(Dataset):
-    """Each record's image, or a BadRecord."""
-
-    def __init__(self, records: Sequence[Record], images: ImageSource):
-        self.records, self.images = records, images
-
-    def __getitem__(self, index: int) -> Image.Image | BadRecord:
-        return read_or_bad(self.records[index], self.images.open)
-
-
 class _Synthesis:
     """One run.
 
     Attributes:
         records: of the images; a caption is "" where the data have none.
         bad: records without a usable caption.
+        parts: {name: positions of its records} of all parts.
     """
 
     def __init__(self, config: SynthesizeConfig):
@@ -98,206 +70,170 @@ class _Synthesis:
         self.into_shards = config.data is not None and is_shards(Path(config.data))
 
     def run(self) -> Path:
-        with self.processes.only_main_prints():
-            model = self.processes.from_main(self._check)
-            self._read()
+        processes = self.processes
+        with processes.only_main_prints():
+            processes.from_main(lambda: check_free(self.output))
+            model = processes.from_main(lambda: model_digest(self.config.model))
+            inputs = {"data": self._read(), "model": model}
+            self.parts = divide(len(self.records), self.config.per_part, "parts/part-{:06}.jsonl")
             names = ("kind", "max_new_tokens", "seed", "per_part")
             settings = {name: getattr(self.config, name) for name in names} | {"precision": self.precision}
-            inputs = {"data": self.data_sha256, "model": model}
-            with (
-                self.processes.alone_in(self.output),
-                Job.open(self.output, "synthesize", settings, inputs, shared=True) as self.job,
-            ):
-                self.parts = Parts(self.job, len(self.records), self.config.per_part)
-                missing = self.processes.from_main(self._missing)
-                self._write(missing)
-                self.processes.gathered([])  # all have written
-                self.processes.from_main(lambda: self._finish(settings | inputs))
+            # The main process holds the folder's lock. The others add their lines to files of their own.
+            shared = {"shared": not processes.is_main, "process": processes.index}
+            with Job.open(self.output, "synthesize", settings, inputs, **shared) as self.job:
+                self._write(processes.from_main(self._missing))
+                processes.gathered([])  # all have written
+                processes.from_main(lambda: self._finish(settings | inputs))
         return self.output
 
-    def _check(self) -> str:
-        """The digest of the model, once the output can be used."""
-        check_free(self.output)
-        return model_digest(self.config.model)
-
-    def _read(self) -> None:
+    def _read(self) -> str:
+        """Reads the data. Returns their digest."""
         config, self.bad = self.config, []
         if config.data is None:
             names, self.images = list_images(config.images)
             self.records = PackedRecords(Record(name, name, "") for name in names)
-            self.data_sha256 = bytes_digest(f"{name}\n".encode() for name in names)
-            return
+            return bytes_digest(f"{name}\n".encode() for name in names)
         captions, self.images = open_data(config.data, config.images)
         self.records, self.bad = captions.records, captions.bad
-        self.data_sha256 = data_digest(config.data, captions)
+        look_for_images(self.records, self.images, config.max_bad)
+        return data_digest(config.data, captions)
 
-    def _missing(self) -> list[int]:
+    def _items(self, part: str) -> list[str]:
+        """A part's items: its rows, and its shard, if there is one."""
+        return [part, _shard(part)] if self.into_shards else [part]
+
+    def _missing(self) -> list[str]:
         """The parts to write."""
-        numbers = range(len(self.parts.ranges))
-        missing = [number for number in numbers if not self._is_whole(number)]
-        if len(missing) < len(numbers):
-            print(f"{len(numbers) - len(missing)} of {len(numbers)} parts are finished.")
-        return missing
+        whole = [part for part in self.parts if all(self.job.path(item, "absent") for item in self._items(part))]
+        if whole:
+            print(f"{len(whole)} of {len(self.parts)} parts are finished.")
+        return [part for part in self.parts if part not in whole]
 
-    def _is_whole(self, number: int) -> bool:
-        shard = not self.into_shards or self.job.path(_shard(number), damaged="absent")
-        return bool(shard) and self.parts.is_whole(number)
-
-    def _write(self, missing: Sequence[int]) -> None:
-        """Writes this process's share of the missing parts. Raises UserError if too many images are unreadable."""
-        mine = missing[self.processes.index :: self.processes.count]
+    def _write(self, missing: Sequence[str]) -> None:
+        """Writes this process's share of the missing parts."""
+        mine, config, count = missing[self.processes.index :: self.processes.count], self.config, self.processes.count
         if not mine:
             return
-        config, device = self.config, self.processes.device
-        captioner = Captioner(config.model, device, self.precision, config.max_new_tokens, config.batch)
-        indices = [index for number in mine for index in self.parts.ranges[number]]
-        # Results come in the sampler's order, whichever worker is ready first.
-        loader = DataLoader(
-            _Opened(self.records, self.images), batch_size=None, sampler=indices, num_workers=config.workers
-        )
-        shared = f", each of {self.processes.count} processes" if self.processes.count > 1 else ""
-        bar = tqdm(
-            desc=f"writing captions{shared}", total=len(indices), unit=" images", disable=not self.processes.is_main
-        )
-        bad = list(self.bad)
-        with bar, load_batches(loader) as opened:
-            for number in mine:
-                part = self.parts.ranges[number]
-                outcomes = self._outcomes(captioner, part, islice(opened, len(part)), bar)
-                bad += [outcome.bad for outcome in outcomes if outcome.bad]
-                if number == 0 and all(outcome.bad for outcome in outcomes):
-                    raise UserError(
-                        f"None of the first {len(part)} images can be read, for example {outcomes[0].bad}. Is "
-                        f"{str(self.images.root)!r} the folder that the image paths start from?"
-                    )
+        captioner = Captioner(config.model, self.processes.device, self.precision, config.max_new_tokens, config.batch)
+        indices = [index for part in mine for index in self.parts[part]]
+        shared = f", each of {count} processes" if count > 1 else ""
+        bar = {"desc": f"writing captions{shared}", "total": len(indices), "disable": not self.processes.is_main}
+        with read_images(self.records, self.images.open, indices, config.workers, **bar) as opened:
+            for part in mine:
+                rows = self._rows(captioner, self.parts[part], opened)
                 if self.into_shards:
-                    self._write_shard(number, outcomes)
-                self.parts.write(number, outcomes)
-                self._check_share(bad)
+                    self._write_shard(part, rows)
+                with self.job.write(part, kept=sum("caption" in row for row in rows)) as temporary:
+                    temporary.write_bytes(b"".join(map(_line, rows)))
 
-    def _outcomes(
-        self, captioner: Captioner, part: range, opened: Iterator[Image.Image | BadRecord], bar: tqdm
-    ) -> list[Outcome]:
+    def _rows(self, captioner: Captioner, part: range, opened: Iterator[Image.Image | BadRecord]) -> list[Row]:
         """What becomes of the images of a part, in order."""
-        outcomes: dict[int, Outcome] = {}
+        rows: dict[int, Row] = {}
 
         def asked() -> Iterator[Asked]:
-            for index, image in zip(part, opened, strict=True):
-                bad = image if isinstance(image, BadRecord) else _bad_shape(captioner, image, self.records[index])
-                if bad is None:
-                    yield Asked(index, image, self._prompt(self.records[index]))
+            for index, image in zip(part, islice(opened, len(part)), strict=True):
+                record, shapes = self.records[index], image
+                if not isinstance(image, BadRecord):  # the processor refuses some, such as one of a single pixel
+                    shapes = read_or_bad(record, lambda _, size=image.size: captioner.shapes(size))
+                if isinstance(shapes, BadRecord):
+                    rows[index] = asdict(shapes)
                 else:
-                    outcomes[index] = Outcome(self._name(self.records[index]), bad=bad)
-                    bar.update()
+                    yield Asked(index, image, self._prompt(record))
 
         for index, text in captioner.captions(asked()):
-            outcomes[index] = self._judged(self.records[index], text)
-            bar.update()
-        return [outcomes[index] for index in part]
+            rows[index] = self._judged(self.records[index], text)
+        return [rows[index] for index in part]
 
     def _prompt(self, record: Record) -> str:
         return draw_instruction(self.config.kind, self.config.seed, record.sample_id)
 
-    def _judged(self, record: Record, text: str) -> Outcome:
-        """The outcome of what the model wrote."""
+    def _judged(self, record: Record, text: str) -> Row:
+        """The row of what the model wrote."""
         kind = self.config.kind
         finished = drop_unfinished(text, kind)
-        reason = fault(finished, kind)
-        name, prompt = self._name(record), self._prompt(record)
-        if reason:
-            return Outcome(name, prompt, text=text.strip(), reason=reason)
+        image, prompt = record.sample_id if self.into_shards else record.image, self._prompt(record)
+        if reason := fault(finished, kind):
+            encodable = text.strip().encode("utf-8", "replace").decode()
+            return {"image": image, "reason": reason, "text": encodable, "prompt": prompt}
         # A model that was asked for one sentence may write more.
         written = fold(finished if kind == "long" else split_sentences(finished)[0])
         if not record.caption:
-            return Outcome(name, prompt, caption=written)
+            return {"image": image, "caption": written, "prompt": prompt}
         caption, short = (written, record.caption) if kind == "long" else (record.caption, written)
-        return Outcome(name, prompt, caption=caption, short_caption=short)
+        return {"image": image, "caption": caption, "short_caption": short, "prompt": prompt}
 
-    def _name(self, record: Record) -> str:
-        """The image as the result names it: its path, or the sample's id in shards."""
-        return record.sample_id if self.into_shards else record.image
-
-    def _write_shard(self, number: int, outcomes: Sequence[Outcome]) -> None:
+    def _write_shard(self, part: str, rows: Sequence[Row]) -> None:
         """Writes the kept pairs of a part with their images, byte for byte. A sample's key is its place in the data."""
-        images: ShardImages = self.images
-        kept = sum(outcome.caption is not None for outcome in outcomes)
-        with (
-            self.job.write(_shard(number), samples=kept) as temporary,
-            tarfile.open(temporary, mode="w", format=tarfile.USTAR_FORMAT) as tar,
-        ):
-            for index, outcome in zip(self.parts.ranges[number], outcomes, strict=True):
-                if outcome.caption is not None:
-                    image = self.records[index].image
-                    add_file(tar, f"{index:09}.{file_ending(image)}", images.read(image))
-                    add_file(tar, f"{index:09}.json", json_line(outcome.kept()).encode())
-
-    def _check_share(self, bad: Sequence[BadRecord]) -> None:
-        advice = f"{str(self.output / BAD_RECORDS)!r} names them at the end; raise --max-bad to go on without them."
-        check_share(bad, len(self.records) + len(self.bad), self.config.max_bad, advice)
+        with self.job.write(_shard(part)) as temporary, open_tar(temporary) as tar:
+            for index, row in zip(self.parts[part], rows, strict=True):
+                if "caption" in row:
+                    image = self.records[index].image  # shard/member@offset+size
+                    ending = Path(image.rpartition("@")[0]).suffix.lower()
+                    add_file(tar, f"{index:09}{ending}", self.images.read(image))
+                    add_file(tar, f"{index:09}.json", _line(row))
 
     def _finish(self, settings: dict) -> None:
-        """Joins the parts and writes the report. Raises UserError if too many images are unreadable."""
+        """Joins the parts and writes the report.
+
+        Raises:
+            UserError: too many images are unreadable, or a part was changed since it was written.
+        """
+        job = Job.read(self.output)  # with what the others wrote; and every checksum is compared now
+        kept, total = {part: job.notes(part)["kept"] for part in self.parts}, len(self.records) + len(self.bad)
+        tokenizer = CaptionTokenizer(clip_tokenizer(_CONTEXT_LENGTH), _CONTEXT_LENGTH)
+        bad, sheet = list(self.bad), Sheet(sum(kept.values()), tokenizer, self.images)
         (self.output / BAD_RECORDS).unlink(missing_ok=True)
-        summary = Summary(self.parts.kept(), CaptionTokenizer(clip_tokenizer(_CONTEXT_LENGTH), _CONTEXT_LENGTH))
         with ExitStack() as stack:
-            removed = stack.enter_context(self._lines(REMOVED))
-            captions = None if self.into_shards else stack.enter_context(self._lines(CAPTIONS))
-            for index, outcome in enumerate(self.parts.outcomes()):
-                summary.add(index, outcome)
-                if outcome.reason is not None:
-                    removed.write(json_line(outcome.removed()))
-                elif captions and outcome.caption is not None:
-                    captions.write(json_line(outcome.kept()))
-            bad = [*self.bad, *summary.bad]
+            names = (REMOVED,) if self.into_shards else (REMOVED, CAPTIONS)
+            paths = {name: stack.enter_context(atomic_file(self.output / name)) for name in names}
+            files = {name: stack.enter_context(path.open("wb")) for name, path in paths.items()}
+            for part, positions in self.parts.items():
+                rows, *_ = [job.path(item) for item in self._items(part)]
+                for index, line in zip(positions, rows.read_bytes().splitlines(keepends=True), strict=True):
+                    row = json.loads(line)
+                    if "where" in row:
+                        bad.append(BadRecord(**row))
+                        continue
+                    sheet.add(row, self.records[index])
+                    if file := files.get(REMOVED if "reason" in row else CAPTIONS):
+                        file.write(line)
             report_bad(bad, self.output)
-            self._check_share(bad)
+            advice = f"All are named in {str(self.output / BAD_RECORDS)!r}; raise --max-bad to go on without them."
+            check_share(bad, total, self.config.max_bad, advice)
         if self.into_shards:
-            shards = [_shard(number) for number in range(len(self.parts.ranges))]
-            self.job.note(FINISHED, samples={name: self.job.notes(name)["samples"] for name in shards})
+            self.job.note(FINISHED, samples={_shard(part): count for part, count in kept.items()})
         counts = {
-            "images": len(self.records) + len(self.bad),
-            "kept": summary.kept,
-            "removed": dict(sorted(summary.removed.items())),
+            "images": total,
+            "kept": len(sheet.measures),
+            "removed": dict(sorted(sheet.removed.items())),
             "unreadable": len(bad),
         }
-        statistics = summarise(summary.measures) if summary.kept else None
-        write_sheet(self.output / REPORT, summary, self.records, self.images, settings, counts, statistics)
+        statistics = summarise(sheet.measures) if sheet.measures else None
+        sheet.write(self.output / REPORT, settings, counts, statistics)
         given = {name: getattr(self.config, name) for name in ("model", "data", "images")}
         content = {"settings": settings, "given": given, "versions": versions(), "counts": counts}
         write_json(self.output / SETTINGS, content | {"captions": statistics and asdict(statistics)})
         self._tell(counts, statistics)
 
-    @contextmanager
-    def _lines(self, name: str) -> Iterator[TextIO]:
-        """A file of the output to write, which is there once it is complete."""
-        with atomic_file(self.output / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            yield file
-
-    def _tell(self, counts: dict, statistics) -> None:
+    def _tell(self, counts: dict, statistics: CaptionStatistics | None) -> None:
         removed = ", ".join(f"{count} {kind}" for kind, count in counts["removed"].items())
         print(
             f"Kept {counts['kept']} captions of {counts['images']} images; removed {sum(counts['removed'].values())}"
             f"{f' ({removed})' if removed else ''}, unreadable {counts['unreadable']}."
         )
         print(f"What they look like: {self.output / REPORT}. What was removed, and why: {self.output / REMOVED}")
-        if not counts["kept"]:
+        if statistics is None:
             print("Nothing is left to train on. Look at what the model wrote, and try another one.")
             return
-        print(statistics)
-        if self.into_shards:
-            print(f"Next: debias-diffusion train --data {self.output}, without --images")
-        else:
-            print(f"Next: debias-diffusion train --data {self.output / CAPTIONS} --images {self.images.root}")
+        data = self.output if self.into_shards else f"{self.output / CAPTIONS} --images {self.images.root}"
+        without = ", without --images" if self.into_shards else ""
+        print(f"{statistics}\nNext: debias-diffusion train --data {data}{without}")
 
 
-def _shard(number: int) -> str:
-    return f"shard-{number:06}.tar"
+def _shard(part: str) -> str:
+    """The shard of a part."""
+    return f"shard-{Path(part).stem.removeprefix('part-')}.tar"
 
 
-def _bad_shape(captioner: Captioner, image: Image.Image, record: Record) -> BadRecord | None:
-    """The bad record of an image that the model's processor refuses, such as one of a single pixel."""
-    try:
-        captioner.shapes(image)
-    except Exception as error:
-        return unreadable(record, error)
-    return None
+def _line(row: Row) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"

@@ -42,12 +42,6 @@ def refused(where: str, error: ValueError) -> BadRecord:
     return BadRecord(where, kind, detail)
 
 
-def unreadable(record: Record, error: Exception) -> BadRecord:
-    """The bad record of an image that cannot be opened or decoded."""
-    fault = as_unreadable(error)
-    return BadRecord(record.image, fault.kind, f"{record.image}: {fault}")
-
-
 def read_or_bad(record: Record, read: Callable[[str], T]) -> T | BadRecord:
     """`read` of the record's image, or a BadRecord if that raises any Exception but UserError.
 
@@ -58,7 +52,8 @@ def read_or_bad(record: Record, read: Callable[[str], T]) -> T | BadRecord:
     except UserError:
         raise
     except Exception as error:
-        return unreadable(record, error)
+        fault = as_unreadable(error)
+        return BadRecord(record.image, fault.kind, f"{record.image}: {fault}")
 
 
 def print_left_out(bad: Sequence, listed_in: str = "the report") -> None:
@@ -76,28 +71,19 @@ def report_bad(bad: Sequence[BadRecord], output: Path) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(record.kind for record in bad).most_common())
     print(f"{len(bad)} bad records ({kinds}), all in {output / BAD_RECORDS}")
     print_left_out(bad, BAD_RECORDS)
-    BadRecordsFile(output).add(bad)
+    add_bad(bad, output)
 
 
-class BadRecordsFile:
-    """`bad-records.jsonl` of an output folder. It lists each bad record once, however often it is met."""
-
-    def __init__(self, output: Path):
-        self.path = output / BAD_RECORDS
-        self._lines: set[bytes] = set()
-        self._end = 0  # of what has been read of the file, to which other processes may add
-
-    def add(self, bad: Sequence[BadRecord]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            with open_regular(self.path) as file:
-                file.seek(self._end)
-                written = file.read()
-            self._end += len(written)
-            self._lines.update(written.splitlines())
-        lines = dict.fromkeys(json.dumps(vars(record), ensure_ascii=False) for record in bad)
-        if new := [line for line in lines if line.encode() not in self._lines]:
-            append(self.path, "\n".join(new))
+def add_bad(bad: Sequence[BadRecord], output: Path) -> None:
+    """Adds bad records to the output folder's `bad-records.jsonl`, which lists each once."""
+    path, written = output / BAD_RECORDS, set()
+    output.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        with open_regular(path) as file:
+            written = set(file.read().splitlines())
+    lines = dict.fromkeys(json.dumps(vars(record), ensure_ascii=False) for record in bad)
+    if new := [line for line in lines if line.encode() not in written]:
+        append(path, "\n".join(new))
 
 
 def too_many(bad: int, count: int, max_bad: float) -> bool:

@@ -96,20 +96,9 @@ class CaptionStatistics:
         return " ".join(lines)
 
 
-def caption_statistics(captions: Iterable[str], tokenizer: CaptionTokenizer) -> CaptionStatistics:
-    """Statistics of any data set's captions, for example `(record.caption for record in records)`.
-
-    Raises:
-        ValueError: there are no captions.
-    """
-    return summarise(measure_caption(caption, tokenizer) for caption in captions)
-
-
 def summarise(measures: Iterable[CaptionMeasure]) -> CaptionStatistics:
-    """The statistics of captions measured one by one. Raises ValueError if there are none."""
+    """The statistics of captions that were measured one by one, at least one."""
     measures = list(measures)
-    if not measures:
-        raise ValueError("there are no captions")
     judged = [measure.summary_first for measure in measures if measure.summary_first is not None]
     return CaptionStatistics(
         captions=len(measures),

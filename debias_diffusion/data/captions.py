@@ -1,13 +1,19 @@
 """Captions in entries and files: where they are, and which ones can be used."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .bad_records import BadRecord, refused
 from .records import Record
 
 LONGEST_CAPTION = 32_768  # characters: thirty times the average; sampling from it takes at most about 0.1 s
+# Control characters but white space, as UTF-8. Those from U+0080 on may stay: ftfy reads them as Windows-1252.
+_CONTROLS = bytes([*range(9), *range(14, 28), 127])
 _ANSWERS, _QUESTIONS = ("gpt", "assistant"), ("human", "user", "system")
+
+Part, T = TypeVar("Part"), TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -18,27 +24,19 @@ class Captions:
     bad: list[BadRecord]
 
 
-def sort_out(
-    parts: Iterable[tuple[str, object]], read: Callable[..., Record], collect: Callable[[Iterable], Sequence] = list
-) -> Captions:
-    """Reads each of `parts`, (where it is, part), as a record. Parts that `read` refuses are bad records.
+def usable(parts: Iterable[tuple[str, Part]], read: Callable[[Part], T], bad: list[BadRecord]) -> Iterator[T]:
+    """What `read` makes of each of `parts`, (where it is, part).
 
     Args:
-        read: raises ValueError("kind: detail") for a part that cannot be used.
-        collect: makes the sequence of records.
+        read: raises ValueError("kind: detail") for a part that cannot be used, which is added to `bad`.
     """
-    bad = []
-
-    def good() -> Iterator[Record]:
-        for where, part in parts:
-            try:
-                record = read(part)
-            except ValueError as error:
-                bad.append(refused(where, error))
-            else:
-                yield record
-
-    return Captions(collect(good()), bad)
+    for where, part in parts:
+        try:
+            result = read(part)
+        except ValueError as error:
+            bad.append(refused(where, error))
+        else:
+            yield result
 
 
 def caption_of(entry: dict, where: str):
@@ -47,37 +45,30 @@ def caption_of(entry: dict, where: str):
     Raises:
         ValueError("kind: `where`"): the entry has neither.
     """
-    caption = entry.get("caption")
+    caption = answer_of(entry) if entry.get("caption") is None else entry["caption"]
     if caption is None:
-        try:
-            caption = answer_of(entry)
-        except (LookupError, TypeError):
-            raise ValueError(f"no caption: {where}") from None
+        raise ValueError(f"no caption: {where}")
     return caption
 
 
 def short_of(entry: dict) -> str | None:
     """The "short_caption" of an entry, folded; None where there is none that can be used."""
-    short = entry.get("short_caption")
-    if not is_text(short) or len(short) > LONGEST_CAPTION:
-        return None
-    return fold(short) or None
+    with suppress(ValueError):
+        return folded(entry.get("short_caption"), "")
 
 
 def answer_of(entry: dict):
     """The second turn of an entry's "conversations", or, if turns have roles, the first of "gpt" or "assistant".
 
-    Raises:
-        LookupError, TypeError: there is none.
+    None where there is none.
     """
-    turns = entry["conversations"]
-    if len(turns) > 1 and _role(turns[1]) in _ANSWERS:
-        return turns[1]["value"]
-    roles = [_role(turn) for turn in turns]
-    answers = [turn for turn, role in zip(turns, roles, strict=True) if role in _ANSWERS]
-    if not answers and roles[1] in _QUESTIONS:
-        raise LookupError("no turn is an answer")
-    return (answers[0] if answers else turns[1])["value"]
+    with suppress(LookupError, TypeError):
+        turns = entry["conversations"]
+        if len(turns) > 1 and _role(turns[1]) in _ANSWERS:
+            return turns[1]["value"]
+        answers = [turn for turn in turns if _role(turn) in _ANSWERS]
+        if answers or _role(turns[1]) not in _QUESTIONS:
+            return (answers[0] if answers else turns[1])["value"]
 
 
 def _role(turn) -> str | None:
@@ -86,9 +77,20 @@ def _role(turn) -> str | None:
 
 
 def check_caption(caption, where: str) -> None:
-    """Raises ValueError("kind: `where`") unless `caption` is text, not empty and not absurdly long."""
+    """The one rule of what may be trained on, and what `synthesize` keeps.
+
+    Raises:
+        ValueError("kind: `where`"): `caption` is not text, empty, absurdly long, or holds a control character that is
+            no white space, or half a surrogate pair, which JSON can hold and UTF-8 cannot.
+    """
     if not isinstance(caption, str) or not caption.strip():
         raise ValueError(f"empty or non-text caption: {where}")
+    try:
+        content = caption.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"half a surrogate pair in a caption: {where}") from None
+    if len(content.translate(None, _CONTROLS)) < len(content):  # six times as fast as a regular expression
+        raise ValueError(f"control character in a caption: {where}")
     if len(caption) > LONGEST_CAPTION and (length := len(fold(caption))) > LONGEST_CAPTION:
         raise ValueError(f"absurdly long caption: {where}: {length} characters, at most {LONGEST_CAPTION} are read")
 

@@ -114,15 +114,17 @@ class CaptionDataset(RecordDataset):
         return Sample(key, record.sample_id, image, captions, bad, views)
 
 
+@dataclass(frozen=True)
 class Collate:
     """Samples to a Batch (a class, so that it can be sent to worker processes).
 
-    Args:
+    Attributes:
         cached_features: whether a sample's image is its features.
     """
 
-    def __init__(self, tokenizer: CaptionTokenizer, recipe: Method, cached_features: bool = False):
-        self.tokenizer, self.recipe, self.cached_features = tokenizer, recipe, cached_features
+    tokenizer: CaptionTokenizer
+    recipe: Method
+    cached_features: bool = False
 
     def __call__(self, samples: list[Sample]) -> Batch:
         return Batch(

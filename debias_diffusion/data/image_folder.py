@@ -1,13 +1,14 @@
 """Folders of image and caption files, `photo.jpg` beside `photo.txt`, as image-text trainers keep them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from ..errors import UserError
-from .captions import Captions, folded, is_text, sort_out, utf8
+from .bad_records import BadRecord
+from .captions import Captions, folded, is_text, usable, utf8
 from .images import ImageFolder
 from .records import PackedRecords, Record
 
@@ -15,8 +16,6 @@ IMAGES = ("jpg", "jpeg", "png", "webp")
 _ALONE = (*IMAGES, "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm")  # endings of images without captions
 CAPTION = "txt"
 _LARGEST = 1 << 20  # bytes of a caption file, as in shards
-
-Pair = tuple[list[str], list[str]]  # the images and the captions of one name
 
 
 def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
@@ -30,17 +29,29 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
         UserError: there is no pair, or no usable one.
     """
     images = ImageFolder(root)
-    pairs = _pairs(images.root)
-    _require_pairs(os.fspath(root), pairs)
-    bar = tqdm(sorted(pairs.items()), desc="reading captions", unit=" captions", disable=len(pairs) < 10_000)
-    parts = ((_shown(min(pair[0] or pair[1])), pair) for _, pair in bar)
-    captions = sort_out(parts, lambda pair: _read(images.root, *pair), PackedRecords)
-    if not captions.records:
+    pairs: dict[str, tuple[list[str], list[str]]] = {}  # by name without ending: images and captions
+    for name in sorted(_files(images.root)):
+        stem = name.rpartition(".")[0]
+        if stem and _ending(name) in (*IMAGES, CAPTION):
+            pairs.setdefault(stem, ([], []))[_ending(name) == CAPTION].append(name)
+    counts = [sum(len(pair[kind]) for pair in pairs.values()) for kind in (0, 1)]
+    if not all(counts):
+        example = next((f", such as {name!r}" for pair in pairs.values() for name in (*pair[0], *pair[1])), "")
         raise UserError(
-            f"The folder {os.fspath(root)!r} has {len(pairs)} pairs and none is usable. The first fault: "
-            f"{captions.bad[0]}."
+            f"The folder {os.fspath(root)!r} holds no image-caption pairs: {counts[0]} images and {counts[1]} captions "
+            f"(.{CAPTION}){example}, and no *.tar. Give a folder of image and caption files (photo.jpg and photo.txt); "
+            "a folder of WebDataset shards (*.tar, not compressed); or a JSON or JSONL file, with its image folder "
+            "as images."
         )
-    return captions, images
+    bar = tqdm(sorted(pairs.items()), desc="reading captions", unit=" captions", disable=len(pairs) < 10_000)
+    parts = ((_shown((pair[0] or pair[1])[0]), pair) for _, pair in bar)
+    bad: list[BadRecord] = []
+    records = PackedRecords(usable(parts, lambda pair: _read(images.root, *pair), bad))
+    if not records:
+        raise UserError(
+            f"The folder {os.fspath(root)!r} has {len(pairs)} pairs and none is usable. The first fault: {bad[0]}."
+        )
+    return Captions(records, bad), images
 
 
 def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
@@ -52,7 +63,7 @@ def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
         UserError: there are none.
     """
     images = ImageFolder(root)
-    names = sorted(name for name in _files(images.root) if name.rpartition(".")[2].lower() in _ALONE and is_text(name))
+    names = sorted(name for name in _files(images.root) if _ending(name) in _ALONE and is_text(name))
     if not names:
         raise UserError(
             f"The folder {os.fspath(root)!r} holds no images: no file, in subfolders either, ends in "
@@ -61,52 +72,34 @@ def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
     return names, images
 
 
-def _pairs(root: Path) -> dict[str, Pair]:
-    """{name without ending: (images, captions)}, relative to the root"""
-    pairs: dict[str, Pair] = {}
-    for name in _files(root):
-        stem, _, ending = name.rpartition(".")
-        if stem and ending.lower() in (*IMAGES, CAPTION):
-            pairs.setdefault(stem, ([], []))[ending.lower() == CAPTION].append(name)
-    return pairs
+def _ending(name: str) -> str:
+    return name.rpartition(".")[2].lower()
 
 
 def _files(root: Path) -> Iterator[str]:
     """All files that are not hidden, as posix paths relative to the root."""
-    for folder, folders, files in os.walk(root, onerror=_refuse):
+
+    def refuse(error: OSError):
+        raise UserError(
+            f"The folder {error.filename!r} cannot be read ({error.strerror}). Make it readable, or move it."
+        )
+
+    for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = Path(folder, name)
-            if not name.startswith(".") and os.path.isfile(path):
+            if not name.startswith(".") and path.is_file():
                 yield path.relative_to(root).as_posix()
 
 
-def _refuse(error: OSError):
-    raise UserError(f"The folder {error.filename!r} cannot be read ({error.strerror}). Make it readable, or move it.")
-
-
-def _require_pairs(root: str, pairs: dict[str, Pair]) -> None:
-    """Raises UserError, which lists the layouts there are, for a folder without any image or without any caption."""
-    counts = [sum(len(pair[kind]) for pair in pairs.values()) for kind in (0, 1)]
-    if not all(counts):
-        example = next((f", such as {name!r}" for pair in pairs.values() for name in (*pair[0], *pair[1])), "")
-        raise UserError(
-            f"The folder {root!r} holds no image-caption pairs: {counts[0]} images and {counts[1]} captions "
-            f"(.{CAPTION}){example}, and no *.tar. Give a folder of image and caption files (photo.jpg and photo.txt); "
-            "a folder of WebDataset shards (*.tar, not compressed); or a JSON or JSONL file, with its image folder "
-            "as images."
-        )
-
-
-def _read(root: Path, images: list[str], captions: list[str]) -> Record:
+def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:
     """One pair. Raises ValueError("kind: detail")."""
     if not captions:
         raise ValueError(f"no caption: {_shown(images[0])} has none (.{CAPTION})")
     if not images:
         raise ValueError(f"no image: {_shown(captions[0])} has none (.{', .'.join(IMAGES)})")
     if len(images) > 1 or len(captions) > 1:
-        several = images if len(images) > 1 else captions
-        raise ValueError(f"same name: {' and '.join(map(_shown, sorted(several)))}")
+        raise ValueError(f"same name: {' and '.join(map(_shown, images if len(images) > 1 else captions))}")
     image, caption = images[0], captions[0]
     if not is_text(image):
         raise ValueError(f"bad file name: {_shown(image)} is not UTF-8")

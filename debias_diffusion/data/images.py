@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -62,26 +61,23 @@ def open_image(path: str | os.PathLike) -> Image.Image:
         raise as_unreadable(error) from error
 
 
-def decode_image(file: BinaryIO, formats: Sequence[str] = FORMATS) -> Image.Image:
+def decode_image(file: BinaryIO) -> Image.Image:
     """The RGB image in an open file, of several the first.
 
     Grey of 16 bits keeps its upper 8, as Pillow keeps those of 16-bit colours. Transparency is left out, as
     `Image.convert("RGB")` does: a pixel keeps its colour however transparent it is. EXIF rotation is not applied.
 
-    Args:
-        formats: of `FORMATS`.
-
     Raises:
-        UnreadableImage: it is of another format, has pixels that cannot become RGB faithfully (floating point numbers,
-            integers of 32 bits, LAB), or is so lopsided that resizing its shorter side to what a model reads would make
-            the other enormous.
+        UnreadableImage: it is of none of `FORMATS`, has pixels that cannot become RGB faithfully (floating point
+            numbers, integers of 32 bits, LAB), or is so lopsided that resizing its shorter side to what a model reads
+            would make the other enormous.
         Exception: Pillow cannot decode it, or it has more pixels than Pillow decodes.
     """
     Image.init()  # or formats of plugins that nothing has needed so far would be missing
     try:
-        image = Image.open(file, formats=[name for name in formats if name in Image.OPEN])
+        image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
     except Image.UnidentifiedImageError:
-        raise UnreadableImage(f"cannot identify it as {', '.join(formats)}") from None
+        raise UnreadableImage(f"cannot identify it as {', '.join(FORMATS)}") from None
     with image:
         if max(*image.size, 1) > _MOST_LOPSIDED * min(image.size):
             raise UnreadableImage(f"{image.width} x {image.height} pixels are no picture")
@@ -114,7 +110,7 @@ class ImageSource(Protocol):
         """Whether the image could be opened, as far as that can be told without reading it."""
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes that change when the image's file could have changed.
+        """16 bytes that change when the image's file could have changed, as `files.file_stamp` tells.
 
         Raises:
             OSError, ValueError: there is no such image.
@@ -124,6 +120,11 @@ class ImageSource(Protocol):
 def digest_of(*parts: str | int | Path) -> bytes:
     """16 bytes that stand for these parts."""
     return hashlib.blake2b("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def pixels_digest(image: Image.Image) -> bytes:
+    """16 bytes that stand for an image's size and pixels."""
+    return hashlib.blake2b(b"%d %d " % image.size + image.tobytes(), digest_size=16).digest()
 
 
 class ImageFolder:
@@ -145,11 +146,9 @@ class ImageFolder:
             )
 
     def open(self, image: str) -> Image.Image:
-        """The decoded RGB image. Raises UnreadableImage when it cannot be had."""
         return open_image(self.root / image)
 
     def is_there(self, image: str) -> bool:
-        """Whether there is such a file."""
         return os.path.isfile(self.root / image)
 
     def stamp(self, image: str) -> bytes:

@@ -20,7 +20,6 @@ LINE_SHAPE = '{"image": "a/b.jpg", "caption": "caption"}'
 
 _IN_MEMORY = 64 << 20  # bytes: a larger data file stays on the disk
 _CHUNK = 4 << 20  # bytes read at once
-_LARGEST_ENTRY = 64 << 20  # bytes, so that one quotation mark too few does not read the whole file into memory
 _DECODER = json.JSONDecoder(strict=False)  # control characters in strings are allowed
 _OPENING = re.compile(r"(?:\xef\xbb\xbf)?[ \t\n\r]*\[")  # after the mark of UTF-8, if there is one
 _SPACE, _COMMA, _CLOSING = (re.compile(rf"[ \t\n\r]*{mark}") for mark in ("", r",[ \t\n\r]*", r"\]"))
@@ -32,8 +31,8 @@ Parts = Iterable[tuple[int, int, int, object]]
 def read_sharegpt4v(path: str | os.PathLike) -> Captions:
     """Reads a JSON list in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`).
 
-    Runs of white space in captions become one space. An entry is bad if it has no image path, no caption, one of more
-    than 32,768 characters, or is not UTF-8.
+    Runs of white space in captions become one space. An entry is bad if it has no image path, no caption that
+    `check_caption` accepts, or is not UTF-8.
 
     A large file stays on the disk. Its records are read from it when they are needed, and it must not change meanwhile.
 
@@ -58,7 +57,7 @@ def read_jsonl(path: str | os.PathLike) -> Captions:
 
 def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]) -> Captions:
     """Reads a data file: `parts` parses it, `label` names a part in messages."""
-    places, bad = array("q"), []
+    places, bad, shape = array("q"), [], f"It must have the shape {shape}"
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -66,8 +65,6 @@ def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]
             with tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=not is_large) as bar:
                 for number, start, end, value in parts(file):
                     try:
-                        if isinstance(value, ValueError):
-                            raise value
                         _fields(value)
                         places.extend((start, end))
                     except ValueError as error:
@@ -75,19 +72,15 @@ def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]
                     bar.update(end - bar.n)
         content = InFile(path) if is_large else path.read_bytes()
     except OSError as error:
-        raise UserError(
-            f"Data file {str(path)!r} cannot be read ({error.strerror}). It must have the shape {shape}"
-        ) from error
+        raise UserError(f"Data file {str(path)!r} cannot be read ({error.strerror}). {shape}") from error
     except BrokenList as error:
+        count = len(places) // 2 + len(bad)
         raise UserError(
-            f"Data file {str(path)!r} is not a JSON list ({error}, after {len(places) // 2 + len(bad)} whole entries). "
-            f"It must have the shape {shape}"
+            f"Data file {str(path)!r} is not a JSON list ({error}, after {count} whole entries). {shape}"
         ) from None
     if not places:
         first = f" The first fault: {bad[0]}." if bad else ""
-        raise UserError(
-            f"Data file {str(path)!r} has {len(bad)} entries and none is usable.{first} It must have the shape {shape}"
-        )
+        raise UserError(f"Data file {str(path)!r} has {len(bad)} entries and none is usable.{first} {shape}")
     return Captions(PackedRecords.at(content, as_places(places), _record_at), bad)
 
 
@@ -121,7 +114,7 @@ def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
         except (ValueError, RecursionError) as error:  # broken, or cut by the chunk
             fault = BrokenList(getattr(error, "msg", str(error)), base + getattr(error, "pos", start))
         is_cut = fault or end + len("e+1") > len(text)  # a number may go on
-        if is_cut and len(text) - at <= _LARGEST_ENTRY and (more := file.read(max(_CHUNK, len(text) - at))):
+        if is_cut and (more := file.read(max(_CHUNK, len(text) - at))):
             base, text, at = base + at, text[at:] + more.decode("latin-1"), 0
             continue
         if fault:
@@ -171,13 +164,14 @@ def _record_at(raw: bytes | bytearray) -> Record:
 
 
 def _fields(entry) -> tuple[str, str]:
-    """(image, caption before folding) of an entry. Raises ValueError("kind: detail") if it has another shape."""
+    """(image, caption before folding) of an entry. Raises ValueError("kind: detail") for another shape."""
+    if isinstance(entry, ValueError):
+        raise entry
     if not isinstance(entry, dict):
         raise ValueError(f"not an object: found {type(entry).__name__}")
     image = entry.get("image")
     if not is_text(image):
         raise ValueError(f"no image path: found {image!r}")
-    where = f"image {image}"
-    caption = caption_of(entry, where)
-    check_caption(caption, where)
+    caption = caption_of(entry, f"image {image}")
+    check_caption(caption, f"image {image}")
     return image, caption

@@ -59,9 +59,6 @@ class PackedRecords(Sequence[Record]):
             return PackedRecords.at(self._content, self._places[index], self._parse)
         return self._parse(self._content[slice(*self._places[index].tolist())])
 
-    def __iter__(self):
-        return (self[index] for index in range(len(self)))
-
     def __eq__(self, other) -> bool:
         if not isinstance(other, Sequence):
             return NotImplemented

@@ -4,12 +4,14 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from ..errors import UserError
-from .captions import answer_of, is_text
+from ..files import read_json
+from .captions import answer_of, is_text, utf8
 
 FIVE = 5  # first captions of each image of COCO, which has five to seven, in Long-CLIP's eval/retrieval/coco.py
 SHAREGPT4V_HELD_OUT = 1000  # its first entries, which nobody trains on
@@ -18,10 +20,9 @@ SHAREGPT4V_FILE = "share-captioner_coco_lcs_sam_1246k_1107.json"
 IIW_PARTS = {"IIW-400": ("images_aar", "image/key"), "DCI_Test": ("photos", "image"), "DOCCI_Test": ("images", "image")}
 COCO_CN_FILE = "imageid.human-written-caption.txt"
 COCO_2014 = re.compile(r"COCO_(train2014|val2014)_\d{12}")  # an image of COCO-CN, and the folder that it lies in
-FLICKR30K_CNA_PAGE = "https://zero.so.com/download.html"
 RECOS_FILE, RECOS_KEYS = "recos_v1.json", ("image", "caption")
-
-Parts = Callable[[Path], Iterable[tuple[str, object]]]
+_HUB, _GITHUB = "https://huggingface.co/datasets", "https://github.com"
+_AGAIN = "Download it again."
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,11 @@ class Benchmark:
         page: where it is downloaded from.
     """
 
-    parts: Parts
+    parts: Callable[[Path], Iterable[tuple]]
     read: Callable[..., Entry]
     needs: tuple[str, ...]
     images: tuple[str, ...]
     page: str
-
-
-def load_json(path: Path, shape: type):
-    """A JSON file that holds a `shape`. Raises UserError when it does not."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise UserError(f"{str(path)!r} cannot be read as JSON ({error}). Download it again.") from None
-    if not isinstance(content, shape):
-        raise UserError(f"{str(path)!r} holds a {type(content).__name__}, not a {shape.__name__}. Download it again.")
-    return content
 
 
 def _fields(part) -> dict:
@@ -93,19 +83,20 @@ def _open_text(path: Path, newline: str | None = None) -> TextIO:
     try:
         return open(path, encoding="utf-8-sig", errors="replace", newline=newline)
     except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be read ({error.strerror}). Download it again.") from None
+        raise UserError(f"{str(path)!r} cannot be read ({error.strerror}). {_AGAIN}") from None
 
 
-def _text(path: Path) -> str | None:
-    """A text file; None where there is none. Raises ValueError("kind: detail") for one that cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(f"unreadable file: {path.name} ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"not UTF-8: {path.name}") from None
+def _text(path: Path) -> str:
+    """A text file; empty where there is none. Raises ValueError("kind: detail") for one that is not UTF-8."""
+    return utf8(path.read_bytes(), path.name) if path.exists() else ""
+
+
+def _objects(path: Path, key: str) -> list[dict]:
+    """The list of JSON objects under `key`. Raises UserError when there is none."""
+    objects = read_json(path, dict, _AGAIN).get(key)
+    if not isinstance(objects, list) or not all(isinstance(part, dict) for part in objects):
+        raise UserError(f"{str(path)!r} has no list of objects named {key!r}. {_AGAIN}")
+    return objects
 
 
 # ---- Urban1k
@@ -125,7 +116,7 @@ def _urban1k(root: Path) -> Iterator[tuple[str, Path]]:
 
 def _read_urban1k(where: str, path: Path) -> Entry:
     """The caption is the file's first line, as in Long-CLIP's script."""
-    return Entry(where, f"{path.stem}.jpg", (_text(path) or "").split("\n")[:1])
+    return Entry(where, f"{path.stem}.jpg", _text(path).split("\n")[:1])
 
 
 # ---- DCI and Long-DCI
@@ -133,7 +124,7 @@ def _read_urban1k(where: str, path: Path) -> Entry:
 
 def _dci(root: Path) -> Iterator[tuple[str, Path]]:
     """Every annotation of every split: 7,805, the whole benchmark."""
-    for names in load_json(root / "splits.json", dict).values():
+    for names in read_json(root / "splits.json", dict, _AGAIN).values():
         for name in names if isinstance(names, list) else []:
             path = root / "annotations" / str(name)
             if not path.is_file():
@@ -143,27 +134,21 @@ def _dci(root: Path) -> Iterator[tuple[str, Path]]:
 
 def _read_dci(where: str, path: Path) -> Entry:
     """Short and extra caption together, as DCI's `get_extended_caption`; a full stop between them where none is."""
-    fields = _parsed(_text(path) or "")
+    fields = _parsed(_text(path))
     captions = (fields.get(key) for key in ("short_caption", "extra_caption"))
     parts = [caption.strip() for caption in captions if is_text(caption) and caption.strip()]
     parts[:-1] = [part if part[-1] in ".!?" else f"{part}." for part in parts[:-1]]
     return Entry(where, fields.get("image"), (" ".join(parts),))
 
 
-def _long_dci(root: Path) -> Iterator[tuple[str, dict]]:
+def _long_dci(root: Path) -> Iterator[tuple[str, object, tuple]]:
     path = root / "dci_long.csv"
     try:
         with _open_text(path, newline="") as file:
             for row in csv.DictReader(file, delimiter="\t"):
-                yield f"dci_long.csv, image {row.get('filepath')}", row
+                yield f"dci_long.csv, image {row.get('filepath')}", row.get("filepath"), (row.get("title"),)
     except csv.Error as error:
-        raise UserError(f"{str(path)!r} cannot be read as tab-separated values ({error}). Download it again.") from None
-
-
-def _read_long_dci(where: str, row: dict) -> Entry:
-    if "filepath" not in row or "title" not in row:
-        raise ValueError(f"not a row of filepath and title: its columns are {', '.join(map(str, row))}")
-    return Entry(where, row["filepath"], (row["title"],))
+        raise UserError(f"{str(path)!r} cannot be read as tab-separated values ({error}). {_AGAIN}") from None
 
 
 # ---- DOCCI and ImageInWords
@@ -172,12 +157,10 @@ def _read_long_dci(where: str, row: dict) -> Entry:
 def _docci(root: Path) -> Iterator[tuple[str, str]]:
     """Lines of the test split, and those whose split cannot be read."""
     for where, line in _lines(root, "docci_descriptions.jsonlines"):
-        try:
-            wanted = _parsed(line).get("split") == "test"
-        except ValueError:
-            wanted = True
-        if wanted:
-            yield where, line
+        with suppress(ValueError):
+            if _parsed(line).get("split") != "test":
+                continue
+        yield where, line
 
 
 def _read_docci(where: str, line: str) -> Entry:
@@ -204,36 +187,23 @@ def _read_iiw(where: str, line: str) -> Entry:
 
 
 def _sharegpt4v(root: Path) -> Iterator[tuple[str, object]]:
-    for index, entry in enumerate(load_json(root / SHAREGPT4V_FILE, list)[:SHAREGPT4V_HELD_OUT]):
+    for index, entry in enumerate(read_json(root / SHAREGPT4V_FILE, list, _AGAIN)[:SHAREGPT4V_HELD_OUT]):
         yield f"{SHAREGPT4V_FILE}, entry {index}", entry
 
 
 def _read_sharegpt4v(where: str, entry) -> Entry:
-    fields = _fields(entry)
-    try:
-        captions = (answer_of(fields),)
-    except (LookupError, TypeError):
-        captions = ()
-    return Entry(where, fields.get("image"), captions)
+    return Entry(where, _fields(entry).get("image"), (answer_of(entry),))
 
 
 # ---- COCO and Flickr30k
 
 
-def _objects(path: Path, key: str) -> list[dict]:
-    """The list of JSON objects under `key`. Raises UserError when there is none."""
-    objects = load_json(path, dict).get(key)
-    if not isinstance(objects, list) or not all(isinstance(part, dict) for part in objects):
-        raise UserError(f"{str(path)!r} has no list of objects named {key!r}. Download it again.")
-    return objects
-
-
-def _coco(*splits: str, captions_an_image: int | None) -> Parts:
+def _coco(*splits: str, captions_an_image: int | None = None) -> Benchmark:
     """The images of these splits, each with its first captions in the file's order; None: all captions."""
+    files = {split: f"annotations/captions_{split}.json" for split in splits}
 
-    def parts(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
-        for split in splits:
-            name = f"annotations/captions_{split}.json"
+    def parts(root: Path) -> Iterator[tuple[str, object, list]]:
+        for split, name in files.items():
             captions: dict[str, list] = {}
             for annotation in _objects(root / name, "annotations"):
                 captions.setdefault(str(annotation.get("image_id")), []).append(annotation.get("caption"))
@@ -241,32 +211,27 @@ def _coco(*splits: str, captions_an_image: int | None) -> Parts:
                 file, texts = image.get("file_name"), captions.get(str(image.get("id")), [])
                 if len(splits) > 1 and is_text(file):
                     file = f"{split}/{file}"
-                yield f"{name}, image {image.get('id')}", (file, texts[:captions_an_image])
+                yield f"{name}, image {image.get('id')}", file, texts[:captions_an_image]
 
-    return parts
+    return Benchmark(parts, Entry, (*files.values(), *splits), splits, "https://cocodataset.org/#download")
 
 
-def _karpathy(splits: Sequence[str]) -> Parts:
+_FLICKR30K_IMAGES = "flickr30k-images"
+
+
+def _karpathy(*splits: str) -> Benchmark:
     """The images of Flickr30k in these parts of Karpathy's split: 29,000 train, 1,014 val, 1,000 test."""
+    name, page = "dataset_flickr30k.json", "https://cs.stanford.edu/people/karpathy/deepimagesent/"
 
-    def parts(root: Path) -> Iterator[tuple[str, tuple[object, list]]]:
-        name = "dataset_flickr30k.json"
+    def parts(root: Path) -> Iterator[tuple[str, object, list]]:
         for image in _objects(root / name, "images"):
             if image.get("split") in splits:
                 sentences = image.get("sentences")
                 sentences = sentences if isinstance(sentences, list) else []
                 raw = [sentence.get("raw") for sentence in sentences if isinstance(sentence, dict)]
-                yield f"{name}, image {image.get('filename')}", (image.get("filename"), raw)
+                yield f"{name}, image {image.get('filename')}", image.get("filename"), raw
 
-    return parts
-
-
-def _read_pair(where: str, pair: tuple[object, list]) -> Entry:
-    return Entry(where, *pair)
-
-
-def _flickr30k(root: Path) -> Iterator[tuple[str, str]]:
-    return _lines(root, "results_20130124.token")
+    return Benchmark(parts, Entry, (name, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
 
 
 def _read_flickr30k(where: str, line: str) -> Entry:
@@ -290,7 +255,7 @@ def _split_key(line: str) -> tuple[str, str]:
     return key.partition("#")[0], caption[0] if caption else ""
 
 
-def _coco_cn(*splits: str) -> Parts:
+def _coco_cn(*splits: str) -> Benchmark:
     """The images of these splits with the captions that people wrote, not those that they or a machine translated.
 
     `coco-cn_SPLIT.txt` names an image a line (18,341 train, 1,000 val, 1,000 test), and
@@ -298,18 +263,20 @@ def _coco_cn(*splits: str) -> Parts:
     captions: version 201805, by the README of https://github.com/li-xirong/coco-cn. The names of the files, and the
     lines' form, are those of public scripts that read `coco-cn-version1805v1.1.tar.gz`; the archive was not seen.
     """
+    lists = [f"coco-cn_{split}.txt" for split in splits]
 
     def parts(root: Path) -> Iterator[tuple[str, str]]:
         lines: dict[str, list[tuple[str, str]]] = {}
         for where, line in _lines(root, COCO_CN_FILE):
             lines.setdefault(_split_key(line)[0], []).append((where, line))
         yield from (part for image, of_image in lines.items() if not COCO_2014.fullmatch(image) for part in of_image)
-        for split in splits:
-            for where, line in _lines(root, f"coco-cn_{split}.txt"):
+        for name in lists:
+            for where, line in _lines(root, name):
                 image = line.strip()
                 yield from lines.pop(image, [(where, image)])  # without a caption: an error that names it
 
-    return parts
+    folders = ("train2014", "val2014")
+    return Benchmark(parts, _read_coco_cn, (COCO_CN_FILE, *lists), folders, f"{_HUB}/AIMClab-RUC/COCO-CN")
 
 
 def _read_coco_cn(where: str, line: str) -> Entry:
@@ -320,7 +287,7 @@ def _read_coco_cn(where: str, line: str) -> Entry:
     return Entry(where, f"{name[1]}/{image}.jpg", (caption,))
 
 
-def _flickr30k_cna(*splits: str) -> Parts:
+def _flickr30k_cna(*splits: str) -> Benchmark:
     """The images of these splits.
 
     `train/flickr30k_cna_train.txt` (148,909 lines) and `val/flickr30k_cna_val.txt` (5,000) have lines
@@ -329,6 +296,7 @@ def _flickr30k_cna(*splits: str) -> Parts:
     https://zero.so.com/detail.html, https://github.com/yuxie11/R2D2, and public scripts that read and count these
     files; the archive was not seen.
     """
+    page = "https://zero.so.com/download.html"
 
     def parts(root: Path) -> Iterator[tuple[str, str]]:
         for split in splits:
@@ -337,11 +305,11 @@ def _flickr30k_cna(*splits: str) -> Parts:
             if name is None:
                 raise UserError(
                     f"The folder {str(root)!r} has neither {names[0]!r} nor {names[1]!r}, so it is not Flickr30k-CNA "
-                    f"as published. They come from {FLICKR30K_CNA_PAGE}."
+                    f"as published. They come from {page}."
                 )
             yield from _lines(root, name)
 
-    return parts
+    return Benchmark(parts, _read_flickr30k_cna, (*splits, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
 
 
 def _read_flickr30k_cna(where: str, line: str) -> Entry:
@@ -365,7 +333,7 @@ def _recos(root: Path) -> Iterator[tuple[str, object]]:
     Raises:
         UserError: the file has other keys; the message names them.
     """
-    entries = load_json(root / RECOS_FILE, object)
+    entries = read_json(root / RECOS_FILE, object, _AGAIN)
     objects = [entry for entry in (entries if isinstance(entries, list) else [entries]) if isinstance(entry, dict)]
     keys = {key for entry in objects for key in entry}
     if not isinstance(entries, list) or not keys >= set(RECOS_KEYS):
@@ -386,89 +354,39 @@ def _read_recos(where: str, entry) -> Entry:
 
 # ---- all of them
 
-
-def _coco_benchmark(*splits: str, captions_an_image: int | None = None) -> Benchmark:
-    files = tuple(f"annotations/captions_{split}.json" for split in splits)
-    parts = _coco(*splits, captions_an_image=captions_an_image)
-    return Benchmark(parts, _read_pair, (*files, *splits), splits, "https://cocodataset.org/#download")
-
-
-def _karpathy_benchmark(*splits: str) -> Benchmark:
-    folder, page = "flickr30k-images", "https://cs.stanford.edu/people/karpathy/deepimagesent/"
-    return Benchmark(_karpathy(splits), _read_pair, ("dataset_flickr30k.json", folder), (folder,), page)
-
-
-def _coco_cn_benchmark(*splits: str) -> Benchmark:
-    files = (COCO_CN_FILE, *(f"coco-cn_{split}.txt" for split in splits))
-    page = "https://huggingface.co/datasets/AIMClab-RUC/COCO-CN"
-    return Benchmark(_coco_cn(*splits), _read_coco_cn, files, ("train2014", "val2014"), page)
-
-
-def _flickr30k_cna_benchmark(*splits: str) -> Benchmark:
-    folder = "flickr30k-images"
-    needs = (*splits, folder)
-    return Benchmark(_flickr30k_cna(*splits), _read_flickr30k_cna, needs, (folder,), FLICKR30K_CNA_PAGE)
-
+_IIW_FOLDERS = tuple(folder for folder, _ in IIW_PARTS.values())
+_IIW_NEEDS = (*(f"{part}/data.jsonl" for part in IIW_PARTS), *_IIW_FOLDERS)
+_IIW_PAGE = f"{_GITHUB}/google/imageinwords/tree/main/datasets"
+_DCI_NEEDS, _DCI_PAGE = ("splits.json", "annotations", "photos"), f"{_GITHUB}/facebookresearch/DCI"
+_DOCCI_NEEDS, _DOCCI_PAGE = ("docci_descriptions.jsonlines", "images"), "https://google.github.io/docci/#downloads"
+_FLICKR30K = "results_20130124.token"
+_SHAREGPT4V_PAGE = f"{_HUB}/Lin-Chen/ShareGPT4V"
 
 BENCHMARKS: dict[str, Benchmark] = {
-    "urban1k": Benchmark(
-        _urban1k,
-        _read_urban1k,
-        ("caption", "image"),
-        ("image",),
-        "https://huggingface.co/datasets/BeichenZhang/Urban1k",
-    ),
-    "dci": Benchmark(
-        _dci,
-        _read_dci,
-        ("splits.json", "annotations", "photos"),
-        ("photos",),
-        "https://github.com/facebookresearch/DCI",
-    ),
-    "long-dci": Benchmark(
-        _long_dci,
-        _read_long_dci,
-        ("dci_long.csv",),
-        ("photos",),
-        "https://huggingface.co/datasets/mderakhshani/Long-DCI",
-    ),
-    "docci": Benchmark(
-        _docci,
-        _read_docci,
-        ("docci_descriptions.jsonlines", "images"),
-        ("images",),
-        "https://google.github.io/docci/#downloads",
-    ),
-    "iiw": Benchmark(
-        _iiw,
-        _read_iiw,
-        (*(f"{part}/data.jsonl" for part in IIW_PARTS), *(folder for folder, _ in IIW_PARTS.values())),
-        tuple(folder for folder, _ in IIW_PARTS.values()),
-        "https://github.com/google/imageinwords/tree/main/datasets",
-    ),
-    "sharegpt4v-1k": Benchmark(
-        _sharegpt4v, _read_sharegpt4v, (SHAREGPT4V_FILE,), (".",), "https://huggingface.co/datasets/Lin-Chen/ShareGPT4V"
-    ),
-    "coco": _coco_benchmark("val2017"),
-    "coco-five": _coco_benchmark("val2017", captions_an_image=FIVE),
-    "coco-train": _coco_benchmark("train2017"),
-    "coco-all": _coco_benchmark("train2017", "val2017"),
+    "urban1k": Benchmark(_urban1k, _read_urban1k, ("caption", "image"), ("image",), f"{_HUB}/BeichenZhang/Urban1k"),
+    "dci": Benchmark(_dci, _read_dci, _DCI_NEEDS, ("photos",), _DCI_PAGE),
+    "long-dci": Benchmark(_long_dci, Entry, ("dci_long.csv",), ("photos",), f"{_HUB}/mderakhshani/Long-DCI"),
+    "docci": Benchmark(_docci, _read_docci, _DOCCI_NEEDS, ("images",), _DOCCI_PAGE),
+    "iiw": Benchmark(_iiw, _read_iiw, _IIW_NEEDS, _IIW_FOLDERS, _IIW_PAGE),
+    "sharegpt4v-1k": Benchmark(_sharegpt4v, _read_sharegpt4v, (SHAREGPT4V_FILE,), (".",), _SHAREGPT4V_PAGE),
+    "coco": _coco("val2017"),
+    "coco-five": _coco("val2017", captions_an_image=FIVE),
+    "coco-train": _coco("train2017"),
+    "coco-all": _coco("train2017", "val2017"),
     "flickr30k": Benchmark(
-        _flickr30k,
+        lambda root: _lines(root, _FLICKR30K),
         _read_flickr30k,
-        ("results_20130124.token", "flickr30k-images"),
-        ("flickr30k-images",),
+        (_FLICKR30K, _FLICKR30K_IMAGES),
+        (_FLICKR30K_IMAGES,),
         "https://shannon.cs.illinois.edu/DenotationGraph/",
     ),
-    "flickr30k-test": _karpathy_benchmark("test"),
-    "flickr30k-karpathy": _karpathy_benchmark("train", "val", "test"),
-    "coco-cn-val": _coco_cn_benchmark("val"),
-    "coco-cn-test": _coco_cn_benchmark("test"),
-    "coco-cn-all": _coco_cn_benchmark("train", "val", "test"),
-    "flickr30k-cna-val": _flickr30k_cna_benchmark("val"),
-    "flickr30k-cna-test": _flickr30k_cna_benchmark("test"),
-    "flickr30k-cna-all": _flickr30k_cna_benchmark("train", "val", "test"),
-    "recos-v1": Benchmark(
-        _recos, _read_recos, (RECOS_FILE, "images"), ("images",), "https://github.com/Bruce-XJChen/ReCos"
-    ),
+    "flickr30k-test": _karpathy("test"),
+    "flickr30k-karpathy": _karpathy("train", "val", "test"),
+    "coco-cn-val": _coco_cn("val"),
+    "coco-cn-test": _coco_cn("test"),
+    "coco-cn-all": _coco_cn("train", "val", "test"),
+    "flickr30k-cna-val": _flickr30k_cna("val"),
+    "flickr30k-cna-test": _flickr30k_cna("test"),
+    "flickr30k-cna-all": _flickr30k_cna("train", "val", "test"),
+    "recos-v1": Benchmark(_recos, _read_recos, (RECOS_FILE, "images"), ("images",), f"{_GITHUB}/Bruce-XJChen/ReCos"),
 }

@@ -2,14 +2,14 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import UserError, near_matches
 from ..files import bytes_digest
 from .bad_records import BadRecord
-from .captions import fold, is_text, sort_out
+from .captions import fold, is_text, usable
 from .images import ImageFolder, ImageSource
 from .retrieval_layouts import BENCHMARKS, Benchmark, Entry
 
@@ -67,8 +67,13 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
             f"The folder {str(root)!r} has no {missing[0]!r}, so it is not {name} as published. It must hold "
             f"{', '.join(benchmark.needs)}; they come from {benchmark.page}."
         )
-    entries = sort_out(((part[0], part) for part in benchmark.parts(root)), lambda part: benchmark.read(*part))
-    return _grouped(name, root, entries.records, entries.bad, _images(root, benchmark.images))
+    bad: list[BadRecord] = []
+    parts = ((part[0], part) for part in benchmark.parts(root))
+    entries = usable(parts, lambda part: benchmark.read(*part), bad)
+    # Of several folders the names of images begin with their folder.
+    is_below = len(benchmark.images) == 1 and (root / benchmark.images[0]).is_dir()
+    images = ImageFolder(root / benchmark.images[0] if is_below else root)
+    return _grouped(f"{name} in {str(root)!r}", entries, bad, images)
 
 
 def _find_benchmark(name: str) -> Benchmark:
@@ -101,23 +106,16 @@ def find_root(name: str, root: str | os.PathLike) -> Path:
     )
 
 
-def _images(root: Path, folders: Sequence[str]) -> ImageSource:
-    """Of several folders the names of images begin with their folder."""
-    return ImageFolder(root / folders[0] if len(folders) == 1 and (root / folders[0]).is_dir() else root)
-
-
-def _grouped(name: str, root: Path, entries: list[Entry], bad: list[BadRecord], source: ImageSource) -> RetrievalSet:
+def _grouped(name: str, entries: Iterable[Entry], bad: list[BadRecord], source: ImageSource) -> RetrievalSet:
     """The entries by image. Raises UserError for one without image or caption, and when there are none."""
     by_image: dict[str, list[Entry]] = {}
     for entry in entries:
         if not is_text(entry.image):
-            raise UserError(
-                f"{entry.where} of {name} in {str(root)!r} names no image, found {entry.image!r}. Download it again."
-            )
+            raise UserError(f"{entry.where} of {name} names no image, found {entry.image!r}. Download it again.")
         by_image.setdefault(entry.image, []).append(entry)
     if not by_image:
         first = f" The first fault: {bad[0]}." if bad else ""
-        raise UserError(f"{name} in {str(root)!r} has no entry that can be read.{first} Download it again.")
+        raise UserError(f"{name} has no entry that can be read.{first} Download it again.")
     missing = [image for image in by_image if not source.is_there(image)]
     if missing:
         raise UserError(
@@ -129,10 +127,8 @@ def _grouped(name: str, root: Path, entries: list[Entry], bad: list[BadRecord], 
         given = [caption for entry in same_image for caption in entry.captions]
         texts = [fold(caption) for caption in given if is_text(caption) and caption.strip()]
         if not texts:
-            raise UserError(
-                f"{same_image[0].where} of {name} in {str(root)!r} has no caption for the image {image!r}. Download it "
-                "again."
-            )
+            where = same_image[0].where
+            raise UserError(f"{where} of {name} has no caption for the image {image!r}. Download it again.")
         empty += [BadRecord(same_image[0].where, "empty caption", f"image {image}")] * (len(given) - len(texts))
         captions += texts
         image_of += [position] * len(texts)

@@ -30,8 +30,7 @@ _WRITERS = ("shards", "synthesize")  # commands
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _TEXTS = ("txt", "json")
-_FORMATS = ("JPEG", "PNG", "WEBP")  # what these names promise
-_LARGEST = {**dict.fromkeys(_IMAGES, 1 << 28), **dict.fromkeys(_TEXTS, 1 << 20)}  # bytes
+_LARGEST_IMAGE, _LARGEST_TEXT = 1 << 28, 1 << 20  # bytes
 
 _BLOCK = 512  # bytes, a tar's unit
 _OPENED = 128  # shards kept open at once
@@ -57,8 +56,7 @@ class ShardImages:
         return ShardImages, (self.root,)
 
     def open(self, image: str) -> Image.Image:
-        """The decoded RGB image. Raises any Exception when it cannot be had."""
-        return decode_image(io.BytesIO(self.read(image)), _FORMATS)
+        return decode_image(io.BytesIO(self.read(image)))
 
     def read(self, image: str) -> bytes:
         """The image's file as the shard holds it. Raises OSError or ValueError when it cannot be had."""
@@ -72,8 +70,7 @@ class ShardImages:
     def is_there(self, image: str) -> bool:
         """Whether the shard is there and long enough."""
         try:
-            shard, offset, size = _locate(image)
-            return (self.root / shard).stat().st_size >= offset + size
+            return bool(self.stamp(image))
         except (OSError, ValueError):
             return False
 
@@ -88,11 +85,6 @@ class ShardImages:
         if stamp[0] < offset + size:
             raise OSError(f"{shard!r} ends before the image")
         return digest_of(self.root, image, *stamp)
-
-
-def file_ending(image: str) -> str:
-    """What the name of an image in a shard ends with, in lower case: "jpg" for "a.tar/0001.JPG@1536+2048"."""
-    return _kind(image.rpartition("@")[0])
 
 
 def _locate(image: str) -> tuple[str, int, int]:
@@ -116,9 +108,8 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
     Raises:
         UserError: there are no shards, their writing was not finished, or they hold no usable sample.
     """
-    names = _shard_names(Path(data))
-    images = ShardImages(_root(Path(data)))
-    _, expected = _written_here(images.root)
+    root, names = _shards(Path(data))
+    images, expected = ShardImages(root), _written_here(root)[1]
     bad: list[BadRecord] = []
 
     def read() -> Iterator[Record]:
@@ -140,23 +131,12 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
     return Captions(records, bad), images
 
 
-def _shard_names(data: Path) -> list[str]:
-    """The file names of the shards in `data`, a folder or one shard, in their order."""
-    if not data.exists():
-        raise UserError(f"The shards {os.fspath(data)!r} are not there. Give a folder of *.tar, or one tar.")
-    if not data.is_dir():
-        return [Path(os.path.realpath(data)).name]
-    names = sorted(path.name for path in data.glob("*.tar") if not path.name.startswith("."))
-    if not names:
-        raise UserError(
-            f"The folder {os.fspath(data)!r} holds no *.tar. Give a folder of WebDataset shards, which must not be "
-            "compressed."
-        )
-    return names
-
-
-def _root(data: Path) -> Path:
-    return data if data.is_dir() else Path(os.path.realpath(data)).parent
+def _shards(data: Path) -> tuple[Path, list[str]]:
+    """The folder and the names of the shards in `data`, a folder or one shard, in their order."""
+    if data.is_dir():
+        return data, sorted(path.name for path in data.glob("*.tar") if not path.name.startswith("."))
+    shard = Path(os.path.realpath(data))
+    return shard.parent, [shard.name]
 
 
 class _Break(Exception):
@@ -164,7 +144,7 @@ class _Break(Exception):
 
 
 class _Part(NamedTuple):
-    """One member of a sample: `name` is shard/member, `text` what a txt or json holds."""
+    """One member of a sample: `name` is shard/member, `text` what a small txt or json holds."""
 
     extension: str
     name: str
@@ -182,9 +162,12 @@ def _read_shard(images: ShardImages, shard: str, expected: int | None) -> tuple[
                 fault, name = _fault(member), _NAME.fullmatch(member.name)
                 if fault:
                     bad.append(BadRecord(shard, fault, ascii(member.name)))
-                elif member.isfile() and name and _kind(name[2]) in _LARGEST:
+                elif member.isfile() and name and _kind(name[2]) in (*_IMAGES, *_TEXTS):
                     key = name[1].removeprefix("./")
-                    samples.setdefault(key, []).append(_part(file, shard, name[2].lower(), member))
+                    is_text_file = _kind(name[2]) in _TEXTS and member.size <= _LARGEST_TEXT
+                    text = os.pread(file.fileno(), member.size, member.offset_data) if is_text_file else None
+                    part = _Part(name[2].lower(), f"{shard}/{member.name}", member.offset_data, member.size, text)
+                    samples.setdefault(key, []).append(part)
     except (_Break, OSError, ValueError) as error:
         broken = error
     for sample, parts in samples.items():
@@ -237,12 +220,6 @@ def _kind(extension: str) -> str:
     return extension.rpartition(".")[2].lower()
 
 
-def _part(file: BinaryIO, shard: str, extension: str, member: tarfile.TarInfo) -> _Part:
-    small = member.size <= _LARGEST[_kind(extension)]
-    text = os.pread(file.fileno(), member.size, member.offset_data) if small and _kind(extension) in _TEXTS else None
-    return _Part(extension, f"{shard}/{member.name}", member.offset_data, member.size, text)
-
-
 def _record(sample: str, parts: list[_Part]) -> Record:
     """The record of one sample, "shard/key". Raises ValueError("kind: detail") where there is none."""
     image = _choose(parts, _IMAGES, "image")
@@ -251,7 +228,7 @@ def _record(sample: str, parts: list[_Part]) -> Record:
     txt, described = _choose(parts, ("txt",), "caption"), _choose(parts, ("json",), "caption")
     if txt is None and described is None:
         raise ValueError(f"no caption: image {image.name}")
-    fields = {} if described is None else _fields(described, txt is None)
+    fields = {} if described is None else _fields(described)
     where = f"image {image.name}"
     caption = folded(caption_of(fields, where) if txt is None else utf8(txt.text, txt.name), where)
     names = (fields.get("image"), fields.get("id"), sample)
@@ -271,23 +248,20 @@ def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], content: str) -> _Pa
     part = fitting[0][1]
     if len(fitting) > 1 and fitting[1][0] == fitting[0][0]:
         raise ValueError(f"several {content}s: {part.name} and {fitting[1][1].name}")
-    if part.size > _LARGEST[_kind(part.extension)]:
+    if part.size > (_LARGEST_IMAGE if kinds == _IMAGES else _LARGEST_TEXT):
         raise ValueError(f"absurdly large {content}: {part.name} has {part.size} bytes")
     return part
 
 
-def _fields(part: _Part, needed: bool) -> dict:
-    """What a json holds. Raises ValueError("kind: detail") for one that is `needed` and no object of JSON."""
+def _fields(part: _Part) -> dict:
+    """What a json holds. Raises ValueError("kind: detail") for one that is no object of JSON."""
     try:
         fields = json.loads(utf8(part.text, part.name))
-        if isinstance(fields, dict):
-            return fields
-        reason = f"found {type(fields).__name__}"
     except (ValueError, RecursionError) as error:
-        reason = str(error)
-    if needed:
-        raise ValueError(f"bad caption file: {part.name} is no object of JSON ({reason})")
-    return {}
+        raise ValueError(f"bad caption file: {part.name} is no JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"bad caption file: {part.name} holds a {type(fields).__name__}, not an object")
+    return fields
 
 
 def _written_here(root: Path) -> tuple[Job, dict[str, int]]:
@@ -315,8 +289,9 @@ def verify_shards(data: str | os.PathLike) -> list[BadRecord]:
     Raises:
         UserError: the shards are not finished.
     """
-    job, samples = _written_here(_root(Path(data)))
-    bad, names = [], list(samples) if Path(data).is_dir() else _shard_names(Path(data))
+    root, names = _shards(Path(data))
+    job, samples = _written_here(root)
+    bad, names = [], list(samples) if Path(data).is_dir() else names
     for name in tqdm(names, desc="checking shards", unit=" shards"):
         if name in samples and job.path(name, damaged="absent") is None:
             is_there = (job.folder / name).exists()

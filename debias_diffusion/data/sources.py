@@ -34,7 +34,6 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
                 "out, or give a JSON or JSONL file as the data."
             )
         return _read_with_images(data)
-    _require_file(data)
     if images is None:
         raise UserError(
             f"The data file {os.fspath(data)!r} names its images by their paths, but images is not given. Give the "
@@ -50,13 +49,16 @@ def read_captions(data: str | os.PathLike) -> Captions:
     Raises:
         UserError: the data cannot be used.
     """
-    if _holds_images(data):
-        return _read_with_images(data)[0]
-    _require_file(data)
-    return _read_file(Path(data))
+    return _read_with_images(data)[0] if _holds_images(data) else _read_file(Path(data))
 
 
 def _holds_images(data: str | os.PathLike) -> bool:
+    """Whether the data hold their images. Raises UserError if they are not there."""
+    if not (is_toy_scenes(data) or Path(data).exists()):
+        raise UserError(
+            f"The data {os.fspath(data)!r} are not there. Give a JSON or JSONL file; WebDataset shards, a folder of "
+            "*.tar or one tar; a folder of image and caption files; or scenes of the toy world, such as toy/test."
+        )
     return is_toy_scenes(data) or is_shards(Path(data)) or Path(data).is_dir()
 
 
@@ -64,14 +66,6 @@ def _read_with_images(data: str | os.PathLike) -> tuple[Captions, ImageSource]:
     if is_toy_scenes(data):
         return read_toy_scenes(data)
     return read_shards(data) if is_shards(Path(data)) else read_pair_folder(data)
-
-
-def _require_file(data: str | os.PathLike) -> None:
-    if not Path(data).exists():
-        raise UserError(
-            f"The data {os.fspath(data)!r} are not there. Give a JSON or JSONL file; WebDataset shards, a folder of "
-            "*.tar or one tar; a folder of image and caption files; or scenes of the toy world, such as toy/test."
-        )
 
 
 def _read_file(path: Path) -> Captions:
@@ -90,9 +84,8 @@ def data_digest(data: str | os.PathLike, captions: Captions) -> str:
 
     Images count by name only, in shards by position and size too, toy scenes by their pixels.
     """
-    path = Path(data)
     if not _holds_images(data):
-        return sha256(path)
+        return sha256(data)
     records = (record.values() for record in captions.records)
     faults = (list(vars(record).values()) for record in captions.bad)
     rows = (json.dumps(values).encode() + b"\n" for values in chain(records, faults))

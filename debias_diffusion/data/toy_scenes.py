@@ -1,7 +1,8 @@
-"""Scenes of the toy world as image-caption pairs, without a file: each is drawn when it is opened."""
+"""Scenes of the toy world as image-caption pairs, without a file: each is rendered when it is opened."""
 
 import os
 import re
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,7 +26,7 @@ _IMAGE = re.compile(r"([^/]+)/(\d+)", re.ASCII)
 
 
 class ToyScenes:
-    """Draws the scenes of one split by the names that `read_toy_scenes` gives its records, such as "test/000012".
+    """Renders the scenes of one split by the names that `read_toy_scenes` gives its records, such as "test/000012".
 
     Args:
         name: of the scenes, such as "toy/test".
@@ -36,18 +37,16 @@ class ToyScenes:
         self.split = os.fspath(name).removeprefix(_PREFIX)
 
     def open(self, image: str) -> Image.Image:
-        """The RGB picture of 48 x 48 pixels. Raises ValueError for a name that is no scene of the split."""
+        """The RGB image of 48 x 48 pixels. Raises ValueError for a name that is no scene of the split."""
         return render(scene_and_caption(*self._key(image))[0])
 
     def is_there(self, image: str) -> bool:
-        """Whether the split has such a scene."""
-        try:
-            return self._key(image) is not None
-        except ValueError:
-            return False
+        with suppress(ValueError):
+            return bool(self._key(image))
+        return False
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the name and the picture's pixels. Raises ValueError for a name that is no scene of the split."""
+        """16 bytes of the name and the pixels. Raises ValueError for a name that is no scene of the split."""
         self._key(image)
         return _stamp(image)
 

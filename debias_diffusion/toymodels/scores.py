@@ -98,12 +98,12 @@ def score_sdxl(
 
 def _contents(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
     compared = [compare(picture, true_scene) for picture, true_scene in zip(pictures, scenes, strict=True)]
-    asked, drawn = (sum(len(getattr(comparison, name)) for comparison in compared) for name in ("correct", "drawn"))
+    asked, filled = (sum(len(getattr(comparison, name)) for comparison in compared) for name in ("correct", "filled"))
     right = sum(sum(comparison.correct.values()) for comparison in compared)
     shares = {
         "objects": right / asked,
         "sizes": sum(sum(comparison.sizes.values()) for comparison in compared) / asked,
-        "precision": right / max(1, drawn),
+        "precision": right / max(1, filled),
         "filled": sum(len(comparison.invented) for comparison in compared) / (len(PLACES) * len(compared) - asked),
         "background": sum(comparison.background for comparison in compared) / len(compared),
     }

@@ -52,19 +52,19 @@ class Comparison:
     Attributes:
         correct: {place: whether the right kind and colour stand there}, for each object of the scene.
         sizes: {place: whether the size is right as well}, for the same objects.
-        drawn: the places where the image shows anything, "unclear" included.
+        filled: the places where the image shows anything, "unclear" included.
         background: whether the image has the scene's background.
     """
 
     correct: dict[str, bool]
     sizes: dict[str, bool]
-    drawn: tuple[str, ...]
+    filled: tuple[str, ...]
     background: bool
 
     @property
     def invented(self) -> tuple[str, ...]:
         """The places that the scene leaves empty and the image fills."""
-        return tuple(place for place in self.drawn if place not in self.correct)
+        return tuple(place for place in self.filled if place not in self.correct)
 
 
 def compare(image: Image.Image, scene: Scene) -> Comparison:
@@ -77,8 +77,8 @@ def compare_reading(reading: Reading, scene: Scene) -> Comparison:
     seen = reading.objects
     correct = {thing.place: _is(seen[thing.place], thing) for thing in scene.things}
     sizes = {thing.place: seen[thing.place] == thing for thing in scene.things}
-    drawn = tuple(place for place, there in seen.items() if there is not None)
-    return Comparison(correct, sizes, drawn, reading.background == scene.background)
+    filled = tuple(place for place, there in seen.items() if there is not None)
+    return Comparison(correct, sizes, filled, reading.background == scene.background)
 
 
 def _is(seen: Thing | str | None, thing: Thing) -> bool:

@@ -37,7 +37,7 @@ def write_pairs(
     keys = [("validation", index) for index in range(held_out)] + [(split, index) for index in range(trained_on)]
     images.mkdir(parents=True, exist_ok=True)
     entries = []
-    for source, index in tqdm(keys, desc="drawing scenes"):
+    for source, index in tqdm(keys, desc="rendering scenes"):
         name = f"{source}-{index:06}.png"
         render(scene(source, index)).save(images / name)
         conversations = [{"from": "human", "value": "<image>\nDescribe this image in detail."}]

@@ -9,10 +9,13 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data import BadRecord, ImageSource, Record, is_shards, open_data, verify_shards
-from ..data.bad_records import BAD_RECORDS, check_share, read_or_bad, report_bad, too_many
+from ..data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad, too_many
 from ..data.caption_statistics import CaptionMeasure, measure_caption, summarise
 from ..data.dataset import without_short_caption
+from ..data.images import ImageSource
+from ..data.records import Record
+from ..data.shards import verify_shards
+from ..data.sources import is_shards, open_data
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..tokens import CaptionTokenizer

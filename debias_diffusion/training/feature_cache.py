@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data import BadRecord, ImageSource, Record
-from ..data.bad_records import read_or_bad
+from ..data.bad_records import BadRecord, read_or_bad
+from ..data.images import ImageSource
+from ..data.records import Record
 from ..data.workers import load_batches
 from ..devices import autocast
 from ..errors import UserError

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from ..data import BadRecord, Record
-from ..data.bad_records import report_bad
+from ..data.bad_records import BadRecord, report_bad
 from ..data.dataset import CaptionDataset, Collate
+from ..data.records import Record
 from ..devices import autocast
 from ..files import explain_full_disk, sha256
 from ..methods import Batch

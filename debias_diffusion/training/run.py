@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data import BadRecord, data_digest, open_data
-from ..data.bad_records import FEWEST, BadRecordsFile, check_count, check_share, printable, report_bad
+from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_count, check_share, printable, report_bad
+from ..data.sources import data_digest, open_data
 from ..data.workers import load_batches
 from ..devices import pick_precision
 from ..errors import UserError
@@ -85,7 +85,6 @@ class Run(ABC):
         self.settings = config.settings() | {"validation": validation, "precision": self.precision}
         self.inputs = {"data": data_digest(config.data, self.captions)}
         self.batches = GlobalBatches(len(self.records), config.batch, config.epochs, config.seed, config.max_steps)
-        self.bad_records = BadRecordsFile(self.folder)
 
     @abstractmethod
     def backward(self, batch) -> dict[str, float]:
@@ -222,9 +221,9 @@ class Run(ABC):
         """Logs the bad records of the batch. Raises UserError when they become too many."""
         count = len(batch.bad)
         if count:
-            self.bad_records.add(batch.bad)
+            add_bad(batch.bad, self.folder)
             first = batch.bad[0]
-            tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.bad_records.path})")
+            tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.folder / BAD_RECORDS})")
         if self.accelerator.num_processes > 1:
             device = self.accelerator.device
             count = int(self.accelerator.reduce(torch.tensor(count, device=device), reduction="sum").item())

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..data import Captions, Record
+from ..data.captions import Captions
+from ..data.records import Record
 from ..errors import UserError
 from ..files import bytes_digest
 from ..methods import Method

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from debias_diffusion.data import BadRecord
+from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, open_regular, sha256
 from debias_diffusion.tokens import clean

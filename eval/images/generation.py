@@ -11,8 +11,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
 
-from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes, toy_scene
-from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
+from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, read_or_bad
+from debias_diffusion.data.images import ImageSource
+from debias_diffusion.data.records import Record
+from debias_diffusion.data.toy_scenes import is_toy_scenes, toy_scene
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.checkpoints import Checkpoint

@@ -78,7 +78,7 @@ def count(comparisons: Sequence[Comparison], places: Iterable[Collection[str]]) 
             "objects": len(asked),
             "right": sum(seen.correct[place] for place in asked),
             "right_with_size": sum(seen.sizes[place] for place in asked),
-            "filled": sum(place in counted for place in seen.drawn),
+            "filled": sum(place in counted for place in seen.filled),
             "empty": len(counted) - len(asked),
             "invented": sum(place in counted for place in seen.invented),
             "background": int(seen.background),

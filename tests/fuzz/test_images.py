@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from debias_diffusion.data import ImageFolder, open_data
 from debias_diffusion.data.dataset import CaptionDataset
+from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.methods import find_method
 from debias_diffusion.tokens import CaptionTokenizer
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from debias_diffusion.app.prompts import read_prompts
-from debias_diffusion.data import open_data
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import find_method
 from debias_diffusion.methods.sampling import SAMPLERS, draw_generator

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from debias_diffusion.data import open_data
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.population import Population

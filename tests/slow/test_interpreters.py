@@ -10,7 +10,8 @@ import pytest
 from helpers.small_papers import PAPERS
 from torch.utils.data import DataLoader
 
-from debias_diffusion.data import json_files, read_captions
+from debias_diffusion.data import json_files
+from debias_diffusion.data.sources import read_captions
 
 
 def test_a_closed_pipe_ends_the_command_quietly(tmp_path):

@@ -20,7 +20,7 @@ from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig, SynthesizeConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.app.synthesize.command import synthesize
-from debias_diffusion.data import open_data
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.jobs import Job
 
