@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProcessor, ChineseCLIPModel
 
 from debias_diffusion.ablation.heads import Ablation, tower_shape
-from debias_diffusion.app.ablate.command import ablate
+from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.options import AblateConfig
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError

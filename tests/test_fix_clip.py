@@ -33,7 +33,7 @@ from helpers.training_runs import checkpoint, config, is_the_same_run, killed_co
 from open_clip.transformer import PatchDropout
 from safetensors.torch import load_file
 
-from debias_diffusion.app.ablate.command import AblateConfig, ablate
+from debias_diffusion.app.ablate import AblateConfig, ablate
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data import open_data

@@ -125,6 +125,11 @@ def digest_of(*parts: str | int | Path) -> bytes:
     return hashlib.blake2b("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
+def pixels_digest(image: Image.Image) -> bytes:
+    """16 bytes that stand for an image's size and pixels."""
+    return hashlib.blake2b(b"%d %d " % image.size + image.tobytes(), digest_size=16).digest()
+
+
 class ImageFolder:
     """Opens the images of a data set by their paths: absolute, or relative to one root. Links are followed.
 
@@ -152,7 +157,7 @@ class ImageFolder:
         return os.path.isfile(self.root / image)
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the root, the path, the file's size and its time of change.
+        """16 bytes of the root, the path, the file's size and its times of change.
 
         Raises:
             OSError, ValueError: there is no such file.
@@ -160,4 +165,4 @@ class ImageFolder:
         stat = (self.root / image).stat()
         # The root, because two may hold other images of the same names, sizes and times. Inode or time of creation
         # would serve images that were moved, but differ between machines that each have a copy.
-        return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns)
+        return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)

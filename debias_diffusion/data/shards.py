@@ -78,7 +78,7 @@ class ShardImages:
             return False
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the shard's path, size and time of change, and of the image's name and place in it.
+        """16 bytes of the shard's path, size and times of change, and of the image's name and place in it.
 
         Raises:
             OSError, ValueError: there is no such image.
@@ -87,7 +87,7 @@ class ShardImages:
         stat = (self.root / shard).stat()
         if stat.st_size < offset + size:
             raise OSError(f"{shard!r} ends before the image")
-        return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns)
+        return digest_of(self.root, image, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def file_ending(image: str) -> str:
