@@ -67,9 +67,13 @@ class Checked:
         """Raises UserError for a value that its annotation does not allow."""
         hints = get_type_hints(type(self), include_extras=True)
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not _fits(value, hints[field.name]):
-                raise UserError(refusal(field.name, value, hints[field.name]))
+            check_value(field.name, getattr(self, field.name), hints[field.name])
+
+
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Raises UserError for a value of an option that its annotation does not allow."""
+    if not _fits(value, hint):
+        raise UserError(refusal(name, value, hint))
 
 
 def refusal(name: str, value: Any, hint: Any) -> str:
@@ -91,7 +95,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list | tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
     if origin is list:
         return isinstance(value, list | tuple) and all(_fits(entry, parts[0]) for entry in value)
-    return isinstance(value, origin or _KINDS.get(hint, hint))
+    return isinstance(value, origin or _KINDS.get(hint, hint)) and not (hint in _KINDS and isinstance(value, bool))
 
 
 def _allowed(hint: Any) -> str:

@@ -177,11 +177,11 @@ class TrainConfig(RunConfig):
     import_file: str | None = None
     sampling: str | None = None
     padding: str | None = None
-    short_weight: float | None = None
-    components: int | None = None
-    label_smoothing: float | None = None
+    short_weight: Share | None = None
+    components: NonNegativeInt | None = None
+    label_smoothing: BelowOne | None = None
     pooling: Literal["eot", "average"] | None = None
-    keep_states: float | None = None
+    keep_states: NonNegativeFloat | None = None
     method: dict[str, Any] | None = None
     keep_positions: NonNegativeInt = KEEP
     stretch: PositiveInt = FACTOR
