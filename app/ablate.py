@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.files import bytes_digest, read_json_object
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.genetic import Generation
-from debias_diffusion.head_search.population import Population, TextPopulation, mean_shares
+from debias_diffusion.head_search.population import Population, TextPopulation
 from debias_diffusion.head_search.problems import (
     ImageProblem,
     Problem,
@@ -217,9 +216,9 @@ class _Search:
                 return Backprop(problem, self.backbone.logit_scale.exp(), self.job, *settings).run()
         match config.search:
             case "single":
-                mask = best_alone(self._probe(problem))
+                mask = best_alone(list(self._probe(problem).values()))
             case "naive":
-                mask = better_alone(self._probe(problem))
+                mask = better_alone(list(self._probe(problem).values()))
             case "all":
                 mask = fittest(problem, every_mask(*problem.shape))
             case "ga":
@@ -241,24 +240,18 @@ class _Search:
         masks = ["".join("01"[ablated] for ablated in mask) for mask in generation.masks.tolist()]
         self.job.note(f"{GENERATION}{generation.number:04}", masks=masks, fitness=generation.fitness.tolist())
 
-    def _probe(self, problem: Problem | None = None) -> list[dict[str, float]]:
-        """The recalls of the untouched model, then those with each head ablated alone, as `PROBE_FILE` has them."""
-        return list(self.job.json(PROBE_FILE, partial(self._measure, problem))["recall"].values())
+    def _probe(self, problem: Problem | None = None) -> dict[str, dict[str, float]]:
+        """The recalls of the untouched model, by "none", then those with each head ablated alone, by its name."""
 
-    def _measure(self, problem: Problem | None) -> dict:
-        problem = problem or self._problem()
-        names = ["none", *(f"{block}-{head}" for block in range(self.blocks) for head in range(self.heads))]
-        by_head = dict(zip(names, probe(problem), strict=True))
-        if isinstance(problem, ImageProblem) and self.means is None:
-            shares = mean_shares(self.backbone.image, problem.embedded, self.config.beta, self.config.batch)
-            for name, before, after in zip(names[1:], *(part.flatten().tolist() for part in shares), strict=True):
-                by_head[name] |= {"cls_share": 100 * before, "cls_share_suppressed": 100 * after}
-            by_head["none"] |= {"cls_share": None, "cls_share_suppressed": None}
-        return {"settings": asdict(self.config), "recall": by_head}
+        def measure() -> dict:
+            names = ["none", *(f"{block}-{head}" for block in range(self.blocks) for head in range(self.heads))]
+            recalls = probe(problem or self._problem())
+            return {"settings": asdict(self.config), "recall": dict(zip(names, recalls, strict=True))}
+
+        return self.job.json(PROBE_FILE, measure)["recall"]
 
     def _show_probe(self) -> None:
-        self._probe()
-        by_head = read_json_object(self.output / PROBE_FILE)["recall"]
+        by_head = self._probe()
         untouched, *alone = (row["mean_r"] for row in by_head.values())
         title = f"mean-R with one head suppressed ({untouched:.1f} with none)"
         values = np.reshape(alone, (self.blocks, self.heads))

@@ -100,7 +100,7 @@ class _Training(Run):
             FrozenTower(self.backbone, self.accelerator, self.precision),
             self.all_records,
             self.images,
-            config.feature_folder(),
+            config.feature_cache or self.folder.parent / "image-features",
             batch=min(64, config.batch),
             workers=config.workers,
             stop=lambda: request.here,
