@@ -90,7 +90,7 @@ COMMANDS = {
     "ablate": Command(
         "find the attention heads of a CLIP that hurt, and quiet them",
         "app.options:AblateConfig",
-        "app.ablate.command:ablate",
+        "app.ablate:ablate",
         "--model toy/clip --data toy/validation --output runs/ablation",
         "eval",
     ),

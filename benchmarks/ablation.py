@@ -30,7 +30,7 @@ from debias_diffusion.devices import pick_device
 from debias_diffusion.eval.report import Table
 from debias_diffusion.head_search.genetic import FLIP, first_masks, population_size
 from debias_diffusion.head_search.population import Population
-from debias_diffusion.head_search.problems import every_mask, single_heads
+from debias_diffusion.head_search.problems import every_mask
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import full_attention
 from debias_diffusion.models.loading import load_backbone
@@ -173,7 +173,7 @@ def main() -> None:
     kinds = {
         "random": random_population(heads),
         "converged": converged_population(heads),
-        "probe": single_heads(*shape),
+        "probe": torch.eye(shape[0] * shape[1], dtype=torch.bool),
     }
     toy_blocks = toy.image.visual.transformer.resblocks
     every = {"toy, all": every_mask(len(toy_blocks), toy_blocks[0].attn.num_heads)}

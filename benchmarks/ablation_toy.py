@@ -26,8 +26,8 @@ import torch
 from harness import publish, read_options
 
 from debias_diffusion.ablation.heads import ABLATED, Ablation
-from debias_diffusion.ablation.saved import is_ablation, read_ablation, write_ablation
-from debias_diffusion.app.ablate.command import AblateConfig, ablate
+from debias_diffusion.ablation.saved import FILE, is_ablation, read_ablation, write_ablation
+from debias_diffusion.app.ablate import AblateConfig, ablate
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
@@ -167,7 +167,7 @@ def best_read_heads(model: str, folder: Path) -> str:
         if not best.any():
             return model
         folder.mkdir(parents=True, exist_ok=True)
-        write_ablation(folder, model, backbone, Ablation.of_mask("text", best, 0.0))
+        write_ablation(folder / FILE, model, backbone, Ablation.of_mask("text", best, 0.0))
     return str(folder)
 
 

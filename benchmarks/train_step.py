@@ -228,7 +228,7 @@ class FixClipSteps:
             blocks = method.hierarchy.blocks(len(states))
             compared = torch.stack([states[block] for block in blocks], dim=1).float()
             groups[f"{tower}_groups"] = head(method.hierarchy.aggregate(compared))
-        return {"image": image, "masked": masked, "long_text": long, "short_text": short} | groups
+        return {"image": image, "short_image": masked, "long_text": long, "short_text": short} | groups
 
     def _literal_image(self, batch: Batch, is_masked: torch.Tensor | None):
         visual, size = self.backbone.model.visual, len(batch)

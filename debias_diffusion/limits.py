@@ -96,7 +96,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list | tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
     if origin is list:
         return isinstance(value, list | tuple) and all(_fits(entry, parts[0]) for entry in value)
-    return isinstance(value, origin or _KINDS.get(hint, hint))
+    return isinstance(value, origin or _KINDS.get(hint, hint)) and not (hint in _KINDS and isinstance(value, bool))
 
 
 def _allowed(hint: Any, value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,34 +13,36 @@ import torch.nn.functional as F
 from helpers.tiny_clip import tiny_clip, tiny_siglip
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch import Tensor
 
-from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text, tower_shape
+from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text_heads, tower_shape
 from debias_diffusion.ablation.suppression import Suppressed
-from debias_diffusion.app.ablate import command
-from debias_diffusion.app.ablate.command import ablate
+from debias_diffusion.app import ablate as command
+from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.options import AblateConfig
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.inputs import read_source
 from debias_diffusion.head_search import genetic
 from debias_diffusion.head_search.backprop import Backprop
-from debias_diffusion.head_search.fitness import Margin
 from debias_diffusion.head_search.genetic import Generation, evolve, first_masks, next_masks
-from debias_diffusion.head_search.population import Population, TextPopulation, mean_shares
+from debias_diffusion.head_search.population import Population, TextPopulation
 from debias_diffusion.head_search.problems import (
     ImageProblem,
+    Margin,
     TextProblem,
     best_alone,
     better_alone,
     every_mask,
+    fittest,
     genetic_search,
     probe,
 )
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.blocks import before_attention, block_forward, causal_attention, full_attention
+from debias_diffusion.models.blocks import block_forward, causal_attention, full_attention
 from debias_diffusion.models.image_tower import ImageTower
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.weight_files import weights_digest
@@ -156,20 +159,6 @@ def test_a_population_equals_one_ablation_at_a_time(tower, embedded, beta, batch
     assert population.children == (4 + 16) * len(embedded)
     untouched = population.features(embedded, torch.zeros(1, 2, 2, dtype=torch.bool))[0]
     torch.testing.assert_close(untouched, expected[masks.flatten(1).any(1).logical_not()][0], rtol=0, atol=1e-10)
-
-
-def test_the_share_of_cls_is_its_weight(tower, embedded):
-    before, after = mean_shares(tower, embedded, 0.1, batch=2)
-    states = embedded
-    for number in range(tower.depth):
-        block = tower.visual.transformer.resblocks[number]
-        query, key, _ = before_attention(block, states)
-        weights = _weights(query, key, False)
-        torch.testing.assert_close(before[number], weights[..., 0].mean(dim=(0, 2)))
-        weights[..., 1:] *= 0.1
-        weights /= weights.sum(-1, keepdim=True)
-        torch.testing.assert_close(after[number], weights[..., 0].mean(dim=(0, 2)))
-        states = tower.run_block(number, states)
 
 
 # ---- fitness
@@ -307,7 +296,8 @@ def test_folded_heads_are_ordinary_weights():
     ablated, folded = tiny_clip().double().eval(), tiny_clip().double().eval()
     mask = torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]], dtype=torch.bool)
     Ablation.of_mask("text", mask, 0.0).apply(ablated)
-    fold_text(folded.text.tower, folded.tokenizer.tokenizer.bos_token_id, mask)
+    Ablation.of_mask("text", mask, 0.0).apply(folded)
+    fold_text_heads(folded)
     tokens = ablated.tokenize(CAPTIONS)
     torch.testing.assert_close(folded.encode_text(tokens), ablated.encode_text(tokens), rtol=0, atol=1e-10)
     states = [backbone.text.token_states(tokens) for backbone in (ablated, folded)]
@@ -395,7 +385,7 @@ PLANTED = torch.tensor([False, True, True, False])
 
 def test_every_search_finds_what_was_planted(problem, monkeypatch):
     masks = every_mask(*problem.shape)
-    assert torch.equal(masks[problem.fitness(problem.encode(masks), None).argmax()], PLANTED)
+    assert torch.equal(fittest(problem, masks), PLANTED)
     found, history = genetic_search(problem)
     assert torch.equal(found, PLANTED) and len(history) <= 100
     encode, encoded = problem.encode, []
@@ -537,9 +527,8 @@ def test_a_device_without_double_precision_gives_the_same(tower):
             problem = TextProblem(TextPopulation(backbone.text, 0.1), place(features["image"]), tokens)
         problem.make_margins(k1=5, k2=5)
         mask, history = genetic_search(problem, generations=2)
-        shares = mean_shares(backbone.image, place(embedded), 0.1) if tower == "image" else ()
-        results.append((probe(problem), mask.tolist(), [row.fitness.tolist() for row in history], *shares))
-    assert results[0][:3] == results[1][:3] and all(map(torch.equal, results[0][3:], results[1][3:]))
+        results.append((probe(problem), mask.tolist(), [row.fitness.tolist() for row in history]))
+    assert results[0] == results[1]
 
 
 # ---- what a search leaves
@@ -598,6 +587,23 @@ def test_too_few_pairs_are_refused(world, tmp_path):
         ablate(AblateConfig(base, str(tmp_path / "run"), data, images, limit=20))
 
 
+@pytest.mark.parametrize("search", ["single", "naive", "all", "ga", "bp"])
+def test_pairs_that_are_all_alike_ablate_nothing(world, tmp_path, search):
+    base, data, images = world
+    entry = json.loads(Path(data).read_text())[0]
+    (tmp_path / "data.json").write_text(json.dumps([entry] * 40))
+    with pytest.raises(UserError, match="Which heads hurt cannot be known from these 40 pairs"):
+        ablate(AblateConfig(base, str(tmp_path / "run"), str(tmp_path / "data.json"), images, search=search))
+    assert not (tmp_path / "run" / "ablation.json").exists()
+
+
+def test_a_gain_within_rounding_ablates_nothing(problem):
+    features = problem.texts["whole"][:3].repeat(10, 1)  # each text ten times: no margin above 0
+    alike = ImageProblem(problem.population, problem.embedded[:3].repeat(10, 1, 1), {"whole": features})
+    alike.make_margins(k1=5, k2=5)
+    assert not fittest(alike, every_mask(*alike.shape)).any() and not genetic_search(alike, 2)[0].any()
+
+
 def one_sentence(data: str, file: Path) -> str:
     """The data with the first sentence of each caption alone, as `file`."""
     entries = json.loads(Path(data).read_text())
@@ -621,14 +627,14 @@ def test_a_search_continues_with_its_own_settings_alone(world, tmp_path, monkeyp
     shutil.copyfile(original, data)
     settings = dict(data=data, images=images, generations=2, limit=22, beta=0.5)
     whole = ablate(AblateConfig(base, str(tmp_path / "whole"), **settings))
-    note, folder = command._Search._note_generation, tmp_path / "run"
+    note, folder = command._Search._note, tmp_path / "run"
 
     def stop(search, generation):
         note(search, generation)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(command._Search, "_note_generation", stop)
+        patch.setattr(command._Search, "_note", stop)
         ablate(AblateConfig(base, str(folder), **settings))
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     assert json.loads(before["items.jsonl"])["item"]["name"] == "generation-0000"
@@ -641,11 +647,52 @@ def test_a_search_continues_with_its_own_settings_alone(world, tmp_path, monkeyp
     one_sentence(original, tmp_path / "data.json")
     with pytest.raises(UserError, match="The data is another one"):
         ablate(AblateConfig(base, str(folder), **settings))
+    others = shutil.copytree(images, tmp_path / "others")
+    first = next(others.iterdir())
+    stat = first.stat()
+    Image.open(first).transpose(Image.Transpose.FLIP_LEFT_RIGHT).rotate(90).save(first)
+    os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(UserError, match="The set of images is another one"):
+        ablate(AblateConfig(base, str(folder), **settings | {"data": original, "images": str(others)}))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     # Other paths to the same data and model, and another batch, change nothing.
     ablate(AblateConfig(f"{base}/.", str(folder), **settings | {"data": original}, batch=7))
     contents = [json.loads((place / "ablation.json").read_text()) for place in (whole, folder)]
     assert contents[0]["beta"] == contents[1]["beta"] and contents[0]["recall"] == contents[1]["recall"]
+
+
+@pytest.mark.parametrize("damage", ["result", "note"])
+def test_damaged_results_and_notes_are_made_again(world, tmp_path, damage):
+    base, data, images = world
+    settings = dict(data=data, images=images, generations=3, limit=22, beta=0.5)
+    folder = ablate(AblateConfig(base, str(tmp_path / "run"), **settings))
+    result, items = folder / "ablation.json", folder / "items.jsonl"
+    whole, notes = result.read_text(), items.read_text().splitlines(keepends=True)
+    if damage == "result":
+        result.write_text(whole.replace('"heads": [', '"heads": [ ', 1))
+    else:
+        assert "generation-0002" in notes[2]
+        items.write_text(notes[0] + "[1, 2]\n" + notes[1].replace('"0', '"1') + notes[2])
+        result.unlink()
+    ablate(AblateConfig(base, str(folder), **settings))
+    assert result.read_text() == whole
+
+
+@pytest.mark.parametrize(
+    ("search", "advice"), [("naive", "each of these heads alone raises it"), ("bp", "contrastive loss fell")]
+)
+def test_the_advice_after_a_fall_is_that_of_the_search(world, tmp_path, monkeypatch, capsys, search, advice):
+    base, data, images = world
+    recalls = command.Problem.recalls
+    falling = lambda problem, encoded: [  # noqa: E731
+        row | {"mean_r": 100.0 - 50 * (encoded is not problem.untouched)} for row in recalls(problem, encoded)
+    ]
+    monkeypatch.setattr(command, "better_alone", lambda recalls: torch.tensor([True] + [False] * (len(recalls) - 2)))
+    monkeypatch.setattr(command.Problem, "recalls", falling)
+    settings = dict(data=data, images=images, search=search, limit=None, epochs=1)
+    ablate(AblateConfig(base, str(tmp_path / "run"), **settings))
+    printed = capsys.readouterr().out
+    assert "mean-R fell from 100.0 to 50.0, though" in printed and advice in printed and "Try" in printed
 
 
 def test_features_that_are_not_finite_are_refused(problem):

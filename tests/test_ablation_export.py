@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, CLIPModel, CLIPProcessor, CLIPTextModel, CLIPTokenizer, dynamic_module_utils
 
 from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text_heads
-from debias_diffusion.ablation.saved import write_ablation
+from debias_diffusion.ablation.saved import FILE, write_ablation
 from debias_diffusion.app.export.command import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
@@ -59,7 +59,7 @@ def ablate_all(folder: Path, vocabulary, names=tuple(ABLATIONS)) -> SimpleNamesp
         ablation = ABLATIONS[name]
         (folder / name).mkdir()
         settings = AblateConfig(base, str(folder / name), data="toy/validation", tower=ablation.tower, beta=0.0)
-        write_ablation(folder / name, base, load_backbone(base), ablation, settings=asdict(settings))
+        write_ablation(folder / name / FILE, base, load_backbone(base), ablation, settings=asdict(settings))
     return SimpleNamespace(base=base, **{name: str(folder / name) for name in names})
 
 

@@ -1,18 +1,20 @@
 """Heads replaced by their mean: what the means are, the same features as ordinary weights, and every export."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import open_clip
 import pytest
 import torch
 from helpers.tiny_clip import save_tiny_clip, tiny_clip
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import CLIPModel
 
 from debias_diffusion.ablation.heads import Ablation, image_means, text_means
-from debias_diffusion.ablation.saved import write_ablation
-from debias_diffusion.app.ablate.command import ablate
+from debias_diffusion.ablation.saved import FILE, write_ablation
+from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.export.command import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
@@ -24,6 +26,7 @@ from debias_diffusion.models.blocks import before_attention, full_attention
 pytestmark = pytest.mark.usefixtures("no_grad")
 CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the river.", ""]
 PIXELS = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+SEARCH = dict(data="toy/validation", search="all", way="mean", limit=40)
 MASKS = {
     "image": torch.tensor([[True, False], [False, True]]),
     "text": torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]], dtype=torch.bool),
@@ -37,7 +40,7 @@ def means_of(backbone: Backbone, tower: str) -> torch.Tensor:
 
 
 def replaced(backbone: Backbone, tower: str) -> Backbone:
-    ablation = Ablation.of_mask(tower, MASKS[tower], 0.0).with_means(means_of(backbone, tower))
+    ablation = replace(Ablation.of_mask(tower, MASKS[tower], 0.0), means=means_of(backbone, tower))
     ablation.apply(backbone)
     return backbone
 
@@ -78,13 +81,12 @@ def searched(tmp_path_factory) -> dict[str, str]:
     """By tower, what a search with `way` mean has left; the base has random weights, so that some head does harm."""
     folder = tmp_path_factory.mktemp("means")
     base = save_tiny_clip(folder / "base")
-    settings = dict(data="toy/validation", search="all", way="mean", limit=40)
-    folders = {"base": base, "image": str(ablate(AblateConfig(base, str(folder / "image"), **settings)))}
+    folders = {"base": base, "image": str(ablate(AblateConfig(base, str(folder / "image"), **SEARCH)))}
     backbone = load_two_tower(base)
     text = folder / "text"
     text.mkdir()
-    ablation = Ablation.of_mask("text", MASKS["text"], 0.0).with_means(means_of(backbone, "text"))
-    write_ablation(text, base, load_two_tower(base), ablation, settings={"model": base, "output": "text"})
+    ablation = replace(Ablation.of_mask("text", MASKS["text"], 0.0), means=means_of(backbone, "text"))
+    write_ablation(text / FILE, base, load_two_tower(base), ablation, settings={"model": base, "output": "text"})
     return folders | {"text": str(text)}
 
 
@@ -128,13 +130,18 @@ def test_the_search_leaves_the_means_and_says_which_heads(searched):
     assert content["recall"]["after"] != content["recall"]["before"]
 
 
-@pytest.mark.parametrize("content", [b"", torch.zeros(1, 2, 16), torch.full((3, 4, 16), torch.nan), None])
-def test_means_that_cannot_be_read_are_refused(searched, content, tmp_path):
-    (tmp_path / "ablation.json").write_text(Path(searched["text"], "ablation.json").read_text())
-    file = tmp_path / "means.safetensors"
-    if isinstance(content, torch.Tensor):
-        save_file({"means": content}, file)
-    elif content is not None:
-        file.write_bytes(content)
+@pytest.mark.parametrize("damage", ["missing", "cut", "sign"])
+def test_damaged_means_are_refused_and_a_search_makes_them_again(searched, damage, tmp_path):
+    folder = Path(shutil.copytree(searched["image"], tmp_path / "image"))
+    file = folder / "means.safetensors"
+    whole = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(whole[:-1])
+    else:
+        save_file({"means": -load_file(file)["means"]}, file)
     with pytest.raises(UserError, match="Search again"):
-        load_two_tower(tmp_path)
+        load_two_tower(folder)
+    ablate(AblateConfig(searched["base"], str(folder), **SEARCH))
+    assert file.read_bytes() == whole and load_two_tower(folder).image_attention is None

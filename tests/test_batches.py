@@ -22,7 +22,7 @@ def test_every_record_comes_once_an_epoch_and_never_twice_in_a_batch(size, epoch
     assert all(len({index for _, index, _ in step}) == batch for step in steps)
     seen = Counter((epoch, index) for epoch, index, _ in chain.from_iterable(steps))
     assert set(seen.values()) == {1}
-    assert len(seen) + batches.dropped == records * epochs
+    assert len(seen) + batches.remainder == records * epochs
     whole = [epoch for epoch in range(epochs) if sum(e == epoch for e, _ in seen) == records]
     assert len(whole) >= epochs - 1
     order = [(epoch, place) for epoch, _, place in chain.from_iterable(steps)]
@@ -60,7 +60,7 @@ def test_epochs_and_seeds_differ():
 def test_max_steps_ends_a_run_early():
     batches = GlobalBatches(10, 3, 5, 0, max_steps=4)
     assert len(list(batches.iterate())) == batches.total_steps == 4
-    assert batches.dropped == 50 - 12
+    assert batches.remainder == 0
 
 
 def test_learning_rate_warms_up_to_the_peak_and_ends_at_nothing():

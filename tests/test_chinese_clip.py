@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProcessor, ChineseCLIPModel
 
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.app.ablate.command import ablate
+from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.options import AblateConfig
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError

@@ -33,7 +33,7 @@ from helpers.training_runs import checkpoint, config, is_the_same_run, killed_co
 from open_clip.transformer import PatchDropout
 from safetensors.torch import load_file
 
-from debias_diffusion.app.ablate.command import AblateConfig, ablate
+from debias_diffusion.app.ablate import AblateConfig, ablate
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data.sources import open_data
@@ -403,21 +403,21 @@ def test_states_can_be_kept_beside_it():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"first_group": 7}, "first_group must be from 1 to groups, 6, got 7"),
-        ({"first_group": 0}, "first_group must be from 1 to groups, 6, got 0"),
-        ({"groups": 0, "first_group": 1}, "no groups are compared. Give --method.groups too"),
-        ({"groups": -1}, "groups must be at least 1, or 0"),
-        ({"mask_ratio": 1.0}, "mask_ratio must be above 0 and below 1"),
-        ({"masked_patches": "drop"}, "masked_patches must be one of replace, discard"),
-        ({"prompts": -1}, "prompts must be a whole number from 1, or 0"),
-        ({"prompt_mask": "some"}, "prompt_mask must be one of bands, none, r2p, p2r"),
-        ({"prompts": 0, "prompt_layers": "x"}, "prompt_layers must be one of own, shared"),
-        ({"short_positions": "both"}, "short_positions must be one of own, shared"),
-        ({"new_rate": 0.0}, "new_rate must be above 0"),
+        ({"first_group": 7}, "first_group is 7, but must be from 1 to --method.groups, which is 6"),
+        ({"first_group": 0}, "first_group is 0, but must be a whole number, at least 1"),
+        ({"groups": 0, "first_group": 1}, "first_group is 1, but must be from 1 to --method.groups, which is 0"),
+        ({"groups": -1}, "groups is -1, but must be a whole number, at least 0"),
+        ({"mask_ratio": 1.0}, "mask_ratio is 1.0, but must be a number, at least 0 and below 1"),
+        ({"masked_patches": "drop"}, "masked_patches is 'drop', but must be replace or discard"),
+        ({"prompts": -1}, "prompts is -1, but must be a whole number, at least 0"),
+        ({"prompt_mask": "some"}, "prompt_mask is 'some', but must be bands or none or r2p or p2r"),
+        ({"prompts": 0, "prompt_layers": "x"}, "prompt_layers is 'x', but must be own or shared"),
+        ({"short_positions": "both"}, "short_positions is 'both', but must be own or shared"),
+        ({"new_rate": 0.0}, "new_rate is 0.0, but must be a number, above 0"),
         ({"padding": "random"}, "Give --padding none, or --method.short_positions shared"),
         ({"short_weight": 0.0}, "need both captions. Give one between 0 and 1"),
         ({"patches": 3}, "has no setting 'patches'"),
-        ({"first_group": "4"}, "first_group must be of type int or null, got '4'"),
+        ({"first_group": "4"}, "first_group is '4', but must be a whole number, at least 1, or null"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes, message):

@@ -213,7 +213,7 @@ def test_checkpoints_hold_what_a_method_trains_and_its_buffers_but_not_the_teach
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_that_cannot_be_used_are_refused(weight):
-    with pytest.raises(UserError, match="keep_states must be at least 0, got"):
+    with pytest.raises(UserError, match="keep_states is .*, but must be a number, at least 0"):
         find_method("debias-clip", {"keep_states": weight})
 
 

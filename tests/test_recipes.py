@@ -159,11 +159,11 @@ def test_unknown_or_impossible_recipes_are_named():
         with pytest.raises(UserError, match=message):
             replace(RECIPES["debias-clip"], **changes)
 
-    refused(r"short_weight must be in \[0, 1\], got 2", short_weight=2)
-    refused(r"label_smoothing must be in \[0, 1\), got 1", label_smoothing=1)
-    refused(r"components must be at least 1, or 0.*got -1", components=-1)
-    refused("component_parts must be at least 1, got 0", component_parts=0)
-    refused("pooling must be one of eot, average, got 'mean'", pooling="mean")
+    refused("short_weight is 2, but must be a number, from 0 to 1", short_weight=2)
+    refused("label_smoothing is 1, but must be a number, at least 0 and below 1", label_smoothing=1)
+    refused("components is -1, but must be a whole number, at least 0", components=-1)
+    refused("component_parts is 0, but must be a whole number, at least 1", component_parts=0)
+    refused("pooling is 'mean', but must be eot or average", pooling="mean")
     refused("Unknown sampling 'randm'. Did you mean random", sampling="randm")
     refused("Unknown padding 'pad-x'.*none.*pad-N with another N from 0", padding="pad-x")
     assert DualCaption("random", "pad-0", 0.5).padding == "pad-0"

@@ -20,7 +20,7 @@ from debias_diffusion.models import shipped
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import load_tokenizer
 from debias_diffusion.toymodels import build, prepared_unet, unet
-from debias_diffusion.toymodels.captioning import Captioner
+from debias_diffusion.toymodels.clip import Captioner
 from debias_diffusion.toymodels.scores import score_checker, score_sdxl
 from debias_diffusion.toymodels.vae import SIZE, as_input, new_vae, picture_tensor
 from debias_diffusion.toyworld.checker import UNCLEAR, compare, read_image

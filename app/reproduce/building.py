@@ -15,7 +15,7 @@ from debias_diffusion.training.checkpoints import BEST, CHECKPOINT
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.loop import train
 
-from ..ablate.command import ablate
+from ..ablate import ablate
 from ..command_line import checked
 from ..options import AblateConfig
 from .measuring import KINDS

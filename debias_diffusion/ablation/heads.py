@@ -10,9 +10,8 @@ projection into its bias, and the head's columns of the projection become 0.
   average over texts or images, and over their tokens.
 """
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import get_args
 
@@ -49,18 +48,18 @@ class Ablation:
 
     def __post_init__(self):
         for name, beta in self.by_name.items():
-            if not (0 <= beta <= 1 and math.isfinite(beta)):
+            if not 0 <= beta <= 1:
                 raise UserError(f"beta of head {name} is {beta}, but must be from 0 to 1.")
 
     @classmethod
-    def of_rows(cls, tower: Tower, beta: Iterable[Iterable[float]]) -> "Ablation":
+    def of_rows(cls, tower: Tower, beta: Iterable[Iterable[float]], means: Tensor | None = None) -> "Ablation":
         """From rows of any kind, such as JSON's. Raises TypeError or ValueError where they hold no numbers."""
-        return cls(tower, tuple(tuple(map(float, row)) for row in beta))
+        return cls(tower, tuple(tuple(map(float, row)) for row in beta), means)
 
     @classmethod
     def of_mask(cls, tower: Tower, mask: Tensor, beta: float) -> "Ablation":
         """From the ablated heads, [blocks, heads], and the beta of all of them."""
-        return cls(tower, tuple(tuple(beta if ablated else 1.0 for ablated in row) for row in mask.tolist()))
+        return cls.of_rows(tower, [[beta if ablated else 1.0 for ablated in row] for row in mask.tolist()])
 
     @property
     def by_name(self) -> dict[str, float]:
@@ -80,41 +79,25 @@ class Ablation:
         """JSON values that identify the attention."""
         return {"kind": KIND if self.means is None else MEAN, "beta": [list(row) for row in self.beta]}
 
-    def with_means(self, means: Tensor) -> "Ablation":
-        """The same heads replaced by their mean."""
-        return replace(self, means=means)
-
     def apply(self, backbone: Backbone) -> None:
         """Gives the tower this attention, and notes it in the model's configuration; means go into the weights instead.
 
         Raises:
             UserError: the tower has other blocks or heads, no class token, or no causal mask.
         """
-        attends = {
-            block: Suppressed(torch.tensor(row)) for block, row in enumerate(self.beta) if any(b < 1 for b in row)
-        }
         check_shape(self.beta, *tower_shape(backbone, self.tower))
-        if not attends:
+        betas = {block: torch.tensor(row) for block, row in enumerate(self.beta) if min(row) < 1}
+        if not betas:
             raise UserError("No head is ablated: beta is 1 everywhere.")
         if self.means is not None:
-            self._fold_means(tower_blocks(backbone, self.tower))
-            return
-        if self.tower == "image":
+            for block, row, means in zip(tower_blocks(backbone, self.tower), self.beta, self.means, strict=True):
+                fold_constants(block, [beta < 1 for beta in row], means)
+        elif self.tower == "image":
+            attends = {block: Suppressed(beta) for block, beta in betas.items()}
             backbone.replace_image_attention(attends, self.description())
         else:
-            changes = {block: partial(Suppressed, attend.beta) for block, attend in attends.items()}
+            changes = {block: partial(Suppressed, beta) for block, beta in betas.items()}
             backbone.replace_text_attention(changes, self.description())
-
-    def _fold_means(self, blocks: Sequence[nn.Module]) -> None:
-        attention = blocks[0].attn
-        expected = (len(blocks), attention.num_heads, attention.embed_dim // attention.num_heads)
-        if self.means.shape != expected or not self.means.isfinite().all():
-            raise UserError(
-                f"The means have the shape {tuple(self.means.shape)}, or are not finite; the tower's have {expected}. "
-                "Search again."
-            )
-        for block, beta, means in zip(blocks, self.beta, self.means, strict=True):
-            fold_constants(block, [of_head < 1 for of_head in beta], means)
 
 
 def check_shape(beta: Iterable[Iterable[float]], blocks: int, heads: int) -> None:
@@ -254,26 +237,11 @@ def fold_constants(block: nn.Module, ablated: Sequence[bool], constants: Tensor)
     """
     projection = block.attn.out_proj
     width = projection.in_features // block.attn.num_heads
-    for head in (head for head, is_ablated in enumerate(ablated) if is_ablated):
-        columns = slice(head * width, (head + 1) * width)
-        projection.bias += projection.weight[:, columns] @ constants[head].to(projection.weight)
-        projection.weight[:, columns] = 0
-
-
-@torch.no_grad()
-def fold_text(tower: nn.Module, sot: int, mask: Tensor) -> None:
-    """Suppresses heads of a causal text tower with beta 0, in its weights.
-
-    Args:
-        tower: the module with the text tower's parts, as `TextTower` takes it.
-        sot: id of the token that every text begins with.
-        mask: True for ablated heads, [blocks, heads].
-    """
-    states = (tower.token_embedding.weight[sot] + tower.positional_embedding[0])[None, None]
-    for block, ablated in zip(tower.transformer.resblocks, mask.tolist(), strict=True):
-        value = before_attention(block, states)[2][0, 0]  # [heads, head_dim]
-        states = block_forward(block, states, causal_attention)
-        fold_constants(block, ablated, value)
+    for head, is_ablated in enumerate(ablated):
+        if is_ablated:
+            columns = slice(head * width, (head + 1) * width)
+            projection.bias += projection.weight[:, columns] @ constants[head].to(projection.weight)
+            projection.weight[:, columns] = 0
 
 
 def soft_heads(ablation: Ablation) -> list[str]:
@@ -281,6 +249,7 @@ def soft_heads(ablation: Ablation) -> list[str]:
     return [name for name, beta in ablation.by_name.items() if 0 < beta < 1]
 
 
+@torch.no_grad()
 def fold_text_heads(backbone: Backbone) -> None:
     """Writes the suppressed text heads that a model's configuration notes into its weights, and removes the note.
 
@@ -298,6 +267,10 @@ def fold_text_heads(backbone: Backbone) -> None:
             "weights. Search with --beta 0, or export it as open_clip."
         )
     check_shape(ablation.beta, *tower_shape(backbone, "text"))
-    mask = torch.tensor(ablation.beta) == 0
-    fold_text(backbone.text.tower, backbone.tokenizer.tokenizer.bos_token_id, mask)
+    tower, sot = backbone.text.tower, backbone.tokenizer.tokenizer.bos_token_id
+    states = (tower.token_embedding.weight[sot] + tower.positional_embedding[0])[None, None]
+    for block, row in zip(tower.transformer.resblocks, ablation.beta, strict=True):
+        value = before_attention(block, states)[2][0, 0]  # [heads, head_dim]
+        states = block_forward(block, states, causal_attention)
+        fold_constants(block, [beta == 0 for beta in row], value)
     backbone.restore_text_attention()

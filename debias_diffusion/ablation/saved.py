@@ -4,11 +4,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..errors import UserError, reason
-from ..files import read_json_object, write_json
+from ..files import atomic_file, read_json_object, sha256, write_json
 from ..models.weight_files import save_tensors, weights_digest
 
 if TYPE_CHECKING:
@@ -18,17 +17,21 @@ if TYPE_CHECKING:
 FILE, MEANS_FILE = "ablation.json", "means.safetensors"
 
 
-def ablation_content(model: str, backbone: "Backbone", ablation: "Ablation", **more) -> dict:
-    """Of `ablation.json`: the model's name and digest, the tower, beta, the suppressed heads' names, and `more`."""
+def write_ablation(file: Path, model: str, backbone: "Backbone", ablation: "Ablation", **more) -> None:
+    """Writes the content of `ablation.json` to `file`, and beside it the means of an ablation that has some.
+
+    Args:
+        model: the base model's name.
+        backbone: the base model.
+        more: entries of the content.
+    """
     content = {"model": model, "model_sha256": weights_digest(backbone.model), "tower": ablation.tower}
-    return content | ablation.description() | {"heads": ablation.names} | more
-
-
-def write_ablation(folder: Path, model: str, backbone: "Backbone", ablation: "Ablation", **more) -> None:
-    """Writes `ablation.json`, and the means of an ablation that has some."""
+    content |= ablation.description() | {"heads": ablation.names}
     if ablation.means is not None:
-        save_tensors({"means": ablation.means}, folder / MEANS_FILE)
-    write_json(folder / FILE, ablation_content(model, backbone, ablation, **more))
+        with atomic_file(file.parent / MEANS_FILE) as temporary:
+            save_tensors({"means": ablation.means}, temporary)
+        content["means_sha256"] = sha256(file.parent / MEANS_FILE)
+    write_json(file, content | more)
 
 
 def is_ablation(folder: str | os.PathLike) -> bool:
@@ -40,18 +43,20 @@ def read_ablation(folder: str | os.PathLike) -> tuple[str, str, "Ablation"]:
     """(name of the base model, sha256 of its weights, the suppressed heads).
 
     Raises:
-        UserError: the file cannot be read, or is no such file.
+        UserError: the file cannot be read, or is no such file; the means are others than the search left.
     """
     from .heads import MEAN, Ablation  # open_clip is optional
 
     file = Path(folder) / FILE
     try:
-        content = read_json_object(file)
-        ablation = Ablation.of_rows(content["tower"], content["beta"])
+        content, means = read_json_object(file), None
         if content["kind"] == MEAN:
-            ablation = ablation.with_means(load_file(file.parent / MEANS_FILE)["means"])
+            if sha256(file.parent / MEANS_FILE) != content["means_sha256"]:
+                raise ValueError(f"{MEANS_FILE} is damaged or of another search")
+            means = load_file(file.parent / MEANS_FILE)["means"]
+        ablation = Ablation.of_rows(content["tower"], content["beta"], means)
         return str(content["model"]), str(content["model_sha256"]), ablation
-    except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
+    except (KeyError, TypeError, ValueError, OSError) as error:
         raise UserError(
             f"{str(file)!r} cannot be read: {reason(error)}. Search again, or give the model alone."
         ) from error

@@ -1,6 +1,5 @@
 """A beta for each head by gradient descent, everything else frozen (AAT, section 4.3)."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -37,7 +36,6 @@ class Backprop:
         problem: ImageProblem,
         scale: Tensor,
         job: Job,
-        *,
         rate: float = 2e-2,
         epochs: int = 32,
         batch: int = 256,
@@ -72,28 +70,21 @@ class Backprop:
     def _epoch(self, epoch: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """alpha and AdamW's averages after a pass, from those before it."""
         self._restore(state)
-        steps = -(-len(self.texts) // self.batch) * self.epochs
-        for number, images in enumerate(self._batches(epoch)):
-            step = epoch * (steps // self.epochs) + number
+        order = torch.from_numpy(np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.texts)))
+        batches = order.to(self.alpha.device).split(self.batch)
+        for number, images in enumerate(batches):
+            step, steps = epoch * len(batches) + number, self.epochs * len(batches)
             rate = self.rate if self.constant else learning_rate(step, steps, self.rate, warmup=0)
-            for group in self.adamw.param_groups:
-                group["lr"] = rate
-            (gradient,) = torch.autograd.grad(self.loss(images), [self.alpha])
-            self.alpha.grad = gradient
+            self.adamw.param_groups[0]["lr"] = rate
+            (self.alpha.grad,) = torch.autograd.grad(self.loss(images), [self.alpha])
             self.adamw.step()
         return {"alpha": self.alpha.detach().clone()} | self.adamw.state[self.alpha]
-
-    def _batches(self, epoch: int) -> Iterator[Tensor]:
-        order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.texts))
-        return iter(torch.from_numpy(order).to(self.problem.embedded.device).split(self.batch))
 
     def _restore(self, state: dict[str, Tensor]) -> None:
         if state:
             with torch.no_grad():
                 self.alpha.copy_(state["alpha"])
-            # AdamW counts its steps on the CPU.
             self.adamw.state[self.alpha] = {
-                name: value if name == "step" else value.to(self.alpha.device)
-                for name, value in state.items()
-                if name != "alpha"
+                "step": state["step"],  # AdamW counts its steps on the CPU
+                **{name: state[name].to(self.alpha.device) for name in ("exp_avg", "exp_avg_sq")},
             }

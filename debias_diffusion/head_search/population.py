@@ -165,29 +165,3 @@ class TextPopulation(_Tree):
             packed.project,
             axis=0,
         )
-
-
-@torch.inference_mode()
-def mean_shares(tower: ImageTower, embedded: Tensor, beta: float, batch: int = 64) -> tuple[Tensor, Tensor]:
-    """How much of the attention CLS gets in each head of the untouched tower, and would get suppressed alone.
-
-    Under uniform attention of 197 tokens a head suppressed with 0.1 gives CLS 5%, of 10 tokens 53%: the strength of a
-    suppression depends on this share.
-
-    Args:
-        embedded: the blocks' input, [images, tokens, width].
-
-    Returns:
-        the mean weights of column 0 over images and rows, before and after, [blocks, heads] each.
-    """
-    blocks = list(tower.visual.transformer.resblocks)
-    sums = torch.zeros(2, len(blocks), blocks[0].attn.num_heads, dtype=torch.float64)
-    for states in embedded.split(batch):
-        for number, block in enumerate(blocks):
-            query, key, value = before_attention(block, states)
-            attended, share = attend_with_share(query, key, value, full_attention)
-            suppressed = share / (beta + (1 - beta) * share).clamp(min=torch.finfo(share.dtype).tiny)
-            for row, part in enumerate((share, suppressed)):
-                sums[row, number] += part[..., 0].cpu().double().mean(dim=1).sum(dim=0)
-            states = after_attention(block, states, attended)
-    return tuple(sums / len(embedded))

@@ -1,7 +1,12 @@
-"""Searches for heads of a tower that hurt: each alone, all of those, every set, and a genetic algorithm."""
+"""Searches for heads of a tower that hurt: each alone, all of those, every set, and a genetic algorithm.
 
+How good an ablation is: the margin by which texts prefer their image (AAT, equation 3).
+"""
+
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -12,14 +17,86 @@ from tqdm import tqdm
 
 from ..ablation.suppression import Suppressed
 from ..errors import UserError
-from ..retrieval import recall_at_k
+from ..retrieval import TIE, recall_at_k
 from ..tokens import TokenBatch
-from .fitness import K1, K2, Margin
 from .genetic import Generation, evolve, first_masks, population_size
 from .population import Population, TextPopulation
 
 KS = (1, 5, 10)
+K1, K2 = 10, 10  # hard and random negatives of each text; the paper gives no numbers
 MOST_ENUMERATED = 16  # heads
+_PART = 256  # ablations whose features are held at once
+
+
+@dataclass(frozen=True)
+class Margin:
+    """Fitness on pairs of a text and an image each.
+
+    Attributes:
+        hard: for each text, the images that the untouched model likes best among the wrong ones, [pairs, k1].
+        k2: random wrong images beside them, drawn anew for each generation.
+        seed: of these draws.
+    """
+
+    hard: Tensor
+    k2: int = K2
+    seed: int = 0
+
+    @classmethod
+    def of(cls, texts: Tensor, images: Tensor, k1: int = K1, k2: int = K2, seed: int = 0) -> "Margin":
+        """From the untouched model's features of both, [pairs, dim] each.
+
+        Raises:
+            UserError: there are not more than k1 + k2 wrong images for each text.
+        """
+        check_count(len(texts), k1, k2)
+        wrong = _similarity(images, texts).fill_diagonal_(-torch.inf)
+        return cls(wrong.topk(k1, dim=1).indices, k2, seed)
+
+    def negatives(self, generation: int) -> Tensor:
+        """[pairs, k1 + k2] wrong images of each text, none twice."""
+        drawn = []
+        for text, hard in enumerate(self.hard.tolist()):
+            rng = random.Random(f"{self.seed}/{generation}/{text}")
+            taken, further = {text, *hard}, []
+            while len(further) < self.k2:
+                image = rng.randrange(len(self.hard))
+                if image not in taken:
+                    taken.add(image)
+                    further.append(image)
+            drawn.append(hard + further)
+        return torch.tensor(drawn, device=self.hard.device)
+
+    def __call__(self, images: Tensor, texts: Tensor, generation: int | None) -> Tensor:
+        """The mean margin of each ablation, [ablations].
+
+        Args:
+            images, texts: features, [ablations, pairs, dim], one of them with a single ablation where the other tower
+                is ablated.
+            generation: whose random negatives are taken; None takes every wrong image.
+        """
+        negatives = None if generation is None else self.negatives(generation)
+        margins = []
+        for number in range(max(len(images), len(texts))):
+            similarity = _similarity(images[number % len(images)], texts[number % len(texts)])
+            positive = similarity.diagonal().clone()
+            wrong = similarity.fill_diagonal_(-torch.inf) if negatives is None else similarity.gather(1, negatives)
+            margins.append((positive - wrong.amax(dim=1)).mean())
+        return torch.stack(margins)
+
+
+def check_count(pairs: int, k1: int = K1, k2: int = K2) -> None:
+    """Raises UserError unless there are more than k1 + k2 wrong images for each text."""
+    if pairs < k1 + k2 + 1:
+        raise UserError(
+            f"{pairs} pairs are too few: {k1} hard and {k2} random wrong images for each text need at least "
+            f"{k1 + k2 + 1}. Give more."
+        )
+
+
+def _similarity(images: Tensor, texts: Tensor) -> Tensor:
+    """[texts, images] cosines."""
+    return F.normalize(texts, dim=-1) @ F.normalize(images, dim=-1).T
 
 
 class Problem(ABC):
@@ -141,11 +218,6 @@ class TextProblem(Problem):
         return self.images[None], features
 
 
-def single_heads(blocks: int, heads: int) -> Tensor:
-    """One ablation for each head, [heads of all blocks, heads of all blocks]."""
-    return torch.eye(blocks * heads, dtype=torch.bool)
-
-
 def every_mask(blocks: int, heads: int) -> Tensor:
     """All sets of heads, [2 ** heads of all blocks, heads of all blocks].
 
@@ -162,7 +234,8 @@ def every_mask(blocks: int, heads: int) -> Tensor:
 
 def probe(problem: Problem) -> list[dict[str, float]]:
     """The recalls of the untouched model, then those with each head ablated alone."""
-    alone = problem.encode(single_heads(*problem.shape), progress=True)
+    blocks, heads = problem.shape
+    alone = problem.encode(torch.eye(blocks * heads, dtype=torch.bool), progress=True)
     return [*problem.recalls(problem.untouched), *problem.recalls(alone)]
 
 
@@ -187,7 +260,7 @@ def genetic_search(
     history: Sequence[Generation] = (),
     on_generation: Callable[[Generation], None] = lambda generation: None,
 ) -> tuple[Tensor, list[Generation]]:
-    """The best winner of a generation, judged with all wrong images, and all generations.
+    """The `fittest` of the generations' winners, and all generations.
 
     Args:
         efficient: fewer individuals; those that ablate more than 60% of the heads are not evaluated.
@@ -205,7 +278,17 @@ def genetic_search(
 
         history = evolve(first, scored, generations, seed, history, show)
     winners = torch.unique(torch.stack([generation.winner for generation in history]), dim=0)
-    return winners[problem.fitness(problem.encode(winners), None).argmax()], history
+    return fittest(problem, winners), history
+
+
+def fittest(problem: Problem, masks: Tensor) -> Tensor:
+    """[heads of all blocks] the best of these ablations by all wrong images; of no head where none raises the fitness.
+
+    Less than a tie of similarities is no rise: of pairs that are all alike every ablation has a fitness of about 0.
+    """
+    parts = tqdm(masks.split(_PART), desc="sets of heads", unit=" parts", disable=len(masks) <= _PART)
+    fitness = torch.cat([problem.fitness(problem.encode(part), None) for part in parts])
+    return masks[fitness.argmax()] & bool(fitness.max() - problem.fitness(problem.untouched, None)[0] > TIE)
 
 
 class _Scored:
@@ -216,22 +299,17 @@ class _Scored:
         self.known: dict[bytes, tuple[Tensor, dict[str, Tensor]]] = {}
 
     def __call__(self, masks: Tensor, generation: int) -> Tensor:
-        keys = [mask.numpy().tobytes() for mask in masks]
         allowed = masks.double().mean(dim=1) <= self.most
-        new = {
-            key: mask for key, mask, fits in zip(keys, masks, allowed, strict=True) if fits and key not in self.known
-        }
-        if new:
-            images, texts = self.problem.encode(torch.stack(list(new.values())))
+        by_key = {mask.numpy().tobytes(): mask for mask in masks[allowed]}
+        if new := [key for key in by_key if key not in self.known]:
+            images, texts = self.problem.encode(torch.stack([by_key[key] for key in new]))
             for number, key in enumerate(new):
                 one = slice(number, number + 1)
                 self.known[key] = _part(images, one), {name: _part(of_set, one) for name, of_set in texts.items()}
-        self.known = {key: self.known[key] for key in keys if key in self.known}
-        fitness = torch.full((len(masks),), -torch.inf, dtype=torch.float64)
-        for number, key in enumerate(keys):
-            if key in self.known:
-                fitness[number] = self.problem.fitness(self.known[key], generation)[0].item()
-        return fitness
+        self.known = {key: self.known[key] for key in by_key}
+        fitness = {key: self.problem.fitness(encoded, generation)[0].item() for key, encoded in self.known.items()}
+        scores = [fitness.get(mask.numpy().tobytes(), -torch.inf) for mask in masks]
+        return torch.tensor(scores, dtype=torch.float64)
 
 
 def _part(features: Tensor, part: slice) -> Tensor:

@@ -8,10 +8,10 @@ from dataclasses import fields, replace
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from ..errors import UserError, near_matches
+from ..limits import NonNegativeFloat, check_value
 from .base import Batch, Caption, Method, Term, image_features
 from .dual_caption import RECIPES as DUAL_CAPTION_RECIPES
 from .fix_clip import RECIPES as FIX_CLIP_RECIPES
@@ -51,7 +51,7 @@ def find_method(name: str, settings: dict[str, Any] | None = None) -> Method:
     if name not in METHODS:
         raise UserError(f"Unknown recipe {name!r}.{near_matches(name, METHODS)} Choose one of: {', '.join(METHODS)}.")
     method, changes = METHODS[name], dict(settings or {})
-    hints = get_type_hints(type(method)) | {_KEEP_STATES: float}
+    hints = get_type_hints(type(method), include_extras=True) | {_KEEP_STATES: NonNegativeFloat}
     known = [part.name for part in fields(method) if part.metadata.get("is_setting", True)] + [_KEEP_STATES]
     for setting, value in changes.items():
         if setting not in known:
@@ -59,10 +59,7 @@ def find_method(name: str, settings: dict[str, Any] | None = None) -> Method:
                 f"The recipe {name!r} has no setting {setting!r}.{near_matches(setting, known)} It has: "
                 f"{', '.join(known)}."
             )
-        kinds = get_args(hints[setting]) if isinstance(hints[setting], UnionType) else (hints[setting],)
-        if type(value) not in kinds and not (float in kinds and type(value) is int):
-            allowed = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
-            raise UserError(f"{setting} must be of type {allowed}, got {value!r}.")
+        check_value(setting, value, hints[setting])
     if _KEEP_STATES in changes:
         weight = changes.pop(_KEEP_STATES)
         changes["terms"] = (KeepStates(weight),) if weight else ()

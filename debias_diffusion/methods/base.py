@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ..limits import Checked
 from ..models.backbone import Backbone
 from ..tokens import CaptionTokenizer, TokenBatch
 
@@ -84,13 +85,18 @@ def image_features(backbone: Backbone, batch: Batch) -> Tensor:
     return batch.images if batch.cached_features else backbone.encode_image(batch.images)
 
 
-class Term(ABC):
+def at_least_float(features: Tensor) -> Tensor:
+    """Half precisions in float32."""
+    return features if features.dtype == torch.float64 else features.float()
+
+
+class Term(Checked, ABC):
     """A loss, with what it needs: views of a sample, modules and features of its own. A frozen dataclass.
 
     Beside a method (see `Method.terms`) its names of views and features must be others than the method's.
     """
 
-    def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:  # noqa: B027
+    def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
         """Raises UserError when this base model cannot be trained so, which nothing has changed yet.
 
         Args:
@@ -163,8 +169,8 @@ class MethodAndTerms(nn.Module):
 class Method(Term):
     """What a model learns from, and which losses it minimises.
 
-    A method is a frozen dataclass: its fields are its settings, and `__post_init__` raises UserError for values that
-    cannot be used. `methods.METHODS` lists them by the name that `--recipe` takes.
+    A method is a frozen dataclass: its fields are its settings, checked by their annotations, and `__post_init__`
+    raises UserError for values that cannot be used together. `METHODS` has them by the name that `--recipe` takes.
 
     Four functions have to be written: `captions`, `encode`, `losses` and `describe`. The others have defaults. Training
     calls those with `all` in their name, which add the terms.
@@ -173,7 +179,7 @@ class Method(Term):
         terms: further losses, for any method.
     """
 
-    terms: tuple[Term, ...] = field(default=(), kw_only=True, metadata={"is_setting": False})
+    terms: tuple = field(default=(), kw_only=True, metadata={"is_setting": False})
 
     @property
     def reads_short(self) -> bool:

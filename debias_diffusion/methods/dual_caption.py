@@ -10,12 +10,13 @@ smart-clip-sampling   one caption, cut after a random number of sentences, and o
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..limits import BelowOne, NonNegativeInt, PositiveInt, Share
 from ..models.backbone import Backbone
-from ..models.text_tower import POOLINGS
 from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer, TokenBatch
 from .base import Batch, Caption, Method, image_features
@@ -42,10 +43,6 @@ def random_padding(n_post: int, rng: random.Random) -> int:
     return rng.randint(0, n_post)
 
 
-def no_padding(n_post: int, rng: random.Random) -> int:
-    return 0
-
-
 def fixed_padding(count: int) -> Padding:
     """min(`count`, n_post) pads ("Pad 20" and "Pad 40" in Table S5)."""
     return Padding(lambda n_post, rng: min(count, n_post))
@@ -53,7 +50,7 @@ def fixed_padding(count: int) -> Padding:
 
 PADDINGS: dict[str, Padding] = {
     "random": Padding(random_padding),
-    "none": Padding(no_padding),
+    "none": fixed_padding(0),
     "pad-20": fixed_padding(20),
     "pad-40": fixed_padding(40),
     "pre-sot": Padding(random_padding, before_sot=True),
@@ -73,11 +70,11 @@ class DualCaption(Method):
         sampling: the sentences of the short caption, a name that `sampling.find_sampler` knows; "given": the record's
             own short caption.
         padding: how many PADs stand before it, a name that `find_padding` knows.
-        short_weight: w of L = w * L_short + (1 - w) * L_long, in [0, 1]. A caption without weight is not encoded: 1
+        short_weight: w of L = w * L_short + (1 - w) * L_long. A caption without weight is not encoded: 1
             leaves only the short one, 0 only the long one.
         components: principal components of the image features that short captions are compared with; 0 compares them
             with the features themselves.
-        label_smoothing: in [0, 1); 0.1 in Long-CLIP's code. Not used by the sigmoid loss.
+        label_smoothing: 0.1 in Long-CLIP's code. Not used by the sigmoid loss.
         pooling: "eot", or "average" over all tokens that are not pads (section E.2).
         component_parts: Equal parts of the global batch, in its order, that each have components of their own. 1 takes
             those of the whole batch. Long-CLIP's code takes those of each process, before gathering: as many parts as
@@ -86,26 +83,17 @@ class DualCaption(Method):
 
     sampling: str
     padding: str
-    short_weight: float
-    components: int = 32
-    label_smoothing: float = 0.1
-    pooling: str = "eot"
-    component_parts: int = 1
+    short_weight: Share
+    components: NonNegativeInt = 32
+    label_smoothing: BelowOne = 0.1
+    pooling: Literal["eot", "average"] = "eot"
+    component_parts: PositiveInt = 1
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.reads_short:
             find_sampler(self.sampling)
         find_padding(self.padding)
-        if not 0 <= self.short_weight <= 1:
-            raise UserError(f"short_weight must be in [0, 1], got {self.short_weight}")
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
-        if self.components < 0:
-            raise UserError(f"components must be at least 1, or 0 for the images as they are, got {self.components}")
-        if self.component_parts < 1:
-            raise UserError(f"component_parts must be at least 1, got {self.component_parts}")
-        if self.pooling not in POOLINGS:
-            raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
 
     @property
     def reads_short(self) -> bool:
@@ -134,13 +122,7 @@ class DualCaption(Method):
         backbone.pooling = self.pooling
 
     def captions(
-        self,
-        caption: str,
-        tokenizer: CaptionTokenizer,
-        seed: int,
-        epoch: int,
-        sample_id: str,
-        short: str | None = None,
+        self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str, short: str | None = None
     ) -> list[Caption]:
         """Algorithm 1, lines 1 to 12: the long caption, if it has weight, then the short one, if it has.
 
@@ -170,7 +152,8 @@ class DualCaption(Method):
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Algorithm 1, lines 14 to 16; see `objectives.dual_caption_objective`."""
-        compared = Features(features["image"], features.get("long_text"), features.get("short_text"))
+        views = (features.get(name) for name in ("long_text", "short_text", "short_image"))
+        compared = Features(features["image"], *views)
         return dual_caption_objective(
             compared, scale, bias, self.short_weight, self.components, self.label_smoothing, self.component_parts
         )

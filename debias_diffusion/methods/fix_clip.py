@@ -11,25 +11,25 @@ behind. `docs/fix-clip.md` says how each ablation of the paper is run, and where
 import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..limits import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt
 from ..models.backbone import Backbone
 from ..models.image_tower import ImageTower, MaskedPatches
 from ..models.regional_prompts import LAYERS, MASKS, PromptSettings
 from ..models.text_tower import set_short_positions
 from ..tokens import CaptionTokenizer
 from . import dual_caption
-from .base import Batch, Caption, image_features
+from .base import Batch, Caption, at_least_float, image_features
 from .dual_caption import DualCaption
-from .objectives import Features, contrastive_loss, dual_caption_objective
+from .objectives import contrastive_loss
 from .sampling import draw_generator
 
-SHORT_POSITIONS = ("own", "shared")
-MASKED_PATCHES = ("replace", "discard")
 _HALF = 0.5  # of all terms: E8 adds L_short and L_long at weight 1, the other recipes halve them
 _LAST_WEIGHT = 0.8  # omega of the last group; each group before it has half (section 4.1: 0.2, 0.4, 0.8)
 _GROUPS = 3  # that are compared where no first group is given: the fourth to the sixth of six
@@ -40,19 +40,10 @@ class MaskedView:
     """The view of an image that its short caption is compared with (section 3.2).
 
     Attributes:
-        ratio: alpha, see `FixClip.mask_ratio`; not 0.
-        patches: "replace": the vector is zeros at first, and put in before positions are added. CLS is never masked.
-            "discard": Table 5, "Dis.".
+        ratio: alpha, above 0 and below 1.
     """
 
     ratio: float
-    patches: str = "replace"
-
-    def __post_init__(self):
-        if not 0 < self.ratio < 1:
-            raise UserError(f"mask_ratio must be above 0 and below 1, or 0 for no masked view, got {self.ratio}")
-        if self.patches not in MASKED_PATCHES:
-            raise UserError(f"masked_patches must be one of {', '.join(MASKED_PATCHES)}, got {self.patches!r}")
 
     def count(self, patches: int) -> int:
         """floor(ratio * patches): how many of an image's patches are masked, at least 1 and not all.
@@ -87,12 +78,6 @@ class Hierarchy:
 
     groups: int
     first: int
-
-    def __post_init__(self):
-        if self.groups < 1:
-            raise UserError(f"groups must be at least 1, or 0 for none, got {self.groups}")
-        if not 1 <= self.first <= self.groups:
-            raise UserError(f"first_group must be from 1 to groups, {self.groups}, got {self.first}")
 
     @property
     def numbers(self) -> range:
@@ -166,7 +151,8 @@ class FixClip(DualCaption):
     Attributes:
         mask_ratio: Share of patches that are masked in the image that a short caption is compared with, below 1; 0
             masks none.
-        masked_patches: replace masked patches with one learned vector, or discard them, which is faster and worse.
+        masked_patches: replace masked patches with one learned vector, zeros at first, put in before positions are
+            added; or discard them, which is faster and worse (Table 5, "Dis."). CLS is never masked.
         short_positions: own, the base model's rows of positions for short captions, which are cut at its context length
             and not stretched; or shared, one table for all captions.
         prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
@@ -178,32 +164,26 @@ class FixClip(DualCaption):
         new_rate: Multiplies the learning rate of mask vector, prompts and the groups' heads, which start untrained.
     """
 
-    mask_ratio: float = 0.0
-    masked_patches: str = "replace"
-    short_positions: str = "shared"
-    prompts: int = 0
-    prompt_mask: str = MASKS[0]
-    prompt_layers: str = LAYERS[0]
-    groups: int = 0
-    first_group: int | None = None
-    new_rate: float = 1.0
+    mask_ratio: BelowOne = 0.0
+    masked_patches: Literal["replace", "discard"] = "replace"
+    short_positions: Literal["own", "shared"] = "shared"
+    prompts: NonNegativeInt = 0
+    prompt_mask: Literal[MASKS] = MASKS[0]
+    prompt_layers: Literal[LAYERS] = LAYERS[0]
+    groups: NonNegativeInt = 0
+    first_group: PositiveInt | None = None
+    new_rate: PositiveFloat = 1.0
     # Of the base model; `bind` sets them.
     patches: int = field(default=0, repr=False, metadata={"is_setting": False})
     short_length: int = field(default=0, repr=False, metadata={"is_setting": False})
 
     def __post_init__(self):
         super().__post_init__()
-        if self.short_positions not in SHORT_POSITIONS:
+        if (self.first_group or 0) > self.groups:
             raise UserError(
-                f"short_positions must be one of {', '.join(SHORT_POSITIONS)}, got {self.short_positions!r}"
+                f"first_group is {self.first_group}, but must be from 1 to --method.groups, which is {self.groups}."
             )
-        if not (self.new_rate > 0 and math.isfinite(self.new_rate)):
-            raise UserError(f"new_rate must be above 0, got {self.new_rate}")
-        if self.first_group is not None and not self.groups:
-            raise UserError(f"first_group is {self.first_group}, but no groups are compared. Give --method.groups too.")
-        PromptSettings(self.prompts or 1, self.prompt_mask, self.prompt_layers)
-        has_parts = [self.masked_view, self.hierarchy, self.has_own_positions]  # each checks its settings
-        if any(has_parts) and not (self.has_long and self.has_short):
+        if (self.masked_view or self.hierarchy or self.has_own_positions) and not (self.has_long and self.has_short):
             raise UserError(
                 f"short_weight is {self.short_weight:g}, but masked images, groups and short positions need both "
                 "captions. Give one between 0 and 1."
@@ -216,7 +196,7 @@ class FixClip(DualCaption):
 
     @property
     def masked_view(self) -> MaskedView | None:
-        return MaskedView(self.mask_ratio, self.masked_patches) if self.mask_ratio else None
+        return MaskedView(self.mask_ratio) if self.mask_ratio else None
 
     @property
     def regional_prompts(self) -> PromptSettings | None:
@@ -226,8 +206,7 @@ class FixClip(DualCaption):
     def hierarchy(self) -> Hierarchy | None:
         if not self.groups:
             return None
-        first = max(1, self.groups - _GROUPS + 1) if self.first_group is None else self.first_group
-        return Hierarchy(self.groups, first)
+        return Hierarchy(self.groups, self.first_group or max(1, self.groups - _GROUPS + 1))
 
     @property
     def has_own_positions(self) -> bool:
@@ -239,11 +218,16 @@ class FixClip(DualCaption):
         return not (self.masked_view or self.regional_prompts or self.hierarchy or self.has_own_positions)
 
     def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
-        self._check_prompts(base_model)
+        existing = base_model.prompt_settings
+        if existing is not None and existing != self.regional_prompts:
+            raise UserError(
+                f"The base model's image tower has regional prompts ({_spelled(existing)}), other than asked for "
+                f"({_spelled(self.regional_prompts)}). Give those, or another base model."
+            )
         if self._is_plain:
             return
         _check_towers(base_model)
-        tower, brings_prompts = base_model.image, base_model.prompt_settings is not None
+        tower = base_model.image
         if self.hierarchy:
             depths = {"image": tower.depth, "text": _depth(base_model)}
             divisor = math.gcd(*depths.values())
@@ -260,21 +244,13 @@ class FixClip(DualCaption):
             raise UserError(
                 f"prompts is {self.prompts}, but an image has {tower.patches} patches. Give at most as many."
             )
-        if freeze_image_tower and (self.masked_view or self.hierarchy or (self.prompts and not brings_prompts)):
+        if freeze_image_tower and (self.masked_view or self.hierarchy or (self.prompts and not existing)):
             raise UserError(
                 "freeze_image_tower keeps one feature of each image, but masked images, new prompts and groups need "
                 "the image tower in every step. Leave it out, or give 0 for --method.mask_ratio, prompts and groups."
             )
         if self.has_own_positions:
             _check_positions(base_model, keep_positions)
-
-    def _check_prompts(self, base_model: Backbone) -> None:
-        brought = base_model.prompt_settings
-        if brought is not None and brought != self.regional_prompts:
-            raise UserError(
-                f"The base model's image tower has regional prompts ({_spelled(brought)}), other than asked for "
-                f"({_spelled(self.regional_prompts)}). Give those, or another base model."
-            )
 
     def prepare(self, backbone: Backbone) -> None:
         """Adds the prompts to the image tower, and keeps the base model's own rows of positions for short captions."""
@@ -304,17 +280,9 @@ class FixClip(DualCaption):
     def rate(self, name: str) -> float:
         return self.new_rate if name.startswith(("method/", "visual.regional_prompts.")) else 1.0
 
-    def captions(
-        self,
-        caption: str,
-        tokenizer: CaptionTokenizer,
-        seed: int,
-        epoch: int,
-        sample_id: str,
-        short: str | None = None,
-    ) -> list[Caption]:
+    def captions(self, caption: str, tokenizer: CaptionTokenizer, *draw, **short) -> list[Caption]:
         """The long caption, then the short one, which "own" positions cut at the base model's context length."""
-        captions = super().captions(caption, tokenizer, seed, epoch, sample_id, short)
+        captions = super().captions(caption, tokenizer, *draw, **short)
         if self.has_own_positions:
             captions[-1] = Caption(captions[-1].ids[: self.short_length - tokenizer.n_special], 0, is_short=True)
         return captions
@@ -328,8 +296,8 @@ class FixClip(DualCaption):
         return {"is_masked": self.masked_view.draw(self.patches, seed, epoch, sample_id)}
 
     def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
-        """{"image", "long_text", "short_text"}, no text without weight, and with these parts "masked", each [batch,
-        embed_dim]; "image_groups", "text_groups" [batch, compared groups, embed_dim]; all at least in float32."""
+        """{"image", "long_text", "short_text"}, no text without weight; "short_image", the masked one, if there is one,
+        each [batch, embed_dim]; "image_groups", "text_groups" [batch, compared groups, embed_dim]; at least float32."""
         if not (self.masked_view or self.regional_prompts or self.hierarchy):
             return super().encode(backbone, batch, modules)
         features, states = self._encode_images(backbone, batch, modules)
@@ -338,9 +306,9 @@ class FixClip(DualCaption):
         features |= dict(zip(self.text_names, texts.split(len(batch)), strict=True))
         if self.hierarchy:
             long_states = text_states[: len(batch)]
-            features["image_groups"] = modules.image_heads(self.hierarchy.aggregate(_at_least_float(states)))
-            features["text_groups"] = modules.text_heads(self.hierarchy.aggregate(_at_least_float(long_states)))
-        return {name: _at_least_float(feature) for name, feature in features.items()}
+            features["image_groups"] = modules.image_heads(self.hierarchy.aggregate(at_least_float(states)))
+            features["text_groups"] = modules.text_heads(self.hierarchy.aggregate(at_least_float(long_states)))
+        return {name: at_least_float(feature) for name, feature in features.items()}
 
     def _encode_images(self, backbone: Backbone, batch: Batch, modules) -> tuple[dict[str, Tensor], Tensor | None]:
         """The features of the images' views, and the states of CLS after the blocks of the compared groups."""
@@ -352,17 +320,13 @@ class FixClip(DualCaption):
             masked = MaskedPatches(batch.views["is_masked"], vector)
         blocks = self.hierarchy.blocks(tower.depth) if self.hierarchy else ()
         image, masked_image, states = tower.encode_with_masked(images, blocks, masked)
-        return {"image": image} | ({} if masked_image is None else {"masked": masked_image}), states
+        return {"image": image} | ({} if masked_image is None else {"short_image": masked_image}), states
 
     def losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """E7 and E8; "group_4" and so on in the report are L_g without their weights."""
-        texts = (features.get(name) for name in ("long_text", "short_text"))
-        compared = Features(features["image"], *texts, features.get("masked"))
-        losses, report = dual_caption_objective(
-            compared, scale, bias, self.short_weight, self.components, self.label_smoothing, self.component_parts
-        )
+        losses, report = super().losses(features, scale, bias)
         if not self.hierarchy:
             return losses, report
         image, text = (F.normalize(features[f"{tower}_groups"], dim=-1) for tower in ("image", "text"))
@@ -384,10 +348,6 @@ class FixClip(DualCaption):
         if self.hierarchy:
             parts.append(self.hierarchy.describe())
         return "; ".join(parts)
-
-
-def _at_least_float(features: Tensor) -> Tensor:
-    return features if features.dtype == torch.float64 else features.float()
 
 
 def _depth(backbone: Backbone) -> int:

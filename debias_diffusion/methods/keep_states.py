@@ -11,7 +11,6 @@ is. The states of EOT and of the pads after it are left free: contrastive traini
 """
 
 import copy
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +20,12 @@ from torch import Tensor, nn
 
 from ..chunks import TRAINED_POSITIONS, Cut, Tokens, split_text, tokenize_text
 from ..errors import UserError
+from ..limits import PositiveFloat
 from ..models.backbone import Backbone
 from ..models.text_tower import TextTower
 from ..sentences import join_sentences, split_sentences
 from ..tokens import CaptionTokenizer, TokenBatch
-from .base import Batch, Term
+from .base import Batch, Term, at_least_float
 from .sampling import draw_generator
 
 SHARE = 0.25  # of the samples, whose states are compared
@@ -88,14 +88,10 @@ def relative_error(states: Tensor, expected: Tensor) -> Tensor:
     Args:
         states, expected: of SOT and at least two tokens, [1 + tokens, width].
     """
-    states, expected = _at_least_float(states), _at_least_float(expected)
+    states, expected = at_least_float(states), at_least_float(expected)
     # Not SOT: in trained models its state is far from all others.
     variance = expected[1:].var(dim=0, correction=0).mean()
     return (states - expected).square().mean() / variance
-
-
-def _at_least_float(states: Tensor) -> Tensor:
-    return states if states.dtype == torch.float64 else states.float()
 
 
 def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer) -> TokenBatch:
@@ -112,14 +108,10 @@ class KeepStates(Term):
     """The term, for any method.
 
     Attributes:
-        weight: of the mean of `state_errors` over the texts that are drawn, above 0.
+        weight: of the mean of `state_errors` over the texts that are drawn.
     """
 
-    weight: float
-
-    def __post_init__(self):
-        if not (self.weight > 0 and math.isfinite(self.weight)):
-            raise UserError(f"keep_states must be at least 0, got {self.weight}")
+    weight: PositiveFloat
 
     def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
         if not base_model.family.causal:

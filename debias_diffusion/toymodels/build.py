@@ -12,6 +12,7 @@ from pathlib import Path
 
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
 
 from ..files import atomic_file, atomic_folder, write_json
@@ -65,71 +66,69 @@ class Build:
     def __init__(self, output: Path, sizes: Sizes):
         self.output, self.sizes = output, sizes
 
-    def _model(self, stage: str) -> Path:
-        return self.output / stage / "model"
+    def _model(self, stage: str, make: Callable[[], nn.Module]) -> Path:
+        """The folder of a stage's model, which is made if it is not there."""
+        place = self.output / stage / "model"
+        if not place.exists():
+            model = make()
+            with atomic_folder(place) as folder:
+                (model.save if isinstance(model, Backbone) else model.save_pretrained)(folder)
+        return place
 
     def tokenizer(self) -> CLIPTokenizer:
         texts = (caption("train", index, STYLES[index % len(STYLES)]).text for index in range(_VOCABULARY_FROM))
         return learn_tokenizer(texts, _MERGES)
 
     def clip(self) -> Backbone:
-        if not self._model("clip").exists():
-            backbone = train_clip(self.output / "clip", self.tokenizer(), **self.sizes.clip)
-            with atomic_folder(self._model("clip")) as folder:
-                backbone.save(folder)
-        return load_backbone(str(self._model("clip")))
+        place = self._model("clip", lambda: train_clip(self.output / "clip", self.tokenizer(), **self.sizes.clip))
+        return load_backbone(str(place))
 
     def second(self) -> CLIPTextModelWithProjection:
-        if not self._model("second").exists():
-            backbone = self.clip()
-            model = train_second_text_encoder(
-                self.output / "second", backbone, backbone.tokenizer.tokenizer, **self.sizes.second
-            )
-            self._save(model, "second")
-        return CLIPTextModelWithProjection.from_pretrained(self._model("second"))
+        def make() -> CLIPTextModelWithProjection:
+            folder, clip = self.output / "second", self.clip()
+            return train_second_text_encoder(folder, clip, clip.tokenizer.tokenizer, **self.sizes.second)
+
+        return CLIPTextModelWithProjection.from_pretrained(self._model("second", make))
 
     def vae(self) -> AutoencoderKL:
-        if not self._model("vae").exists():
-            self._save(train_vae(self.output / "vae", **self.sizes.vae), "vae")
-        return AutoencoderKL.from_pretrained(self._model("vae")).eval()
+        place = self._model("vae", lambda: train_vae(self.output / "vae", **self.sizes.vae))
+        return AutoencoderKL.from_pretrained(place).eval()
 
     def features(self) -> ViTModel:
-        if not self._model("features").exists():
-            self._save(train_features(self.output / "features", **self.sizes.features), "features")
-        return ViTModel.from_pretrained(self._model("features"), add_pooling_layer=False)
+        place = self._model("features", lambda: train_features(self.output / "features", **self.sizes.features))
+        return ViTModel.from_pretrained(place, add_pooling_layer=False)
 
     def sdxl(self) -> StableDiffusionXLPipeline:
-        pipe = self._sdxl_without_unet()
-        if not self._model("unet").exists():
+        text_encoder, tokenizer = to_transformers(self.clip())
+        pipe = sdxl.assemble(text_encoder, self.second(), tokenizer, self.vae())
+
+        def make() -> UNet2DConditionModel:
             train_unet(self.output / "unet", pipe, self._pairs(pipe), **self.sizes.unet)
-            self._save(pipe.unet, "unet")
-        return self._with_unet(pipe, "unet")
+            return pipe.unet
+
+        return self._with_unet(pipe, self._model("unet", make))
 
     def prepared_sdxl(self) -> StableDiffusionXLPipeline:
         """The same with a UNet that was prepared for joined chunks and shifted states."""
-        pipe = self.sdxl()
-        if not self._model("prepared-unet").exists():
-            pairs = self._pairs(pipe), self._pairs_in_chunks(pipe)
-            train_prepared_unet(self.output / "prepared-unet", pipe, *pairs, **self.sizes.prepared_unet)
-            self._save(pipe.unet, "prepared-unet")
-        return self._with_unet(pipe, "prepared-unet")
+        pipe, count = self.sdxl(), self.sizes.pairs
 
-    def _sdxl_without_unet(self) -> StableDiffusionXLPipeline:
-        text_encoder, tokenizer = to_transformers(self.clip())
-        return sdxl.assemble(text_encoder, self.second(), tokenizer, self.vae())
+        def make() -> UNet2DConditionModel:
+            chunks = self._saved("pairs-in-chunks", lambda: encode_pairs_in_chunks(pipe, count // 2, start=count))
+            folder = self.output / "prepared-unet"
+            train_prepared_unet(folder, pipe, self._pairs(pipe), chunks, **self.sizes.prepared_unet)
+            return pipe.unet
 
-    def _with_unet(self, pipe: StableDiffusionXLPipeline, stage: str) -> StableDiffusionXLPipeline:
-        pipe.register_modules(unet=UNet2DConditionModel.from_pretrained(self._model(stage)).eval())
+        return self._with_unet(pipe, self._model("prepared-unet", make))
+
+    def _with_unet(self, pipe: StableDiffusionXLPipeline, place: Path) -> StableDiffusionXLPipeline:
+        pipe.register_modules(unet=UNet2DConditionModel.from_pretrained(place).eval())
         return pipe
 
     def _pairs(self, pipe: StableDiffusionXLPipeline) -> Pairs:
-        return self._kept("pairs", lambda: encode_pairs(pipe, self.sizes.pairs))
+        return self._saved("pairs", lambda: encode_pairs(pipe, self.sizes.pairs))
 
-    def _pairs_in_chunks(self, pipe: StableDiffusionXLPipeline) -> Pairs:
-        count = self.sizes.pairs
-        return self._kept("pairs-in-chunks", lambda: encode_pairs_in_chunks(pipe, count // 2, start=count))
-
-    def _kept(self, name: str, encode: Callable[[], Pairs]) -> Pairs:
+    def _saved(self, name: str, encode: Callable[[], Pairs]) -> Pairs:
+        """The pairs in a file, which are encoded if it is not there."""
         file = self.output / f"{name}.safetensors"
         if not file.exists():
             with atomic_file(file) as unfinished:
@@ -139,13 +138,9 @@ class Build:
     def fine_tuned(self, recipe: str) -> Backbone:
         """`train` continues by itself where it was stopped, and does nothing where it has ended."""
         data, images = write_pairs(self.output / "data", VALIDATION, self.sizes.trained_on)
-        base, output = str(self._model("clip")), self.output / recipe
+        base, output = str(self.output / "clip" / "model"), self.output / recipe
         train(toy_training(recipe, base, data, images, output, **self.sizes.fine_tuning))
         return load_backbone(str(output / "last"))
-
-    def _save(self, model, stage: str) -> None:
-        with atomic_folder(self._model(stage)) as folder:
-            model.save_pretrained(folder)
 
 
 def ship(build: Build, weights: Path) -> None:

@@ -1,4 +1,8 @@
-"""The toy world's CLIP: 77 positions, learned from nothing on short captions, as the real one was."""
+"""The toy world's CLIP: 77 positions, learned from nothing on short captions, as the real one was.
+
+A captioning loss beside the contrastive one, as CoCa has it, lets hidden states say which word belongs to which:
+contrastive training alone leaves the toy CLIP's texts a bag of words (see docs/toy-world-making.md).
+"""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -12,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from open_clip.transform import PreprocessCfg
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
@@ -22,11 +26,10 @@ from ..tokens import CaptionTokenizer
 from ..toyworld.grammar import STYLES, short_caption
 from ..toyworld.render import render
 from ..toyworld.scenes import ARRANGEMENTS, Scene, base_scene, generator
-from .captioning import WEIGHT as CAPTIONING_WEIGHT
-from .captioning import Captioner
 from .stage import run_stage
 
 CONTEXT_LENGTH = 77
+CAPTIONING_WEIGHT = 2.0  # beside 1 for the contrastive loss (Yu et al., 2022, CoCa, section 4.1)
 _LARGER_START = 5
 CONFIG = {
     "embed_dim": 128,
@@ -50,7 +53,7 @@ def new_clip(tokenizer: CLIPTokenizer, seed: int = 0) -> Backbone:
     return Backbone(model, captions, {"model_cfg": config, "preprocess_cfg": preprocess}, random_weights=True)
 
 
-def render_all(scenes: Sequence[Scene], backbone: Backbone) -> torch.Tensor:
+def render_all(scenes: Sequence[Scene], backbone: Backbone) -> Tensor:
     """Scenes as the model sees them, uint8 [len(scenes), 3, size, size]."""
     return torch.stack([backbone.read_pixels(render(scene)) for scene in tqdm(scenes, desc="drawing")])
 
@@ -67,13 +70,45 @@ def train_clip(
     return backbone
 
 
+class Captioner(nn.Module):
+    """Predicts each next token of a caption from the text tower's hidden state there and the patches of the image.
+
+    It reads the layer that SDXL's UNet reads and has no attention between tokens: what the words so far say must be
+    in that one state. Only training uses it.
+
+    Args:
+        width: of both towers' hidden states.
+    """
+
+    def __init__(self, width: int, heads: int, vocabulary: int):
+        super().__init__()
+        self.before_attention, self.before_mlp, self.before_head = (nn.LayerNorm(width) for _ in range(3))
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, hidden_states: Tensor, patches: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+        """The mean cross-entropy of the tokens behind SOT, EOT included.
+
+        Args:
+            hidden_states: [batch, tokens, width], after the block before the last.
+            patches: [batch, patches, width], of the image tower.
+            ids: [batch, tokens]
+            lengths: [batch], SOT and EOT included.
+        """
+        queries = self.before_attention(hidden_states)
+        hidden_states = hidden_states + self.attention(queries, patches, patches, need_weights=False)[0]
+        hidden_states = hidden_states + self.mlp(self.before_mlp(hidden_states))
+        asked = torch.arange(1, ids.shape[1]) < lengths[:, None]
+        logits = self.head(self.before_head(hidden_states[:, :-1][asked]))
+        return F.cross_entropy(logits.float(), ids[:, 1:][asked])
+
+
 def new_captioner(tokenizer: CLIPTokenizer) -> Captioner:
     return Captioner(CONFIG["text_cfg"]["width"], CONFIG["text_cfg"]["heads"], len(tokenizer))
 
 
-def _loss(
-    backbone: Backbone, captioner: Captioner, pictures: torch.Tensor, batch: int, seed: int, step: int
-) -> torch.Tensor:
+def _loss(backbone: Backbone, captioner: Captioner, pictures: Tensor, batch: int, seed: int, step: int) -> Tensor:
     indices = draw_indices(len(pictures), batch, seed, step)
     texts = [draw_text(index, f"short/{seed}/{step}") for index in indices]
     tokens = backbone.tokenize(texts)
@@ -94,7 +129,7 @@ def draw_text(index: int, purpose: str) -> str:
     return short_caption(base_scene(index), rng, rng.choice(STYLES)).text
 
 
-def encode_patches(backbone: Backbone, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_patches(backbone: Backbone, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Images -> features [batch, embed_dim], and the patches' states after the final norm [batch, patches, width]"""
     tower = backbone.image
     hidden_states = tower.embed(backbone.normalise(pixels))
@@ -103,7 +138,7 @@ def encode_patches(backbone: Backbone, pixels: torch.Tensor) -> tuple[torch.Tens
     return tower.project(hidden_states), tower.visual.ln_post(hidden_states[:, 1:])
 
 
-def _encode_text(model: open_clip.CLIP, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode_text(model: open_clip.CLIP, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of ids -> features [batch, embed_dim], and the states after the block before the last [batch, tokens, width]
 
     `lengths` [batch] counts SOT and EOT. The text tower of the package computes the states of the text alone, packed:
@@ -127,7 +162,7 @@ def draw_indices(scenes: int, batch: int, seed: int, step: int) -> np.ndarray:
 @torch.inference_mode()
 def encode(
     backbone: Backbone, pictures: Sequence[Image.Image], texts: Sequence[str], batch: int = 250
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Features of pictures [len(pictures), embed_dim] and of texts [len(texts), embed_dim]."""
     pixels = torch.stack([backbone.preprocess(picture) for picture in pictures])
     image = [backbone.encode_image(part) for part in pixels.split(batch)]

@@ -50,13 +50,13 @@ def score_checker(vae: AutoencoderKL, split: str, count: int = 500) -> dict[str,
     blur = ImageFilter.GaussianBlur(1.0)
     versions = {"rendered": rendered, "rendered, blurred": [picture.filter(blur) for picture in rendered]}
     versions |= {"decoded": decoded, "decoded, blurred": [picture.filter(blur) for picture in decoded]}
-    scores = {version: _reading(pictures, scenes) for version, pictures in versions.items()}
+    scores = {}
+    for version, pictures in versions.items():
+        shares = _contents(pictures, scenes)
+        scores[version] = {name: shares[name] for name in ("objects", "sizes")} | {
+            "empty": round(1 - shares["filled"], 4)
+        }
     return scores | {"mismatched": {"objects": _contents([rendered[-1], *rendered[:-1]], scenes)["objects"]}}
-
-
-def _reading(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
-    shares = _contents(pictures, scenes)
-    return {"objects": shares["objects"], "sizes": shares["sizes"], "empty": round(1 - shares["filled"], 4)}
 
 
 @torch.inference_mode()

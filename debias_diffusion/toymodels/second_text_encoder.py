@@ -16,8 +16,7 @@ from ..sentences import join_sentences
 from ..tokens import clean
 from ..toyworld.grammar import STYLES, long_caption
 from ..toyworld.scenes import base_scene, generator
-from .captioning import WEIGHT as CAPTIONING_WEIGHT
-from .clip import CONFIG, CONTEXT_LENGTH, draw_indices, encode_patches, new_captioner, render_all
+from .clip import CAPTIONING_WEIGHT, CONFIG, CONTEXT_LENGTH, draw_indices, encode_patches, new_captioner, render_all
 from .stage import run_stage
 
 _MOST_SENTENCES = 5  # as many as 77 tokens hold

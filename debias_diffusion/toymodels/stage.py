@@ -40,7 +40,12 @@ def run_stage(
     """
     with Job.open(folder, "toy model") as job:
         optimizer = torch.optim.AdamW(parameter_groups(model.named_parameters(), weight_decay), lr=peak, fused=True)
-        start = _restore(job, model, optimizer)
+        start = 0
+        if path := job.path(_STATE):
+            saved = torch.load(path, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            start = saved["step"]
         cut_log(folder / LOG, start)
         started, losses = time.monotonic(), []
         for step in tqdm(range(start, steps), desc=folder.name, initial=start, total=steps, unit=" steps"):
@@ -61,14 +66,3 @@ def run_stage(
                 content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
                 with job.write(_STATE) as temporary, open(temporary, "wb") as file:
                     torch.save(content, file)
-
-
-def _restore(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The number of steps made."""
-    path = job.path(_STATE)
-    if path is None:
-        return 0
-    saved = torch.load(path, weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    return saved["step"]

@@ -40,8 +40,7 @@ def draw_pair(index: int, split: str = "train") -> tuple[Scene, Caption]:
 
 def encode_texts(pipe: StableDiffusionXLPipeline, texts: list[str]) -> tuple[Tensor, Tensor]:
     """(hidden_states [texts, 77, D], pooled [texts, P]) by the pipeline's `encode_prompt`"""
-    hidden_states, _, pooled, _ = pipe.encode_prompt(texts, do_classifier_free_guidance=False)
-    return hidden_states, pooled
+    return pipe.encode_prompt(texts, do_classifier_free_guidance=False)[::2]
 
 
 @torch.inference_mode()

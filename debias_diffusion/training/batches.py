@@ -30,17 +30,10 @@ class GlobalBatches:
         self.total_steps = min(records * epochs // batch, max_steps or records * epochs)
 
     @property
-    def dropped(self) -> int:
-        """Samples of all epochs that no step sees."""
-        return self.records * self.epochs - self.total_steps * self.batch
-
-    @property
     def remainder(self) -> int:
-        """Those of them that were too few for another step."""
-        return self.dropped if self.dropped < self.batch else 0
-
-    def __len__(self) -> int:
-        return self.total_steps
+        """Samples of the last epoch that are too few for another step."""
+        left = self.records * self.epochs - self.total_steps * self.batch
+        return left if left < self.batch else 0
 
     def iterate(self, start: int = 0, rank: int = 0, world: int = 1) -> Iterator[list[Key]]:
         """This process's samples of each step from number `start` on; `world` must divide the batch."""

@@ -1,8 +1,6 @@
 """Checks of the data, before and during training, and the report of bad records."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +41,10 @@ class _CheckedRecords(Dataset):
         return measure_caption(record.caption, self.tokenizer), bad
 
 
-def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
+def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> None:
     """Decodes every image, tokenizes every caption, prints statistics, and lists every bad record in a file.
 
     Shards are also compared with their checksums.
-
-    Returns:
-        {"pairs", "usable", "bad": {kind: count}, "sentences_mean", "tokens_mean", "tokens_p95", "longer_than_context",
-        "captions": the fields of `CaptionStatistics`}
 
     Raises:
         UserError: more than `config.max_bad` of the records are unusable.
@@ -63,25 +57,15 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> dict:
     statistics, tokens = summarise(row[0] for row in checked), np.array([row[0].tokens for row in checked])
     bad = [*captions.bad, *(row[1] for row in checked if row[1] is not None)]
     changed = verify_shards(config.data) if is_shards(Path(config.data)) else []
-    report = {
-        "pairs": len(captions.records) + len(captions.bad),
-        "usable": len(captions.records) + len(captions.bad) - len(bad),
-        "bad": dict(Counter(record.kind for record in bad)),
-        "sentences_mean": round(statistics.sentences_mean, 1),
-        "tokens_mean": round(statistics.tokens_mean, 1),
-        "tokens_p95": round(float(np.percentile(tokens, 95)), 1),
-        "longer_than_context": int((tokens > tokenizer.context_length).sum()),
-        "captions": asdict(statistics),
-    }
+    pairs = len(captions.records) + len(captions.bad)
     print(
-        f"{report['usable']} of {report['pairs']} pairs can be used.\n"
-        f"Captions: {report['sentences_mean']} sentences and {report['tokens_mean']} tokens on average, 95% within "
-        f"{report['tokens_p95']:.0f}; {report['longer_than_context']} are longer than the context length of "
-        f"{tokenizer.context_length} and would be cut.\n{statistics}"
+        f"{pairs - len(bad)} of {pairs} pairs can be used.\n"
+        f"Captions: {statistics.sentences_mean:.1f} sentences and {statistics.tokens_mean:.1f} tokens on average, 95% "
+        f"within {np.percentile(tokens, 95):.0f}; {(tokens > tokenizer.context_length).sum()} are longer than the "
+        f"context length of {tokenizer.context_length} and would be cut.\n{statistics}"
     )
     report_bad(bad + changed, Path(config.output))
-    check_share(bad, report["pairs"], config.max_bad, continue_hint(config))
-    return report
+    check_share(bad, pairs, config.max_bad, continue_hint(config))
 
 
 def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: float) -> int:

@@ -43,22 +43,6 @@ Tracker = Literal["tensorboard", "wandb"]
 RunSeed = between(int, 0, 2**32 - 1)  # a step's draws are seeded with it and, in the lower half of 64 bits, its number
 _Scale = Annotated[float, Rule("above 0, at most 100", lambda scale: 0 < scale <= 100)]
 CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose the best model
-# Options in the order of `train --help`.
-_GROUPS = {
-    "Data and model": (
-        *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
-        "freeze_image_tower",
-    ),
-    "Recipe": ("recipe", "import_file", *RECIPE_OPTIONS, "method"),
-    "Optimization": (
-        *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
-    ),
-    "Speed and memory": ("precision", "chunk", "checkpoint_activations", "compile", "workers", "feature_cache"),
-    "Validation, checkpoints and logs": (
-        *("validation", "keep_best", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
-    ),
-    "Bad records": ("max_bad", "check_data"),
-}
 
 
 @dataclass(kw_only=True)
@@ -169,7 +153,21 @@ class TrainConfig(RunConfig):
         check_data: Read all images and captions, report the bad records, and train nothing.
     """
 
-    GROUPS = _GROUPS  # without an annotation, so no option
+    GROUPS = {  # noqa: RUF012 - without an annotation, so no option
+        "Data and model": (
+            *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
+            "freeze_image_tower",
+        ),
+        "Recipe": ("recipe", "import_file", *RECIPE_OPTIONS, "method"),
+        "Optimization": (
+            *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
+        ),
+        "Speed and memory": ("precision", "chunk", "checkpoint_activations", "compile", "workers", "feature_cache"),
+        "Validation, checkpoints and logs": (
+            *("validation", "keep_best", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
+        ),
+        "Bad records": ("max_bad", "check_data"),
+    }
 
     model: str
     pretrained: str | None = None
@@ -177,11 +175,11 @@ class TrainConfig(RunConfig):
     import_file: str | None = None
     sampling: str | None = None
     padding: str | None = None
-    short_weight: float | None = None
-    components: int | None = None
-    label_smoothing: float | None = None
+    short_weight: Share | None = None
+    components: NonNegativeInt | None = None
+    label_smoothing: BelowOne | None = None
     pooling: Literal["eot", "average"] | None = None
-    keep_states: float | None = None
+    keep_states: NonNegativeFloat | None = None
     method: dict[str, Any] | None = None
     keep_positions: NonNegativeInt = KEEP
     stretch: PositiveInt = FACTOR
@@ -242,10 +240,6 @@ class TrainConfig(RunConfig):
                 f"--method.{name}": text for name, text in settings.items() if name not in RECIPE_OPTIONS
             }
         return pages
-
-    def feature_folder(self) -> Path:
-        """The folder of cached image features."""
-        return Path(self.feature_cache) if self.feature_cache else Path(self.output).parent / "image-features"
 
 
 def ablated(model: str, base: str) -> UserError:

@@ -4,13 +4,11 @@ The cache is a shared job whose items are of up to `ITEM` images. An image's fea
 and times of change); where only that is new, as after a copy, by a digest of its pixels.
 """
 
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 
 import numpy as np
 import torch
@@ -19,11 +17,11 @@ from accelerate.utils import broadcast_object_list, gather_object
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
 from ..data.bad_records import BadRecord, read_or_bad
-from ..data.images import ImageSource
+from ..data.images import ImageSource, pixels_digest
 from ..data.records import Record
 from ..data.workers import load_batches
 from ..devices import autocast
@@ -32,16 +30,15 @@ from ..files import bytes_digest
 from ..jobs import Job
 from ..models.backbone import Backbone
 
-ITEM = 512  # images of an item, at most
-STAMP = 16  # bytes that identify one version of an image file, or its pixels
+ITEM = 512  # images of an item, about
+_KEY = np.dtype("S16")  # a stamp or a digest
 _OPENED = 128  # items kept open at once
 
 
 class FeatureCache:
     """Image features by the stamp of their image, and by a digest of its pixels.
 
-    An item, of safetensors, has stamps and digests [n, 16] and features [n, dim]; or stamps and digests alone, of
-    images whose features were there.
+    An item, of safetensors, has stamps and digests [n, 16] and features [n, dim].
 
     Args:
         job: the shared job of the caches of all keys.
@@ -53,30 +50,22 @@ class FeatureCache:
 
     def read(self, names: Sequence[str]) -> None:
         """Reads which images the items of these names are of."""
-        stamps, digests, with_features = [], [], []
-        self._files: list[str] = []  # with features
-        for name in names:
-            with safe_open(file := str(self.job.folder / name), "numpy") as item:
-                stamps.append(_as_keys(item.get_tensor("stamps")))
-                digests.append(_as_keys(item.get_tensor("digests")))
-                if "features" in item.keys():  # noqa: SIM118 (no mapping)
-                    self._files.append(file)
-                    with_features.append(digests[-1])
-        self._ends = np.cumsum([len(part) for part in with_features])
-        self._digests, self._stamps = _Index(with_features), _Index(stamps)
-        # By the place of a stamp; the last is that of a stamp without a place, -1.
-        self._rows = np.append(self._digests.find(np.concatenate([_NONE, *digests])), -1)
-
-    def __len__(self) -> int:
-        return len(self._digests.known)
+        self._files = [str(self.job.folder / name) for name in names]
+        rows = {name: [np.empty(0, _KEY)] for name in ("stamps", "digests")}
+        for file in self._files:
+            with safe_open(file, "numpy") as item:
+                for name, parts in rows.items():
+                    parts.append(item.get_tensor(name).reshape(-1).view(_KEY))
+        self._ends = np.cumsum([len(part) for part in rows["stamps"][1:]])
+        self._stamps, self._digests = (_Index(np.concatenate(parts)) for parts in rows.values())
 
     def find(self, stamps: Sequence[bytes]) -> np.ndarray:
         """The row of each stamp's features, -1 where there are none."""
-        return self._rows[self._stamps.find(np.array(stamps, dtype=_NONE.dtype))]
+        return self._stamps.find(stamps)
 
-    def has(self, digest: bytes) -> bool:
-        """Whether there are features of an image with these pixels."""
-        return bool(self._digests.find(np.array([digest], dtype=_NONE.dtype))[0] >= 0)
+    def find_pixels(self, digest: bytes) -> int:
+        """The row of the features of an image with these pixels, -1 where there is none."""
+        return int(self._digests.find([digest])[0])
 
     def __getitem__(self, row: int) -> torch.Tensor:
         """[dim]."""
@@ -84,39 +73,32 @@ class FeatureCache:
         start = self._ends[part - 1] if part else 0
         return _opened(self._files[part]).get_slice("features")[int(row - start)]
 
-    def add(self, rows: Sequence[tuple[bytes, bytes]], features: Sequence[torch.Tensor]) -> None:
-        """Writes an item: (stamp, digest) of each image, and its features [dim], or none where there are some."""
+    def add(self, rows: Sequence[tuple[bytes, bytes, torch.Tensor]]) -> None:
+        """Writes an item: stamp, digest and features [dim] of each image."""
+        stamps, digests, features = zip(*rows, strict=True)
+        keys = {name: b"".join(column) for name, column in (("stamps", stamps), ("digests", digests))}
+        name = f"{self.prefix}{bytes_digest(keys.values())[:32]}.safetensors"
         tensors = {
-            name: torch.frombuffer(bytearray(b"".join(column)), dtype=torch.uint8).view(-1, STAMP)
-            for name, column in zip(("stamps", "digests"), zip(*rows, strict=True), strict=True)
+            name: torch.frombuffer(bytearray(part), dtype=torch.uint8).view(-1, 16) for name, part in keys.items()
         }
-        tensors |= {"features": torch.stack(tuple(features)).float()} if features else {}
-        name = f"{self.prefix}{'new' if features else 'known'}-{bytes_digest(chain(*rows))[:32]}.safetensors"
         with self.job.write(name) as temporary:
-            save_file(tensors, temporary)
-
-
-_NONE = np.empty(0, dtype=f"S{STAMP}")
-
-
-def _as_keys(rows: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(rows).reshape(-1).view(_NONE.dtype)
+            save_file(tensors | {"features": torch.stack(features).float()}, temporary)
 
 
 class _Index:
-    """Places of stamps or digests, sorted for binary search."""
+    """Rows of stamps or digests, sorted for binary search."""
 
-    def __init__(self, parts: Sequence[np.ndarray]):
-        known = np.concatenate([_NONE, *parts])
-        self._order = np.argsort(known, kind="stable")
-        self.known = known[self._order]
+    def __init__(self, keys: np.ndarray):
+        self._order = np.argsort(keys, kind="stable")
+        self._keys = keys[self._order]
 
-    def find(self, wanted: np.ndarray) -> np.ndarray:
-        """The place of each, -1 where there is none."""
-        if not len(self.known):
-            return np.full(len(wanted), -1)
-        at = np.searchsorted(self.known, wanted).clip(max=len(self.known) - 1)
-        return np.where(self.known[at] == wanted, self._order[at], -1)
+    def find(self, keys: Sequence[bytes]) -> np.ndarray:
+        """The row of each, -1 where there is none."""
+        if not len(self._keys):
+            return np.full(len(keys), -1)
+        keys = np.array(keys, _KEY)
+        at = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
+        return np.where(self._keys[at] == keys, self._order[at], -1)
 
 
 @lru_cache(maxsize=_OPENED)
@@ -190,24 +172,25 @@ def check_features(features: torch.Tensor, model: str, precision: str) -> torch.
     return features
 
 
-class _Missing(Dataset):
-    """(stamp, digest, pixels) of each image without features, or its BadRecord; no pixels where a digest has some."""
+class _Images(Dataset):
+    """(stamp, digest, pixels, None) of each image, (stamp, digest, None, features) if its pixels have some, or its
+    BadRecord."""
 
-    def __init__(self, records: Sequence[Record], indices: Sequence[int], images: ImageSource, cache, read_pixels):
-        self.records, self.indices, self.images = records, indices, images
-        self.cache, self.read_pixels = cache, read_pixels
+    def __init__(self, records: Sequence[Record], images: ImageSource, cache: FeatureCache, read_pixels: Callable):
+        self.records, self.images, self.cache, self.read_pixels = records, images, cache, read_pixels
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.records)
 
-    def __getitem__(self, position: int) -> tuple[bytes, bytes, torch.Tensor | None] | BadRecord:
-        return read_or_bad(self.records[self.indices[position]], self._read)
+    def __getitem__(self, index: int) -> tuple | BadRecord:
+        return read_or_bad(self.records[index], self._read)
 
-    def _read(self, name: str) -> tuple[bytes, bytes, torch.Tensor | None]:
+    def _read(self, name: str) -> tuple[bytes, bytes, torch.Tensor | None, torch.Tensor | None]:
         # The stamp first: if the image is replaced before its pixels are read, the new stamp must not find them.
         stamp, image = self.images.stamp(name), self.images.open(name)
-        digest = hashlib.blake2b(b"%d %d " % image.size + image.tobytes(), digest_size=STAMP).digest()
-        return stamp, digest, None if self.cache.has(digest) else self.read_pixels(image)
+        digest = pixels_digest(image)
+        row = self.cache.find_pixels(digest)
+        return (stamp, digest, self.read_pixels(image), None) if row < 0 else (stamp, digest, None, self.cache[row])
 
 
 def cached_images(
@@ -233,9 +216,14 @@ def cached_images(
     accelerator = encoder.accelerator
     with Job.open(folder, "cache", shared=True) as job:
         cache = FeatureCache(job, encoder.key)
-        cache.read(_undamaged(cache, accelerator))
-        missing = _without_features(records, images, cache)[accelerator.process_index :: accelerator.num_processes]
-        dataset = _Missing(records, missing, images, cache, encoder.read_pixels)
+        names = _undamaged(cache) if accelerator.is_main_process else []
+        cache.read(*broadcast_object_list([names]))
+        stamps = []
+        for record in tqdm(records, desc="looking for image features", unit=" images", disable=len(records) < 10_000):
+            stamp = read_or_bad(record, images.stamp)
+            stamps.append(b"" if isinstance(stamp, BadRecord) else stamp)
+        missing = np.flatnonzero(cache.find(stamps) < 0)[accelerator.process_index :: accelerator.num_processes]
+        dataset = Subset(_Images(records, images, cache, encoder.read_pixels), missing.tolist())
         loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
         bad = _fill(encoder, loader, cache, stop)
         accelerator.wait_for_everyone()
@@ -243,51 +231,37 @@ def cached_images(
     return CachedImages(images, cache), gather_object(bad)
 
 
-def _undamaged(cache: FeatureCache, accelerator: Accelerator) -> list[str]:
-    """Names of the items, on every process the same; each checks a part of them, and damaged ones are removed."""
-    (names,) = broadcast_object_list([cache.job.names(cache.prefix)])
-    for name in names[accelerator.process_index :: accelerator.num_processes]:
-        if cache.job.path(name, damaged="absent") is None:
-            cache.job.remove(name)
-    # What is left is listed when all have finished, and before any may add to it.
-    accelerator.wait_for_everyone()
-    left = set(cache.job.names(cache.prefix))
-    accelerator.wait_for_everyone()
-    return [name for name in names if name in left]
-
-
-def _without_features(records: Sequence[Record], images: ImageSource, cache: FeatureCache) -> list[int]:
-    stamps = []
-    for record in tqdm(records, desc="looking for image features", unit=" images", disable=len(records) < 10_000):
-        stamp = read_or_bad(record, images.stamp)
-        stamps.append(bytes(STAMP) if isinstance(stamp, BadRecord) else stamp)
-    return np.flatnonzero(cache.find(stamps) < 0).tolist()
+def _undamaged(cache: FeatureCache) -> list[str]:
+    """Names of the items. Damaged ones are removed."""
+    names = cache.job.names(cache.prefix)
+    damaged = [name for name in names if cache.job.path(name, damaged="absent") is None]
+    for name in damaged:
+        cache.job.remove(name)
+    return [name for name in names if name not in damaged]
 
 
 @torch.inference_mode()
 def _fill(encoder: FrozenEncoder, loader: DataLoader, cache: FeatureCache, stop: Callable[[], bool]) -> list[BadRecord]:
-    bad, new, features, known = [], [], [], []  # (stamp, digest) of images; `known` are those whose features are there
-
-    def write(least: int) -> None:
-        for rows, of_rows in ((new, features), (known, [])):
-            if len(rows) >= least:
-                cache.add(rows, of_rows)
-                rows.clear(), of_rows.clear()
-
-    total = len(loader.dataset)
-    bar = tqdm(total=total, desc="image features", unit=" images", disable=not encoder.accelerator.is_main_process)
+    bad, rows = [], []
+    bar = tqdm(
+        total=len(loader.dataset),
+        desc="image features",
+        unit=" images",
+        disable=not encoder.accelerator.is_main_process,
+    )
     with bar, load_batches(loader) as batches:
-        for rows in batches:
-            bad += [row for row in rows if isinstance(row, BadRecord)]
-            good = [row for row in rows if not isinstance(row, BadRecord)]
-            known += [(stamp, digest) for stamp, digest, pixels in good if pixels is None]
-            read = [row for row in good if row[2] is not None]
-            if read:
-                new += [(stamp, digest) for stamp, digest, _ in read]
-                features += encoder.encode(torch.stack([pixels for *_, pixels in read])).cpu()
-            write(least=ITEM)
-            bar.update(len(rows))
+        for batch in batches:
+            bad += [image for image in batch if isinstance(image, BadRecord)]
+            good = [image for image in batch if not isinstance(image, BadRecord)]
+            unknown = [pixels for _, _, pixels, _ in good if pixels is not None]
+            encoded = iter(encoder.encode(torch.stack(unknown)).cpu() if unknown else ())
+            rows += [(*keys, next(encoded) if known is None else known) for *keys, _, known in good]
+            bar.update(len(batch))
+            if len(rows) >= ITEM:
+                cache.add(rows)
+                rows = []
             if stop():
                 break
-    write(least=1)
+    if rows:
+        cache.add(rows)
     return bad

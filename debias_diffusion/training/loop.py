@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from ..data.bad_records import BadRecord, report_bad
+from ..data.bad_records import report_bad
 from ..data.dataset import CaptionDataset, Collate
 from ..data.records import Record
 from ..devices import autocast
@@ -21,7 +21,7 @@ from .logs import make_accelerator
 from .optimizer import Optimizer
 from .plan import PROBE, print_plan
 from .run import Run
-from .setup import base_model_digest, load_base_model, load_base_tokenizer, make_modules, prepare_backbone
+from .setup import base_model_digest, load_base_model, load_base_tokenizer, prepare_backbone
 from .step import backward
 from .stop import StopRequest
 
@@ -64,14 +64,13 @@ class _Training(Run):
         self.backbone = prepare_backbone(base_model, config)
         self.method = self.method.bind(self.backbone)
         self.method.check(config.batch, self.backbone.config["model_cfg"]["embed_dim"])
-        self.model, self.modules = self.backbone.model, make_modules(self.method, self.backbone, config.seed)
+        torch.manual_seed(config.seed)  # the method's modules are the same on every process and in every run
+        self.model, self.modules = self.backbone.model, self.method.all_modules(self.backbone)
         self.backbone.to(accelerator.device).train()
         if self.modules is not None:
             self.modules.to(accelerator.device)
-        self.optimizer = Optimizer(
-            *(self.backbone, config.weight_decay, config.betas, config.eps, self.precision, self.modules),
-            rate=self.method.rate,
-        )
+        settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate
+        self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
         self.collate = Collate(self.backbone.tokenizer, self.method, config.freeze_image_tower)
 
     def run(self) -> Path | None:
@@ -101,7 +100,7 @@ class _Training(Run):
             FrozenTower(self.backbone, self.accelerator, self.precision),
             self.all_records,
             self.images,
-            config.feature_folder(),
+            config.feature_cache or self.folder.parent / "image-features",
             batch=min(64, config.batch),
             workers=config.workers,
             stop=lambda: request.here,
@@ -110,31 +109,12 @@ class _Training(Run):
         visual.to("cpu")
 
     def backward(self, batch: Batch) -> dict[str, float]:
-        return backward(
-            self.backbone,
-            self.method,
-            batch,
-            self.accelerator,
-            self.precision,
-            self.config.chunk,
-            self.optimizer.scaler,
-            self.modules,
-        )
+        settings = self.accelerator, self.precision, self.config.chunk, self.optimizer.scaler, self.modules
+        return backward(self.backbone, self.method, batch, *settings)
 
     def print_plan(self, start: int) -> None:
         probe = self.collate([self.dataset[(0, index, index)] for index in range(min(PROBE, len(self.records)))])
-        print_plan(
-            self.config,
-            self.method,
-            self.backbone,
-            self.modules,
-            probe,
-            self.accelerator,
-            self.precision,
-            batches=self.batches,
-            held_out=len(self.held_out),
-            start=start,
-        )
+        print_plan(self, probe, start)
 
     def measure(self, state: TrainState) -> None:
         """R@1 on the held-out pairs, which decides nothing, and with `keep_best` on the pairs that choose.
@@ -146,22 +126,27 @@ class _Training(Run):
             if self.held_out:
                 self._measure_on(self.held_out, state, "", "held-out pairs")
             if self.choosing:
-                self._keep_best(state)
+                scores = self._measure_on(self.choosing, state, CHOOSING, "pairs that choose the best")
+                mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
+                if state.step > 0 and mean > state.best_r1:
+                    state.best_r1, state.best_step = mean, state.step
+                    save_model(self.job, BEST, self.backbone, scores)
             self.backbone.train()
         self.accelerator.wait_for_everyone()
 
-    def _keep_best(self, state: TrainState) -> None:
-        """Saves the model if it is better than all before on the pairs that choose."""
-        scores = self._measure_on(self.choosing, state, CHOOSING, "pairs that choose the best")
-        mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
-        if state.step > 0 and mean > state.best_r1:
-            state.best_r1, state.best_step = mean, state.step
-            save_model(self.job, BEST, self.backbone, scores)
-
     def _measure_on(self, records: Sequence[Record], state: TrainState, prefix: str, name: str) -> dict[str, float]:
         """R@1 in percent, logged and printed; `prefix` begins the names of the numbers."""
-        image, text, bad = self._encode(records)
-        if state.step == 0 and not self.config.freeze_image_tower:  # else they were reported with all others
+        device, batch_size, frozen = self.accelerator.device, min(64, self.config.batch), self.config.freeze_image_tower
+        with autocast(self.precision, device):
+            image, good, bad = encode_images(
+                *(self.backbone, records, self.images, batch_size, device),
+                progress=False,
+                read=self.dataset.preprocess,
+                encode=_unchanged if frozen else None,
+            )
+            captions = [records[index].caption for index in good]
+            text = encode_texts(self.backbone, captions, batch_size, device, progress=False)
+        if state.step == 0 and not frozen:  # else they were reported with all others
             report_bad(bad, self.folder)
         recalls = recall_at_k(image, text, ks=(1,))
         t2i, i2t = recalls["text_to_image"]["R@1"], recalls["image_to_text"]["R@1"]
@@ -170,22 +155,6 @@ class _Training(Run):
         self.log(line)
         self.say(f"step {state.step}: R@1 on {len(image)} {name}: {t2i:.1f} text to image, {i2t:.1f} image to text")
         return line
-
-    def _encode(self, records: Sequence[Record]) -> tuple[torch.Tensor, torch.Tensor, list[BadRecord]]:
-        device, batch_size = self.accelerator.device, min(64, self.config.batch)
-        with autocast(self.precision, device):
-            image, good, bad = encode_images(
-                self.backbone,
-                records,
-                self.images,
-                batch_size,
-                device,
-                progress=False,
-                read=self.dataset.preprocess,
-                encode=_unchanged if self.config.freeze_image_tower else None,
-            )
-            captions = [records[index].caption for index in good]
-            return image, encode_texts(self.backbone, captions, batch_size, device, progress=False), bad
 
     def _finish(self, state: TrainState) -> Path:
         folder = self.folder

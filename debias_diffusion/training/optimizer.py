@@ -102,35 +102,22 @@ class Optimizer(AdamW):
     momentum and weight decay do to them, they are restored after each step.
 
     Args:
+        settings, more: of `AdamW`, what follows the parameters.
         modules: the method's own, trained too.
-        rate: see `AdamW`.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        weight_decay: float,
-        betas: tuple[float, float],
-        eps: float,
-        precision: str = "fp32",
-        modules: nn.Module | None = None,
-        rate: Callable[[str], float] = lambda name: 1.0,
-    ):
+    def __init__(self, backbone: Backbone, *settings, modules: nn.Module | None = None, **more):
         self.backbone = backbone
         named = dict(backbone.model.named_parameters())
         if modules is not None:
             named |= {f"method/{name}": parameter for name, parameter in modules.named_parameters()}
-        super().__init__(named, weight_decay, betas, eps, precision, rate)
-        self.kept = self._kept_rows.detach().clone()
-
-    @property
-    def _kept_rows(self) -> torch.Tensor:
-        table: nn.Parameter = self.backbone.text.tower.positional_embedding
-        return table[: self.backbone.kept_positions]
+        super().__init__(named, *settings, **more)
+        self._rows = backbone.text.tower.positional_embedding[: backbone.kept_positions].detach()
+        self._kept = self._rows.clone()
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         super().step(learning_rate)
-        self._kept_rows.copy_(self.kept)
+        self._rows.copy_(self._kept)
         if self.backbone.loss == "softmax":
             self.backbone.logit_scale.clamp_(max=MAX_LOGIT_SCALE)

@@ -113,11 +113,10 @@ class Run(ABC):
         with Job.open(
             self.folder, self.command, self.settings, self.inputs, may_change=_PLACES, process=process
         ) as self.job:
-            captions = self.captions
+            bad, count = self.captions.bad, len(self.captions.records) + len(self.captions.bad)
             if self.main and not self.job.names():
-                report_bad(captions.bad, self.folder)
-            everything = len(captions.records) + len(captions.bad)
-            check_share(captions.bad, everything, self.config.max_bad, continue_hint(self.config))
+                report_bad(bad, self.folder)
+            check_share(bad, count, self.config.max_bad, continue_hint(self.config))
             yield
 
     def report_unreadable(self, bad: Sequence[BadRecord], count: int) -> None:
@@ -132,7 +131,7 @@ class Run(ABC):
 
     def make_steps(self, request: StopRequest) -> TrainState | None:
         """Makes the steps that are left. None if the run was asked to stop before the last."""
-        config, total = self.config, self.batches.total_steps
+        config, accelerator, total = self.config, self.accelerator, self.batches.total_steps
         state = load_checkpoint(self.job, self.model, self.optimizer, self.modules)
         if self.main:
             if state.step < total:
@@ -142,10 +141,18 @@ class Run(ABC):
             for log in (LOG, NOT_FINITE):
                 cut_log(self.folder / log, state.step)
         bar = tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main)
-        with tracked(self.accelerator, config, self.settings), bar:
+        with tracked(accelerator, config, self.settings), bar:
             if state.step == 0:
                 self.measure(state)
-            with load_batches(self._loader(state.step)) as batches:
+            share = accelerator.process_index, accelerator.num_processes
+            loader = DataLoader(
+                self.dataset,
+                batch_sampler=self.batches.iterate(state.step, *share),
+                collate_fn=self.collate,
+                num_workers=config.workers,
+                pin_memory=accelerator.device.type == "cuda",
+            )
+            with load_batches(loader) as batches:
                 started = time.perf_counter()
                 for batch in batches:
                     self._step(batch, state, bar, started)
@@ -154,22 +161,14 @@ class Run(ABC):
                         self.measure(state)
                     stop = request.asked() and not last
                     if state.step % config.checkpoint_every == 0 or last or stop:
-                        self._checkpoint(state)
+                        if self.main:
+                            save_checkpoint(self.job, self.model, self.optimizer, state, config.keep, self.modules)
+                        accelerator.wait_for_everyone()
                     if stop:
                         self.say(f"Stopped after step {state.step} of {total}. The same command continues from there.")
                         return None
                     started = time.perf_counter()
         return state
-
-    def _loader(self, start: int) -> DataLoader:
-        accelerator = self.accelerator
-        return DataLoader(
-            self.dataset,
-            batch_sampler=self.batches.iterate(start, accelerator.process_index, accelerator.num_processes),
-            collate_fn=self.collate,
-            num_workers=self.config.workers,
-            pin_memory=accelerator.device.type == "cuda",
-        )
 
     def _step(self, batch, state: TrainState, bar: tqdm, started: float) -> None:
         """One step; `started` is when this process began to wait for the batch."""
@@ -232,11 +231,6 @@ class Run(ABC):
             # The share of a few samples says nothing about the rest.
             seen = max(state.step * self.config.batch, min(FEWEST, len(self.records)))
             check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config))
-
-    def _checkpoint(self, state: TrainState) -> None:
-        if self.main:
-            save_checkpoint(self.job, self.model, self.optimizer, state, self.config.keep, self.modules)
-        self.accelerator.wait_for_everyone()
 
     def log(self, line: dict) -> None:
         """A line in log.jsonl, and its numbers in the trackers."""

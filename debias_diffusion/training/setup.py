@@ -11,7 +11,6 @@ from ..data.captions import Captions
 from ..data.records import Record
 from ..errors import UserError
 from ..files import bytes_digest
-from ..methods import Method
 from ..models.backbone import Backbone
 from ..models.loading import load_backbone, load_tokenizer
 from ..models.weight_files import weights_digest
@@ -87,22 +86,16 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
     return backbone
 
 
-def make_modules(method: Method, backbone: Backbone, seed: int) -> nn.Module | None:
-    """The method's own modules, the same on every process and in every run of that seed."""
-    torch.manual_seed(seed)
-    return method.all_modules(backbone)
-
-
 def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
-    if backbone.loss == "sigmoid":
-        if config.label_smoothing is not None:
-            raise UserError(
-                f"label_smoothing is {config.label_smoothing}, but the sigmoid loss of {config.model!r} has no labels "
-                "to smooth. Leave it out."
-            )
-        scale = None if config.initial_scale == "auto" else config.initial_scale
-    else:
-        scale = 100.0 if config.initial_scale == "auto" else config.initial_scale
+    is_sigmoid = backbone.loss == "sigmoid"
+    if is_sigmoid and config.label_smoothing is not None:
+        raise UserError(
+            f"label_smoothing is {config.label_smoothing}, but the sigmoid loss of {config.model!r} has no labels to "
+            "smooth. Leave it out."
+        )
+    scale = config.initial_scale
+    if scale == "auto":
+        scale = None if is_sigmoid else 100.0
     if scale is not None:
         with torch.no_grad():
             backbone.logit_scale.fill_(min(math.log(scale), MAX_LOGIT_SCALE))

@@ -1,1 +1,0 @@
-"""`debias-diffusion ablate`: find the attention heads of a CLIP that hurt, and quiet them."""
