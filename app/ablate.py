@@ -13,9 +13,9 @@ from torch import Tensor
 
 from debias_diffusion.ablation.heads import ABLATED, Ablation, image_means, text_means, tower_shape
 from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
-from debias_diffusion.data import Record
 from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
 from debias_diffusion.data.images import pixels_digest
+from debias_diffusion.data.records import Record
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
