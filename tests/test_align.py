@@ -19,10 +19,9 @@ from safetensors.torch import load_file
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from debias_diffusion.app.align import command as align_command
-from debias_diffusion.app.align import latents
+from debias_diffusion.app.align import data as align_data
 from debias_diffusion.app.align.command import Alignment, align
-from debias_diffusion.app.align.latents import FrozenVAE
-from debias_diffusion.app.align.samples import PART, Sample
+from debias_diffusion.app.align.data import PART, AlignBatch, FrozenVAE
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
 from debias_diffusion.data import Record
@@ -99,7 +98,7 @@ def test_the_denoising_loss_is_that_of_the_pipelines_embeddings(settings, models
         with torch.no_grad():
             loss = run.objective.losses(batch)["denoising_loss"]
             embeds, _, pooled, _ = pipe.encode_prompt(caption.lower(), do_classifier_free_guidance=False)
-            time = torch.tensor([round(999 * sample.share)])
+            time = torch.tensor([round(999 * sample.shares.item())])
             noisy = scheduler.add_noise(batch.latents, batch.noise, time)
             added = {"text_embeds": pooled, "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]])}
             predicted = pipe.unet(noisy, time, encoder_hidden_states=embeds, added_cond_kwargs=added).sample
@@ -120,7 +119,7 @@ def test_latents_are_those_of_the_checkpoints_autoencoder(settings, models, tmp_
         image = pil_to_tensor(small)[None].float() / 127.5 - 1
         latents = pipe.vae.encode(image).latent_dist.mean * pipe.vae.config.scaling_factor
     assert latents.shape == (1, 4, 4, 4)
-    torch.testing.assert_close(run.dataset[(0, 2, 2)].latents[None], latents, rtol=0, atol=1e-5)
+    torch.testing.assert_close(run.dataset[(0, 2, 2)].latents, latents, rtol=0, atol=1e-5)
 
 
 def test_latents_of_another_scaling_factor_have_another_key(settings, tmp_path):
@@ -143,11 +142,11 @@ def test_states_and_features_are_compared_with_where_they_must_stay(settings, mo
     batch = align_command.collate([run.dataset[(0, index, index)] for index in range(4)])
     first, second = run.slots
     texts = [text[0] for text in batch.texts]
-    states, pooled = first.read(texts, 77)
+    states, pooled = first.reader.read(texts, 77)
     assert (first.state_errors(states, texts, 77) > 0.01).all()
     assert first.feature_distances(pooled, texts, 77).abs().max() < 1e-6
     texts = [text[1] for text in batch.texts]
-    states, pooled = second.read(texts, 77)
+    states, pooled = second.reader.read(texts, 77)
     assert (second.state_errors(states, texts, 77) > 1e-6).all()
     base_states, base_pooled = second.base.read(texts, 77, overlap=True)
     expected = 1 - F.cosine_similarity(pooled, base_pooled)
@@ -163,17 +162,17 @@ def test_what_is_read_of_a_caption(settings, tmp_path):
     caption = " ".join(f"House number {n} has {n} red windows." for n in range(1, 18))
     run.dataset.records = [Record(str(n), run.records[0].image, caption) for n in range(200)]
     samples = [run.dataset[(0, n, n)] for n in range(200)]
-    ids = run.slots[0].tokenizer(caption.lower(), add_special_tokens=False)["input_ids"]
-    assert len(ids) > 150 and all(text.ids == ids for sample in samples for text in sample.text)
-    parts = [sample.part for sample in samples if sample.part]
+    ids = run.slots[0].fitted.tokenizer(caption.lower(), add_special_tokens=False)["input_ids"]
+    assert len(ids) > 150 and all(text.ids == ids for sample in samples for text in sample.texts[0])
+    parts = [part for sample in samples for part in sample.parts if part]
     assert len(parts) == pytest.approx(200 * PART, abs=30)
     assert all(1 < len(tokens.ids) <= 75 for part in parts for tokens in part)
     assert len({tuple(part[0].ids) for part in parts}) > 0.8 * len(parts)
     assert _same(run.dataset[(0, 5, 5)], samples[5]) and not _same(run.dataset[(1, 5, 5)], samples[5])
 
 
-def _same(one: Sample, other: Sample) -> bool:
-    equal = [getattr(one, name) == getattr(other, name) for name in ("share", "text", "part")]
+def _same(one: AlignBatch, other: AlignBatch) -> bool:
+    equal = [getattr(one, name) == getattr(other, name) for name in ("shares", "texts", "parts")]
     return torch.equal(one.noise, other.noise) and all(equal)
 
 
@@ -299,7 +298,7 @@ def test_latents_are_computed_of_what_the_steps_read_alone(settings, tmp_path, m
     assert 0 not in {index for _, index, _ in next(run.batches.iterate())}
     run.print_plan(0)  # measured on pairs that the run reads
     usage = SimpleNamespace(free=100)
-    monkeypatch.setattr(latents.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(align_data.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(UserError, match="latents of 12 images take 0.0 GB in .*Give another --latent-cache"):
         prepared(replace(config, latent_cache=str(tmp_path / "full")))
 
@@ -330,7 +329,7 @@ def test_the_plan_says_what_is_fitted_and_what_it_takes(settings, models, tmp_pa
         ({"encoder": "no/such/thing/here"}, "no/such/thing/here"),
         ({"encoder": "toy/clip"}, "'toy/clip' has width 128; the UNet of .* reads 32 of its first encoder"),
         ({"encoder_2": "wide"}, "has width 32; the UNet of .* reads 40 of its second encoder"),
-        ({"encoder_2": "bare"}, "has no projection, which SDXL reads"),
+        ({"encoder_2": "bare"}, "has no projection; the UNet of .* reads a projection to"),
         ({"base": "no/such/base/here"}, "is not there"),
     ],
 )

@@ -76,7 +76,8 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
     n_tokens = len(tiny_tokenizer(248)(PROMPT, add_special_tokens=False).input_ids)
     assert 75 < n_tokens <= 150
     assert printed == (
-        f"Prompt: {n_tokens} tokens, encoded at 152 positions (1 chunk of the first text encoder, 3 of the second)\n"
+        f"Prompt: {n_tokens} tokens, encoded at 152 positions (1 chunk of the first text encoder, 3 chunks of the "
+        "second text encoder)\n"
         f"Wrote {path}\n"
     )
     image = Image.open(path)
@@ -106,6 +107,8 @@ def test_a_picture_and_its_settings(base, encoder, tmp_path, capsys):
         "tokens": n_tokens,
         "positions": 152,
         "chunks": [1, 3],
+        "cut_at": None,
+        "layer": "penultimate",
     }
 
 
@@ -159,7 +162,7 @@ def test_every_setting_counts(tmp_path, capsys):
         ({"images_per_prompt": 2, "output": "{tmp}/file"}, "is a file, and several images need a folder"),
         ({"output": "{tmp}"}, "is a folder. Give a file name"),
         ({"output": "{tmp}/a.jpg"}, "must end in .png"),
-        ({"output": "{tmp}/file/sub/a.png"}, r"The output folder '.*file/sub' cannot be created \(Not a directory\)"),
+        ({"output": "{tmp}/file/sub/a.png"}, r"The output folder '.*file/sub' is not writable \(Not a directory\)"),
         ({"device": "toaster"}, "The device 'toaster' is not available"),
         ({"device": "cuda:99"}, "The device 'cuda:99' is not available"),
         ({"base": "{tmp}/nowhere"}, "The SDXL checkpoint '.*nowhere' is not there. Give an SDXL folder"),
@@ -682,8 +685,8 @@ def test_a_second_encoder_that_does_not_fit(base, tmp_path, monkeypatch):
     long = CLIPTextModelWithProjection(type(config)(**config.to_dict() | {"projection_dim": 32}))
     folders = {
         "has width 50; the UNet of .* reads 40 of its second encoder": wide,
-        "has a projection to 32; the UNet of .* reads one to 24": long,
-        "has no projection, which SDXL reads.*export --projection": CLIPTextModel(config),
+        "has a projection to 32; the UNet of .* reads a projection to 24 of its second encoder": long,
+        "has no projection; the UNet of .*export`, with --projection": CLIPTextModel(config),
     }
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
     for i, (message, encoder) in enumerate(folders.items()):
@@ -747,7 +750,7 @@ def test_stable_diffusion_15(tmp_path, monkeypatch):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "prompt_2": "b"}')
     for changes, message in [
         ({"encoder": str(wide)}, "has width 64; the UNet of .* reads 32 of its first encoder. Give one of width 32"),
-        ({"encoder": str(projected)}, "has a projection, which .* does not read"),
+        ({"encoder": str(projected)}, "has a projection to .* reads no projection of its first encoder"),
         ({"encoder_2": "stretch"}, "is a StableDiffusionPipeline, which has no second encoder. Leave encoder_2 out"),
         ({"prompt": None, "prompts": str(tmp_path / "p.jsonl"), "name": "x"}, "have a prompt_2, and the SDXL"),
     ]:

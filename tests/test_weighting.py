@@ -1,7 +1,5 @@
 """Prompt weights: the syntax, and what they do to embeddings."""
 
-import math
-
 import pytest
 import torch
 from helpers import tiny_sdxl
@@ -97,10 +95,10 @@ def test_any_text_has_a_meaning_and_loses_no_word(text):
     try:
         parts = parse_weights(text)
     except ValueError as error:
-        assert "must be numbers" in str(error)
+        assert "must be from -100 to 100" in str(error)
         return
     runs = [run for part in parts for run in part]
-    assert all(run and math.isfinite(weight) for run, weight in runs)
+    assert all(run and abs(weight) <= 100 for run, weight in runs)
     read = "".join(run for run, _ in runs)
     for kept in ("a", "b", "é", "猫", "<", ";"):
         assert read.count(kept) == text.count(kept)
@@ -115,9 +113,9 @@ def test_nested_weights_multiply(brackets, weight):
     assert text == "x" and got == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("prompt", ["(" * 20_000 + "x", "x" + "+" * 20_000, f"(x:{'9' * 400})"])
+@pytest.mark.parametrize("prompt", ["(" * 20_000 + "x", "(" * 50 + "x", "x" + "+" * 20_000, f"(x:{'9' * 400})"])
 def test_a_weight_beyond_numbers_is_refused(prompt):
-    with pytest.raises(ValueError, match="the weight of 'x' is inf: a prompt's weights must be numbers"):
+    with pytest.raises(ValueError, match="the weight of 'x' is .*, but must be from -100 to 100"):
         parse_weights(prompt)
 
 
@@ -186,10 +184,10 @@ def test_what_follows_a_break_does_not_see_what_was_before(weighting):
     assert not torch.equal(a[1:4], b[1:4])
     torch.testing.assert_close(a[4:7], b[4:7], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(a[4:7], dog[1:4], rtol=1e-5, atol=1e-6)
-    assert weighting.prompt_layout("a red cat BREAK a small dog") == (6, 77, (2, 2))
+    assert weighting.prompt_layout("a red cat BREAK a small dog")[:3] == (6, 77, (2, 2))
     # parts without a word are no chunks
-    assert weighting.prompt_layout("BREAK BREAK a cat BREAK") == (2, 77, (1, 1))
-    assert weighting.prompt_layout("BREAK") == (0, 77, (1, 1))
+    assert weighting.prompt_layout("BREAK BREAK a cat BREAK")[:3] == (2, 77, (1, 1))
+    assert weighting.prompt_layout("BREAK")[:3] == (0, 77, (1, 1))
 
 
 def test_weights_of_a_word_of_several_tokens_and_of_an_inversion(base):
