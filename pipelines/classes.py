@@ -1,7 +1,6 @@
 """diffusers' pipelines for Stable Diffusion XL and 1.5, with prompts of any length.
 
 Each class loads everything its parent loads (folders, single files, other pipelines), and both load what it saves.
-A 248-token encoder is an ordinary component: `from_pretrained(base, text_encoder=..., tokenizer=...)`.
 """
 
 import copy

@@ -4,6 +4,7 @@ An image depends on the models, its prompt and seed, the sampling, and its batch
 batches are planned over all prompts of a run, finished or not, and each image has its own generator, on the CPU.
 """
 
+import copy
 import math
 import os
 import re
@@ -95,11 +96,6 @@ class Sampling:
     width: int | None = None
     layer: Layer = "penultimate"
 
-    @property
-    def guided(self) -> bool:
-        """Whether a negative prompt has an effect."""
-        return self.guidance_scale > 1
-
 
 @dataclass(frozen=True)
 class ImageTask:
@@ -173,19 +169,21 @@ def replace_encoder(
 
     `pipe` stays as it is. The encoder must be on its device and in its dtype. `components` replace others, by name.
     """
-    components = {**pipe.components, "text_encoder": text_encoder, "tokenizer": tokenizer, **components}
-    zeros = pipe.config.force_zeros_for_empty_prompt
-    replaced = type(pipe)(**components, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
+    replaced = copy.copy(pipe)
+    replaced.register_modules(text_encoder=text_encoder, tokenizer=tokenizer, **components)
     replaced.set_progress_bar_config(disable=True)
     return replaced
 
 
 def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout:
-    """How `pipe` reads a prompt."""
+    """How `pipe` reads a prompt. Raises UserError for one that cannot be read, such as of weights beyond the limits."""
     texts = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt}
     if prompt.prompt_2 is not None:
         texts["prompt_2"] = prompt.prompt_2
-    return pipe.prompt_layout(**texts, do_classifier_free_guidance=sampling.guided)
+    try:
+        return pipe.prompt_layout(**texts, do_classifier_free_guidance=sampling.guidance_scale > 1)
+    except ValueError as error:
+        raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
 
 
 def plan_batches(
@@ -218,7 +216,11 @@ def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sa
         arguments["negative_prompt"] = [prompt.negative_prompt for prompt in prompts]
     if any(prompt.prompt_2 is not None for prompt in prompts):
         arguments["prompt_2"] = [prompt.prompt if prompt.prompt_2 is None else prompt.prompt_2 for prompt in prompts]
-    arguments |= {"device": None, "num_images_per_prompt": 1, "do_classifier_free_guidance": sampling.guided}
+    arguments |= {
+        "device": None,
+        "num_images_per_prompt": 1,
+        "do_classifier_free_guidance": sampling.guidance_scale > 1,
+    }
     with reading_layer(pipe, sampling.layer):
         embeddings = pipe.encode_prompt(**arguments)
     named = zip(EMBEDDINGS, embeddings, strict=False)
@@ -378,7 +380,8 @@ class Renderer:
             "base": self.base,
             **names,
             **{name: digest if re.fullmatch("[0-9a-f]{64}", digest) else None for name, digest in digests.items()},
-            **{name: value for name, value in self.settings(encoder).items() if value is not None},
+            # what is not said is as usual
+            **{name: value for name, value in self.settings(encoder).items() if value not in (None, "penultimate")},
         }
 
     def png_text(
@@ -402,11 +405,8 @@ class Renderer:
         return pipe.set_long_prompt(reading=encoder.reading, weighting=self.weighting)
 
     def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
-        """How a prompt is read. Raises UserError for weights that cannot be used."""
-        try:
-            return read_layout(pipe, prompt.cleaned(self.weighting), self.sampling)
-        except ValueError as error:
-            raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
+        """How a prompt is read, see `read_layout`."""
+        return read_layout(pipe, prompt.cleaned(self.weighting), self.sampling)
 
     def render(
         self, pipe: DiffusionPipeline, encoder: EncoderSpec, batches: Sequence[Sequence[ImagePrompt]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
-from helpers.drawing import EMBEDDINGS, OTHER, SHORT, add_lora, draw, load
+from helpers.draw import EMBEDDINGS, OTHER, SHORT, add_lora, draw, load
 from helpers.tiny_sdxl import assemble, assemble_copy
 from helpers.vocabulary import BOS, EOS, SIZE
 from hypothesis import given, settings
@@ -244,8 +244,8 @@ def pipe_of_lengths(base):
         lengths: assemble(
             StableDiffusionXLLongPromptPipeline,
             base,
-            text_encoder=tiny_sdxl.text_encoder(window=lengths[0]),
-            text_encoder_2=tiny_sdxl.text_encoder_2(window=lengths[1]),
+            text_encoder=tiny_sdxl.text_encoder(positions=lengths[0]),
+            text_encoder_2=tiny_sdxl.text_encoder_2(positions=lengths[1]),
         )
         for lengths in CONTEXT_LENGTHS
     }

@@ -1,13 +1,15 @@
 """The renderer: the same bits whatever is loaded, resumed, shared or freed in between."""
 
+import gc
 import shutil
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
-from helpers.drawing import load
+from helpers.draw import load
 from PIL import Image
 
 from debias_diffusion.encoders import EncoderSpec, load_text_encoder
@@ -103,10 +105,41 @@ def test_finished_images_load_no_model(renderer, expected):
     assert fresh._pipe is None
 
 
-def test_low_memory_gives_the_same_files(renderer, long, expected, tmp_path):
+def test_low_memory_gives_the_same_files_with_half_of_the_models_at_a_time(
+    renderer, long, expected, tmp_path, monkeypatch
+):
+    load, alive, loaded = rendering.load_pipeline, [], []
+
+    def load_watched(*arguments):
+        gc.collect()
+        assert not any(model() for model in alive)
+        pipe = load(*arguments)
+        parts = [pipe.text_encoder, pipe.text_encoder_2, pipe.unet, pipe.vae]
+        loaded.append([part is not None for part in parts])
+        alive[:] = [weakref.ref(part) for part in parts if part is not None]
+        return pipe
+
+    monkeypatch.setattr(rendering, "load_pipeline", load_watched)
+    monkeypatch.setattr(rendering, "ENCODED_AT_ONCE", 4)  # of 5 images in batches of 2
     low = Renderer(renderer.checkpoint.name, SAMPLING, CPU, batch=2, low_memory=True)
     into(tmp_path, low, long)
     assert files(tmp_path) == files(expected[long.name])
+    assert loaded == [[True, True, False, False], [False, False, True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "The memory of cpu does not suffice .CUDA out.* Try less"),
+        (RuntimeError("err == 0. DefaultCPUAllocator: can't allocate memory"), "does not suffice .*allocate .* Try"),
+        (MemoryError("Unable to allocate 7.11 PiB"), "does not suffice .*allocate .* Try less"),
+        (RuntimeError("size mismatch"), "^size mismatch$"),  # another error stays as it is
+    ],
+)
+def test_too_little_memory_is_explained(error, message):
+    kind = RuntimeError if message[0] == "^" else UserError
+    with pytest.raises(kind, match=message), rendering.explain_memory(CPU, "Try less."):
+        raise error
 
 
 def test_images_of_others_are_refused(renderer, expected, tmp_path):

@@ -143,8 +143,8 @@ def test_other_files_are_refused(bases, tmp_path):
         "lora.safetensors": "is no single-file checkpoint of SDXL or Stable Diffusion 1.5: it has no weights named",
         "half.safetensors": "cannot be read: .* Give a whole .safetensors file",
         "sdxl.ckpt": "is a file that is not read. Give a folder in diffusers' layout, or a single-file .*safetensors",
-        "nowhere.safetensors": "is not there: '.*nowhere.safetensors' is no file",
-        f"{bases / 'sdxl-configs'}:nowhere.safetensors": "is not there: 'nowhere.safetensors' is no file",
+        "nowhere.safetensors": "is not there. '.*nowhere.safetensors' is no file",
+        f"{bases / 'sdxl-configs'}:nowhere.safetensors": "is not there. 'nowhere.safetensors' is no file",
         f"nowhere:{bases / 'sdxl.safetensors'}": "is not there. 'nowhere' is no folder",
     }.items():
         with pytest.raises(UserError, match=message):

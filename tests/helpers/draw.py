@@ -146,8 +146,8 @@ LATE = " ".join([*WORDS[:120], "dragon", *WORDS[121:140]])  # differs in token 1
 SIZE = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np"}
 
 
-def same_picture(pipe, **call):
-    """Whether the late word is without effect on the picture."""
+def same_image(pipe, **call):
+    """Whether the late word is without effect on the image."""
     images = [
         pipe(prompt, generator=torch.Generator("cpu").manual_seed(0), **SIZE, **call).images for prompt in (PLAIN, LATE)
     ]
